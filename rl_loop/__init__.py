@@ -1,0 +1,1 @@
+"""The closed loop of agentic RL: agent episodes -> trajectories -> advantages -> update -> weight sync."""

@@ -1,0 +1,104 @@
+"""What an episode leaves behind, in token space.
+
+A trajectory holds exactly the token ids that the engine consumed and produced. Nothing is ever rendered or tokenised
+a second time, so position ``i`` means the same token for the engine, the trainer and the report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+
+class FinishReason(StrEnum):
+    """Why sampling, or a whole episode, ended."""
+
+    STOP = "stop"  # a stop token was sampled / the agent gave its final answer
+    LENGTH = "length"  # the token budget of the turn or of the episode ran out
+    MAX_TURNS = "max_turns"  # the agent used all its turns without a final answer
+    FORMAT_ERROR = "format_error"  # the sampled tokens are not a legal Harmony message
+    ABORT = "abort"  # the caller stopped it; partial tokens are kept
+
+
+@dataclass(frozen=True)
+class WeightVersionSpan:
+    """Tokens ``[start, end)`` of a trajectory were sampled with policy weights ``version``."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One contiguous piece of a trajectory: the prompt, what the policy sampled, or what a tool answered."""
+
+    role: str  # "prompt", "assistant" or "tool"
+    start: int  # token range [start, end) in the trajectory
+    end: int
+    text: str  # decoded for people; never fed back to a model
+
+
+@dataclass
+class Trajectory:
+    """One episode of one task.
+
+    token_ids, loss_mask, rollout_log_probs have the same length. ``loss_mask`` is 1 exactly on sampled tokens;
+    ``rollout_log_probs`` (natural log, at the sampling temperature) is 0.0 where the mask is 0.
+    ``routed_experts`` is int16 [len - 1, layers, top_k]: the experts chosen for every token that was an input,
+    that is all but the last one.
+    """
+
+    task_id: str
+    token_ids: list[int]
+    loss_mask: list[int]
+    rollout_log_probs: list[float]
+    weight_versions: list[WeightVersionSpan] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    routed_experts: np.ndarray | None = None
+    finish_reason: FinishReason = FinishReason.STOP
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    tool_calls: int = 0
+    tool_errors: int = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+    @property
+    def assistant_turns(self) -> int:
+        return sum(turn.role == "assistant" for turn in self.turns)
+
+    def validate(self) -> None:
+        """Raise ValueError naming the task and the field if an invariant of the class docstring does not hold."""
+        n = len(self.token_ids)
+        for name in ("loss_mask", "rollout_log_probs"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"trajectory of task {self.task_id}: {name} has {len(getattr(self, name))} entries, token_ids {n}")
+        if any(m not in (0, 1) for m in self.loss_mask):
+            raise ValueError(f"trajectory of task {self.task_id}: loss_mask holds values other than 0 and 1")
+        if any(lp != 0.0 for lp, m in zip(self.rollout_log_probs, self.loss_mask, strict=True) if not m):
+            raise ValueError(f"trajectory of task {self.task_id}: rollout_log_probs is non-zero outside the loss mask")
+        covered = sum(span.end - span.start for span in self.weight_versions)
+        if self.weight_versions and covered != self.sampled_tokens:
+            raise ValueError(
+                f"trajectory of task {self.task_id}: weight_versions cover {covered} tokens, {self.sampled_tokens} were sampled"
+            )
+        if self.routed_experts is not None and len(self.routed_experts) != n - 1:
+            raise ValueError(
+                f"trajectory of task {self.task_id}: routed_experts has {len(self.routed_experts)} rows, expected {n - 1}"
+            )
+
+
+@dataclass
+class TrajectoryGroup:
+    """The samples of one task: the unit over which group-relative advantages are computed."""
+
+    task_id: str
+    trajectories: list[Trajectory]
