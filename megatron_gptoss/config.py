@@ -1,0 +1,231 @@
+"""Typed configuration of the policy: architecture, parallel layout, optimizer.
+
+Every model is strict: an unknown key, a wrong type or an impossible layout raises pydantic's ValidationError, which
+names the key, before anything is started.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class StrictModel(BaseModel):
+    """Base of all configuration: unknown keys are errors, fields are documented by the string under them."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelConfig(StrictModel):
+    """A GPT-OSS architecture. The defaults that the released 20B and 120B share are filled in."""
+
+    num_layers: int = Field(gt=0)
+    """Transformer layers. Even 0-based layers attend within a sliding window, odd ones to the whole prefix."""
+    num_experts: int = Field(gt=0)
+    """Experts per layer."""
+    experts_per_token: int = Field(4, gt=0)
+    """Experts each token is routed to; the softmax is taken over these only."""
+    hidden_size: int = Field(2880, gt=0)
+    """Width of the residual stream."""
+    intermediate_size: int = Field(2880, gt=0)
+    """Width inside one expert, after the gated linear unit."""
+    num_attention_heads: int = Field(64, gt=0)
+    """Query heads."""
+    num_key_value_heads: int = Field(8, gt=0)
+    """Key/value heads; query heads are shared out among them evenly."""
+    head_size: int = Field(64, gt=0)
+    """Channels per head; need not be hidden_size / num_attention_heads."""
+    vocab_size: int = Field(201_088, gt=0)
+    """Rows of the embedding and of the output layer (untied)."""
+    sliding_window: int = Field(128, gt=0)
+    """Keys a token of a window layer sees, itself included."""
+    swiglu_limit: float = Field(7.0, gt=0)
+    """Clamp of the SwiGLU inputs."""
+    rms_norm_eps: float = Field(1e-5, gt=0)
+    """Epsilon of all RMSNorms."""
+    rope_theta: float = Field(150_000.0, gt=0)
+    """Base of the rotary frequencies."""
+    yarn_factor: float = Field(32.0, ge=1)
+    """YaRN context extension factor (arXiv 2309.00071)."""
+    yarn_original_length: int = Field(4096, gt=0)
+    """Context length before extension, in tokens."""
+    yarn_beta_fast: float = 32.0
+    """Rotations above which a frequency is left alone."""
+    yarn_beta_slow: float = 1.0
+    """Rotations below which a frequency is fully interpolated."""
+    max_length: int = Field(131_072, gt=0)
+    """Longest sequence, in tokens."""
+    initializer_std: float = Field(0.02, gt=0)
+    """Standard deviation of randomly initialised weights; unused when weights are loaded."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(f"experts_per_token ({self.experts_per_token}) exceeds num_experts ({self.num_experts})")
+        if self.head_size % 2:
+            raise ValueError(f"head_size ({self.head_size}) must be even for rotary embeddings")
+        return self
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Per layer "sliding_attention" or "full_attention", as in the Hugging Face config."""
+        return ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(self.num_layers)]
+
+    def to_hf_config(self, **extra: Any) -> dict[str, Any]:
+        """The content of ``config.json`` of the same model; ``extra`` adds keys such as eos_token_id."""
+        return {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "num_hidden_layers": self.num_layers,
+            "num_local_experts": self.num_experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "experts_per_token": self.experts_per_token,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_size,
+            "vocab_size": self.vocab_size,
+            "sliding_window": self.sliding_window,
+            "layer_types": self.layer_types,
+            "swiglu_limit": self.swiglu_limit,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": self.yarn_factor,
+                "beta_fast": self.yarn_beta_fast,
+                "beta_slow": self.yarn_beta_slow,
+                "truncate": False,
+                "original_max_position_embeddings": self.yarn_original_length,
+            },
+            "max_position_embeddings": self.max_length,
+            "initial_context_length": self.yarn_original_length,
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
+            "initializer_range": self.initializer_std,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+            **extra,
+        }
+
+    @classmethod
+    def from_hf_config(cls, source: Path | str | dict[str, Any]) -> ModelConfig:
+        """Read ``config.json`` (a file, its directory, or the parsed dict). Raises ValueError naming the file and key."""
+        where = "config"
+        if isinstance(source, dict):
+            raw = source
+        else:
+            path = Path(source)
+            path = path / "config.json" if path.is_dir() else path
+            where = str(path)
+            try:
+                raw = json.loads(path.read_text())
+            except FileNotFoundError:
+                raise ValueError(f"{path}: no such file; expected a Hugging Face GPT-OSS directory") from None
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}: not valid JSON ({error})") from None
+        if raw.get("model_type") != "gpt_oss":
+            raise ValueError(f"{where}: model_type is {raw.get('model_type')!r}, expected 'gpt_oss'")
+        # transformers 5 writes rope_parameters, releases carry rope_scaling and rope_theta
+        rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+        try:
+            config = cls(
+                num_layers=raw["num_hidden_layers"],
+                num_experts=raw["num_local_experts"],
+                experts_per_token=raw["num_experts_per_tok"],
+                hidden_size=raw["hidden_size"],
+                intermediate_size=raw["intermediate_size"],
+                num_attention_heads=raw["num_attention_heads"],
+                num_key_value_heads=raw["num_key_value_heads"],
+                head_size=raw["head_dim"],
+                vocab_size=raw["vocab_size"],
+                sliding_window=raw["sliding_window"],
+                swiglu_limit=raw.get("swiglu_limit", 7.0),
+                rms_norm_eps=raw.get("rms_norm_eps", 1e-5),
+                rope_theta=rope.get("rope_theta", raw.get("rope_theta", 150_000.0)),
+                yarn_factor=rope["factor"],
+                yarn_original_length=rope["original_max_position_embeddings"],
+                yarn_beta_fast=rope["beta_fast"],
+                yarn_beta_slow=rope["beta_slow"],
+                max_length=raw.get("max_position_embeddings", 131_072),
+                initializer_std=raw.get("initializer_range", 0.02),
+            )
+        except KeyError as error:
+            raise ValueError(f"{where}: key {error} is missing") from None
+        if rope.get("truncate", True):
+            raise ValueError(f"{where}: rope_scaling.truncate must be false, as in the released models")
+        layer_types = raw.get("layer_types", config.layer_types)
+        if layer_types != config.layer_types:
+            raise ValueError(f"{where}: layer_types must alternate sliding_attention, full_attention; got {layer_types}")
+        return config
+
+
+class ParallelConfig(StrictModel):
+    """How the policy is spread over trainer ranks."""
+
+    world_size: int = Field(1, gt=0)
+    """Trainer ranks in all; what tensor, pipeline and context parallelism leave over is data parallel."""
+    tensor: int = Field(1, gt=0)
+    """Tensor parallel size. Above 1, sequence parallelism is on (Megatron requires it for mixtures of experts)."""
+    pipeline: int = Field(1, gt=0)
+    """Pipeline stages."""
+    context: int = Field(1, gt=0)
+    """Context parallel size: ranks that share the tokens of one packed batch."""
+    expert: int = Field(1, gt=0)
+    """Expert parallel size: ranks among which the experts of a layer are shared out."""
+
+    @property
+    def data(self) -> int:
+        return self.world_size // (self.tensor * self.pipeline * self.context)
+
+    def check_layout(self, model: ModelConfig) -> None:
+        """Raise ValueError naming the key that makes the layout impossible for ``model``."""
+        dense = self.tensor * self.pipeline * self.context
+        if self.world_size % dense:
+            raise ValueError(
+                f"parallel.world_size ({self.world_size}) must be a multiple of tensor x pipeline x context ({dense})"
+            )
+        if self.world_size // self.pipeline % self.expert:
+            raise ValueError(
+                f"parallel.expert ({self.expert}) must divide world_size / pipeline ({self.world_size // self.pipeline})"
+            )
+        for key, size, name, count in (
+            ("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads),
+            ("tensor", self.tensor, "vocab_size", model.vocab_size),
+            ("pipeline", self.pipeline, "num_layers", model.num_layers),
+            ("expert", self.expert, "num_experts", model.num_experts),
+            ("context", self.context, "num_attention_heads / tensor", model.num_attention_heads // self.tensor),
+        ):
+            if count % size:
+                raise ValueError(f"parallel.{key} ({size}) must divide {name} ({count})")
+
+
+class OptimizerConfig(StrictModel):
+    """AdamW with a warm-up."""
+
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.98, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    clip_grad: float = Field(1.0, gt=0)
+    """Largest global gradient norm; larger gradients are scaled down to it."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """What follows the warm-up; cosine falls to a tenth of the peak at the last step."""
