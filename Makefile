@@ -1,0 +1,34 @@
+# make demo   sets everything up and trains a tiny GPT-OSS to use Python: SFT, then RL (runs/tiny_retool/report.html)
+# make test   sets everything up and runs the tests that need neither GPU nor Slurm
+# make lint   ruff, mypy and the dependency rule
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean-venv
+
+GPTOSS := .venv/bin/gptoss
+# The rooms whose annotations are checked; all of them.
+TYPED_ROOMS := kernels/gptoss_kernels megatron_gptoss converters rl_loop launch
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+setup:
+	@scripts/bootstrap.sh
+
+demo: setup
+	$(GPTOSS) sft configs/sft/tiny_retool.yaml
+	$(GPTOSS) rl configs/rl/tiny_retool.yaml
+
+# One thread per process: the models are tiny and several tests start two processes.
+test: setup
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow" --timeout=300 --durations=10
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy $(TYPED_ROOMS)
+	.venv/bin/lint-imports
+
+clean-venv:
+	rm -rf .venv

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Makes .venv in this checkout from requirements.txt (versions and hashes). Safe to repeat: a finished environment is
+# recognised by .venv/.complete and left alone; anything else - interrupted, moved, outdated - is repaired.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf '[setup] %s\n' "$*"; }
+die() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
+
+# ensure_package REASON PACKAGE...: installs Debian packages as root, otherwise says the exact command and stops.
+ensure_package() {
+    local reason=$1
+    shift
+    command -v apt-get >/dev/null || die "$reason is missing; install it with your package manager (on Debian: $*)"
+    [ "$(id -u)" -eq 0 ] || die "$reason is missing; run: sudo apt-get install -y $*"
+    say "installing $* ($reason)"
+    # A stale or partly unreachable package list must not stop us: the install decides.
+    apt-get update -qq >/dev/null 2>&1 || true
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=120 "$@" \
+        >/dev/null || die "apt-get could not install $*; see its message above"
+}
+
+# find_python: the first interpreter that really is Python 3.12. A pyenv shim may exist and still resolve to nothing.
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3.12 /usr/bin/python3.12 /usr/local/bin/python3.12 \
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python3.12 python3 python; do
+        [ -n "$candidate" ] || continue
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
+            # The real file behind a shim, so that .venv does not depend on the shim's directory.
+            "$candidate" -c 'import os, sys; print(os.path.realpath(sys.executable))'
+            return
+        fi
+    done
+    return 1
+}
+
+[ "$(uname -s)" = Linux ] || die "Linux is needed (the sandbox uses its namespaces), this is $(uname -s)"
+
+# Two bootstraps at once would write into the same .venv; the second one waits. The lock is on a file that always exists.
+if command -v flock >/dev/null; then
+    exec 9<scripts/bootstrap.sh
+    flock -n 9 || { say "another set-up of this checkout is running; waiting for it"; flock 9; }
+fi
+
+command -v bwrap >/dev/null || ensure_package "bubblewrap, the sandbox for model-written code" bubblewrap
+command -v cc >/dev/null || ensure_package "a C compiler, needed by the kernels" gcc libc6-dev
+
+stamp=.venv/.complete
+key="$(cat requirements.txt pyproject.toml | sha256sum | cut -c1-64) $(pwd -P)"
+if [ "$(cat $stamp 2>/dev/null)" != "$key" ] || ! .venv/bin/python -c '' 2>/dev/null; then
+    python=$(find_python) ||
+        die "Python 3.12 is missing: install python3.12 (Debian/Ubuntu) or run 'pyenv install 3.12', or set PYTHON=/path/to/python3.12"
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || ensure_package "Python's venv module" python3.12-venv
+
+    # Only an environment finished in this very place may be updated; a half-written one looks installed and is not.
+    if [ "$(cut -d' ' -f2- $stamp 2>/dev/null)" != "${key#* }" ] || ! .venv/bin/python -c '' 2>/dev/null; then
+        free_gb=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1024 / 1024))
+        [ -d .venv ] || [ "$free_gb" -ge 7 ] || die "the environment needs 7 GB of disk, $PWD has $free_gb GB free"
+        say "creating .venv with $("$python" -V)"
+        rm -rf .venv
+        "$python" -m venv .venv || die "could not create .venv with $python; see the message above"
+    fi
+    rm -f $stamp
+    # -qq keeps errors and drops warnings. --only-binary: every package has a wheel, so nothing is compiled here.
+    pip=(.venv/bin/python -m pip install -qq --no-input --disable-pip-version-check --root-user-action=ignore --no-deps)
+    say "installing $(grep -c '^[a-z]' requirements.txt) pinned packages (5 GB, one to a few minutes)"
+    "${pip[@]}" --only-binary :all: --require-hashes -r requirements.txt ||
+        die "pip could not install requirements.txt; see its message above (run make again to continue)"
+    "${pip[@]}" --no-build-isolation --editable . || die "pip could not install this project; see its message above"
+    printf '%s\n' "$key" >$stamp
+    say "environment ready: .venv"
+fi
+
+# The vocabulary file that openai-harmony needs; cached outside the checkout and checked by its hash each time.
+.venv/bin/python -m rl_loop.o200k || die "the o200k vocabulary for Harmony could not be set up; see the message above"
