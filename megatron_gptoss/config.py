@@ -166,7 +166,9 @@ class ModelConfig(StrictModel):
             raise ValueError(f"{where}: rope_scaling.truncate must be false, as in the released models")
         layer_types = raw.get("layer_types", config.layer_types)
         if layer_types != config.layer_types:
-            raise ValueError(f"{where}: layer_types must alternate sliding_attention, full_attention; got {layer_types}")
+            raise ValueError(
+                f"{where}: layer_types must alternate sliding_attention, full_attention; got {layer_types}"
+            )
         return config
 
 

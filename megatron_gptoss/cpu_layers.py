@@ -1,0 +1,113 @@
+"""The layer specification for CPUs: Megatron's own modules, with subclasses where one insists on CUDA.
+
+Nothing is patched. Each class says which line of megatron-core 0.19.2 it steps around; the mathematics is Megatron's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_gptoss.sink_attention import SinkAttention
+
+
+class CpuRMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm. Megatron's wrapper (torch_norm.py) refuses sequence parallelism, which tensor parallelism needs."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # its gradient covers only this rank's part of the sequence: Megatron must sum it over tensor-parallel ranks
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class CpuTopKRouter(TopKRouter):
+    """TopKRouter.gating moves CPU weights to a GPU (router.py)."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
+        return router_gating_linear(input, self.weight, self.bias, dtype)
+
+
+class ExpertRowParallelLinear(RowParallelLinear):
+    """The down projection of one expert that is not split over ranks (expert tensor parallel size 1).
+
+    Two faults of RowParallelLinear in this place: it marks the bias ``sequence_parallel``, so that with tensor plus
+    sequence parallelism its gradient is summed twice (exactly doubled); and its size-1 reduction returns the input
+    itself, on which the expert's in-place bias addition fails in training.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.bias is not None:
+            self.bias.sequence_parallel = False
+        self.explicit_expert_comm = True
+
+
+class CpuAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """The all-to-all dispatcher without its CUDA side stream: on a CPU the split sizes are plain lists at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None:
+            MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none: CPU"  # keeps the parent from creating a CUDA stream
+        super().__init__(*args, **kwargs)
+
+    def _maybe_dtoh_and_synchronize(
+        self, point: str, tokens_per_expert: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        if not self.drop_and_pad and point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                value = getattr(self, name, None)
+                if torch.is_tensor(value):
+                    setattr(self, name, value.tolist())
+            if torch.is_tensor(self.num_out_tokens):
+                self.num_out_tokens = int(self.num_out_tokens)
+        return tokens_per_expert
+
+
+class CpuMoELayer(MoELayer):
+    """MoELayer with the dispatcher above; the parent offers no way to name one of our own."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        config.moe_token_dispatcher_type = "allgather"
+        try:
+            super().__init__(config, *args, **kwargs)
+        finally:
+            config.moe_token_dispatcher_type = "alltoall"
+        self.token_dispatcher = CpuAlltoAllTokenDispatcher(
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=self.config,
+            pg_collection=kwargs["pg_collection"],
+        )
+
+
+def cpu_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage."""
+    submodules = get_gpt_layer_local_submodules(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
+    )
+    experts = partial(
+        SequentialMLP,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear),
+    )
+    submodules.mlp = partial(CpuMoELayer, submodules=MoESubmodules(experts=experts, router=CpuTopKRouter))
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = CpuRMSNorm
+    submodules.self_attention.submodules.core_attention = SinkAttention
+    # the checkpoint keys of Transformer Engine layers, so that one checkpoint serves both
+    submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=CpuRMSNorm)

@@ -1,0 +1,39 @@
+"""Building the policy."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.cpu_layers import cpu_block_spec
+from megatron_gptoss.transformer_config import build_transformer_config
+
+
+def build_model(
+    model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> GPTModel:
+    """This rank's part of GPT-OSS, with uninitialised weights, on the CPU.
+
+    ``distributed.initialize`` must have run. Logits come out as [1, tokens, vocab_size / tensor] of a call with
+    ``input_ids`` and ``position_ids`` [1, tokens] and ``packed_seq_params`` from a PackedBatch.
+    """
+    parallel.check_layout(model)
+    config = build_transformer_config(model, parallel, dtype, perform_initialization=False, **overrides)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # 0.19.2 announces that GPTModel will move into HybridModel
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=cpu_block_spec(config),
+            vocab_size=model.vocab_size,
+            max_sequence_length=model.max_length,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=False,
+            parallel_output=True,
+        ).to(dtype)

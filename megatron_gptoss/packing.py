@@ -1,0 +1,203 @@
+"""Packed batches: the one layout of training, scoring and supervised fine-tuning.
+
+Sequences of different lengths lie end to end in one row of tokens ("THD"); ``cu_seqlens`` says where each begins.
+There is no padding but a short tail that makes the row divisible among tensor- and context-parallel ranks; that tail
+is a sequence of its own and never enters a loss or a metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+@dataclass
+class Sample:
+    """One sequence to train on or to score. All per-token lists have the length of ``token_ids``.
+
+    Position i of the per-token lists speaks of token i as a *label*: entry 0 is never used, since nothing predicts it.
+    """
+
+    token_ids: Sequence[int]
+    loss_mask: Sequence[int]
+    advantages: Sequence[float] | None = None
+    rollout_log_probs: Sequence[float] | None = None
+    routed_experts: np.ndarray | None = None
+    """int16 [len - 1, layers, top_k]"""
+    sample_id: int = -1
+    """Where the sample stood in the caller's list; set by ``pack``."""
+
+
+@dataclass
+class PackedBatch:
+    """One micro-batch. T tokens (inputs), n sequences including the padding tail if there is one.
+
+    A sequence of m tokens contributes m - 1 inputs (all but its last) and m - 1 labels (all but its first).
+    """
+
+    input_ids: torch.Tensor  # int64 [T]
+    labels: torch.Tensor  # int64 [T]: the next token of the same sequence
+    position_ids: torch.Tensor  # int64 [T]: from 0 in each sequence
+    loss_mask: torch.Tensor  # float32 [T]: 1 where the label was sampled by the policy (RL) or is to be learned (SFT)
+    advantages: torch.Tensor  # float32 [T], 0 where unset
+    rollout_log_probs: torch.Tensor  # float32 [T], 0 where unset
+    sample_ids: torch.Tensor  # int64 [T]: Sample.sample_id of each token, -1 in the padding tail
+    cu_seqlens: torch.Tensor  # int32 [n + 1]
+    max_seqlen: int
+    routed_experts: torch.Tensor | None = None  # int16 [T, layers, top_k]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.input_ids)
+
+    def packed_seq_params(self) -> PackedSequence:
+        return PackedSequence(
+            qkv_format="thd",
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_kv=self.cu_seqlens,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_kv=self.max_seqlen,
+            position_ids=self.position_ids,
+        )
+
+    def context_parallel_shard(self, rank: int, size: int) -> PackedBatch:
+        """The contiguous part of the tokens that one of ``size`` context-parallel ranks holds.
+
+        ``cu_seqlens`` stays that of the whole row: attention needs to know all boundaries.
+        """
+        if size == 1:
+            return self
+        if self.tokens % size:
+            raise ValueError(f"{self.tokens} packed tokens cannot be split over {size} context-parallel ranks")
+        part = slice(rank * self.tokens // size, (rank + 1) * self.tokens // size)
+        per_token = {
+            f.name: getattr(self, f.name)[part]
+            for f in fields(self)
+            if f.name not in ("cu_seqlens", "max_seqlen") and getattr(self, f.name) is not None
+        }
+        return replace(self, **per_token)
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        moved = {
+            f.name: value.to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), torch.Tensor)
+        }
+        return replace(self, **moved)
+
+
+@dataclass
+class PackedSequence(PackedSeqParams):
+    """Megatron's description of a packed row, with the position of every local token in its own sequence."""
+
+    position_ids: torch.Tensor | None = None
+
+
+def build_batch(samples: Sequence[Sample], align: int = 1) -> PackedBatch:
+    """Lay samples end to end and pad the row to a multiple of ``align`` tokens."""
+    lengths = [len(s.token_ids) - 1 for s in samples]
+    for sample, length in zip(samples, lengths, strict=True):
+        if length < 1:
+            raise ValueError(f"sample {sample.sample_id} has {length + 1} tokens; at least 2 are needed to predict one")
+        for name in ("loss_mask", "advantages", "rollout_log_probs"):
+            values = getattr(sample, name)
+            if values is not None and len(values) != length + 1:
+                raise ValueError(f"sample {sample.sample_id}: {name} has {len(values)} entries for {length + 1} tokens")
+        if sample.routed_experts is not None and len(sample.routed_experts) != length:
+            raise ValueError(
+                f"sample {sample.sample_id}: routed_experts has {len(sample.routed_experts)} rows, expected {length}"
+            )
+    padding = -sum(lengths) % align
+    total = sum(lengths) + padding
+    segments = lengths + ([padding] if padding else [])
+
+    def column(values: list[np.ndarray], dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
+        row = np.concatenate([*values, np.full(padding, fill)])
+        return torch.from_numpy(row).to(dtype)
+
+    def optional(name: str) -> torch.Tensor:
+        values = [getattr(s, name) for s in samples]
+        parts = [
+            np.zeros(n) if v is None else np.asarray(v[1:], dtype=np.float64)
+            for v, n in zip(values, lengths, strict=True)
+        ]
+        return column(parts, torch.float32)
+
+    routed = None
+    with_routes = [s.routed_experts for s in samples if s.routed_experts is not None]
+    if with_routes:
+        if len(with_routes) != len(samples):
+            raise ValueError("some samples carry routed_experts and some do not; a batch needs all or none")
+        tail = np.zeros((padding, *with_routes[0].shape[1:]), dtype=np.int16)
+        routed = torch.from_numpy(np.concatenate([*with_routes, tail]).astype(np.int16))
+    ids = [np.asarray(s.token_ids, dtype=np.int64) for s in samples]
+    batch = PackedBatch(
+        input_ids=column([x[:-1] for x in ids], torch.int64),
+        labels=column([x[1:] for x in ids], torch.int64),
+        position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in segments])),
+        loss_mask=column([np.asarray(s.loss_mask[1:]) for s in samples], torch.float32),
+        advantages=optional("advantages"),
+        rollout_log_probs=optional("rollout_log_probs"),
+        sample_ids=column([np.full(n, s.sample_id) for s, n in zip(samples, lengths, strict=True)], torch.int64, -1),
+        cu_seqlens=torch.tensor([0, *np.cumsum(segments)], dtype=torch.int32),
+        max_seqlen=max(segments),
+        routed_experts=routed,
+    )
+    if batch.tokens != total:
+        raise ValueError(f"packed {batch.tokens} tokens, expected {total}")
+    return batch
+
+
+def pack(
+    samples: Sequence[Sample], max_tokens: int, data_parallel_size: int = 1, align: int = 1
+) -> list[list[PackedBatch]]:
+    """Distribute samples over data-parallel ranks and micro-batches of at most ``max_tokens`` tokens each.
+
+    Returns one list of micro-batches per rank, all of the same length (a mixture of experts communicates in every
+    micro-batch, so ranks must take the same number of steps). Longest first into the emptiest bin.
+    Raises ValueError naming a sample that is longer than ``max_tokens``.
+    """
+    if len(samples) < data_parallel_size:
+        raise ValueError(f"{len(samples)} samples cannot be shared out over {data_parallel_size} data-parallel ranks")
+    numbered = [replace(sample, sample_id=i) for i, sample in enumerate(samples)]
+    for sample in numbered:
+        if len(sample.token_ids) - 1 > max_tokens:
+            raise ValueError(
+                f"sample {sample.sample_id} has {len(sample.token_ids)} tokens, more than max_tokens_per_micro_batch "
+                f"({max_tokens}) allows"
+            )
+    longest_first = sorted(numbered, key=lambda s: -len(s.token_ids))
+    total = sum(len(s.token_ids) - 1 for s in numbered)
+    bins_per_rank = max(1, -(-total // (max_tokens * data_parallel_size)))
+    while True:
+        bins: list[list[Sample]] = [[] for _ in range(bins_per_rank * data_parallel_size)]
+        loads = [0] * len(bins)
+        for sample in longest_first:
+            emptiest = loads.index(min(loads))
+            bins[emptiest].append(sample)
+            loads[emptiest] += len(sample.token_ids) - 1
+        if max(loads) <= max_tokens and all(bins):
+            break
+        if not all(bins):
+            raise ValueError(
+                f"max_tokens_per_micro_batch ({max_tokens}) leaves no equal number of micro-batches for "
+                f"{data_parallel_size} data-parallel ranks and {len(samples)} samples; raise it"
+            )
+        bins_per_rank += 1
+    batches = [build_batch(b, align) for b in bins]
+    return [batches[rank::data_parallel_size] for rank in range(data_parallel_size)]
+
+
+def unpack(values: torch.Tensor, batch: PackedBatch) -> dict[int, list[float]]:
+    """Per-token values [T] of a batch -> sample_id to a list of len(token_ids), with 0.0 for the unpredicted first token."""
+    boundaries = batch.cu_seqlens.tolist()
+    out = {}
+    for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
+        sample_id = int(batch.sample_ids[start])
+        if sample_id >= 0:
+            out[sample_id] = [0.0, *values[start:end].tolist()]
+    return out

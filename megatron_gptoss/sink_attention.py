@@ -1,0 +1,100 @@
+"""Megatron's ``core_attention`` module for GPT-OSS: rotary embedding, learned sinks, packed sequences, context parallelism."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from gptoss_kernels.sink_attention import sink_attention
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from megatron_gptoss.context_parallel import heads_to_sequence, sequence_to_heads
+from megatron_gptoss.packing import PackedSequence
+from megatron_gptoss.rotary import RotaryEmbedding, apply_rotary
+from megatron_gptoss.transformer_config import GptOssTransformerConfig
+
+
+class SinkAttention(DotProductAttention):
+    """Packed causal attention with one learned sink logit per query head.
+
+    Inherits the sharded state dict (the sinks are split over tensor-parallel ranks) and nothing else from Megatron's
+    attention, whose constructor needs CUDA and whose forward knows neither packing nor context parallelism.
+    """
+
+    def __init__(
+        self,
+        config: GptOssTransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        MegatronModule.__init__(self, config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, max(1, layer_number))
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.rotary = RotaryEmbedding(config.gptoss)
+        self.backend = config.attention_backend_name
+        heads = config.num_attention_heads // self.tp_group.size()
+        self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+        if config.perform_initialization:
+            config.init_method(self.softmax_offset)
+        # what DDP and the optimizer need to know of a parameter that is split over tensor-parallel ranks
+        self.softmax_offset.tensor_model_parallel = True
+        self.softmax_offset.partition_dim = 0
+        self.softmax_offset.partition_stride = 1
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSequence | None = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """query: [tokens, heads, head_size], key/value: [tokens, kv_heads, head_size], all local to this rank.
+
+        Returns [tokens, heads * head_size]. Raises ValueError when the input is not packed.
+        """
+        if not isinstance(packed_seq_params, PackedSequence) or packed_seq_params.position_ids is None:
+            raise ValueError("GPT-OSS attention takes packed sequences only: pass PackedBatch.packed_seq_params()")
+        compute = torch.promote_types(query.dtype, torch.float32)
+        cos, sin = self.rotary.cos_sin(packed_seq_params.position_ids, compute)
+        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        sinks = self.softmax_offset
+        size = self.cp_group.size()
+        if size > 1:
+            # every rank needs whole kv heads: copy them when there are fewer than ranks
+            copies = size // math.gcd(size, key.shape[1])
+            key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
+            query, key, value = (sequence_to_heads(x, self.cp_group) for x in (query, key, value))
+            # the other ranks' slices get zero gradient here; the data/context-parallel reduction adds each slice once
+            sinks = sinks.chunk(size)[self.cp_group.rank()]
+        out = sink_attention(
+            query,
+            key,
+            value,
+            sinks,
+            cu_seqlens=packed_seq_params.cu_seqlens_q,
+            max_seqlen=packed_seq_params.max_seqlen_q,
+            window=self.window,
+            scale=self.scale,
+            backend=self.backend,
+        )
+        if size > 1:
+            out = heads_to_sequence(out, self.cp_group)
+        return out.flatten(1)

@@ -1,0 +1,219 @@
+"""One trainer rank: forward, backward, optimizer step and scoring on packed micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_gptoss.config import OptimizerConfig
+from megatron_gptoss.log_probs import log_probs_and_entropy
+from megatron_gptoss.packing import PackedBatch
+
+
+@dataclass
+class LossOutput:
+    """What a loss says about one micro-batch.
+
+    ``loss`` is a *sum* over the tokens of the micro-batch, already divided by whatever the loss is normalised with over
+    the global batch, so that adding up micro-batches and ranks gives the loss. ``sums`` are added over all tokens of all
+    micro-batches and ranks, ``maxima`` are maximised; both hold scalars.
+    """
+
+    loss: torch.Tensor
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+LossFunction = Callable[[torch.Tensor, torch.Tensor, PackedBatch], LossOutput]
+"""(log_probs [tokens], entropy [tokens], batch) -> LossOutput"""
+
+
+@dataclass
+class StepStatistics:
+    """One optimizer step, the same on every rank."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    learning_rate: float
+    parameters_updated: bool
+
+
+def learning_rate_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """Learning rate of the 0-based optimizer step: linear warm-up, then constant or cosine to a tenth."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    return config.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+class PolicyTrainer:
+    """Megatron's data-parallel wrapper, schedule and optimizer around one model part."""
+
+    def __init__(self, model: GPTModel, config: OptimizerConfig) -> None:
+        self.config = config
+        self.module = model
+        dtype = model.config.params_dtype
+        model.config.finalize_model_grads_func = self._finalize_gradients
+        self.model = DistributedDataParallel(
+            config=model.config,
+            ddp_config=DistributedDataParallelConfig(
+                use_distributed_optimizer=False,
+                overlap_grad_reduce=False,
+                grad_reduce_in_fp32=dtype != torch.float64,
+                check_for_nan_in_grad=False,
+                average_in_collective=False,
+            ),
+            module=model,
+        )
+        self.optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad,
+                use_distributed_optimizer=False,
+                params_dtype=dtype,
+                bf16=dtype == torch.bfloat16,
+            ),
+            [self.model],
+        )
+
+    @staticmethod
+    def _finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+        # losses come in normalised over the global batch: gradients are only to be added up, never divided
+        finalize_model_grads(model, None, **kwargs)
+
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_function: LossFunction,
+        learning_rate: float,
+        temperature: float = 1.0,
+    ) -> StepStatistics:
+        """One optimizer step over this data-parallel rank's micro-batches. Collective; ranks pass equally many.
+
+        A step whose gradient is not finite changes nothing and says so in ``parameters_updated``.
+        """
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def loss(logits: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, LossOutput]:
+            log_probs, entropy = self._log_probs(logits, batch, temperature)
+            output = loss_function(log_probs, entropy, batch)
+            return output.loss, torch.ones((), dtype=torch.int), output
+
+        outputs = self._run(batches, loss, forward_only=False)
+        sums, maxima = self._reduce(outputs)
+        grad_norm = self.optimizer.get_grad_norm()
+        updated = math.isfinite(grad_norm)
+        if updated:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            updated, _, _ = self.optimizer.step()
+        return StepStatistics(sums, maxima, float(grad_norm), learning_rate, bool(updated))
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[torch.Tensor]:
+        """log p(labels) of every micro-batch, [tokens] each, on every rank of the data-parallel slice. Collective."""
+        self.model.eval()
+
+        def collect(logits: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            log_probs, _ = self._log_probs(logits, batch, temperature)
+            return log_probs.sum(), torch.ones((), dtype=torch.int), log_probs
+
+        scored = self._run(batches, collect, forward_only=True)
+        cp_group = parallel_state.get_context_parallel_group()
+        if parallel_state.is_pipeline_last_stage() and cp_group.size() > 1:
+            for i, shard in enumerate(scored):
+                parts = [torch.empty_like(shard) for _ in range(cp_group.size())]
+                dist.all_gather(parts, shard.contiguous(), group=cp_group)
+                scored[i] = torch.cat(parts)
+        return self._from_last_stage(scored)
+
+    def logits(self, batch: PackedBatch) -> torch.Tensor:
+        """[local tokens, vocab_size / tensor] of one batch; without pipeline parallelism."""
+        return self._forward(self.module, self._shard(batch))[0]
+
+    def _run(self, batches: Sequence[PackedBatch], loss: Callable[..., Any], forward_only: bool) -> list[Any]:
+        def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch = self._shard(next(batches))
+            output = self._forward(model, batch)
+            return output, lambda output: loss(output[0], batch)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=self.model,
+            num_microbatches=len(batches),
+            seq_length=max(batch.tokens for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    @staticmethod
+    def _shard(batch: PackedBatch) -> PackedBatch:
+        return batch.context_parallel_shard(
+            parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        )
+
+    @staticmethod
+    def _forward(model: Any, batch: PackedBatch) -> torch.Tensor:
+        return model(batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=batch.packed_seq_params())
+
+    @staticmethod
+    def _log_probs(logits: torch.Tensor, batch: PackedBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return log_probs_and_entropy(logits, batch.labels, temperature, group)
+
+    def _reduce(self, outputs: list[LossOutput]) -> tuple[dict[str, float], dict[str, float]]:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        reduced: list[dict[str, float]] = []
+        for name, combine, op in (("sums", torch.sum, dist.ReduceOp.SUM), ("maxima", torch.amax, dist.ReduceOp.MAX)):
+            values: dict[str, float] = {}
+            if outputs and (keys := list(getattr(outputs[0], name))):
+                per_batch = [torch.stack([getattr(o, name)[k].detach().double() for k in keys]) for o in outputs]
+                total = combine(torch.stack(per_batch), dim=0)
+                dist.all_reduce(total, op=op, group=group)
+                values = dict(zip(keys, total.tolist(), strict=True))
+            reduced.append(values)
+        return tuple(self._from_last_stage(reduced))  # type: ignore[return-value]
+
+    @staticmethod
+    def _from_last_stage(values: list[Any]) -> list[Any]:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() == 1:
+            return values
+        box = [values]
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(box, src=last, group=group)
+        return box[0]
+
+
+def data_parallel_slice(per_rank: Sequence[Sequence[PackedBatch]]) -> Sequence[PackedBatch]:
+    """This rank's micro-batches out of what ``packing.pack`` returned."""
+    return per_rank[parallel_state.get_data_parallel_rank()]
+
+
+def alignment() -> int:
+    """Tokens of a packed row must be a multiple of this in the current layout."""
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    return tensor * parallel_state.get_context_parallel_world_size()

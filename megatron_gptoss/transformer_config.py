@@ -1,0 +1,89 @@
+"""GPT-OSS as a Megatron TransformerConfig: the one builder for the tiny model, 20B and 120B."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_gptoss.config import ModelConfig, ParallelConfig
+
+
+@dataclass
+class GptOssTransformerConfig(TransformerConfig):
+    """Megatron's configuration plus what our own attention reads."""
+
+    gptoss: ModelConfig | None = None
+    attention_backend_name: str = "auto"
+    position_embedding_type: str = "none"  # GPTModel reads it: positions enter in SinkAttention, not there
+
+
+def swish_1702(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 x), the gate of GPT-OSS's SwiGLU. Megatron's quick_gelu is the same, but needs a compiler on a CPU."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def build_transformer_config(
+    model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype = torch.bfloat16, **overrides: Any
+) -> GptOssTransformerConfig:
+    """The configuration of one trainer rank. ``overrides`` replace single fields (tests use them as negative controls)."""
+    settings: dict[str, Any] = {
+        "gptoss": model,
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.intermediate_size,
+        "moe_ffn_hidden_size": model.intermediate_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "kv_channels": model.head_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.rms_norm_eps,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # biases: this flag also creates those of the router, the experts and the output projection
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        # clamped SwiGLU: swish(clamp(gate)) * (clamp(up) + 1)
+        "gated_linear_unit": True,
+        "activation_func": swish_1702,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": model.swiglu_limit,
+        # attention: one sink per head, a window on even 0-based layers
+        "softmax_type": "learnable",
+        "window_size": (model.sliding_window - 1, 0),
+        "window_attn_skip_freq": 2,
+        # mixture of experts: softmax over the chosen top-k only; no balancing loss, as the policy gradient is the loss
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.experts_per_token,
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        # losses are normalised over the global batch by the caller; Megatron only adds gradients up
+        "calculate_per_token_loss": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "init_method_std": model.initializer_std,
+        "variable_seq_lengths": True,
+        "tensor_model_parallel_size": parallel.tensor,
+        "sequence_parallel": parallel.tensor > 1,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1,
+        # fusions that change numbers or need CUDA; bias_activation_fusion clamps before it adds the bias
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    if not torch.cuda.is_available():
+        settings |= {"use_cpu_initialization": True, "batch_p2p_comm": False, "transformer_impl": "local"}
+    return GptOssTransformerConfig(**(settings | overrides))
