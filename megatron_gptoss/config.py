@@ -120,7 +120,7 @@ class ModelConfig(StrictModel):
 
     @classmethod
     def from_hf_config(cls, source: Path | str | dict[str, Any]) -> ModelConfig:
-        """Read ``config.json`` (a file, its directory, or the parsed dict). Raises ValueError naming the file and key."""
+        """Read ``config.json`` (a file, its directory, or the parsed dict). Raises ValueError naming file and key."""
         where = "config"
         if isinstance(source, dict):
             raw = source
@@ -199,7 +199,8 @@ class ParallelConfig(StrictModel):
             )
         if self.world_size // self.pipeline % self.expert:
             raise ValueError(
-                f"parallel.expert ({self.expert}) must divide world_size / pipeline ({self.world_size // self.pipeline})"
+                f"parallel.expert ({self.expert}) must divide world_size / pipeline "
+                f"({self.world_size // self.pipeline})"
             )
         for key, size, name, count in (
             ("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads),

@@ -33,7 +33,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def sequence_to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[tokens / cp, heads, head_size] -> [tokens, heads / cp, head_size]: all tokens, this rank's share of the heads."""
+    """[tokens / cp, heads, head_size] -> [tokens, heads / cp, head_size]: all tokens, this rank's heads."""
     return _AllToAll.apply(x, group, 1, 0)
 
 

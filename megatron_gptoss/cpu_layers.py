@@ -26,7 +26,7 @@ from megatron_gptoss.sink_attention import SinkAttention
 
 
 class CpuRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm. Megatron's wrapper (torch_norm.py) refuses sequence parallelism, which tensor parallelism needs."""
+    """torch's RMSNorm. Megatron's wrapper (torch_norm.py) refuses sequence parallelism; tensor parallelism needs it."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -40,6 +40,17 @@ class CpuTopKRouter(TopKRouter):
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         dtype = {"fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
         return router_gating_linear(input, self.weight, self.bias, dtype)
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if logits.dtype != torch.float64:
+            return super().routing(logits, padding_mask)
+        # Megatron takes this softmax in fp32 always, which would cap an fp64 comparison at 1e-7
+        logits = logits.flatten(0, -2)
+        chosen, experts = logits.topk(self.topk, dim=-1)
+        probs = torch.zeros_like(logits).scatter(1, experts, chosen.softmax(dim=-1))
+        return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
 
 
 class ExpertRowParallelLinear(RowParallelLinear):

@@ -48,7 +48,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 def log_probs_and_entropy(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of softmax(logits / temperature): log p(labels) and the entropy in nats, both [tokens], at least fp32, differentiable.
+    """Of softmax(logits / temperature): log p(labels) and the entropy in nats. Both [tokens], >= fp32, differentiable.
 
     logits: [tokens, vocab_size / tensor_parallel_size] of this rank of ``group``; labels: int64 [tokens], global ids.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -193,10 +194,10 @@ def pack(
 
 
 def unpack(values: torch.Tensor, batch: PackedBatch) -> dict[int, list[float]]:
-    """Per-token values [T] of a batch -> sample_id to a list of len(token_ids), with 0.0 for the unpredicted first token."""
+    """Per-token values [T] -> {sample_id: list of len(token_ids)}, 0.0 for the first token, which nothing predicts."""
     boundaries = batch.cu_seqlens.tolist()
     out = {}
-    for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
+    for start, end in pairwise(boundaries):
         sample_id = int(batch.sample_ids[start])
         if sample_id >= 0:
             out[sample_id] = [0.0, *values[start:end].tolist()]

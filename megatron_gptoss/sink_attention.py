@@ -1,4 +1,4 @@
-"""Megatron's ``core_attention`` module for GPT-OSS: rotary embedding, learned sinks, packed sequences, context parallelism."""
+"""Megatron's ``core_attention`` for GPT-OSS: rotary embedding, learned sinks, packed sequences, context parallelism."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class LossOutput:
     """What a loss says about one micro-batch.
 
     ``loss`` is a *sum* over the tokens of the micro-batch, already divided by whatever the loss is normalised with over
-    the global batch, so that adding up micro-batches and ranks gives the loss. ``sums`` are added over all tokens of all
-    micro-batches and ranks, ``maxima`` are maximised; both hold scalars.
+    the global batch, so that adding up micro-batches and ranks gives the loss. ``sums`` are added up over micro-batches
+    and ranks, ``maxima`` are maximised; both hold scalars.
     """
 
     loss: torch.Tensor

@@ -21,14 +21,14 @@ class GptOssTransformerConfig(TransformerConfig):
 
 
 def swish_1702(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(1.702 x), the gate of GPT-OSS's SwiGLU. Megatron's quick_gelu is the same, but needs a compiler on a CPU."""
+    """x * sigmoid(1.702 x), the gate of GPT-OSS's SwiGLU. Megatron's quick_gelu is the same but is always compiled."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def build_transformer_config(
     model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype = torch.bfloat16, **overrides: Any
 ) -> GptOssTransformerConfig:
-    """The configuration of one trainer rank. ``overrides`` replace single fields (tests use them as negative controls)."""
+    """The configuration of one trainer rank. ``overrides`` replace single fields (negative controls)."""
     settings: dict[str, Any] = {
         "gptoss": model,
         "num_layers": model.num_layers,
