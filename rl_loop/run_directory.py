@@ -1,0 +1,263 @@
+"""One run, one directory: what lies where, and writes that leave no half-written file behind.
+
+runs/NAME/
+    config.yaml            the configuration as resolved, overrides included
+    metrics.jsonl          one line per step: {"step", "time", NAME: value, ...}
+    metrics.describe.json  {NAME: "mean over tokens", ...}
+    episodes.jsonl         a few whole episodes per step, see ``episode_record``
+    tensorboard/           the same numbers as event files
+    checkpoints/           what a run resumes from
+    export/                the Hugging Face checkpoint
+    curve.png              reward and accuracy
+    report.html            everything above on one page
+    summary.json           the figures that a script compares
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_loop.trajectory import Trajectory
+
+
+class RunDirectoryError(Exception):
+    """A run directory is not what the command needs; the message says which and what to do."""
+
+
+class RunWriteError(OSError):
+    """A file of a run could not be written; the message names it. The file's previous content is still valid."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)  # without OSError's "[Errno 28]" in front
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths of one run. Make one with ``start_run`` to write, directly to read."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def metric_descriptions(self) -> Path:
+        return self.path / "metrics.describe.json"
+
+    @property
+    def episodes(self) -> Path:
+        return self.path / "episodes.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def curve(self) -> Path:
+        return self.path / "curve.png"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def everything(self) -> list[Path]:
+        """Every path of the layout, existing or not."""
+        files = [self.config, self.metrics, self.metric_descriptions, self.episodes]
+        results = [self.curve, self.report, self.summary]
+        return [*files, self.tensorboard, self.checkpoints, self.export, *results]
+
+    def holds_a_run(self) -> bool:
+        return any(path.exists() for path in self.everything())
+
+    def append_episodes(self, records: Sequence[dict[str, Any]]) -> None:
+        """Add lines made by ``episode_record``."""
+        append_lines(self.episodes, [json.dumps(record, ensure_ascii=False) for record in records])
+
+    def keep_steps_up_to(self, step: int) -> None:
+        """Drop metrics and episodes of later steps, and a last line that a crash cut short; a resume does it first."""
+        for path in (self.metrics, self.episodes):
+            if path.exists():
+                kept = [record for record in read_json_lines(path) if record["step"] <= step]
+                atomic_write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
+
+    def write_summary(self, **figures: Any) -> None:
+        """Set these figures in summary.json and keep the others. Values must be JSON."""
+        known = read_json(self.summary) if self.summary.exists() else {}
+        atomic_write_text(self.summary, json.dumps(known | figures, indent=2) + "\n")
+
+
+def start_run(path: Path | str, config_yaml: str, *, resume: bool = False, overwrite: bool = False) -> RunDirectory:
+    """Make or reopen the directory of a run and write its resolved config.
+
+    A directory that already holds a run is refused unless ``resume`` (everything is kept) or ``overwrite`` (the run's
+    own files are deleted, others are left alone) is asked for. ``resume`` where nothing is starts a new run, so that a
+    requeued batch job needs no second command. Raises RunDirectoryError.
+    """
+    run = RunDirectory(Path(path))
+    if resume and overwrite:
+        raise RunDirectoryError(f"{run.path}: resume and overwrite exclude each other; give one of them")
+    if run.path.exists() and not run.path.is_dir():
+        raise RunDirectoryError(f"{run.path} is a file; a run needs a directory")
+    if run.holds_a_run() and not resume:
+        if not overwrite:
+            raise RunDirectoryError(
+                f"{run.path} already holds a run ({len(read_json_lines(run.metrics))} steps); "
+                "add --resume to continue it or --overwrite to delete it"
+            )
+        for old in run.everything():
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"cannot create the run directory {run.path}: {error.strerror}") from error
+    atomic_write_text(run.config, config_yaml)
+    return run
+
+
+def episode_record(
+    trajectory: Trajectory,
+    decode_token: Callable[[int], str],
+    *,
+    step: int,
+    split: str = "train",
+    train_log_probs: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """One line of episodes.jsonl: a whole episode for people to read.
+
+    step, task_id, split ("train" or "held_out"), reward, reward_parts, finish_reason, tool_calls, tool_errors
+    turns   [{role: "prompt" | "assistant" | "tool", start, end, text}], token ranges [start, end)
+    tokens  [{text, mask, logprob?, train_logprob?}]; the log-probs (nats) only where mask is 1
+
+    ``train_log_probs`` has one entry per token of the trajectory; entries outside the loss mask are ignored.
+    """
+    if train_log_probs is not None and len(train_log_probs) != len(trajectory):
+        raise ValueError(
+            f"episode of task {trajectory.task_id}: {len(train_log_probs)} train_log_probs for {len(trajectory)} tokens"
+        )
+    tokens: list[dict[str, Any]] = []
+    for i, (token_id, mask) in enumerate(zip(trajectory.token_ids, trajectory.loss_mask, strict=True)):
+        token: dict[str, Any] = {"text": decode_token(token_id), "mask": mask}
+        if mask:
+            token["logprob"] = round(float(trajectory.rollout_log_probs[i]), 6)
+            if train_log_probs is not None:
+                token["train_logprob"] = round(float(train_log_probs[i]), 6)
+        tokens.append(token)
+    return {
+        "step": step,
+        "task_id": trajectory.task_id,
+        "split": split,
+        "reward": trajectory.reward,
+        "reward_parts": dict(trajectory.reward_parts),
+        "finish_reason": str(trajectory.finish_reason),
+        "tool_calls": trajectory.tool_calls,
+        "tool_errors": trajectory.tool_errors,
+        "turns": [{"role": t.role, "start": t.start, "end": t.end, "text": t.text} for t in trajectory.turns],
+        "tokens": tokens,
+    }
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    atomic_write_bytes(path, text.encode())
+
+
+def atomic_write_bytes(path: Path, data: bytes) -> None:
+    """Replace ``path`` whole or not at all: readers and crashes see the old or the new. Raises RunWriteError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # the rename itself must survive a power cut
+        finally:
+            os.close(directory)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _write_error(path, error) from error
+
+
+def append_lines(path: Path, lines: Sequence[str]) -> None:
+    """Add whole lines and flush. If not all of them fit, none is kept. Raises RunWriteError."""
+    data = "".join(line + "\n" for line in lines).encode()
+    try:
+        # Unbuffered: a buffered file would try its leftover bytes again when closed, after the repair below.
+        with open(path, "ab", buffering=0) as file:
+            before = file.seek(0, os.SEEK_END)
+            try:
+                written = 0
+                while written < len(data):
+                    written += file.write(data[written:])
+            except OSError:
+                with suppress(OSError):  # the first error is the one to report
+                    file.truncate(before)
+                raise
+    except OSError as error:
+        raise _write_error(path, error) from error
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All records; none if there is no file. A last line cut short by a crash is skipped, any other is an error."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines()
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise RunDirectoryError(f"{path}, line {number} is not JSON ({error}); delete that line") from error
+    return records
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """One JSON object. Raises RunDirectoryError naming the file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise RunDirectoryError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def metric_curve(records: Iterable[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """The curve of one metric: its steps and values, where it has a finite value."""
+    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    return [step for step, _ in points], [float(value) for _, value in points]
+
+
+def _write_error(path: Path, error: OSError) -> RunWriteError:
+    hint = "Fix that"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        hint = f"Only {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free there; make room"
+    message = f"could not write {path}: {error.strerror}; its previous content is kept. {hint}, then add --resume"
+    return RunWriteError(error.errno, message)

@@ -1,0 +1,105 @@
+"""Metrics reduce exactly over micro-batches and ranks, and a resumed run continues one curve."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rl_loop.metrics import MetricsWriter, StepMetrics, weighted_mean
+from rl_loop.run_directory import RunDirectory, read_json, read_json_lines, start_run
+
+
+@given(st.lists(st.lists(st.floats(-100, 100), max_size=5), min_size=1, max_size=6))
+def test_weighted_mean_equals_the_mean_of_all_values_however_they_are_split(ranks: list[list[float]]) -> None:
+    everything = [value for rank in ranks for value in rank]
+    mean = weighted_mean((sum(rank), len(rank)) for rank in ranks)
+    if everything:
+        assert mean == pytest.approx(sum(everything) / len(everything), abs=1e-9)
+    else:
+        assert math.isnan(mean)
+
+
+def rank_metrics(gap_sum: float, tokens: int, worst: float) -> StepMetrics:
+    metrics = StepMetrics(step=3)
+    metrics.add_mean("gap", gap_sum, tokens, over="tokens")
+    metrics.add_sum("tokens", tokens, over="tokens")
+    metrics.add_max("worst", worst, over="tokens")
+    metrics.add_min("best", worst, over="tokens")
+    metrics.add_last("learning_rate", 0.1)
+    return metrics
+
+
+def test_ranks_with_different_token_counts_merge_into_the_token_mean() -> None:
+    merged = rank_metrics(gap_sum=6.0, tokens=2, worst=5.0)
+    merged.merge(rank_metrics(gap_sum=2.0, tokens=6, worst=1.0))
+    assert merged.values() == {"gap": 1.0, "tokens": 8.0, "worst": 5.0, "best": 1.0, "learning_rate": 0.1}
+    assert merged.descriptions()["gap"] == "mean over tokens"
+
+
+@pytest.mark.parametrize("order", [(1.0, math.nan), (math.nan, 1.0)])
+def test_a_nan_on_one_rank_is_not_hidden_by_max_or_min(order: tuple[float, float]) -> None:
+    metrics = StepMetrics(step=0)
+    for value in order:
+        metrics.add_max("highest", value, over="tokens")
+        metrics.add_min("lowest", value, over="tokens")
+    assert all(math.isnan(value) for value in metrics.values().values())
+
+
+def test_a_mean_over_nothing_has_no_value() -> None:
+    metrics = StepMetrics(step=0)
+    metrics.add_mean("held_out/accuracy", 0.0, 0, over="sequences")
+    assert metrics.values() == {}
+
+
+def test_one_name_with_two_reductions_is_an_error() -> None:
+    metrics = StepMetrics(step=0)
+    metrics.add_mean("reward", 1.0, 2, over="sequences")
+    with pytest.raises(ValueError, match="reward: max over sequences cannot be merged with mean over sequences"):
+        metrics.add_max("reward", 1.0, over="sequences")
+
+
+def write_steps(writer: MetricsWriter, steps: range, value: float) -> None:
+    for step in steps:
+        metrics = StepMetrics(step)
+        metrics.add_last("reward", value)
+        writer.write(metrics)
+    writer.close()
+
+
+def tensorboard_curve(run: RunDirectory) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run.tensorboard))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("reward")]
+
+
+def test_lines_tensorboard_and_listeners_get_the_same_numbers_and_a_resume_drops_later_steps(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "run", "a: 1\n")
+    write_steps(MetricsWriter(run), range(5), value=1.0)
+    run.append_episodes([{"step": step} for step in range(5)])
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 5, "rew')  # what a killed process leaves
+
+    heard: list[tuple[int, dict[str, float]]] = []
+    resumed = MetricsWriter(run, resume_after=2, listeners=[lambda step, values: heard.append((step, values))])
+    write_steps(resumed, range(3, 5), value=2.0)
+
+    expected = [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert [(record["step"], record["reward"]) for record in read_json_lines(run.metrics)] == expected
+    assert tensorboard_curve(run) == expected
+    assert heard == [(3, {"reward": 2.0}), (4, {"reward": 2.0})]
+    assert [record["step"] for record in read_json_lines(run.episodes)] == [0, 1, 2]
+    assert read_json(run.metric_descriptions) == {"reward": "last over steps"}
+
+
+def test_a_value_that_is_not_finite_is_null_in_valid_json(tmp_path: Path) -> None:
+    run = start_run(tmp_path, "")
+    writer = MetricsWriter(run)
+    metrics = StepMetrics(0)
+    metrics.add_last("grad_norm", math.inf)
+    writer.write(metrics)
+    writer.close()
+    assert json.loads(run.metrics.read_text(), parse_constant=pytest.fail)["grad_norm"] is None
