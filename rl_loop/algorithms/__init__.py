@@ -1,0 +1,1 @@
+"""Advantages, policy losses and mismatch metrics as pure functions on tensors."""
