@@ -1,0 +1,60 @@
+"""The progress display: a live panel on a terminal, one line per step in a log."""
+
+import io
+
+from rich.console import Console
+
+from launch.progress import TrainingProgress, clock, sparkline
+from rl_loop.metrics import Name
+
+VALUES = {Name.REWARD: 0.5, Name.TOKENS_PER_SECOND: 1234.0, Name.LOGPROB_GAP: 2e-6, Name.CLIP_FRACTION: 0.0}
+
+
+def run_two_steps(terminal: bool) -> str:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=100, color_system=None)
+    with TrainingProgress("RL · [tiny]", total_steps=4, first_step=1, console=console) as progress:
+        assert progress.seconds_left is None
+        progress.phase("rollout")
+        progress.step(1, VALUES)
+        progress.note("saved runs/tiny/[1]")
+        progress.step(2, VALUES | {Name.REWARD: 0.75})
+        assert progress.seconds_left is not None
+    return output.getvalue()
+
+
+def test_without_a_terminal_each_step_is_one_plain_line() -> None:
+    lines = run_two_steps(terminal=False).splitlines()
+    assert lines == [
+        "step 2/4  reward 0.500  tokens/s 1,234  |Δlogp| 2.0e-06  clipped 0.000  left 0:00",
+        "saved runs/tiny/[1]",
+        "step 3/4  reward 0.750  tokens/s 1,234  |Δlogp| 2.0e-06  clipped 0.000  left 0:00",
+    ]
+    assert "\x1b" not in "".join(lines)
+
+
+def test_on_a_terminal_the_panel_shows_step_phase_and_metrics() -> None:
+    output = run_two_steps(terminal=True)
+    last = output[output.rindex("RL · [tiny]") :]
+    for part in ("step 3/4", "done", "reward 0.750", "▁█", "tokens/s 1,234", "|Δlogp| 2.0e-06", "left"):
+        assert part in last
+    assert "saved runs/tiny/[1]" in output
+
+
+def test_a_value_that_is_not_finite_is_shown_and_does_not_stop_the_run() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=100, color_system=None)
+    with TrainingProgress("RL", total_steps=2, console=console) as progress:
+        progress.step(0, {Name.REWARD: float("nan"), Name.GRAD_NORM: float("inf")})
+    assert "reward nan" in output.getvalue()
+    assert "grad norm inf" in output.getvalue()
+
+
+def test_the_sparkline_spans_its_own_range() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5, 9, 1], width=2) == "█▁"
+    assert sparkline([3, float("nan"), 3], width=9) == "▁ ▁"
+
+
+def test_the_clock_shows_hours_only_when_there_are_some() -> None:
+    assert [clock(s) for s in (-3, 61, 3661)] == ["0:00", "1:01", "1:01:01"]
