@@ -104,13 +104,13 @@ def _raise_together(error: Exception | None, partial: Path) -> None:
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """The newest complete checkpoint under ``root``, or None. Raises CheckpointError if ``latest`` names a missing one."""
+    """The newest complete checkpoint under ``root``, or None. Raises CheckpointError if it is gone."""
     pointer = root / LATEST_FILE
     if not pointer.exists():
         return None
     path = root / pointer.read_text().strip()
     if not (path / TRAINING_STATE_FILE).exists():
-        raise CheckpointError(f"{pointer} names {path.name}, which is missing or incomplete; delete or correct {pointer}")
+        raise CheckpointError(f"{pointer} names {path.name}, which is missing or incomplete; correct or delete the file")
     return path
 
 

@@ -27,6 +27,8 @@ class Sample:
     loss_mask: Sequence[int]
     advantages: Sequence[float] | None = None
     rollout_log_probs: Sequence[float] | None = None
+    old_log_probs: Sequence[float] | None = None
+    """Of the trainer's policy when the batch was sampled; None when the batch is used for one update only."""
     routed_experts: np.ndarray | None = None
     """int16 [len - 1, layers, top_k]"""
     sample_id: int = -1
@@ -49,6 +51,7 @@ class PackedBatch:
     sample_ids: torch.Tensor  # int64 [T]: Sample.sample_id of each token, -1 in the padding tail
     cu_seqlens: torch.Tensor  # int32 [n + 1]
     max_seqlen: int
+    old_log_probs: torch.Tensor | None = None  # float32 [T]
     routed_experts: torch.Tensor | None = None  # int16 [T, layers, top_k]
 
     @property
@@ -104,7 +107,7 @@ def build_batch(samples: Sequence[Sample], align: int = 1) -> PackedBatch:
     for sample, length in zip(samples, lengths, strict=True):
         if length < 1:
             raise ValueError(f"sample {sample.sample_id} has {length + 1} tokens; at least 2 are needed to predict one")
-        for name in ("loss_mask", "advantages", "rollout_log_probs"):
+        for name in ("loss_mask", "advantages", "rollout_log_probs", "old_log_probs"):
             values = getattr(sample, name)
             if values is not None and len(values) != length + 1:
                 raise ValueError(f"sample {sample.sample_id}: {name} has {len(values)} entries for {length + 1} tokens")
@@ -146,6 +149,7 @@ def build_batch(samples: Sequence[Sample], align: int = 1) -> PackedBatch:
         sample_ids=column([np.full(n, s.sample_id) for s, n in zip(samples, lengths, strict=True)], torch.int64, -1),
         cu_seqlens=torch.tensor([0, *np.cumsum(segments)], dtype=torch.int32),
         max_seqlen=max(segments),
+        old_log_probs=optional("old_log_probs") if samples[0].old_log_probs is not None else None,
         routed_experts=routed,
     )
     if batch.tokens != total:

@@ -1,0 +1,298 @@
+"""The one typed configuration of a run: what YAML files in ``configs/`` say and ``gptoss`` commands override.
+
+Reading a configuration imports neither torch nor Ray, so a mistake is reported at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, ValidationError, model_validator
+from yaml import YAMLError
+
+from rl_loop.sandbox.config import SandboxConfig
+
+
+class ConfigError(ValueError):
+    """A configuration file or an override is wrong; the message names the file and every key."""
+
+
+class VocabularyConfig(StrictModel):
+    """Which token ids the model uses."""
+
+    kind: Literal["gptoss", "tiny"] = "gptoss"
+    """``gptoss``: the 201,088 ids of the released models. ``tiny``: the first ranks of the same vocabulary plus the
+    Harmony special tokens, for models that train on a laptop."""
+    ranks: int = Field(1000, ge=256)
+    """Tiny vocabulary only: how many of the most common tokens are kept. The first 256 are the bytes."""
+
+
+class PromptConfig(StrictModel):
+    """What the Harmony system message says. Shorter prompts cost less; the released models expect the full ones."""
+
+    model_identity: str | None = "You are ChatGPT, a large language model trained by OpenAI."
+    """First line of the system message; null leaves it out."""
+    knowledge_cutoff: str | None = "2024-06"
+    """Shown as the knowledge cutoff; null leaves it out."""
+    reasoning_effort: Literal["low", "medium", "high"] | None = "medium"
+    """Shown as the reasoning effort; null leaves it out."""
+    channels: bool = True
+    """Whether the list of valid channels is shown."""
+    python_tool: bool = True
+    """Whether the Python tool's own description, as the released models know it, is shown."""
+
+
+class TaskConfig(StrictModel):
+    """Where tasks come from."""
+
+    source: Literal["arithmetic", "file"] = "arithmetic"
+    """``arithmetic``: generated expressions and word problems. ``file``: a JSONL file of tasks."""
+    train_path: Path | None = None
+    """``file`` only: the training tasks."""
+    held_out_path: Path | None = None
+    """``file`` only: the tasks on which accuracy is measured; never trained on."""
+    seed: int = 0
+    """Of the generator, and of the order of a task file."""
+    held_out_tasks: int = Field(128, gt=0)
+    """How many held-out tasks an evaluation uses."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.source == "file" and (self.train_path is None or self.held_out_path is None):
+            raise ValueError("source 'file' needs train_path and held_out_path")
+        return self
+
+
+class RolloutConfig(StrictModel):
+    """How episodes are run."""
+
+    workers: int = Field(1, gt=0)
+    """Rollout workers; each is a process with its own engine and sandbox."""
+    tasks_per_step: int = Field(8, gt=0)
+    """Tasks of one training step."""
+    samples_per_task: int = Field(8, gt=1)
+    """Episodes of each task; advantages compare them with one another."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer computes its log-probs at the same temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling. Below 1 the sampled distribution is not the one whose log-probs are trained on."""
+    max_turns: int = Field(4, gt=0)
+    """Assistant turns per episode; the last may not call a tool usefully any more."""
+    max_new_tokens_per_turn: int = Field(1024, gt=0)
+    """Sampled tokens per turn."""
+    max_tokens: int = Field(8192, gt=0)
+    """Tokens of a whole episode, prompt and tool outputs included."""
+    episode_seconds: float = Field(600.0, gt=0)
+    """Wall-clock limit of one episode."""
+    max_batch_size: int = Field(64, gt=0)
+    """Sequences that one embedded engine decodes together."""
+    routed_experts: bool = False
+    """Record which experts the engine chose for every token."""
+
+
+class RewardConfig(StrictModel):
+    """What an episode earns."""
+
+    correct: float = 1.0
+    """Final answer equivalent to the ground truth."""
+    wrong: float = -1.0
+    """Any other final answer, or none."""
+    format_error: float = -1.0
+    """The sampled tokens are not a legal Harmony message."""
+
+
+class AlgorithmConfig(StrictModel):
+    """Advantages and the policy loss."""
+
+    advantage: Literal["grpo", "dr_grpo", "leave_one_out"] = "grpo"
+    """How a sample is compared with its group."""
+    mini_batches: int = Field(1, gt=0)
+    """Optimizer steps per batch of episodes. 1 is on-policy: the importance ratio is exactly 1."""
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """Lower bound of the importance ratio is 1 - clip_low."""
+    clip_high: float = Field(0.28, ge=0)
+    """Upper bound of the importance ratio is 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the loss for negative advantages, as a multiple of the advantage; null for none."""
+
+
+class TrainingConfig(StrictModel):
+    """The length of a run and what happens along the way."""
+
+    steps: int = Field(100, gt=0)
+    """Training steps."""
+    max_tokens_per_micro_batch: int = Field(16384, gt=0)
+    """Packed tokens that one forward and backward pass takes at a time; bounds activation memory."""
+    checkpoint_every: int = Field(20, gt=0)
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: int = Field(2, gt=0)
+    """Older checkpoints are deleted."""
+    episodes_in_report: int = Field(4, ge=0)
+    """Whole episodes kept per step for the report."""
+
+
+class RunConfig(StrictModel):
+    """What every run has."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the run; its directory is ``output_dir/name``."""
+    output_dir: Path = Path("runs")
+    """Where run directories are made."""
+    seed: int = 0
+    """Of everything random: initial weights, data order, sampling."""
+    model: ModelConfig
+    """The architecture; a string names a file of ``configs/model``."""
+    initial_weights: Path | None = None
+    """A Hugging Face directory, a Megatron checkpoint or a run directory to start from; null for random weights."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of parameters and activations."""
+    vocabulary: VocabularyConfig = VocabularyConfig()
+    """Token ids."""
+    prompt: PromptConfig = PromptConfig()
+    """The Harmony system message."""
+    tasks: TaskConfig = TaskConfig()
+    """Training and held-out tasks."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the trainer is spread over ranks."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW."""
+    training: TrainingConfig = TrainingConfig()
+    """Length of the run."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Episodes; of a supervised run only for its evaluation at the end."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Limits of model-written code."""
+    reward: RewardConfig = RewardConfig()
+    """What an episode earns."""
+
+    @property
+    def directory(self) -> Path:
+        return self.output_dir / self.name
+
+    @model_validator(mode="after")
+    def _check_layout(self) -> Self:
+        self.parallel.check_layout(self.model)
+        if self.rollout.max_tokens > self.training.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"rollout.max_tokens ({self.rollout.max_tokens}) exceeds training.max_tokens_per_micro_batch "
+                f"({self.training.max_tokens_per_micro_batch}): the longest episode would not fit a micro-batch"
+            )
+        if self.rollout.max_tokens > self.model.max_length:
+            raise ValueError(
+                f"rollout.max_tokens ({self.rollout.max_tokens}) exceeds model.max_length ({self.model.max_length})"
+            )
+        return self
+
+
+class RlConfig(RunConfig):
+    """``gptoss rl``: on-policy reinforcement learning."""
+
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantages and the policy loss."""
+    evaluate_every: int = Field(10, gt=0)
+    """Steps between measurements of held-out accuracy; also before the first step and after the last."""
+    canary_tolerance: float = Field(1e-3, gt=0)
+    """Largest mean |log-prob difference| between engine and trainer on a canary prompt after a weight sync, in nats."""
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        episodes = self.rollout.tasks_per_step * self.rollout.samples_per_task
+        if episodes < self.parallel.data * self.algorithm.mini_batches:
+            raise ValueError(
+                f"rollout.tasks_per_step x samples_per_task ({episodes}) gives fewer episodes than data-parallel ranks "
+                f"x algorithm.mini_batches ({self.parallel.data} x {self.algorithm.mini_batches})"
+            )
+        return self
+
+
+class DemonstrationConfig(StrictModel):
+    """The mixture of generated demonstrations; the fractions must add up to 1."""
+
+    direct: float = Field(0.5, ge=0, le=1)
+    """Answered from the head, without a tool."""
+    direct_correct: float = Field(0.1, ge=0, le=1)
+    """Of the direct answers, the fraction that is right."""
+    tool: float = Field(0.35, ge=0, le=1)
+    """One correct call, then the answer."""
+    corrected: float = Field(0.15, ge=0, le=1)
+    """A call with a mistake, its output, a corrected call, then the answer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if abs(self.direct + self.tool + self.corrected - 1) > 1e-6:
+            raise ValueError(f"direct + tool + corrected must be 1, got {self.direct + self.tool + self.corrected}")
+        return self
+
+
+class SftConfig(RunConfig):
+    """``gptoss sft``: supervised fine-tuning on generated demonstrations."""
+
+    demonstrations: DemonstrationConfig = DemonstrationConfig()
+    """What the demonstrations are made of."""
+    sequences_per_step: int = Field(64, gt=0)
+    """Demonstrations of one optimizer step."""
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def load_config(path: Path, kind: type[Config], overrides: list[str] | None = None) -> Config:
+    """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises ConfigError naming file and keys.
+
+    ``model: NAME`` stands for the file ``../model/NAME.yaml`` beside the configuration's own folder.
+    """
+    tree = _read_yaml(path)
+    changes = [_checked(item) for item in overrides or []]
+    named = [item.partition("=")[2] for item in changes if item.startswith("model=")] or [tree.get("model")]
+    if isinstance(named[-1], str):
+        file = path.parent.parent / "model" / f"{named[-1]}.yaml"
+        if not file.exists():
+            known = ", ".join(sorted(p.stem for p in file.parent.glob("*.yaml"))) or "none"
+            raise ConfigError(f"{path}: model: there is no {file}; models there: {known}")
+        tree["model"] = _read_yaml(file)
+    try:
+        dotted = OmegaConf.from_dotlist([item for item in changes if not item.startswith("model=")])
+        raw = OmegaConf.to_container(OmegaConf.merge(tree, dotted), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error}") from error
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc'])) or '(top level)'}: {_explain(e)}" for e in error.errors()]
+        raise ConfigError(f"{path} is not a valid {kind.__name__}:\n" + "\n".join(lines)) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML of the whole configuration, defaults included; ``load_config`` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        tree = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
+    if not OmegaConf.is_dict(tree):
+        raise ConfigError(f"{path}: expected a mapping of keys to values")
+    return tree
+
+
+def _checked(override: str) -> str:
+    key, equals, _ = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: expected key=value, such as optimizer.lr=1e-6")
+    return override
+
+
+def _explain(error: Any) -> str:
+    if error["type"] == "extra_forbidden":
+        return "unknown key"
+    message = error["msg"].removeprefix("Value error, ")
+    value = error["input"]
+    return f"{message} (got {value!r})" if not isinstance(value, dict | list) else message
