@@ -110,7 +110,9 @@ def latest_checkpoint(root: Path) -> Path | None:
         return None
     path = root / pointer.read_text().strip()
     if not (path / TRAINING_STATE_FILE).exists():
-        raise CheckpointError(f"{pointer} names {path.name}, which is missing or incomplete; correct or delete the file")
+        raise CheckpointError(
+            f"{pointer} names {path.name}, which is missing or incomplete; correct or delete the file"
+        )
     return path
 
 

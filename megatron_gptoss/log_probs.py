@@ -55,3 +55,15 @@ def log_probs_and_entropy(
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     return _LogProbsAndEntropy.apply(logits, labels, temperature, group)
+
+
+def vocab_parallel_argmax(logits: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Global ids of the largest logits, int64 [tokens]; of equal ones the smallest id. logits as above."""
+    best, ids = logits.max(dim=-1)
+    if group is None or group.size() == 1:
+        return ids
+    pair = torch.stack([best.double(), (ids + group.rank() * logits.shape[-1]).double()])  # ids are exact in fp64
+    pairs = [torch.empty_like(pair) for _ in range(group.size())]
+    dist.all_gather(pairs, pair, group=group)
+    values, candidates = torch.stack(pairs).unbind(1)
+    return candidates.gather(0, values.argmax(dim=0, keepdim=True))[0].long()

@@ -17,7 +17,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_gptoss.config import OptimizerConfig
-from megatron_gptoss.log_probs import log_probs_and_entropy
+from megatron_gptoss.log_probs import log_probs_and_entropy, vocab_parallel_argmax
 from megatron_gptoss.packing import PackedBatch
 
 
@@ -131,23 +131,34 @@ class PolicyTrainer:
             updated, _, _ = self.optimizer.step()
         return StepStatistics(sums, maxima, float(grad_norm), learning_rate, bool(updated))
 
-    @torch.no_grad()
     def score(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[torch.Tensor]:
         """log p(labels) of every micro-batch, [tokens] each, on every rank of the data-parallel slice. Collective."""
+        return self._evaluate(batches, lambda logits, batch: self._log_probs(logits, batch, temperature)[0])
+
+    def most_likely(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """The token that greedy decoding would choose at every position: int64 [tokens] per micro-batch. Collective."""
+        return self._evaluate(
+            batches,
+            lambda logits, batch: vocab_parallel_argmax(logits, parallel_state.get_tensor_model_parallel_group()),
+        )
+
+    @torch.no_grad()
+    def _evaluate(
+        self, batches: Sequence[PackedBatch], function: Callable[[torch.Tensor, PackedBatch], torch.Tensor]
+    ) -> list[torch.Tensor]:
         self.model.eval()
 
         def collect(logits: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            log_probs, _ = self._log_probs(logits, batch, temperature)
-            return log_probs.sum(), torch.ones((), dtype=torch.int), log_probs
+            return logits.new_zeros(()), torch.ones((), dtype=torch.int), function(logits, batch)
 
-        scored = self._run(batches, collect, forward_only=True)
+        values = self._run(batches, collect, forward_only=True)
         cp_group = parallel_state.get_context_parallel_group()
         if parallel_state.is_pipeline_last_stage() and cp_group.size() > 1:
-            for i, shard in enumerate(scored):
+            for i, shard in enumerate(values):
                 parts = [torch.empty_like(shard) for _ in range(cp_group.size())]
                 dist.all_gather(parts, shard.contiguous(), group=cp_group)
-                scored[i] = torch.cat(parts)
-        return self._from_last_stage(scored)
+                values[i] = torch.cat(parts)
+        return self._from_last_stage(values)
 
     def logits(self, batch: PackedBatch) -> torch.Tensor:
         """[local tokens, vocab_size / tensor] of one batch; without pipeline parallelism."""

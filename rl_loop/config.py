@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, ValidationError, model_validator
 from yaml import YAMLError
 
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
 from rl_loop.sandbox.config import SandboxConfig
 
 

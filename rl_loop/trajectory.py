@@ -80,20 +80,19 @@ class Trajectory:
         n = len(self.token_ids)
         for name in ("loss_mask", "rollout_log_probs"):
             if len(getattr(self, name)) != n:
-                raise ValueError(f"trajectory of task {self.task_id}: {name} has {len(getattr(self, name))} entries, token_ids {n}")
+                raise self._error(f"{name} has {len(getattr(self, name))} entries, token_ids {n}")
         if any(m not in (0, 1) for m in self.loss_mask):
-            raise ValueError(f"trajectory of task {self.task_id}: loss_mask holds values other than 0 and 1")
+            raise self._error("loss_mask holds values other than 0 and 1")
         if any(lp != 0.0 for lp, m in zip(self.rollout_log_probs, self.loss_mask, strict=True) if not m):
-            raise ValueError(f"trajectory of task {self.task_id}: rollout_log_probs is non-zero outside the loss mask")
+            raise self._error("rollout_log_probs is non-zero outside the loss mask")
         covered = sum(span.end - span.start for span in self.weight_versions)
         if self.weight_versions and covered != self.sampled_tokens:
-            raise ValueError(
-                f"trajectory of task {self.task_id}: weight_versions cover {covered} tokens, {self.sampled_tokens} were sampled"
-            )
+            raise self._error(f"weight_versions cover {covered} tokens, {self.sampled_tokens} were sampled")
         if self.routed_experts is not None and len(self.routed_experts) != n - 1:
-            raise ValueError(
-                f"trajectory of task {self.task_id}: routed_experts has {len(self.routed_experts)} rows, expected {n - 1}"
-            )
+            raise self._error(f"routed_experts has {len(self.routed_experts)} rows, expected {n - 1}")
+
+    def _error(self, what: str) -> ValueError:
+        return ValueError(f"trajectory of task {self.task_id}: {what}")
 
 
 @dataclass
