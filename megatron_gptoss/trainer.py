@@ -123,13 +123,18 @@ class PolicyTrainer:
 
         outputs = self._run(batches, loss, forward_only=False)
         sums, maxima = self._reduce(outputs)
-        grad_norm = self.optimizer.get_grad_norm()
-        updated = math.isfinite(grad_norm)
-        if updated:
+        grad_norm, updated = math.nan, False
+        if self._gradients_are_finite():
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-            updated, _, _ = self.optimizer.step()
+            updated, grad_norm, _ = self.optimizer.step()
         return StepStatistics(sums, maxima, float(grad_norm), learning_rate, bool(updated))
+
+    def _gradients_are_finite(self) -> bool:
+        buffers = self.model.buffers + self.model.expert_parallel_buffers
+        finite = torch.stack([buffer.grad_data.isfinite().all() for buffer in buffers]).all().int()
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return bool(finite)
 
     def score(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[torch.Tensor]:
         """log p(labels) of every micro-batch, [tokens] each, on every rank of the data-parallel slice. Collective."""
