@@ -64,7 +64,7 @@ def clock(seconds: float) -> str:
 
 
 class TrainingProgress:
-    """Use as a context manager; give ``step`` to ``MetricsWriter`` as a listener and call ``phase`` as the loop moves on.
+    """A context manager. Give ``step`` to ``MetricsWriter`` as a listener and call ``phase`` as the loop moves on.
 
     ``total_steps`` steps are numbered 0 .. total_steps - 1; a resumed run begins at ``first_step``.
     """

@@ -95,15 +95,15 @@ class RunDirectory:
         return any(path.exists() for path in self.everything())
 
     def append_episodes(self, records: Sequence[dict[str, Any]]) -> None:
-        """Add lines made by ``episode_record``."""
-        append_lines(self.episodes, [json.dumps(record, ensure_ascii=False) for record in records])
+        """Add lines made by ``episode_record``. ASCII escapes: sampled text may hold lone surrogates, which UTF-8 lacks."""
+        append_lines(self.episodes, [json.dumps(record) for record in records])
 
     def keep_steps_up_to(self, step: int) -> None:
         """Drop metrics and episodes of later steps, and a last line that a crash cut short; a resume does it first."""
         for path in (self.metrics, self.episodes):
             if path.exists():
                 kept = [record for record in read_json_lines(path) if record["step"] <= step]
-                atomic_write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
+                atomic_write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write_summary(self, **figures: Any) -> None:
         """Set these figures in summary.json and keep the others. Values must be JSON."""

@@ -24,11 +24,11 @@ def run_two_steps(terminal: bool) -> str:
 
 
 def test_without_a_terminal_each_step_is_one_plain_line() -> None:
-    lines = run_two_steps(terminal=False).splitlines()
+    lines = [line.partition("  left ")[0] for line in run_two_steps(terminal=False).splitlines()]
     assert lines == [
-        "step 2/4  reward 0.500  tokens/s 1,234  |Δlogp| 2.0e-06  clipped 0.000  left 0:00",
+        "step 2/4  reward 0.500  tokens/s 1,234  |Δlogp| 2.0e-06  clipped 0.000",
         "saved runs/tiny/[1]",
-        "step 3/4  reward 0.750  tokens/s 1,234  |Δlogp| 2.0e-06  clipped 0.000  left 0:00",
+        "step 3/4  reward 0.750  tokens/s 1,234  |Δlogp| 2.0e-06  clipped 0.000",
     ]
     assert "\x1b" not in "".join(lines)
 

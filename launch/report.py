@@ -1,0 +1,268 @@
+"""The report of a run: one static HTML page that needs nothing else, and curve.png.
+
+Everything a model wrote is untrusted text: it is escaped here, and the page's content policy forbids scripts, remote
+files and anything but its own style and embedded images.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from rl_loop.metrics import Name
+from rl_loop.run_directory import (
+    RunDirectory,
+    RunDirectoryError,
+    atomic_write_bytes,
+    metric_curve,
+    read_json,
+    read_json_lines,
+)
+
+EPISODES_SHOWN = 8
+GAP_LIMIT = 0.05  # nats; a token whose log-probs differ by more is marked
+COLOURS = ("#2f7d3e", "#2f6fde", "#d1603d")
+TEMPLATE = Path(__file__).with_name("report_template.html")
+
+Records = Sequence[dict[str, Any]]
+
+
+class Chart(NamedTuple):
+    title: str
+    metrics: tuple[tuple[str, str], ...]  # (metric name, label)
+    log_scale: bool = False
+
+
+OUTCOME = Chart(
+    "reward and accuracy",
+    ((Name.REWARD, "reward"), (Name.ACCURACY, "accuracy"), (Name.HELD_OUT_ACCURACY, "held-out accuracy")),
+)
+CHARTS = (
+    Chart("loss", ((Name.LOSS, "loss"),)),
+    Chart("tool-call rate", ((Name.TOOL_CALL_RATE, "tool-call rate"),)),
+    Chart("turns", ((Name.TURNS, "turns"),)),
+    Chart("sampled tokens per episode", ((Name.RESPONSE_TOKENS, "tokens"),)),
+    Chart("train/rollout mismatch (nats)", ((Name.LOGPROB_GAP, "|Δ log p|"), (Name.KL, "KL")), log_scale=True),
+    Chart("clip fraction", ((Name.CLIP_FRACTION, "clip fraction"),)),
+    Chart("gradient norm", ((Name.GRAD_NORM, "gradient norm"),)),
+    Chart("entropy (nats)", ((Name.ENTROPY, "entropy"),)),
+    Chart("tokens/s", ((Name.TOKENS_PER_SECOND, "tokens/s"),)),
+)
+
+
+def build_report(run_dir: Path | str) -> Path:
+    """Write report.html and curve.png of a finished or unfinished run; returns the page's path.
+
+    Raises RunDirectoryError if the directory holds no run or an unreadable file of one.
+    """
+    run = RunDirectory(Path(run_dir))
+    if not run.config.exists() and not run.metrics.exists():
+        raise RunDirectoryError(f"{run.path} holds no run: neither config.yaml nor metrics.jsonl is there")
+    records = read_json_lines(run.metrics)
+    descriptions = read_json(run.metric_descriptions) if run.metric_descriptions.exists() else {}
+    summary = read_json(run.summary) if run.summary.exists() else {}
+
+    outcome = draw([OUTCOME], records, columns=1, size=(9.0, 3.6))
+    details = draw(CHARTS, records, columns=3, size=(3.6, 2.5))
+    if outcome:
+        atomic_write_bytes(run.curve, outcome)
+    page = Template(TEMPLATE.read_text()).substitute(
+        title=clean(run.path.resolve().name),
+        subtitle=clean(subtitle(records, finished=bool(summary))),
+        figures=figures_html(summary or latest_values(records)),
+        curves="".join(image_html(png) for png in (outcome, details) if png)
+        or "<p class='soft'>No step has ended yet.</p>",
+        episodes=episodes_html(read_json_lines(run.episodes)),
+        metrics=metrics_html(records, descriptions),
+        config=clean(run.config.read_text(errors="replace") if run.config.exists() else "config.yaml is missing"),
+        gap_limit=f"{GAP_LIMIT:g}",
+    )
+    atomic_write_bytes(run.report, page.encode(errors="replace"))
+    return run.report
+
+
+def clean(text: object) -> str:
+    """Escaped for HTML text and attributes, with control characters made visible instead of interpreted."""
+    visible = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in str(text))
+    return escape(visible, quote=True)
+
+
+def subtitle(records: Records, finished: bool) -> str:
+    if not records:
+        return "no step has ended yet"
+    hours = (records[-1]["time"] - records[0]["time"]) / 3600 if "time" in records[0] else 0.0
+    ended = "finished" if finished else f"not finished; last step {records[-1]['step']}"
+    return f"{len(records)} steps over {hours * 60:.1f} minutes, {ended}"
+
+
+def latest_values(records: Records) -> dict[str, float]:
+    """The newest value of the metrics worth a card, for a run without summary.json."""
+    names = (
+        Name.REWARD,
+        Name.ACCURACY,
+        Name.HELD_OUT_ACCURACY,
+        Name.LOSS,
+        Name.TOOL_CALL_RATE,
+        Name.TURNS,
+        Name.LOGPROB_GAP,
+    )
+    curves = {name: metric_curve(records, name)[1] for name in names}
+    return {name: values[-1] for name, values in curves.items() if values}
+
+
+def number(value: object) -> str:
+    """A figure as people read it: exact integers, else four digits; anything that is no number as it is."""
+    if isinstance(value, float) and math.isfinite(value):
+        if value.is_integer() or abs(value) >= 1000:
+            return f"{value:,.0f}"
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def figures_html(figures: dict[str, Any]) -> str:
+    return "".join(
+        f"<div class='figure'><b>{clean(number(value))}</b><span>{clean(name.replace('_', ' '))}</span></div>"
+        for name, value in figures.items()
+        if isinstance(value, int | float | str)
+    )
+
+
+def metrics_html(records: Records, descriptions: dict[str, Any]) -> str:
+    names = sorted({name for record in records for name in record} - {"step", "time"})
+    rows = []
+    for name in names:
+        values = metric_curve(records, name)[1]
+        if values:
+            columns = (values[0], values[-1], min(values), max(values))
+            cells = "".join(f"<td class='number'>{clean(number(value))}</td>" for value in columns)
+        else:
+            cells = "<td class='number soft' colspan='4'>never finite</td>"
+        rows.append(f"<tr><td>{clean(name)}</td><td class='soft'>{clean(descriptions.get(name, ''))}</td>{cells}</tr>")
+    if not rows:
+        return "<span class='soft'>none yet</span>"
+    heads = "".join(f"<th class='number'>{head}</th>" for head in ("first", "last", "lowest", "highest"))
+    return f"<table><tr><th>metric</th><th>reduced by</th>{heads}</tr>{''.join(rows)}</table>"
+
+
+def image_html(png: bytes) -> str:
+    return (
+        "<div class='card' style='margin-bottom: 12px'>"
+        f"<img alt='curves over steps' src='data:image/png;base64,{base64.b64encode(png).decode()}'></div>"
+    )
+
+
+def draw(charts: Sequence[Chart], records: Records, columns: int, size: tuple[float, float]) -> bytes | None:
+    """The charts that have data, in a grid, as a PNG; ``size`` is one chart in inches. None without any data."""
+    present = [chart for chart in charts if any(metric_curve(records, name)[0] for name, _ in chart.metrics)]
+    if not present:
+        return None
+    columns = min(columns, len(present))
+    rows = math.ceil(len(present) / columns)
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), dpi=130, layout="constrained")
+    for i, chart in enumerate(present):
+        draw_chart(figure.add_subplot(rows, columns, i + 1), chart, records)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def draw_chart(axes: Axes, chart: Chart, records: Records) -> None:
+    drawn = 0
+    for (name, label), colour in zip(chart.metrics, COLOURS, strict=False):
+        steps, values = metric_curve(records, name)
+        if not steps:
+            continue
+        drawn += 1
+        if len(values) >= 30 and len(values) == len(records) and not chart.log_scale:
+            # A noisy per-step curve: faint as measured, bold as the mean of the last ten steps.
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
+            values = moving_mean(values, 10)
+            label = f"{label} (mean of 10)"
+        axes.plot(
+            steps, values, color=colour, linewidth=1.8, marker="o" if len(steps) < 30 else "", markersize=3, label=label
+        )
+    if chart.log_scale and all(v > 0 for name, _ in chart.metrics for v in metric_curve(records, name)[1]):
+        axes.set_yscale("log")
+    axes.set_title(chart.title, fontsize=10, loc="left", color="#1f2933")
+    axes.set_xlabel("step", fontsize=8, color="#66727f")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.tick_params(labelsize=8, colors="#66727f")
+    axes.grid(color="#e1e6eb", linewidth=0.8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#c3ccd5")
+    if drawn > 1:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and up to ``window - 1`` before it."""
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def episodes_html(records: Records) -> str:
+    """A few episodes spread evenly over the run; the first and the last one are open."""
+    if not records:
+        return "<p class='soft'>No episode was recorded.</p>"
+    count = min(EPISODES_SHOWN, len(records))
+    chosen = sorted({round(i * (len(records) - 1) / max(1, count - 1)) for i in range(count)})
+    return "".join(episode_html(records[i], opened=i in (chosen[0], chosen[-1])) for i in chosen)
+
+
+def episode_html(record: dict[str, Any], opened: bool) -> str:
+    reward = float(record["reward"])
+    parts = ", ".join(f"{name} {number(value)}" for name, value in record["reward_parts"].items())
+    pills = [f"<span class='pill {'good' if reward > 0 else 'bad'}'>reward {clean(number(reward))}</span>"]
+    plain = (parts, record["finish_reason"], f"{record['tool_calls']} tool calls, {record['tool_errors']} failed")
+    pills += [f"<span class='pill'>{clean(text)}</span>" for text in plain if text]
+    head = (
+        f"<b>step {clean(record['step'])}</b> · {clean(record['split'])} · {clean(record['task_id'])}{''.join(pills)}"
+    )
+    tokens = record["tokens"]
+    turns = "".join(
+        f"<div class='turn {role_class(turn['role'])}'><div class='role'>{clean(turn['role'])}</div>"
+        f"<pre>{tokens_html(tokens[turn['start'] : turn['end']])}</pre></div>"
+        for turn in record["turns"] or [{"role": "prompt", "start": 0, "end": len(tokens)}]
+    )
+    return f"<details{' open' if opened else ''}><summary>{head}</summary><div class='turns'>{turns}</div></details>"
+
+
+def role_class(role: str) -> str:
+    return role if role in ("prompt", "assistant", "tool") else "prompt"
+
+
+def tokens_html(tokens: Records) -> str:
+    """One span per sampled token with its log-probs as tooltip; given tokens run together in one span."""
+    pieces: list[str] = []
+    given: list[str] = []
+
+    def close_given() -> None:
+        if given:
+            pieces.append(f"<span class='g'>{clean(''.join(given))}</span>")
+            given.clear()
+
+    for token in tokens:
+        if not token["mask"]:
+            given.append(token["text"])
+            continue
+        close_given()
+        tooltip = f"log p rollout {token['logprob']:.4f} (p {math.exp(token['logprob']):.3f})"
+        kind = "s"
+        if "train_logprob" in token:
+            gap = token["train_logprob"] - token["logprob"]
+            tooltip += f"\ntrainer {token['train_logprob']:.4f}, gap {gap:+.1e}"
+            kind = "s gap" if not abs(gap) <= GAP_LIMIT else "s"
+        pieces.append(f"<span class='{kind}' title='{clean(tooltip)}'>{clean(token['text'])}</span>")
+    close_given()
+    return "".join(pieces)

@@ -1,0 +1,147 @@
+"""The report is one safe, self-contained page, also for a run that has not finished."""
+
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from launch.report import build_report, number
+from rl_loop.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.run_directory import RunDirectory, RunDirectoryError, episode_record, start_run
+from rl_loop.trajectory import Trajectory, Turn
+
+ATTACK = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onmouseover=\"alert(3)\udc80\x00"
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and the text of the sampled tokens; browsers and this parser agree on escaping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.spans: list[tuple[str | None, str]] = []
+        self._class: str | None = None
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+        self._class = dict(attrs).get("class") if tag == "span" else None
+
+    def handle_data(self, data: str) -> None:
+        if self._class in ("s", "s gap", "g"):
+            self.spans.append((self._class, data))
+        self._class = None
+
+
+def parse(report: Path) -> Page:
+    page = Page()
+    page.feed(report.read_text())
+    return page
+
+
+def episode(step: int, texts: list[str], train_gap: float = 0.0) -> dict[str, object]:
+    """A prompt token, a sampled one, a tool's answer, a sampled one."""
+    trajectory = Trajectory(
+        task_id="task <7>",
+        token_ids=[0, 1, 2, 3],
+        loss_mask=[0, 1, 0, 1],
+        rollout_log_probs=[0.0, -0.5, 0.0, -0.25],
+        turns=[
+            Turn("prompt", 0, 1, ""),
+            Turn("assistant", 1, 2, ""),
+            Turn("tool", 2, 3, ""),
+            Turn("assistant", 3, 4, ""),
+        ],
+        reward=1.0,
+        reward_parts={"<b>correct</b>": 1.0},
+    )
+    train = [0.0, -0.5 + train_gap, 0.0, -0.25]
+    return episode_record(trajectory, texts.__getitem__, step=step, train_log_probs=train)
+
+
+def write_steps(run: RunDirectory, steps: int) -> None:
+    writer = MetricsWriter(run)
+    for step in range(steps):
+        metrics = StepMetrics(step)
+        metrics.add_mean(Name.REWARD, step, 4, over="sequences")
+        metrics.add_mean(Name.LOGPROB_GAP, 1e-6, 1, over="tokens")
+        metrics.add_last("<i>own metric</i>", math.inf)
+        writer.write(metrics)
+    writer.close()
+
+
+def test_the_page_shows_the_run_and_loads_nothing(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "tiny", "lr: 0.001\n")
+    write_steps(run, steps=3)
+    run.append_episodes([episode(0, ["question", "print", "4\n", "done"])])
+    run.write_summary(held_out_accuracy_rl=0.9375)
+    report = build_report(run.path)
+    page, text = parse(report), report.read_text()
+    assert page.spans[-4:] == [("g", "question"), ("s", "print"), ("g", "4\n"), ("s", "done")]
+    assert "0.9375" in text and "held out accuracy rl" in text and "lr: 0.001" in text and "finished" in text
+    sources = [value or "" for name, value in page.attributes if name in ("src", "href")]
+    assert len(sources) == 2 and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert run.curve.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_a_model_wrote_becomes_markup(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "tiny", f"note: {ATTACK[:-2]}\n")
+    write_steps(run, steps=1)
+    run.append_episodes([episode(0, [ATTACK] * 4)])
+    page = parse(build_report(run.path))
+    assert page.tags.isdisjoint({"script", "i"}) and not any(name.startswith("on") for name, _ in page.attributes)
+    # The text itself is still there to read, its NUL made visible.
+    assert page.spans[-1] == ("s", ATTACK[:-2] + "?" + "\N{SYMBOL FOR NULL}")
+
+
+def test_a_token_whose_log_probs_disagree_is_marked_and_explained(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "tiny", "")
+    run.append_episodes([episode(0, ["a", "b", "c", "d"], train_gap=0.3)])
+    page = parse(build_report(run.path))
+    assert page.spans[-3:] == [("s gap", "b"), ("g", "c"), ("s", "d")]
+    titles = [value for name, value in page.attributes if name == "title"]
+    assert titles[0] == "log p rollout -0.5000 (p 0.607)\ntrainer -0.2000, gap +3.0e-01"
+
+
+def test_a_run_without_a_finished_step_has_a_report(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "tiny", "lr: 1\n")
+    run.metrics.write_text('{"step": 0, "rewa')  # killed while writing
+    text = build_report(run.path).read_text()
+    assert "No step has ended yet" in text and "No episode was recorded" in text
+
+
+def test_a_stopped_run_says_how_far_it_came(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "tiny", "")
+    write_steps(run, steps=2)
+    assert "not finished; last step 1" in build_report(run.path).read_text()
+
+
+def test_at_most_eight_episodes_are_shown_and_they_span_the_run(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "tiny", "")
+    run.append_episodes([episode(step, ["a", "b", "c", "d"]) for step in range(100)])
+    steps = re.findall(r"<b>step (\d+)</b>", build_report(run.path).read_text())
+    assert len(steps) == 8 and (steps[0], steps[-1]) == ("0", "99")
+
+
+def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"nothing holds no run"):
+        build_report(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.123456, "0.1235"),
+        (3.0, "3"),
+        (1234.56, "1,235"),
+        (7, "7"),
+        (2e-6, "2e-06"),
+        (math.nan, "nan"),
+        ("text", "text"),
+    ],
+)
+def test_figures_are_readable(value: object, shown: str) -> None:
+    assert number(value) == shown
