@@ -1,0 +1,351 @@
+"""The fork-server: runs inside bubblewrap, as one file, on the standard library alone.
+
+Three kinds of process:
+
+- the *server* imports modules once, then forks a supervisor per call. It reads no program and no output, so nothing of
+  one call is left in the memory that the next call is forked from;
+- the *supervisor* of a call reads the program, enters new user, process, mount and IPC namespaces, forks the program
+  and watches time, memory and output. The program can not see it: it is outside the program's process namespace;
+- the *program* is process 1 of its namespace. When it ends, or is killed, the kernel kills all that it started.
+
+Wire format on descriptor 0 (a Unix stream socket): the host sends one configuration frame, then per call the byte ``C``
+and a frame with the program. The server answers with frames of a kind: ``Y`` ready, ``S`` the program starts, ``R`` its
+result (a JSON line, then the raw output), ``F`` the call could not be set up (the reason). A frame is a 4-byte
+big-endian length and a payload; answers have the kind byte in front.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import linecache
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+import types
+from typing import Any, NoReturn
+
+CONTROL = 0
+NOBODY = 65534
+PROGRAM_NAME = "<sandbox>"
+MEMORY_CHECK_SECONDS = 0.1
+TRACEBACK_FRAMES = 8
+
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x08000000, 0x10000000, 0x20000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND = 2, 4, 8, 4096
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+SECCOMP_MODE_FILTER = 2
+CAPABILITY_VERSION_3 = 0x20080522
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def read_exactly(descriptor: int, size: int) -> bytes:
+    """size bytes; raises EOFError when the other side closed."""
+    parts = []
+    while size:
+        part = os.read(descriptor, min(size, 1 << 16))
+        if not part:
+            raise EOFError("the other side of the sandbox's socket closed")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def read_frame(descriptor: int) -> bytes:
+    (size,) = struct.unpack("!I", read_exactly(descriptor, 4))
+    return read_exactly(descriptor, size)
+
+
+def send_frame(kind: bytes, payload: bytes = b"") -> None:
+    data = memoryview(kind + struct.pack("!I", len(payload)) + payload)
+    while data:
+        data = data[os.write(CONTROL, data) :]
+
+
+def check(result: int, what: str) -> None:
+    """Turn the C library's -1 into an OSError that names the step."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    encoded = [text.encode() if text is not None else None for text in (source, target, kind, options)]
+    check(libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]), f"mount {target}")
+
+
+def write_file(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+class SeccompProgram:
+    """A ``struct sock_fprog`` that stays alive for the forked children."""
+
+    def __init__(self, instructions: bytes) -> None:
+        self._instructions = ctypes.create_string_buffer(instructions, len(instructions))
+        packed = struct.pack("@HP", len(instructions) // 8, ctypes.addressof(self._instructions))
+        self._program = ctypes.create_string_buffer(packed, len(packed))
+
+    def install(self) -> None:
+        check(
+            libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_void_p(ctypes.addressof(self._program)), 0, 0),
+            "seccomp filter",
+        )
+
+
+def drop_root() -> None:
+    """Become nobody. Only needed when bubblewrap was started by root, without a user namespace of its own.
+
+    /proc is mounted here because bubblewrap, as root, covers parts of its /proc, and the kernel then refuses a fresh
+    one to the calls' namespaces.
+    """
+    if os.getuid() == 0:
+        mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        # changing the user made /proc/self/uid_map belong to root; the supervisors must write it
+        check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+    if os.getresuid() != (NOBODY,) * 3 or os.getresgid() != (NOBODY,) * 3:
+        raise PermissionError(f"the sandbox server runs as {os.getresuid()}/{os.getresgid()}, not as nobody")
+
+
+def enter_namespaces() -> None:
+    """New user, process, mount and IPC namespaces; the process namespace holds for the next fork."""
+    check(libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC), "unshare")
+    write_file("/proc/self/setgroups", "deny")
+    write_file("/proc/self/uid_map", f"{NOBODY} {NOBODY} 1")
+    write_file("/proc/self/gid_map", f"{NOBODY} {NOBODY} 1")
+
+
+def resident_bytes() -> int:
+    """Anonymous and shared memory of all processes of the call; /proc is the call's own here."""
+    kibibytes = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/status", "rb") as file:
+                    for line in file:
+                        if line.startswith((b"RssAnon:", b"RssShmem:")):
+                            kibibytes += int(line.split()[1])
+            except OSError:
+                continue  # it ended meanwhile
+    return kibibytes * 1024
+
+
+def supervise(limits: dict[str, Any], seccomp: SeccompProgram) -> None:
+    """Run one program and send its result."""
+    code = read_frame(CONTROL)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    output_read, output_write = os.pipe()
+    setup_read, setup_write = os.pipe()
+    try:
+        enter_namespaces()
+    except OSError as error:
+        send_frame(b"F", str(error).encode())
+        return
+    program = os.fork()
+    if program == 0:
+        run_program(code, limits, seccomp, output_write, setup_write)
+    os.close(output_write)
+    os.close(setup_write)
+    setup = b"".join(iter(lambda: os.read(setup_read, 4096), b""))
+    if setup != b"ok":
+        os.waitpid(program, 0)
+        send_frame(b"F", setup or b"the program's process ended before it was set up")
+        return
+    send_frame(b"S")
+    started = time.monotonic()
+    output, reason = watch(program, output_read, started, limits)
+    os.kill(program, signal.SIGKILL)  # harmless if it ended: it is not yet waited for
+    _, status = os.waitpid(program, 0)
+    header = {
+        "exit_code": os.waitstatus_to_exitcode(status),
+        "killed_for": reason,
+        "truncated": len(output) > limits["output_bytes"],
+        "seconds": time.monotonic() - started,
+    }
+    send_frame(b"R", json.dumps(header).encode() + b"\n" + bytes(output[: limits["output_bytes"]]))
+
+
+def watch(program: int, output_read: int, started: float, limits: dict[str, Any]) -> tuple[bytearray, str | None]:
+    """The output (at most one byte over the limit) and why the program must be killed, None if it ended by itself."""
+    process = os.pidfd_open(program)
+    deadline = started + limits["timeout_seconds"]
+    next_memory_check = started + MEMORY_CHECK_SECONDS
+    room = limits["output_bytes"] + 1
+    output = bytearray()
+    watched = [output_read, process]
+    ended = False
+    while True:
+        now = time.monotonic()
+        if not ended and now >= deadline:
+            return output, "time"
+        if not ended and now >= next_memory_check:
+            if resident_bytes() > limits["total_memory_bytes"]:
+                return output, "memory"
+            next_memory_check = time.monotonic() + MEMORY_CHECK_SECONDS
+        ready, _, _ = select.select(watched, [], [], max(0.0, min(deadline, next_memory_check) - time.monotonic()))
+        if process in ready:
+            # process 1 is gone, so all of its namespace is: what is in the pipe is all there will be
+            ended = True
+            watched.remove(process)
+        if output_read in ready:
+            part = os.read(output_read, min(room - len(output), 1 << 16))
+            output += part
+            if len(output) == room:
+                return output, None if ended else "output"
+            if not part:
+                watched.remove(output_read)
+        if ended and output_read not in watched:
+            return output, None
+
+
+def run_program(
+    code: bytes, limits: dict[str, Any], seccomp: SeccompProgram, output_write: int, setup_write: int
+) -> NoReturn:
+    """In process 1 of the call: build its world, give up every privilege, execute the program, end."""
+    try:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.setsid()  # else kill(0, ...) would reach the server's process group, namespaces or not
+        os.dup2(output_write, 1)
+        os.dup2(output_write, 2)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        setup_write = os.dup2(setup_write, 3)
+        os.closerange(4, 4096)
+        write_file("/proc/self/oom_score_adj", "1000")
+        tmp_options = f"size={limits['tmp_bytes']},nr_inodes={limits['tmp_files']},mode=1777"
+        mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, tmp_options)
+        mount("/tmp", "/dev/shm", None, MS_BIND)
+        mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        os.chdir("/tmp")
+        for limit, value in (
+            (resource.RLIMIT_AS, limits["memory_bytes"]),
+            (resource.RLIMIT_CPU, limits["cpu_seconds"]),
+            (resource.RLIMIT_NPROC, limits["processes"]),
+            (resource.RLIMIT_FSIZE, limits["file_bytes"]),
+            (resource.RLIMIT_NOFILE, limits["open_files"]),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            resource.setrlimit(limit, (value, value))
+        drop_capabilities()
+        seccomp.install()
+        os.write(setup_write, b"ok")
+        os.close(setup_write)
+    except BaseException as error:
+        os.write(setup_write, str(error).encode())
+        os._exit(1)
+    os._exit(execute(code))
+
+
+def drop_capabilities() -> None:
+    """A new user namespace gave all capabilities over itself: keep none."""
+    header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
+    check(libc.capset(header, bytes(24)), "capset")
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+
+
+def execute(code: bytes) -> int:
+    """Run the program as ``__main__`` and return its exit code; print a last expression's repr unless it is None."""
+    source = code.decode("utf-8", "replace")
+    linecache.cache[PROGRAM_NAME] = (len(source), None, source.splitlines(keepends=True), PROGRAM_NAME)
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    sys.argv = [PROGRAM_NAME]
+    sys.path[0] = "/tmp"
+    try:
+        tree = ast.parse(source, PROGRAM_NAME)
+        last = None
+        if tree.body and isinstance(tree.body[-1], ast.Expr):
+            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
+        exec(compile(tree, PROGRAM_NAME, "exec"), main.__dict__)
+        if last is not None:
+            value = eval(compile(last, PROGRAM_NAME, "eval"), main.__dict__)
+            if value is not None:
+                print(repr(value))
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        exit_code = 0
+    except SystemExit as error:
+        exit_code = exit_code_of(error)
+    except BaseException as error:
+        exit_code = 1
+        print_traceback(error)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        exit_code = exit_code or 1
+    return exit_code
+
+
+def exit_code_of(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 255
+    with contextlib.suppress(BaseException):
+        print(error.code, file=sys.stderr)
+    return 1
+
+
+def print_traceback(error: BaseException) -> None:
+    """The traceback with the program's own frames only, the last TRACEBACK_FRAMES of them."""
+    try:
+        sys.stdout.flush()
+        summary = traceback.TracebackException.from_exception(error)
+        shown: traceback.TracebackException | None = summary
+        while shown is not None:
+            frames = [frame for frame in shown.stack if frame.filename == PROGRAM_NAME]
+            shown.stack = traceback.StackSummary.from_list(frames[-TRACEBACK_FRAMES:])
+            shown = shown.__cause__ or shown.__context__
+        text = "".join(summary.format())
+    except BaseException:  # a hostile __str__, or no memory left
+        text = f"{type(error).__name__}\n"
+    with contextlib.suppress(BaseException):
+        print(text, end="", file=sys.stderr)
+
+
+def main() -> None:
+    settings = json.loads(read_frame(CONTROL))
+    drop_root()
+    for name in settings["preload_modules"]:
+        importlib.import_module(name)
+    seccomp = SeccompProgram(bytes.fromhex(settings["seccomp"]))
+    limits = settings["limits"]
+    # line buffering, so that a program killed in the middle has shown what it printed
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+    gc.collect()
+    gc.freeze()
+    send_frame(b"Y")
+    while os.read(CONTROL, 1) == b"C":
+        supervisor = os.fork()
+        if supervisor == 0:
+            try:
+                supervise(limits, seccomp)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(supervisor, 0)
+        if status != 0:
+            sys.exit(f"the supervisor of a call ended with status {status}")
+
+
+if __name__ == "__main__":
+    main()
