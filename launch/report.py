@@ -184,10 +184,10 @@ def draw_chart(axes: Axes, chart: Chart, records: Records) -> None:
             continue
         drawn += 1
         if len(values) >= 30 and len(values) == len(records) and not chart.log_scale:
-            # A noisy per-step curve: faint as measured, bold as the mean of the last ten steps.
+            # A noisy per-step curve: faint as measured, bold as the mean of nine steps around.
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-            values = moving_mean(values, 10)
-            label = f"{label} (mean of 10)"
+            values = moving_mean(values, 4)
+            label = f"{label} (mean of 9 steps)"
         axes.plot(
             steps, values, color=colour, linewidth=1.8, marker="o" if len(steps) < 30 else "", markersize=3, label=label
         )
@@ -206,9 +206,14 @@ def draw_chart(axes: Axes, chart: Chart, records: Records) -> None:
         axes.legend(fontsize=8, frameon=False)
 
 
-def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and up to ``window - 1`` before it."""
-    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+def moving_mean(values: Sequence[float], reach: int) -> list[float]:
+    """Mean of each value and up to ``reach`` values on either side; fewer, but as many left as right, near the ends."""
+    means = []
+    for i in range(len(values)):
+        near = min(reach, i, len(values) - 1 - i)
+        window = values[i - near : i + near + 1]
+        means.append(sum(window) / len(window))
+    return means
 
 
 def episodes_html(records: Records) -> str:
@@ -224,7 +229,7 @@ def episode_html(record: dict[str, Any], opened: bool) -> str:
     reward = float(record["reward"])
     parts = ", ".join(f"{name} {number(value)}" for name, value in record["reward_parts"].items())
     pills = [f"<span class='pill {'good' if reward > 0 else 'bad'}'>reward {clean(number(reward))}</span>"]
-    plain = (parts, record["finish_reason"], f"{record['tool_calls']} tool calls, {record['tool_errors']} failed")
+    plain = (parts, record["finish_reason"], f"tool calls {record['tool_calls']}, failed {record['tool_errors']}")
     pills += [f"<span class='pill'>{clean(text)}</span>" for text in plain if text]
     head = (
         f"<b>step {clean(record['step'])}</b> · {clean(record['split'])} · {clean(record['task_id'])}{''.join(pills)}"

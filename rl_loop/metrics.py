@@ -43,7 +43,7 @@ class Name:
     RESPONSE_TOKENS = "response_tokens"  # sampled tokens, mean over sequences
     LOSS = "loss"  # mean over sampled tokens
     LOGPROB_GAP = "mismatch/logprob_gap"  # |log pi_train - log pi_rollout|, mean over sampled tokens, nats
-    KL = "mismatch/kl"  # KL(rollout || train) estimate, mean over sampled tokens, nats
+    KL = "mismatch/kl_k3"  # k3 estimate of KL(rollout || train), mean over sampled tokens, nats
     CLIP_FRACTION = "clip_fraction"  # share of sampled tokens whose ratio was clipped
     GRAD_NORM = "grad_norm"  # before clipping, last
     ENTROPY = "entropy"  # of the sampling distribution, mean over sampled tokens, nats

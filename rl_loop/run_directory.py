@@ -95,7 +95,8 @@ class RunDirectory:
         return any(path.exists() for path in self.everything())
 
     def append_episodes(self, records: Sequence[dict[str, Any]]) -> None:
-        """Add lines made by ``episode_record``. ASCII escapes: sampled text may hold lone surrogates, which UTF-8 lacks."""
+        """Add lines made by ``episode_record``."""
+        # ASCII escapes: sampled text may hold lone surrogates, which UTF-8 cannot write.
         append_lines(self.episodes, [json.dumps(record) for record in records])
 
     def keep_steps_up_to(self, step: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.report import build_report, number
+from launch.report import build_report, moving_mean, number
 from rl_loop.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.run_directory import RunDirectory, RunDirectoryError, episode_record, start_run
 from rl_loop.trajectory import Trajectory, Turn
@@ -145,3 +145,8 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
 )
 def test_figures_are_readable(value: object, shown: str) -> None:
     assert number(value) == shown
+
+
+def test_the_moving_mean_keeps_a_straight_line() -> None:
+    assert moving_mean([0.0, 1.0, 2.0, 3.0, 4.0], reach=2) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert moving_mean([0.0, 3.0, 0.0], reach=1) == [0.0, 1.0, 0.0]

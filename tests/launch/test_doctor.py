@@ -1,0 +1,67 @@
+"""The doctor reports every part and survives what it finds."""
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launch.doctor import (
+    CHECKS,
+    Check,
+    Status,
+    check_compiler,
+    check_package,
+    check_sandbox,
+    doctor_table,
+    guarded,
+    is_ready,
+    memory_bytes,
+    run_doctor,
+)
+
+
+def test_on_this_machine_every_part_is_checked_and_the_python_ones_are_found() -> None:
+    checks = {check.name: check for check in run_doctor()}
+    assert list(checks) == [name for name, _ in CHECKS]
+    for name in ("python", "torch", "megatron-core", "transformers", "ray", "C compiler"):
+        assert checks[name].status is Status.OK, checks[name]
+    assert all(check.advice for check in checks.values() if check.status is not Status.OK)
+
+
+def test_without_bubblewrap_or_compiler_the_exact_command_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert check_sandbox() == (Status.MISSING, "no bwrap", "sudo apt-get install -y bubblewrap")
+    assert check_compiler() == (Status.MISSING, "no cc", "sudo apt-get install -y gcc libc6-dev")
+
+
+def test_a_library_that_does_not_load_is_reported_and_not_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_library.py").write_text("raise OSError('libcudart.so.13: cannot open\\nsecond line')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check = guarded("broken", check_package("torch", "broken_library"))
+    assert check.status is Status.MISSING
+    assert check.found == "OSError: libcudart.so.13: cannot open"
+    assert check.advice
+
+
+def test_a_limited_machine_is_ready_and_one_with_a_missing_part_is_not() -> None:
+    limited = Check("GPUs", Status.LIMITED, "none", "")
+    assert is_ready([limited])
+    assert not is_ready([limited, Check("sandbox", Status.MISSING, "", "")])
+
+
+def test_the_table_shows_names_findings_and_advice_literally() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(doctor_table([Check("engine", Status.LIMITED, "[none]", "pip install engine[torch]")]))
+    output = console.file.getvalue()
+    for part in ("engine", "limited", "[none]", "pip install engine[torch]"):
+        assert part in output
+
+
+def test_memory_is_at_most_what_the_machine_has() -> None:
+    assert 0 < memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
