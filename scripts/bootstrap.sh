@@ -43,8 +43,8 @@ if command -v flock >/dev/null; then
     flock -n 9 || { say "another set-up of this checkout is running; waiting for it"; flock 9; }
 fi
 
-command -v bwrap >/dev/null || ensure_package "bubblewrap, the sandbox for model-written code" bubblewrap
-command -v cc >/dev/null || ensure_package "a C compiler, needed by the kernels" gcc libc6-dev
+command -v bwrap >/dev/null || ensure_package "bubblewrap (the sandbox for model-written code)" bubblewrap
+command -v cc >/dev/null || ensure_package "a C compiler (for the kernels)" gcc libc6-dev
 
 stamp=.venv/.complete
 key="$(cat requirements.txt pyproject.toml | sha256sum | cut -c1-64) $(pwd -P)"
