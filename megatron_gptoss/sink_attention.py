@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 import torch
-from gptoss_kernels.sink_attention import sink_attention
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from gptoss_kernels.sink_attention import sink_attention
 from megatron_gptoss.context_parallel import heads_to_sequence, sequence_to_heads
 from megatron_gptoss.packing import PackedSequence
 from megatron_gptoss.rotary import RotaryEmbedding, apply_rotary

@@ -6,7 +6,7 @@ Reading a configuration imports neither torch nor Ray, so a mistake is reported 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -237,10 +237,7 @@ class SftConfig(RunConfig):
     """Demonstrations of one optimizer step."""
 
 
-Config = TypeVar("Config", bound=RunConfig)
-
-
-def load_config(path: Path, kind: type[Config], overrides: list[str] | None = None) -> Config:
+def load_config[Config: RunConfig](path: Path, kind: type[Config], overrides: list[str] | None = None) -> Config:
     """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises ConfigError naming file and keys.
 
     ``model: NAME`` stands for the file ``../model/NAME.yaml`` beside the configuration's own folder.

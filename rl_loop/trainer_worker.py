@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from converters.hf_directory import HfDirectory
 from converters.live import export_hf_weights, load_hf_weights
-
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint import latest_checkpoint, load_checkpoint, load_model_weights, save_checkpoint

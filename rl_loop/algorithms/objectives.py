@@ -7,9 +7,9 @@ the batch is cut into micro-batches and ranks does not change it.
 from __future__ import annotations
 
 import torch
+
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.trainer import LossFunction, LossOutput
-
 from rl_loop.algorithms.mismatch import mismatch_sums
 from rl_loop.algorithms.policy_loss import ppo_loss
 from rl_loop.config import AlgorithmConfig

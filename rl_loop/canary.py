@@ -1,0 +1,35 @@
+"""The canary: after every weight sync, engine and trainer must give one known text the same log-probs.
+
+A transposed square weight, a missing bias, a sink that did not arrive or a tensor of the previous version passes every
+check of names and shapes and shows up here at once.
+"""
+
+from __future__ import annotations
+
+from megatron_gptoss.packing import Sample
+from rl_loop.config import RlConfig
+from rl_loop.rollout_pool import RolloutPool
+from rl_loop.trainer_group import TrainerGroup
+
+
+class CanaryError(RuntimeError):
+    """Engine and trainer disagree right after a weight sync."""
+
+
+def check_canary(
+    trainer: TrainerGroup, rollouts: RolloutPool, token_ids: list[int], config: RlConfig, version: int
+) -> float:
+    """The largest mean |log-prob difference| over the workers, in nats. Raises CanaryError above the tolerance."""
+    samples = [Sample(token_ids, [0] + [1] * (len(token_ids) - 1))] * config.parallel.data
+    expected = trainer.score(samples, config.rollout.temperature)[0][1:]
+    worst = 0.0
+    for worker, scored in enumerate(rollouts.score(token_ids, config.rollout.temperature)):
+        gap = sum(abs(a - b) for a, b in zip(scored, expected, strict=True)) / len(expected)
+        worst = max(worst, gap)
+        if not gap <= config.canary_tolerance:  # also true for NaN
+            raise CanaryError(
+                f"after syncing weights {version}, rollout worker {worker} and the trainer differ by {gap:.2e} nats "
+                f"per token on the canary prompt (canary_tolerance {config.canary_tolerance:.0e}): they do not hold "
+                "the same model. Nothing was trained on this version; the last checkpoint is good."
+            )
+    return worst

@@ -1,0 +1,128 @@
+"""Rollout workers as Ray actors, and a pool that loses no episode when one of them dies."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from rl_loop.config import RunConfig
+from rl_loop.environments import Task
+from rl_loop.rollout_worker import RolloutWorker
+from rl_loop.trajectory import TrajectoryGroup
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """Episodes of one task to run. One seed per sample: the same request gives the same episodes on any worker."""
+
+    task: Task
+    seeds: tuple[int, ...]
+    temperature: float
+
+
+class RolloutPool:
+    """``config.rollout.workers`` workers; a dead one is replaced and its work redone."""
+
+    MAX_RESTARTS = 10
+    """Per pool; more deaths mean something that a restart does not mend."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._threads = max(1, (os.cpu_count() or 1) // config.rollout.workers)
+        self._weights: tuple[Any, int] | None = None
+        self._restarts = 0
+        self._workers = [self._start(index) for index in range(config.rollout.workers)]
+
+    def _start(self, index: int) -> Any:
+        actor = ray.remote(RolloutWorker)
+        concurrency = self._config.rollout.max_batch_size * 4
+        return actor.options(num_cpus=0, max_concurrency=concurrency).remote(self._config, self._threads)
+
+    @property
+    def restarts(self) -> int:
+        return self._restarts
+
+    def ready(self) -> None:
+        """Wait until every worker's engine and sandbox run; raises what went wrong in one."""
+        ray.get([worker.start.remote() for worker in self._workers])
+
+    def sync_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        """Give all workers the policy ``weights`` (by Hugging Face name) under a version number."""
+        self._weights = (ray.put(weights), version)
+        for index in range(len(self._workers)):
+            self._call(index, "sync_weights", *self._weights)
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        """Log-probs of ``token_ids[1:]`` from every worker."""
+        return [self._call(index, "score", token_ids, temperature) for index in range(len(self._workers))]
+
+    def run(self, requests: Sequence[GroupRequest]) -> list[TrajectoryGroup]:
+        """Run all episodes; groups come back in the order of ``requests``."""
+        results: dict[int, TrajectoryGroup] = {}
+        waiting = deque(enumerate(requests))
+        running: dict[Any, tuple[int, int]] = {}  # object reference -> (request, worker)
+        # every worker gets its even share at once: an engine is fastest with a full batch
+        for index in itertools.cycle(range(len(self._workers))):
+            if not waiting:
+                break
+            number, request = waiting.popleft()
+            running[self._submit(index, request)] = (number, index)
+        while running:
+            (reference,), _ = ray.wait(list(running), num_returns=1)
+            number, index = running.pop(reference)
+            try:
+                results[number] = ray.get(reference)
+            except RayActorError as death:
+                lost = [number] + [n for n, i in running.values() if i == index]
+                running = {ref: (n, i) for ref, (n, i) in running.items() if i != index}
+                self._replace(index, death)
+                for n in lost:
+                    running[self._submit(index, requests[n])] = (n, index)
+        return [results[number] for number in range(len(requests))]
+
+    def _submit(self, index: int, request: GroupRequest) -> Any:
+        return self._workers[index].run_group.remote(request.task, request.seeds, request.temperature)
+
+    def _call(self, index: int, method: str, *arguments: Any) -> Any:
+        while True:
+            try:
+                return ray.get(getattr(self._workers[index], method).remote(*arguments))
+            except RayActorError as death:
+                self._replace(index, death)
+
+    def _replace(self, index: int, death: RayActorError) -> None:
+        """Start another worker in place of a dead one and bring it to the current weights."""
+        while True:
+            self._restarts += 1
+            if self._restarts > self.MAX_RESTARTS:
+                raise RuntimeError(
+                    f"rollout workers died {self._restarts} times, the last with: {death}. If the machine is out of "
+                    "memory, lower rollout.max_batch_size or rollout.workers"
+                ) from death
+            self._workers[index] = self._start(index)
+            try:
+                ray.get(self._workers[index].start.remote())
+                if self._weights is not None:
+                    ray.get(self._workers[index].sync_weights.remote(*self._weights))
+                return
+            except RayActorError as again:
+                death = again
+
+    def process_ids(self) -> list[int]:
+        """Of the workers, for people (and tests) who want to look at or kill one."""
+        return [self._call(index, "process_id") for index in range(len(self._workers))]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            with suppress(RayActorError, GetTimeoutError):
+                ray.get(worker.close.remote(), timeout=10)
+            ray.kill(worker)

@@ -1,0 +1,221 @@
+"""Running a configuration from start to export: ``run_sft`` and ``run_rl`` are what the ``gptoss`` commands call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rl_loop.config import RlConfig, RunConfig, SftConfig, dump_config
+from rl_loop.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.run_directory import RunDirectory, metric_curve, read_json, read_json_lines, start_run
+
+if TYPE_CHECKING:
+    from rl_loop.tasks import TaskSource
+    from rl_loop.trainer_group import TrainerGroup
+
+
+class Progress(Protocol):
+    """What a run tells while it goes."""
+
+    def phase(self, name: str) -> None: ...
+
+    def note(self, message: str) -> None: ...
+
+    def step(self, step: int, values: dict[str, float]) -> None: ...
+
+
+ProgressFactory = Callable[[str, int, int], AbstractContextManager[Progress]]
+"""(title, total steps, first step) -> context"""
+
+
+class Interrupt:
+    """The first Ctrl-C (or SIGTERM) asks to stop after the current step; the second one stops at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    @contextmanager
+    def installed(self, on_request: Callable[[], None]) -> Iterator[Interrupt]:
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.requested:
+                raise KeyboardInterrupt
+            self.requested = True
+            on_request()
+
+        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def ray_session() -> Iterator[None]:
+    """A local Ray of our own, or the cluster that RAY_ADDRESS names; stopped again if it was ours."""
+    # imported here so that reading a configuration needs no Ray
+    import logging
+
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    local = "RAY_ADDRESS" not in os.environ
+    ray.init(
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=True,
+        **({"num_cpus": os.cpu_count(), "object_store_memory": 512 << 20} if local else {}),
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@dataclass
+class Session:
+    """What a training run has at hand between its start and its end."""
+
+    run: RunDirectory
+    tasks: TaskSource
+    trainer: TrainerGroup
+    writer: MetricsWriter
+    progress: Progress
+    interrupt: Interrupt
+    first_step: int
+    seconds_before: float
+    """Wall time of earlier attempts of this run."""
+    began: float
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self.began
+
+    def save(self, steps_done: int) -> None:
+        self.progress.phase("checkpoint")
+        self.trainer.save(steps_done, {"step": steps_done, "seconds": self.seconds})
+
+
+class Interrupted(Exception):
+    """The run was stopped on request; everything is saved. The message says how to go on."""
+
+
+@contextmanager
+def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: bool) -> Iterator[Session]:
+    """Everything that a training run starts, and stops again: directory, Ray, trainer ranks, metrics, signals."""
+    run = start_run(config.directory, dump_config(config), resume=resume, overwrite=overwrite)
+    from rl_loop.tasks import TaskSource  # these import torch and Ray; a wrong directory should not wait for them
+    from rl_loop.trainer_group import TrainerGroup
+
+    with ray_session():
+        trainer = TrainerGroup(config)
+        trainer.ready()
+        state = (trainer.resume() if resume else None) or {"step": 0, "seconds": 0.0}
+        first, interrupt = int(state["step"]), Interrupt()
+        with show(config.name, config.training.steps, first) as progress:
+            writer = MetricsWriter(run, first - 1 if resume else None, listeners=[progress.step])
+            with interrupt.installed(lambda: progress.note("stopping after this step; Ctrl-C again stops at once")):
+                tasks = TaskSource(config)
+                yield Session(
+                    run, tasks, trainer, writer, progress, interrupt, first, state["seconds"], time.monotonic()
+                )
+            writer.close()
+        trainer.close()
+
+
+def run_sft(config: SftConfig, show: ProgressFactory, *, resume: bool = False, overwrite: bool = False) -> Path:
+    """Supervised fine-tuning on generated demonstrations. Returns the run directory; raises Interrupted."""
+    with _session(config, show, resume, overwrite) as session:
+        for step in range(session.first_step, config.training.steps):
+            started = time.monotonic()
+            session.progress.phase("train")
+            samples = session.tasks.demonstrations(
+                step * config.sequences_per_step, config.sequences_per_step, config.demonstrations
+            )
+            update = session.trainer.sft_step(samples, step)
+            metrics = StepMetrics(step)
+            metrics.add_mean(Name.LOSS, update.sums["loss"], update.sums["tokens"], "tokens")
+            metrics.add_last(Name.GRAD_NORM, update.grad_norm)
+            metrics.add_last(Name.LEARNING_RATE, update.learning_rate)
+            metrics.add_last(Name.STEP_SECONDS, time.monotonic() - started)
+            tokens = sum(len(sample.token_ids) for sample in samples)
+            metrics.add_last(Name.TOKENS_PER_SECOND, tokens / (time.monotonic() - started))
+            session.writer.write(metrics)
+            done = step + 1
+            last = session.interrupt.requested or done == config.training.steps
+            if last or done % config.training.checkpoint_every == 0:
+                session.save(done)
+            if session.interrupt.requested and done < config.training.steps:
+                raise Interrupted(f"saved after step {done} of {config.training.steps} in {session.run.path}")
+        losses = metric_curve(read_json_lines(session.run.metrics), Name.LOSS)[1]
+        session.run.write_summary(steps=config.training.steps, loss=losses[-1], seconds=round(session.seconds, 1))
+    return config.directory
+
+
+def run_rl(config: RlConfig, show: ProgressFactory, *, resume: bool = False, overwrite: bool = False) -> Path:
+    """On-policy reinforcement learning, evaluation and export. Returns the run directory; raises Interrupted."""
+    with _session(config, show, resume, overwrite) as session:
+        from rl_loop.export import export_policy, greedy_agreement
+        from rl_loop.loop import RlLoop
+        from rl_loop.rollout_pool import RolloutPool
+
+        rollouts = RolloutPool(config)
+        rollouts.ready()
+        loop = RlLoop(config, session, rollouts)
+        done = loop.train()
+        if done < config.training.steps:
+            raise Interrupted(f"saved after step {done} of {config.training.steps} in {session.run.path}")
+        evaluation = loop.final_evaluation()
+        session.writer.write(evaluation)
+        rollouts.close()
+        session.progress.phase("export")
+        exported = export_policy(session.trainer, session.tasks.harmony, config, session.run.export)
+        agreeing, compared = greedy_agreement(session.trainer, session.tasks, config, exported)
+        session.run.write_summary(
+            **_summary(session.run, config, evaluation),
+            seconds=round(session.seconds + _seconds_of_initial_run(config), 1),
+            greedy_answers_equal=agreeing,
+            greedy_answers_compared=compared,
+        )
+    return config.directory
+
+
+def _summary(run: RunDirectory, config: RlConfig, evaluation: StepMetrics) -> dict[str, Any]:
+    """The figures of a finished run."""
+    records = read_json_lines(run.metrics)
+    final = evaluation.values()
+
+    def curve(name: str) -> list[float]:
+        return metric_curve(records, name)[1]
+
+    gaps = curve(Name.LOGPROB_GAP)
+    return {
+        "steps": config.training.steps,
+        "held_out_accuracy_sft": curve(Name.HELD_OUT_ACCURACY)[0],
+        "held_out_accuracy_rl": final[Name.HELD_OUT_ACCURACY],
+        "tool_call_rate": final["held_out/tool_call_rate"],
+        "mean_turns": final["held_out/turns"],
+        "max_clip_fraction": max(curve(Name.CLIP_FRACTION)),
+        "max_ratio_deviation": max(curve("ratio/deviation_max")),
+        "mean_logprob_gap": sum(gaps) / len(gaps),
+        "max_logprob_gap": max(curve("mismatch/logprob_gap_max")),
+    }
+
+
+def _seconds_of_initial_run(config: RunConfig) -> float:
+    """Training time of the run that the initial weights come from, 0 if they come from elsewhere."""
+    source = RunDirectory(config.initial_weights) if config.initial_weights is not None else None
+    if source is None or not source.summary.exists():
+        return 0.0
+    return float(read_json(source.summary).get("seconds", 0.0))

@@ -1,0 +1,84 @@
+"""The independent reference: transformers' GptOssForCausalLM on the same weights, one document at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.models.gpt_oss import modeling_gpt_oss
+
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.packing import Sample
+from megatron_gptoss.trainer import LossFunction, LossOutput
+
+# hidden != intermediate, more kv heads than ranks of any test, a window that is shorter than the documents
+TINY = ModelConfig(
+    num_layers=4,
+    num_experts=8,
+    experts_per_token=4,
+    hidden_size=64,
+    intermediate_size=48,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_size=16,
+    vocab_size=128,
+    sliding_window=8,
+)
+
+
+def hf_model(config: ModelConfig = TINY, std: float = 0.2, seed: int = 0) -> GptOssForCausalLM:
+    """fp32, eager attention, all parameters random: biases and sinks too, or parity could not see them."""
+    torch.manual_seed(seed)
+    model = GptOssForCausalLM(GptOssConfig(**config.to_hf_config(), attn_implementation="eager")).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0, std)
+            if "norm" in name:
+                parameter.add_(1.0)
+    return model
+
+
+def documents(lengths: list[int], vocab_size: int = 128, seed: int = 1) -> list[Sample]:
+    """Random samples; all tokens but the first are in the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Sample(torch.randint(0, vocab_size, (n,), generator=generator).tolist(), [0] + [1] * (n - 1)) for n in lengths
+    ]
+
+
+def hf_logits(model: GptOssForCausalLM, samples: list[Sample]) -> torch.Tensor:
+    """[tokens, vocab_size] of the inputs of all samples, each run on its own."""
+    return torch.cat([model(torch.tensor([sample.token_ids[:-1]])).logits[0] for sample in samples])
+
+
+def hf_loss(model: GptOssForCausalLM, samples: list[Sample]) -> torch.Tensor:
+    """Mean cross-entropy over all labels."""
+    labels = torch.cat([torch.tensor(sample.token_ids[1:]) for sample in samples])
+    return torch.nn.functional.cross_entropy(hf_logits(model, samples), labels)
+
+
+def mean_cross_entropy(tokens: int) -> LossFunction:
+    """The same loss for the trainer."""
+
+    def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: object) -> LossOutput:
+        total = -torch.where(batch.loss_mask > 0, log_probs, 0.0).sum()
+        return LossOutput(total / tokens, {"loss": total / tokens})
+
+    return loss
+
+
+@contextlib.contextmanager
+def hf_norms_in_full_precision() -> Iterator[None]:
+    """transformers computes RMSNorm in fp32 whatever the dtype; an fp64 comparison needs it in fp64."""
+    original = modeling_gpt_oss.GptOssRMSNorm.forward
+
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    modeling_gpt_oss.GptOssRMSNorm.forward = forward
+    try:
+        yield
+    finally:
+        modeling_gpt_oss.GptOssRMSNorm.forward = original

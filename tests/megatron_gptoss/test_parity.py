@@ -1,0 +1,169 @@
+"""The model is GPT-OSS: same logits and gradients as transformers, and each of its features is needed for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from converters.live import load_hf_weights
+from megatron_gptoss import distributed, rotary
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import build_batch
+from megatron_gptoss.trainer import PolicyTrainer
+from tests.distributed import free_port
+from tests.megatron_gptoss.reference import (
+    TINY,
+    documents,
+    hf_logits,
+    hf_loss,
+    hf_model,
+    hf_norms_in_full_precision,
+    mean_cross_entropy,
+)
+
+SAMPLES = documents([34, 2, 9, 21])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    distributed.initialize(ParallelConfig(), port=free_port())
+    yield
+    distributed.shutdown()
+
+
+@pytest.fixture(scope="module")
+def reference() -> object:
+    return hf_model()
+
+
+def megatron(reference: torch.nn.Module, dtype: torch.dtype = torch.float32, **overrides: object) -> torch.nn.Module:
+    model = build_model(TINY, ParallelConfig(), dtype, **overrides)
+    load_hf_weights(model, TINY, reference.state_dict().__getitem__)
+    return model.eval()
+
+
+def logits(model: torch.nn.Module, align: int = 1) -> torch.Tensor:
+    batch = build_batch(SAMPLES, align)
+    with torch.no_grad():
+        out = model(batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=batch.packed_seq_params())
+    return out[0, : sum(len(s.token_ids) - 1 for s in SAMPLES)]
+
+
+def distance(model: torch.nn.Module, reference: torch.nn.Module) -> float:
+    with torch.no_grad():
+        return (logits(model) - hf_logits(reference, SAMPLES)).abs().max().item()
+
+
+def test_fp32_logits_of_packed_documents_match_transformers(reference: torch.nn.Module) -> None:
+    assert distance(megatron(reference), reference) < 2e-5
+
+
+def test_fp64_logits_of_packed_documents_match_transformers() -> None:
+    reference = hf_model().double()
+    reference.config._experts_implementation = "eager"
+    with hf_norms_in_full_precision():
+        assert distance(megatron(reference, torch.float64), reference) < 1e-12
+
+
+def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(reference: torch.nn.Module) -> None:
+    with torch.no_grad():
+        exact = hf_logits(reference, SAMPLES)
+        theirs = (hf_logits(hf_model().to(torch.bfloat16), SAMPLES).float() - exact).abs().mean()
+    ours = (logits(megatron(reference, torch.bfloat16)).float() - exact).abs().mean()
+    assert ours < 1.2 * theirs
+
+
+def test_padding_tail_does_not_change_the_logits_of_documents(reference: torch.nn.Module) -> None:
+    model = megatron(reference)
+    torch.testing.assert_close(logits(model, align=16), logits(model), atol=1e-5, rtol=0)
+
+
+def test_gradients_match_transformers(reference: torch.nn.Module) -> None:
+    reference = hf_model()
+    hf_loss(reference, SAMPLES).backward()
+    model = megatron(reference)
+    trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
+    tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
+    batches = [build_batch(SAMPLES[:2]), build_batch(SAMPLES[2:])]
+    trainer.train_step(batches, mean_cross_entropy(tokens), learning_rate=1e-9)
+    expected = build_model(TINY, ParallelConfig(), torch.float32)
+    load_hf_weights(expected, TINY, {n: p.grad for n, p in reference.named_parameters()}.__getitem__)
+    for (name, parameter), want in zip(model.named_parameters(), expected.parameters(), strict=True):
+        error = (parameter.main_grad - want).abs().max() / want.abs().max()
+        assert error < 2e-5, f"gradient of {name} is off by {error:.1e}"
+        assert want.abs().max() > 0, f"the reference has no gradient for {name}"
+
+
+def zeroed(part: str) -> Callable[[torch.nn.Module], None]:
+    def edit(model: torch.nn.Module) -> None:
+        found = [parameter for name, parameter in model.named_parameters() if part in name]
+        assert found, f"no parameter is called {part}"
+        for parameter in found:
+            parameter.data.zero_()
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "softmax_offset",
+        "router.bias",
+        "linear_fc1.bias",
+        "linear_fc2.bias",
+        "linear_qkv.bias",
+        "linear_proj.bias",
+    ],
+)
+def test_parity_fails_without(part: str, reference: torch.nn.Module) -> None:
+    model = megatron(reference)
+    zeroed(part)(model)
+    assert distance(model, reference) > 0.02
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"window_size": (8, 0)},
+        {"window_size": (6, 0)},
+        {"window_size": None, "window_attn_skip_freq": None},
+        {"window_attn_skip_freq": [0, 1, 0, 1]},
+        {"glu_linear_offset": 0.0},
+        {"activation_func_clamp_value": None},
+        {"activation_func": torch.nn.functional.silu},
+        {"moe_router_pre_softmax": True},
+        {"moe_router_topk": 2},
+        {"gptoss": TINY.model_copy(update={"yarn_factor": 1.0})},
+        {"gptoss": TINY.model_copy(update={"rope_theta": 10_000.0})},
+    ],
+    ids=lambda change: ", ".join(f"{k}={v}" for k, v in change.items() if k != "gptoss") or "rope",
+)
+def test_parity_fails_with(change: dict[str, object], reference: torch.nn.Module) -> None:
+    assert distance(megatron(reference, **change), reference) > 0.02
+
+
+def test_parity_fails_when_the_yarn_ramp_is_rounded(
+    reference: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = rotary.yarn_inverse_frequencies
+    monkeypatch.setattr(rotary, "yarn_inverse_frequencies", lambda config: exact(config, truncate=True))
+    assert distance(megatron(reference), reference) > 1e-3
+
+
+def test_parity_fails_when_documents_are_not_kept_apart(reference: torch.nn.Module) -> None:
+    model = megatron(reference)
+    batch = build_batch(SAMPLES)
+    batch.cu_seqlens = batch.cu_seqlens[[0, -1]]
+    batch.max_seqlen = batch.tokens
+    with torch.no_grad():
+        out = model(batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=batch.packed_seq_params())
+        assert (out[0] - hf_logits(reference, SAMPLES)).abs().max() > 0.02
+
+
+def test_input_that_is_not_packed_is_refused(reference: torch.nn.Module) -> None:
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="packed sequences only"):
+        megatron(reference)(ids, ids, None)
