@@ -1,0 +1,56 @@
+"""The public function: check the arguments, choose a backend, run it."""
+
+import os
+
+import torch
+
+from gptoss_kernels.sink_attention.reference import ReferenceSinkAttention
+from gptoss_kernels.sink_attention.validation import check_arguments, check_finite
+
+BACKENDS = ("auto", "reference")
+
+
+def sink_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    window: int | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention over packed sequences, with a learnable sink logit per query head in the softmax's denominator.
+
+    Args:
+        q: [tokens, heads, head_size]
+        k, v: [tokens, kv_heads, head_size], same dtype and device as q; heads is a multiple of kv_heads.
+        sinks: [heads], any floating dtype.
+        cu_seqlens: [sequences + 1] int32 or int64 offsets of the packed sequences, from 0 to tokens. Read back to the
+            host when first seen: keep one tensor per packing and pass it to every layer.
+        max_seqlen: at least the longest sequence.
+        window: keys a query sees, itself included; None for all earlier ones.
+        scale: of the scores; head_size ** -0.5 when None.
+        backend: one of BACKENDS; "auto" picks by device, window, head size and mean sequence length.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        O like q, differentiable in q, k, v and sinks. With return_lse also LSE [tokens, heads], natural logarithm, **the
+        sink included**, fp32 (fp64 for fp64 inputs), not differentiable.
+
+    Raises:
+        ValueError: naming the argument, before anything is launched. With GPTOSS_KERNELS_DEBUG=1 also when an input
+            holds NaN or Inf.
+    """
+    layout = check_arguments(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if os.environ.get("GPTOSS_KERNELS_DEBUG") == "1":
+        check_finite(q=q, k=k, v=v, sinks=sinks)
+    o, lse = ReferenceSinkAttention.apply(
+        q, k, v, sinks, layout, window, q.shape[2] ** -0.5 if scale is None else scale
+    )
+    return (o, lse) if return_lse else o

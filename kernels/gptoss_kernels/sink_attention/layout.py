@@ -1,0 +1,64 @@
+"""What a ``cu_seqlens`` tensor says, checked and read once, then shared by every layer of a step."""
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class PackedLayout:
+    """Host view of one packing. ``plans`` holds what a backend derives from it (tile tables on the device)."""
+
+    offsets: torch.Tensor
+    """[sequences + 1] int64 on the CPU: where each sequence starts, and the total."""
+    longest: int
+    """Longest sequence in tokens."""
+    plans: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def sequences(self) -> int:
+        return len(self.offsets) - 1
+
+
+_layouts: dict[int, tuple[weakref.ref, int, PackedLayout]] = {}
+
+
+def packed_layout(cu_seqlens: torch.Tensor) -> PackedLayout:
+    """The layout of ``cu_seqlens`` ([sequences + 1], int32 or int64, any device).
+
+    The first call for a tensor copies it to the host (on a GPU that waits for the stream); later calls with the same,
+    unmodified tensor cost a dictionary lookup. Raises ValueError when it is not a valid list of offsets.
+    """
+    key = id(cu_seqlens)
+    version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
+    known = _layouts.get(key)
+    if known is not None and known[0]() is cu_seqlens and known[1] == version:
+        return known[2]
+    layout = _read(cu_seqlens)
+    reference = weakref.ref(cu_seqlens, lambda _: _layouts.pop(key, None))
+    _layouts[key] = (reference, version, layout)
+    return layout
+
+
+def _read(cu_seqlens: torch.Tensor) -> PackedLayout:
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "cu_seqlens must be a one-dimensional int32 or int64 tensor [sequences + 1], got "
+            f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError("cu_seqlens is new to this process: call once with this tensor before capturing a CUDA graph")
+    offsets = cu_seqlens.detach().to("cpu", torch.int64)
+    lengths = offsets.diff()
+    if int(offsets[0]) != 0:
+        raise ValueError(f"cu_seqlens must start at 0, starts at {int(offsets[0])}")
+    if bool((lengths < 0).any()):
+        first = int((lengths < 0).nonzero()[0])
+        raise ValueError(f"cu_seqlens must not decrease: {int(offsets[first])} then {int(offsets[first + 1])}")
+    return PackedLayout(offsets, int(lengths.max()))
