@@ -16,9 +16,10 @@ help:
 setup:
 	@scripts/bootstrap.sh
 
+# --overwrite: a second demo starts afresh instead of refusing.
 demo: setup
-	$(GPTOSS) sft configs/sft/tiny_retool.yaml
-	$(GPTOSS) rl configs/rl/tiny_retool.yaml
+	$(GPTOSS) sft configs/sft/tiny_retool.yaml --overwrite
+	$(GPTOSS) rl configs/rl/tiny_retool.yaml --overwrite
 
 # One thread per process: the models are tiny and several tests start two processes.
 test: setup

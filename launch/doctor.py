@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -49,6 +50,13 @@ def run_doctor() -> list[Check]:
             return [guarded(name, check) for name, check in CHECKS]
         finally:
             logging.disable(logging.NOTSET)
+
+
+def print_doctor() -> bool:
+    """Run all checks and print them; returns ``is_ready``."""
+    checks = run_doctor()
+    Console().print(doctor_table(checks))
+    return is_ready(checks)
 
 
 def is_ready(checks: list[Check]) -> bool:

@@ -111,7 +111,7 @@ class TrainingProgress:
         now = time.monotonic()
         self._step_seconds.append(now - self._step_ended)
         self._step_ended = now
-        self._done = step + 1
+        self._done = min(step + 1, self._total)  # an evaluation after the last step is no further step
         self._latest |= values
         for name, value in values.items():
             self._history.setdefault(name, []).append(value)

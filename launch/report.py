@@ -49,14 +49,15 @@ OUTCOME = Chart(
 )
 CHARTS = (
     Chart("loss", ((Name.LOSS, "loss"),)),
-    Chart("tool-call rate", ((Name.TOOL_CALL_RATE, "tool-call rate"),)),
-    Chart("turns", ((Name.TURNS, "turns"),)),
+    Chart("tool-call rate", ((Name.TOOL_CALL_RATE, "training"), (Name.HELD_OUT_TOOL_CALL_RATE, "held out"))),
+    Chart("turns", ((Name.TURNS, "training"), (Name.HELD_OUT_TURNS, "held out"))),
     Chart("sampled tokens per episode", ((Name.RESPONSE_TOKENS, "tokens"),)),
     Chart("train/rollout mismatch (nats)", ((Name.LOGPROB_GAP, "|Δ log p|"), (Name.KL, "KL")), log_scale=True),
     Chart("clip fraction", ((Name.CLIP_FRACTION, "clip fraction"),)),
     Chart("gradient norm", ((Name.GRAD_NORM, "gradient norm"),)),
     Chart("entropy (nats)", ((Name.ENTROPY, "entropy"),)),
     Chart("tokens/s", ((Name.TOKENS_PER_SECOND, "tokens/s"),)),
+    Chart("seconds per step", tuple((f"seconds/{phase}", phase) for phase in ("rollout", "train", "sync"))),
 )
 
 
@@ -183,7 +184,7 @@ def draw_chart(axes: Axes, chart: Chart, records: Records) -> None:
         if not steps:
             continue
         drawn += 1
-        if len(values) >= 30 and len(values) == len(records) and not chart.log_scale:
+        if len(values) >= 30 and 2 * len(values) > len(records) and not chart.log_scale:
             # A noisy per-step curve: faint as measured, bold as the mean of nine steps around.
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
             values = moving_mean(values, 4)

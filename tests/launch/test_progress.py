@@ -59,3 +59,10 @@ def test_the_sparkline_spans_its_own_range() -> None:
 
 def test_the_clock_shows_hours_only_when_there_are_some() -> None:
     assert [clock(s) for s in (-3, 61, 3661)] == ["0:00", "1:01", "1:01:01"]
+
+
+def test_an_evaluation_after_the_last_step_is_not_counted_as_a_step() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=100)
+    with TrainingProgress("RL", total_steps=2, console=console) as progress:
+        progress.step(2, {Name.HELD_OUT_ACCURACY: 0.9})
+    assert console.file.getvalue() == "step 2/2  held out 0.900  left 0:00\n"
