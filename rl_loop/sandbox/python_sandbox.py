@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from concurrent.futures import Future
@@ -12,6 +13,8 @@ from typing import Self
 from rl_loop.sandbox.config import SandboxConfig
 from rl_loop.sandbox.connection import ExecutionResult, ServerLost, ServerProcess
 from rl_loop.sandbox.isolation import SandboxUnavailable, missing_requirements, restrictions
+
+logger = logging.getLogger(__name__)
 
 
 def check_isolation(config: SandboxConfig | None = None) -> list[str]:
@@ -59,10 +62,15 @@ class PythonSandbox:
         reasons = await asyncio.to_thread(check_isolation, self.config)
         if reasons:
             raise SandboxUnavailable("untrusted code can not be isolated here: " + "; ".join(reasons))
+        self._jobs = queue.SimpleQueue()
         self._workers = [_Worker(self.config, self._jobs, index) for index in range(self.config.workers)]
         for worker in self._workers:
             worker.start()
-        await asyncio.gather(*(asyncio.wrap_future(worker.ready) for worker in self._workers))
+        try:
+            await asyncio.gather(*(asyncio.wrap_future(worker.ready) for worker in self._workers))
+        except BaseException:
+            await self.close()
+            raise
 
     async def run(self, code: str) -> ExecutionResult:
         """Run one program and return what it did; it never raises because of the program.
@@ -85,6 +93,10 @@ class PythonSandbox:
             self._jobs.put(None)
         for worker in workers:
             await asyncio.to_thread(worker.join)
+        while workers and not self._jobs.empty():  # calls from another thread that came after the workers' last
+            job = self._jobs.get()
+            if job is not None and job[1].set_running_or_notify_cancel():
+                job[1].set_result(_failure(_CLOSED))
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -94,6 +106,13 @@ class PythonSandbox:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+_CLOSED = "the sandbox was closed"
+
+
+def _failure(reason: str) -> ExecutionResult:
+    return ExecutionResult("", -1, False, False, 0.0, reason)
 
 
 class _Worker(threading.Thread):
@@ -122,7 +141,7 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         try:
             self._server = ServerProcess(self._config)
-        except BaseException as error:
+        except Exception as error:
             self.ready.set_exception(error)
             return
         self.ready.set_result(None)
@@ -135,10 +154,10 @@ class _Worker(threading.Thread):
         self._discard_server()
 
     def _execute(self, code: str) -> ExecutionResult:
-        reason = "the sandbox was closed"
+        reason = ""
         for _ in range(2):
             if self._stopping.is_set():
-                break
+                return _failure(_CLOSED)
             try:
                 if self._server is None or not self._server.is_alive():
                     self._discard_server()
@@ -149,9 +168,12 @@ class _Worker(threading.Thread):
             except ServerLost as error:
                 reason = str(error)
                 self._discard_server()
+                if self._stopping.is_set():
+                    return _failure(_CLOSED)
+                logger.warning("a sandbox server was lost and is replaced: %s", reason)
                 if error.started:
                     break
-        return ExecutionResult("", -1, False, False, 0.0, reason)
+        return _failure(reason)
 
     def _replace_server_if_needed(self, result: ExecutionResult) -> None:
         """After any call that was killed, and after calls_per_server calls. Done here, so that no call waits for it."""

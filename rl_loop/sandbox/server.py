@@ -41,6 +41,7 @@ NOBODY = 65534
 PROGRAM_NAME = "<sandbox>"
 MEMORY_CHECK_SECONDS = 0.1
 TRACEBACK_FRAMES = 8
+LINE_CHARACTERS = 400
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x08000000, 0x10000000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND = 2, 4, 8, 4096
@@ -305,7 +306,7 @@ def exit_code_of(error: SystemExit) -> int:
 
 
 def print_traceback(error: BaseException) -> None:
-    """The traceback with the program's own frames only, the last TRACEBACK_FRAMES of them."""
+    """The traceback with the program's own frames only, the last TRACEBACK_FRAMES of them, lines cut."""
     try:
         sys.stdout.flush()
         summary = traceback.TracebackException.from_exception(error)
@@ -314,7 +315,8 @@ def print_traceback(error: BaseException) -> None:
             frames = [frame for frame in shown.stack if frame.filename == PROGRAM_NAME]
             shown.stack = traceback.StackSummary.from_list(frames[-TRACEBACK_FRAMES:])
             shown = shown.__cause__ or shown.__context__
-        text = "".join(summary.format())
+        # cut, because the error in a line of a megabyte would be quoted whole
+        text = "".join(f"{line[:LINE_CHARACTERS]}\n" for part in summary.format() for line in part.splitlines())
     except BaseException:  # a hostile __str__, or no memory left
         text = f"{type(error).__name__}\n"
     with contextlib.suppress(BaseException):

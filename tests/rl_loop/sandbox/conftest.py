@@ -1,0 +1,90 @@
+"""A running sandbox for the tests, and a view of the processes that it leaves on the host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxConfig
+
+PROCESSES_PER_SERVER = 3  # bubblewrap outside, bubblewrap as process 1 inside, the server
+
+
+def descendants(root: int) -> set[int]:
+    """Process ids of all living descendants of root."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found: set[int] = set()
+    waiting = [root]
+    while waiting:
+        for child in children.get(waiting.pop(), []):
+            found.add(child)
+            waiting.append(child)
+    return found
+
+
+class SandboxUnderTest:
+    """A sandbox, called without await, that knows how many processes it may have."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._runner = asyncio.Runner()
+        self._before = descendants(os.getpid())
+        self.sandbox = PythonSandbox(config)
+        self._runner.run(self.sandbox.start())
+
+    def run(self, code: str) -> ExecutionResult:
+        return self._runner.run(self.sandbox.run(code))
+
+    def run_many(self, codes: list[str]) -> list[ExecutionResult]:
+        async def gather() -> list[ExecutionResult]:
+            return await asyncio.gather(*(self.sandbox.run(code) for code in codes))
+
+        return self._runner.run(gather())
+
+    def processes(self) -> set[int]:
+        """Process ids that this sandbox has on the host now."""
+        return descendants(os.getpid()) - self._before
+
+    def processes_left(self) -> int:
+        """How many processes are left beyond the servers' own; waits a little for those that are just ending."""
+        deadline = time.monotonic() + 5
+        while True:
+            excess = len(self.processes()) - PROCESSES_PER_SERVER * self.sandbox.config.workers
+            if excess == 0 or time.monotonic() > deadline:
+                return excess
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self._runner.run(self.sandbox.close())
+        self._runner.close()
+
+
+@pytest.fixture(scope="module")
+def make_sandbox() -> Iterator[Callable[..., SandboxUnderTest]]:
+    """Start sandboxes with some settings; equal settings give the same one. All are closed at the end of the module.
+
+    Where isolation is not available this fails with the reason: the suite never passes without having attacked.
+    """
+    made: dict[SandboxConfig, SandboxUnderTest] = {}
+
+    def make(**settings: object) -> SandboxUnderTest:
+        config = SandboxConfig.model_validate({"workers": 1, **settings})
+        if config not in made:
+            made[config] = SandboxUnderTest(config)
+        return made[config]
+
+    yield make
+    for sandbox in made.values():
+        sandbox.close()

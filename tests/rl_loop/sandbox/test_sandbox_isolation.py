@@ -1,0 +1,96 @@
+"""Where programs can not be isolated the sandbox refuses to start and names the reason."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_loop.sandbox import PythonSandbox, SandboxConfig, SandboxUnavailable, check_isolation
+
+CHECK = "from rl_loop.sandbox import check_isolation; print(*check_isolation(), sep='\\n')"
+
+
+def start(config: SandboxConfig) -> None:
+    asyncio.run(PythonSandbox(config).start())
+
+
+def test_isolation_is_available_here() -> None:
+    assert check_isolation() == []
+
+
+def test_without_bubblewrap_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxUnavailable, match="apt-get install bubblewrap"):
+        start(SandboxConfig())
+
+
+def test_broken_bubblewrap_is_reported_in_its_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(SandboxUnavailable, match="setting up uid map: Permission denied"):
+        start(SandboxConfig())
+
+
+def test_forbidden_user_namespaces_name_the_setting() -> None:
+    # the limit is set in a user namespace of its own, so that the machine's stays as it is
+    script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", script, sys.executable, CHECK]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "user.max_user_namespaces is 0" in output
+    assert "sysctl -w user.max_user_namespaces=" in output
+
+
+def test_unknown_processor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(SandboxUnavailable, match="'riscv64'"):
+        start(SandboxConfig())
+
+
+def test_virtual_environment_is_refused_as_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "pyvenv.cfg").touch()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    with pytest.raises(SandboxUnavailable, match="is a virtual environment"):
+        start(SandboxConfig(interpreter=tmp_path / "bin" / "python"))
+
+
+def test_missing_interpreter_is_named() -> None:
+    with pytest.raises(SandboxUnavailable, match="/nowhere/python3"):
+        start(SandboxConfig(interpreter=Path("/nowhere/python3")))
+
+
+def test_missing_preloaded_module_is_named() -> None:
+    with pytest.raises(SandboxUnavailable, match="No module named 'not_installed_anywhere'"):
+        start(SandboxConfig(preload_modules=("not_installed_anywhere",)))
+
+
+def test_ordinary_user_is_isolated_too() -> None:
+    """As root: become uid 1000 in a view of the machine where the interpreter's folders are open to everybody."""
+    if os.geteuid() != 0:
+        assert check_isolation() == []  # this is an ordinary user
+        return
+    needed = [Path(sys.base_prefix), Path(sys.prefix), Path(__file__).parents[3]]
+    view = ["bwrap", "--dev-bind", "/", "/", "--cap-add", "ALL"]
+    opened: set[Path] = set()
+    for path in needed:
+        for parent in [*reversed(path.parents)]:
+            closed = not parent.stat().st_mode & 0o001
+            if closed and not any(parent.is_relative_to(other) for other in opened):
+                view += ["--tmpfs", str(parent)]
+                opened.add(parent)
+            elif any(parent.is_relative_to(other) for other in opened):
+                view += ["--dir", str(parent)]
+        if any(path.is_relative_to(other) for other in opened):
+            view += ["--ro-bind", str(path), str(path)]
+    become = [shutil.which("setpriv") or "setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", sys.executable]
+    code = "import os; print(os.getuid()); " + CHECK
+    result = subprocess.run([*view, *become, "-c", code], capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("1000\n\n", "")

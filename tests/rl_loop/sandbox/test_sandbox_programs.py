@@ -1,0 +1,124 @@
+"""What an honest program sees: printed expressions, tracebacks, exit codes, its interpreter."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from rl_loop.sandbox import SandboxConfig
+
+SYSTEM_PYTHON = Path("/usr/bin/python3")
+INTERPRETERS = [None, SYSTEM_PYTHON] if SYSTEM_PYTHON.exists() else [None]
+
+
+@pytest.fixture(scope="module")
+def python(make_sandbox: Callable):
+    return make_sandbox()
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("1 + 1", "2\n"),
+        ("x = 'text'\nx", "'text'\n"),
+        ("print(3)", "3\n"),
+        ("None", ""),
+        ("x = 4", ""),
+        ("for i in range(2):\n    i", ""),
+        ("", ""),
+        ("'é' * 2", "'éé'\n"),
+    ],
+)
+def test_repr_of_a_last_expression_is_printed(code: str, output: str, python) -> None:
+    result = python.run(code)
+    assert (result.output, result.exit_code, result.error) == (output, 0, None)
+
+
+def test_traceback_has_only_the_programs_frames_after_what_was_printed(python) -> None:
+    result = python.run("import json\nprint('before')\ndef f(text):\n    return json.loads(text)\nf('{')\n")
+    lines = result.output.splitlines()
+    assert lines[:3] == ["before", "Traceback (most recent call last):", '  File "<sandbox>", line 5, in <module>']
+    assert "    return json.loads(text)" in lines
+    assert lines[-1].startswith("json.decoder.JSONDecodeError: ")
+    assert all('"<sandbox>"' in line for line in lines if line.startswith("  File"))
+    assert (result.exit_code, result.error) == (1, None)
+
+
+def test_syntax_error_is_shown_with_its_line(python) -> None:
+    result = python.run("x = 1\ny = = 2\n")
+    assert result.output.splitlines()[:2] == ['  File "<sandbox>", line 2', "    y = = 2"]
+    assert result.output.endswith("SyntaxError: invalid syntax\n")
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "output"),
+    [
+        ("import sys; sys.exit(3)", 3, ""),
+        ("raise SystemExit", 0, ""),
+        ("import sys; sys.exit('reason')", 1, "reason\n"),
+        ("import subprocess; subprocess.run(['sh', '-c', 'echo shell; exit 4']).returncode", 0, "shell\n4\n"),
+    ],
+)
+def test_exit_codes(code: str, exit_code: int, output: str, python) -> None:
+    result = python.run(code)
+    assert (result.exit_code, result.output) == (exit_code, output)
+
+
+def test_state_does_not_last(python) -> None:
+    assert python.run("import math\nmath.pi = 3\nleft = 1\nmath.pi").output == "3\n"
+    assert python.run("import math\nprint(math.pi > 3.1, 'left' in globals())").output == "True False\n"
+
+
+def test_threads_processes_and_files_work(python) -> None:
+    code = (
+        "import multiprocessing, threading, tempfile\n"
+        "threading.Thread(target=lambda: print('thread')).start()\n"
+        "with tempfile.TemporaryFile() as file:\n    file.write(b'x')\n"
+        "if __name__ == '__main__':\n    with multiprocessing.Pool(2) as pool:\n        print(pool.map(abs, [-1, 2]))\n"
+    )
+    result = python.run(code)
+    assert sorted(result.output.splitlines()) == ["[1, 2]", "thread"], result
+
+
+def test_hashes_are_the_same_in_every_server_and_random_numbers_are_not(python) -> None:
+    codes = ["hash('text')"] * 3
+    assert len({python.run(code).output for code in codes}) == 1
+    assert python.run("import sys; sys.flags.hash_randomization").output == "0\n"
+    assert len({python.run("import random; random.random()").output for _ in range(3)}) == 3
+
+
+def test_output_that_is_not_utf8_and_odd_code_are_answered(python) -> None:
+    assert python.run("import os; os.write(1, b'a\\xffb') and None").output == "a\ufffdb"
+    assert python.run("print(1)\0").exit_code == 1
+    assert python.run("print('\ud800' == '?')").output == "True\n"  # a lone surrogate is no UTF-8: sent as "?"
+
+
+def test_program_over_the_size_limit_is_not_run(make_sandbox: Callable) -> None:
+    result = make_sandbox(code_bytes=100).run("print(1)" + " " * 100)
+    assert (result.output, result.exit_code) == ("", 1)
+    assert "108 bytes" in (result.error or "")
+
+
+@pytest.mark.parametrize("interpreter", INTERPRETERS)
+def test_interpreter_is_a_base_installation_and_shows_no_home(interpreter: Path | None, make_sandbox: Callable) -> None:
+    result = make_sandbox(interpreter=interpreter).run(
+        "import os, sys, sqlite3, ssl, ctypes, decimal\n"
+        "print(sys.prefix == sys.base_prefix, sys.version_info[:2], os.getuid(), os.getgid(), os.getgroups())\n"
+        f"print(os.path.exists({str(Path.home())!r}), os.path.exists({sys.prefix!r}) and {sys.prefix!r} != sys.prefix)"
+    )
+    first, second = result.output.splitlines()
+    assert first.startswith("True (3, ")
+    assert "65534 65534" in first
+    assert second == "False False"
+    if interpreter is None:
+        assert str(sys.version_info[:2]) in first
+
+
+def test_misspelt_setting_is_refused_by_name() -> None:
+    with pytest.raises(ValidationError, match="timeout_second"):
+        SandboxConfig.model_validate({"timeout_second": 3})

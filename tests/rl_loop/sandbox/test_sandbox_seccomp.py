@@ -1,0 +1,78 @@
+"""The system-call filter, run by a small interpreter of classic BPF: both architectures on any machine."""
+
+from __future__ import annotations
+
+import errno
+import struct
+
+import pytest
+
+from rl_loop.sandbox.seccomp import DENIED_SYSCALLS, UnsupportedArchitecture, seccomp_filter
+
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+
+def refuse(number: int) -> int:
+    return 0x00050000 | number
+
+
+def run_filter(program: bytes, architecture: int, number: int, *arguments: int) -> int:
+    """What the kernel would do with a system call, as a SECCOMP_RET_* value."""
+    padded = [*arguments, *[0] * (6 - len(arguments))]
+    data = struct.pack("<IIQ6Q", number, architecture, 0, *padded)
+    instructions = list(struct.iter_unpack("<HBBI", program))
+    accumulator = position = 0
+    while True:
+        code, if_true, if_false, constant = instructions[position]
+        position += 1
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("<I", data, constant)
+        elif code == 0x06:
+            return constant
+        else:
+            taken = {
+                0x15: accumulator == constant,
+                0x35: accumulator >= constant,
+                0x45: bool(accumulator & constant),
+            }[code]
+            position += if_true if taken else if_false
+
+
+@pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
+def test_every_listed_call_is_refused_and_others_are_allowed(machine: str, column: int) -> None:
+    program = seccomp_filter(machine)
+    denied = {numbers[column] for numbers in DENIED_SYSCALLS.values()} - {None}
+    special = {"x86_64": {41, 53, 56, 435}, "aarch64": {198, 199, 220, 435}}[machine]
+    for number in range(500):
+        if number not in special:
+            expected = refuse(errno.EPERM) if number in denied else ALLOW
+            assert run_filter(program, AUDIT[machine], number) == expected, number
+
+
+@pytest.mark.parametrize(("machine", "clone", "socket"), [("x86_64", 56, 41), ("aarch64", 220, 198)])
+def test_clone_and_socket_are_judged_by_their_first_argument(machine: str, clone: int, socket: int) -> None:
+    program, architecture = seccomp_filter(machine), AUDIT[machine]
+    thread, new_user, new_network = 0x003D0F00, 0x10000000, 0x40000000
+    assert run_filter(program, architecture, clone, thread) == ALLOW
+    assert run_filter(program, architecture, clone, new_user | 17) == refuse(errno.EPERM)
+    assert run_filter(program, architecture, clone, new_network) == refuse(errno.EPERM)
+    assert run_filter(program, architecture, 435) == refuse(errno.ENOSYS)
+    unix, internet, netlink, virtual_machine = 1, 2, 16, 40
+    for call in (socket, socket + 12 if machine == "x86_64" else socket + 1):
+        assert run_filter(program, architecture, call, unix) == ALLOW
+        for family in (internet, netlink, virtual_machine):
+            assert run_filter(program, architecture, call, family) == refuse(errno.EACCES)
+
+
+def test_calls_of_another_architecture_kill_the_process() -> None:
+    i386 = 0x40000003
+    assert run_filter(seccomp_filter("x86_64"), i386, 0) == KILL
+    assert run_filter(seccomp_filter("aarch64"), AUDIT["x86_64"], 0) == KILL
+    x32_read = 0x40000000
+    assert run_filter(seccomp_filter("x86_64"), AUDIT["x86_64"], x32_read) == KILL
+
+
+def test_unknown_architecture_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedArchitecture, match="'riscv64'"):
+        seccomp_filter("riscv64")
