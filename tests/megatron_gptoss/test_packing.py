@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_gptoss.packing import Sample, build_batch, pack, unpack
+
+lengths = st.lists(st.integers(2, 40), min_size=1, max_size=20)
+
+
+def samples_of(lengths: list[int]) -> list[Sample]:
+    """Token ids are unique over all samples, so that a token in a wrong place is seen."""
+    starts = np.cumsum([0, *lengths])
+    return [
+        Sample(
+            token_ids=list(range(start, start + n)),
+            loss_mask=[0] + [1] * (n - 1),
+            advantages=[float(start)] * n,
+            rollout_log_probs=[-float(t) for t in range(start, start + n)],
+            routed_experts=np.full((n - 1, 2, 3), start, dtype=np.int16),
+        )
+        for start, n in zip(starts, lengths, strict=False)
+    ]
+
+
+def test_labels_are_the_next_tokens_of_the_same_sequence() -> None:
+    batch = build_batch([Sample([5, 6, 7], [0, 1, 1]), Sample([8, 9], [0, 1])])
+    assert batch.input_ids.tolist() == [5, 6, 8]
+    assert batch.labels.tolist() == [6, 7, 9]
+    assert batch.position_ids.tolist() == [0, 1, 0]
+    assert batch.cu_seqlens.tolist() == [0, 2, 3]
+    assert batch.max_seqlen == 2
+
+
+def test_the_padding_tail_is_a_sequence_of_its_own_outside_the_loss() -> None:
+    batch = build_batch([Sample([5, 6, 7], [0, 1, 1])], align=8)
+    assert batch.tokens == 8
+    assert batch.cu_seqlens.tolist() == [0, 2, 8]
+    assert batch.loss_mask.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert batch.sample_ids.tolist()[2:] == [-1] * 6
+
+
+@given(lengths, st.integers(1, 3), st.sampled_from([1, 2, 8]))
+def test_every_label_appears_exactly_once_with_what_belongs_to_it(
+    sizes: list[int], data_parallel: int, align: int
+) -> None:
+    samples = samples_of(sizes)
+    if len(samples) < data_parallel:
+        return
+    per_rank = pack(samples, 100_000, data_parallel, align)
+    assert len(per_rank) == data_parallel
+    seen: dict[int, list[float]] = {}
+    for batch in [batch for rank in per_rank for batch in rank]:
+        assert batch.tokens % align == 0
+        real = batch.sample_ids >= 0
+        assert torch.equal(batch.rollout_log_probs[real], -batch.labels[real].float())
+        starts = torch.tensor([samples[i].token_ids[0] for i in batch.sample_ids[real]])
+        assert torch.equal(batch.advantages[real], starts.float())
+        assert torch.equal(batch.routed_experts[real, 0, 0].long(), starts)
+        seen |= unpack(batch.labels, batch)
+    assert [seen[i][1:] for i in range(len(samples))] == [s.token_ids[1:] for s in samples]
+
+
+@given(lengths, st.integers(40, 90), st.integers(1, 2))
+def test_micro_batches_respect_the_limit_and_ranks_take_equally_many(
+    sizes: list[int], limit: int, data_parallel: int
+) -> None:
+    samples = samples_of(sizes)
+    try:
+        per_rank = pack(samples, limit, data_parallel)
+    except ValueError:
+        return  # too few samples for equal numbers; the message is tested below
+    assert len({len(rank) for rank in per_rank}) == 1
+    assert all(batch.tokens <= limit for rank in per_rank for batch in rank)
+
+
+def test_context_parallel_shards_concatenate_to_the_row() -> None:
+    batch = build_batch(samples_of([9, 4, 6]), align=4)
+    shards = [batch.context_parallel_shard(rank, 4) for rank in range(4)]
+    for name in ("input_ids", "labels", "position_ids", "loss_mask", "routed_experts"):
+        assert torch.equal(torch.cat([getattr(shard, name) for shard in shards]), getattr(batch, name))
+    assert all(torch.equal(shard.cu_seqlens, batch.cu_seqlens) for shard in shards)
+
+
+@pytest.mark.parametrize(
+    ("samples", "limit", "data_parallel", "message"),
+    [
+        ([Sample([1] * 12, [1] * 12)], 10, 1, "sample 0 has 12 tokens, more than max_tokens_per_micro_batch"),
+        ([Sample([1, 2], [0, 1])], 10, 2, "1 samples cannot be shared out over 2"),
+        ([Sample([1], [1])], 10, 1, "sample 0 has 1 tokens"),
+        ([Sample([1, 2, 3], [0, 1])], 10, 1, "loss_mask has 2 entries for 3 tokens"),
+        ([Sample([1] * 9, [1] * 9)] * 3, 8, 2, "no equal number of micro-batches"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(samples: list[Sample], limit: int, data_parallel: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack(samples, limit, data_parallel)
