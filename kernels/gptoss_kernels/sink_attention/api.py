@@ -38,8 +38,8 @@ def sink_attention(
         return_lse: also return the log-sum-exp.
 
     Returns:
-        O like q, differentiable in q, k, v and sinks. With return_lse also LSE [tokens, heads], natural logarithm, **the
-        sink included**, fp32 (fp64 for fp64 inputs), not differentiable.
+        O like q, differentiable in q, k, v and sinks. With return_lse also LSE [tokens, heads], natural logarithm, **sink
+        included**, fp32 (fp64 for fp64 inputs), not differentiable.
 
     Raises:
         ValueError: naming the argument, before anything is launched. With GPTOSS_KERNELS_DEBUG=1 also when an input

@@ -15,9 +15,10 @@ softmax, so memory stays bounded however long a sequence is.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from gptoss_kernels.sink_attention.layout import PackedLayout
 
@@ -46,7 +47,7 @@ class ReferenceSinkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -63,7 +64,7 @@ class ReferenceSinkAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_o: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_o: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         grads = reference_backward(q, k, v, sinks, o, lse, grad_o, *ctx.arguments)
         return (*grads, None, None, None)
@@ -78,7 +79,7 @@ def reference_forward(
     window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: [tokens, heads, head_size], k/v: [tokens, kv_heads, head_size] -> O like q, LSE [tokens, heads] fp32 (fp64)."""
+    """q [tokens, heads, head_size], k, v [tokens, kv_heads, head_size] -> O like q, LSE [tokens, heads] fp32 or fp64."""
     compute = torch.promote_types(q.dtype, torch.float32)
     tokens, heads, head_size = q.shape
     kv_heads = k.shape[1]

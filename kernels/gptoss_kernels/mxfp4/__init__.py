@@ -1,0 +1,5 @@
+"""MXFP4: blocks of 32 four-bit floats (e2m1) sharing one power-of-two scale (e8m0, bias 127)."""
+
+from gptoss_kernels.mxfp4.api import dequantize, quantize
+
+__all__ = ["dequantize", "quantize"]
