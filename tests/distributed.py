@@ -1,0 +1,83 @@
+"""Running a function on several local processes, as the ranks of one gloo job."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """``[function(rank, *args) for rank in range(world_size)]``, each in a new process, at the same time.
+
+    ``function`` must be importable by name and joins whatever process group it wants by itself. When a rank raises,
+    all are stopped and the test fails with that rank's traceback; likewise when they are not done after ``timeout``
+    seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    channels, processes = {}, []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(sender, function, rank, args), daemon=False)
+        process.start()
+        sender.close()
+        channels[receiver] = rank
+        processes.append(process)
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(results) < world_size:
+            waiting = [channel for channel, rank in channels.items() if rank not in results]
+            ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = sorted(set(range(world_size)) - set(results))
+                pytest.fail(f"{function.__name__}: ranks {missing} not done after {timeout} s", pytrace=False)
+            for channel in ready:
+                rank = channels[channel]
+                try:
+                    answer, error = torch.load(io.BytesIO(channel.recv_bytes()), weights_only=False)
+                except EOFError:
+                    processes[rank].join(5)
+                    answer, error = None, f"the process ended with exit code {processes[rank].exitcode}"
+                if error is not None:
+                    pytest.fail(f"{function.__name__}: rank {rank} of {world_size}: {error}", pytrace=False)
+                results[rank] = answer
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _child(sender: Any, function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        message = (function(rank, *args), None)
+    except BaseException:
+        message = (None, traceback.format_exc())
+    # bytes, not tensors: a shared tensor would die with this process
+    buffer = io.BytesIO()
+    torch.save(message, buffer)
+    sender.send_bytes(buffer.getvalue())
+    sender.close()
+    if message[1] is not None:
+        os._exit(1)  # a failed rank must not wait in the destructor of a process group for its peers
