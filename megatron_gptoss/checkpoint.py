@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.trainer import PolicyTrainer
@@ -27,6 +28,8 @@ from megatron_gptoss.trainer import PolicyTrainer
 MODEL_CONFIG_FILE = "gptoss_config.json"
 TRAINING_STATE_FILE = "training_state.json"
 LATEST_FILE = "latest"
+
+FAILURES = (Exception, CheckpointException)  # torch's own is a BaseException, which "except Exception" lets through
 
 
 class CheckpointError(RuntimeError):
@@ -57,7 +60,7 @@ def save_checkpoint(
     """
     final, partial = root / f"step_{step:06d}", root / f"step_{step:06d}.partial"
     first = dist.get_rank() == 0
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -67,7 +70,7 @@ def save_checkpoint(
     _raise_together(error, partial)
     try:
         dist_checkpointing.save(_state(trainer, loading=False), str(partial))
-    except Exception as failure:  # whatever went wrong on this rank must be known to all before anyone goes on
+    except FAILURES as failure:  # whatever went wrong on this rank must be known to all before anyone goes on
         error = failure
     _raise_together(error, partial)
     try:
@@ -88,7 +91,7 @@ def save_checkpoint(
     return final
 
 
-def _raise_together(error: Exception | None, partial: Path) -> None:
+def _raise_together(error: BaseException | None, partial: Path) -> None:
     messages: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, None if error is None else f"rank {dist.get_rank()}: {error!r}")
     failed = [message for message in messages if message]
@@ -123,7 +126,7 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         trainer.module.load_state_dict(state["model"], strict=True)
         trainer.optimizer.load_state_dict(state["optimizer"])
         return json.loads((path / TRAINING_STATE_FILE).read_text())
-    except Exception as error:
+    except FAILURES as error:
         raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 
 
@@ -134,5 +137,5 @@ def load_model_weights(path: Path, model: GPTModel) -> None:
     try:
         state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=_metadata())}, str(path))
         model.load_state_dict(state["model"], strict=True)
-    except Exception as error:
+    except FAILURES as error:
         raise CheckpointError(f"weights of {path} cannot be loaded: {error}") from error

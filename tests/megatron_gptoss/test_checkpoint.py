@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_gptoss import checkpoint, distributed
+from megatron_gptoss.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import build_batch
+from megatron_gptoss.trainer import PolicyTrainer
+from tests.distributed import free_port
+from tests.megatron_gptoss.reference import TINY, documents, mean_cross_entropy
+
+BATCH = build_batch(documents([20, 13]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    distributed.initialize(ParallelConfig(), port=free_port())
+    yield
+    distributed.shutdown()
+
+
+def trainer(seed: int = 0) -> PolicyTrainer:
+    model = build_model(TINY, ParallelConfig(), torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1, generator=generator)
+    return PolicyTrainer(model, OptimizerConfig())
+
+
+def steps(policy: PolicyTrainer, count: int) -> list[float]:
+    return [policy.train_step([BATCH], mean_cross_entropy(31), 1e-2).sums["loss"] for _ in range(count)]
+
+
+def test_a_resumed_trainer_continues_the_same_curve_to_the_bit(tmp_path: Path) -> None:
+    policy = trainer()
+    steps(policy, 2)
+    save_checkpoint(tmp_path, policy, 2, {"step": 2, "position": 128})
+    expected = steps(policy, 3)
+    other = trainer(seed=1)
+    state = load_checkpoint(latest_checkpoint(tmp_path), other)
+    assert state == {"step": 2, "position": 128}
+    assert steps(other, 3) == expected
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    policy = trainer()
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, policy, step, {}, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002", "step_000003"]
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = trainer()
+    steps(policy, 1)
+    save_checkpoint(tmp_path, policy, 1, {"step": 1})
+    expected = steps(policy, 1)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dist_checkpointing, "save", full)
+    with pytest.raises(CheckpointError, match=r"step_000002 could not be written.*No space left.*MiB are free"):
+        save_checkpoint(tmp_path, policy, 2, {"step": 2})
+    assert latest_checkpoint(tmp_path).name == "step_000001"
+    assert not list(tmp_path.glob("*.partial"))
+    load_checkpoint(latest_checkpoint(tmp_path), policy)
+    assert steps(policy, 1) == expected
+
+
+def test_a_pointer_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("step_000009")
+    with pytest.raises(CheckpointError, match="latest names step_000009"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    policy = trainer()
+    steps(policy, 1)
+    path = save_checkpoint(tmp_path, policy, 1, {})
+    data = next(path.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="step_000001 cannot be loaded"):
+        load_checkpoint(path, policy)
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    policy = trainer()
+    before = [parameter.detach().clone() for parameter in policy.module.parameters()]
+    good = mean_cross_entropy(31)
+
+    def poisoned(log_probs: torch.Tensor, entropy: torch.Tensor, batch: object) -> object:
+        output = good(log_probs, entropy, batch)
+        output.loss = output.loss * float("nan")
+        return output
+
+    result = policy.train_step([BATCH], poisoned, 1e-2)
+    assert not result.parameters_updated
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))
+    assert policy.train_step([BATCH], good, 1e-2).parameters_updated
