@@ -1,0 +1,63 @@
+"""The end of a run: a Hugging Face checkpoint, and proof that it is the policy that was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from converters.hf_directory import write_hf_directory
+from megatron_gptoss.packing import Sample
+from rl_loop.config import RunConfig
+from rl_loop.harmony import Harmony
+from rl_loop.tasks import TaskSource
+from rl_loop.trainer_group import TrainerGroup
+
+COMPARED_PROMPTS = 32
+COMPARED_TOKENS = 64
+
+
+def export_policy(trainer: TrainerGroup, harmony: Harmony, config: RunConfig, directory: Path) -> Path:
+    """Write the trainer's weights, config.json, tokenizer and generation settings to ``directory``."""
+    weights = trainer.weights()
+    with harmony.tokenizer_files() as tokenizer_files:
+        write_hf_directory(
+            directory,
+            config.model,
+            weights.items(),
+            tokenizer_files=tokenizer_files,
+            eos_token_ids=harmony.stop_token_ids,
+            overwrite=True,
+        )
+    return directory
+
+
+def greedy_agreement(trainer: TrainerGroup, tasks: TaskSource, config: RunConfig, directory: Path) -> tuple[int, int]:
+    """On how many held-out prompts the export's greedy answer is the trainer's, token for token; and of how many.
+
+    transformers decodes. The trainer then says of every position which token it would have chosen: by induction its own
+    greedy answer is the same exactly if these are all equal.
+    """
+    from transformers import GptOssForCausalLM
+
+    model = GptOssForCausalLM.from_pretrained(
+        directory, dtype=getattr(torch, config.dtype), attn_implementation="eager"
+    )
+    prompts = [tasks.prompt_ids(task) for task in tasks.held_out()[:COMPARED_PROMPTS]]
+    samples = []
+    for prompt in prompts:
+        answer = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=COMPARED_TOKENS,
+            do_sample=False,
+            eos_token_id=list(tasks.harmony.stop_token_ids),
+            pad_token_id=tasks.harmony.stop_token_ids[0],
+        )[0].tolist()
+        samples.append(Sample(answer, [0] * len(prompt) + [1] * (len(answer) - len(prompt))))
+    chosen = trainer.most_likely(samples)
+    equal = sum(
+        all(c == t for c, t, m in zip(row, sample.token_ids, sample.loss_mask, strict=True) if m)
+        for row, sample in zip(chosen, samples, strict=True)
+    )
+    return equal, len(samples)

@@ -1,0 +1,78 @@
+"""One rollout worker: an engine, a sandbox and the agent loop in one process. A plain class; ``rollout_pool`` makes Ray
+actors of it. It knows neither Megatron nor the optimizer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import torch
+
+from rl_loop.agent import EpisodeLimits, run_episode
+from rl_loop.config import RunConfig
+from rl_loop.engines import SamplingParams
+from rl_loop.environments import Task, make_environment
+from rl_loop.harmony import Harmony
+from rl_loop.sandbox import PythonSandbox
+from rl_loop.trajectory import TrajectoryGroup
+
+
+class RolloutWorker:
+    """Runs whole episodes. ``start`` must have returned before anything else is called."""
+
+    def __init__(self, config: RunConfig, threads: int) -> None:
+        torch.set_num_threads(threads)
+        from transformers import GptOssConfig
+
+        from rl_loop.engines.transformers_engine import TransformersEngine
+
+        self.config = config
+        self.harmony = Harmony.from_config(config.vocabulary)
+        self.engine = TransformersEngine.from_config(
+            GptOssConfig(**config.model.to_hf_config()),
+            dtype=getattr(torch, config.dtype),
+            max_batch_size=config.rollout.max_batch_size,
+        )
+        self.sandbox = PythonSandbox(config.sandbox)
+
+    async def start(self) -> None:
+        """Start the sandbox; raises SandboxUnavailable with the reason where it cannot isolate."""
+        await self.sandbox.start()
+
+    async def sync_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        await self.engine.sync_weights(weights.items(), version)
+
+    async def score(self, token_ids: list[int], temperature: float) -> list[float]:
+        return await self.engine.score(token_ids, temperature)
+
+    async def run_group(self, task: Task, seeds: tuple[int, ...], temperature: float) -> TrajectoryGroup:
+        """One episode per seed, all at the same time."""
+        rollout = self.config.rollout
+        limits = EpisodeLimits(
+            max_turns=rollout.max_turns,
+            max_new_tokens_per_turn=rollout.max_new_tokens_per_turn,
+            max_tokens=rollout.max_tokens,
+            seconds=rollout.episode_seconds,
+        )
+        sampling = SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p)
+        episodes = [
+            run_episode(
+                task,
+                make_environment(task, self.config.reward, self.sandbox.run),
+                self.engine,
+                self.harmony,
+                limits,
+                sampling,
+                seed=seed,
+                routed_experts=rollout.routed_experts,
+            )
+            for seed in seeds
+        ]
+        return TrajectoryGroup(task.task_id, await asyncio.gather(*episodes))
+
+    async def process_id(self) -> int:
+        return os.getpid()
+
+    async def close(self) -> None:
+        await self.sandbox.close()
+        self.engine.close()
