@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -120,10 +121,15 @@ def check_transformer_engine() -> tuple[Status, str, str]:
 
 
 def check_harmony() -> tuple[Status, str, str]:
+    """The same command as the set-up runs: finds or fetches the vocabulary file and checks its hash."""
     version = importlib.metadata.version("openai-harmony")
-    module = importlib.import_module("rl_loop.o200k")
-    path = module.ensure_o200k()
-    return Status.OK, f"openai-harmony {version}, {path}", ""
+    command = [sys.executable, "-m", "rl_loop.o200k"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    lines = (run.stdout if run.returncode == 0 else run.stderr).strip().splitlines()
+    last = lines[-1] if lines else ""
+    if run.returncode != 0:
+        return Status.MISSING, f"openai-harmony {version}, no o200k vocabulary", last or "run python -m rl_loop.o200k"
+    return Status.OK, f"openai-harmony {version} {last}".strip(), ""
 
 
 def check_compiler() -> tuple[Status, str, str]:
