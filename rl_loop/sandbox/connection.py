@@ -78,6 +78,7 @@ class ServerProcess:
                 stderr=self._stderr,
                 pass_fds=(source, info_write),
                 cwd="/",
+                start_new_session=True,  # Ctrl-C in the owner's terminal is for the owner, who closes the sandbox
             )
         except BaseException:
             os.close(info_read)

@@ -142,12 +142,13 @@ def missing_requirements(config: SandboxConfig) -> list[str]:
 
 def restrictions() -> list[str]:
     """What may be why a server did not start although nothing is missing."""
-    hints = []
+    hints = [
+        "if this is a container, its seccomp profile must allow unshare and mount, and its /proc must not be masked "
+        "(docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
+    ]
     name = "kernel.apparmor_restrict_unprivileged_userns"
     if _sysctl(name) == 1:
         hints.append(f"{name} is 1: AppArmor refuses user namespaces to unprivileged programs (sysctl -w {name}=0)")
-    if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
-        hints.append("in a container: its seccomp profile must allow unshare and mount, and /proc must not be masked")
     return hints
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +39,6 @@ class SandboxUnderTest:
 
     def __init__(self, config: SandboxConfig) -> None:
         self._runner = asyncio.Runner()
-        self._before = descendants(os.getpid())
         self.sandbox = PythonSandbox(config)
         self._runner.run(self.sandbox.start())
 
@@ -55,7 +53,9 @@ class SandboxUnderTest:
 
     def processes(self) -> set[int]:
         """Process ids that this sandbox has on the host now."""
-        return descendants(os.getpid()) - self._before
+        servers = [worker._server for worker in self.sandbox._workers]
+        roots = {server._process.pid for server in servers if server is not None}
+        return roots.union(*(descendants(root) for root in roots))
 
     def processes_left(self) -> int:
         """How many processes are left beyond the servers' own; waits a little for those that are just ending."""

@@ -27,9 +27,10 @@ def one_worker(make_sandbox: Callable):
 
 
 def server_of(sandbox) -> int:
-    """Process id of the fork-server: the youngest of the three processes, while no call runs."""
+    """Process id of the fork-server: the only one without children, while no call runs."""
     assert sandbox.processes_left() == 0
-    return max(sandbox.processes())
+    (server,) = (pid for pid in sandbox.processes() if not Path(f"/proc/{pid}/task/{pid}/children").read_text())
+    return server
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
@@ -103,6 +104,11 @@ def test_hung_server_is_replaced(make_sandbox: Callable, short_grace: None) -> N
     # it hung before the program began: the call is made again on the new server
     assert sandbox.run(HONEST).output == "499500\n"
     assert sandbox.processes_left() == 0
+
+
+def test_interrupt_of_the_owners_terminal_does_not_reach_the_servers(one_worker) -> None:
+    assert one_worker.processes_left() == 0
+    assert os.getpgrp() not in {os.getpgid(pid) for pid in one_worker.processes()}
 
 
 def test_run_from_two_event_loops_in_two_threads(one_worker) -> None:
