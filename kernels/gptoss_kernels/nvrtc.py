@@ -1,0 +1,115 @@
+"""CUDA C++ compiled at run time with the NVRTC that ships with torch; cubins are kept in the cache directory.
+
+No CUDA toolkit is needed. Compiling needs no GPU, so a wrong kernel is found on any machine that has torch for CUDA.
+"""
+
+import ctypes
+import functools
+import hashlib
+from pathlib import Path
+
+import torch
+
+from gptoss_kernels.cache import cache_directory, write_atomically
+
+
+class Kernel:
+    """One compiled function, launched on torch's current stream."""
+
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+        torch.cuda.current_stream()  # creates the context that the module is loaded into
+        driver = _driver()
+        self.name, self.shared_bytes = name, shared_bytes
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(driver.cuModuleLoadData(ctypes.byref(self._module), cubin), f"load {name}")
+        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"find {name}")
+        maximum_dynamic_shared_size = 8
+        status = driver.cuFuncSetAttribute(self._function, maximum_dynamic_shared_size, shared_bytes)
+        _check(status, f"reserve {shared_bytes} bytes of shared memory for {name}")
+
+    def __call__(self, blocks: int, threads: int, *arguments: torch.Tensor | int | float) -> None:
+        """Tensors are passed as pointers, ints as int, floats as float."""
+        values = [
+            ctypes.c_void_p(a.data_ptr())
+            if isinstance(a, torch.Tensor)
+            else (ctypes.c_int(a) if isinstance(a, int) else ctypes.c_float(a))
+            for a in arguments
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(x) for x in values])
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        status = _driver().cuLaunchKernel(
+            self._function, blocks, 1, 1, threads, 1, 1, self.shared_bytes, stream, pointers, None
+        )
+        _check(status, f"launch {self.name}")
+
+
+def compile_cubin(source: Path, defines: dict[str, int], architecture: str) -> bytes:
+    """Compile ``source`` (its folder on the include path) for e.g. "sm_90". Raises RuntimeError with the compiler's log."""
+    nvrtc = _nvrtc()
+    headers = sorted(source.parent.glob("*.cuh"))
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", f"--include-path={source.parent}"]
+    options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    version = ctypes.c_int(), ctypes.c_int()
+    nvrtc.nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
+    text = source.read_bytes()
+    # the include path itself is no part of the key: the headers' contents are
+    key = [text, *(h.read_bytes() for h in headers), " ".join(o for o in options if "include" not in o).encode()]
+    key.append(f"{version[0].value}.{version[1].value}".encode())
+    path = cache_directory() / f"{source.stem}_{hashlib.sha256(b'|'.join(key)).hexdigest()[:20]}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    program = ctypes.c_void_p()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), 0, None, None)
+    array = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
+    status = nvrtc.nvrtcCompileProgram(program, len(options), array)
+    size = ctypes.c_size_t()
+    if status:
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+        raise RuntimeError(f"{source.name} does not compile for {architecture}:\n{log.value.decode()}")
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    cubin = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, cubin)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    write_atomically(path, cubin.raw)
+    return cubin.raw
+
+
+def _check(status: int, action: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA could not {action}: {text.value.decode() if text.value else status}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    cuda = torch.version.cuda
+    if cuda is None:
+        raise RuntimeError("this torch is built without CUDA: the window kernels need NVRTC, use backend='reference'")
+    name = f"libnvrtc.so.{cuda.split('.')[0]}"
+    packages = Path(torch.__file__).parents[1] / "nvidia"
+    for candidate in (name, *map(str, packages.glob(f"*/lib/{name}"))):
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError:
+            continue
+    raise RuntimeError(f"{name} not found: it comes with torch's nvidia-cuda-nvrtc package")
+
+
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one thread block can have."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def architecture(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+

@@ -1,0 +1,190 @@
+"""Our own kernels for sliding-window layers: CUDA C++ on tensor cores, forward and backward, native sink.
+
+Query heads that share a kv head are packed into one tile, keys stay in a ring in shared memory while a block walks along
+its sequence, and the backward pass runs as two kernels that each own what they write (dQ; dK and dV): no atomics, so the
+result is deterministic, and every tile is aligned to its sequence's start, so a sequence's bits do not depend on what it
+is packed with.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from gptoss_kernels import nvrtc
+from gptoss_kernels.sink_attention.layout import PackedLayout
+
+SOURCES = Path(__file__).parent / "cuda"
+THREADS = 128
+TILE_ROWS = 128
+"""Positions x heads of a tile of the row-owning kernels."""
+CHUNK = 128
+"""Positions that one thread block of a row-owning kernel walks."""
+KEYS = 64
+"""Keys that one thread block of the dK, dV kernel owns."""
+WAVE = 64
+"""Rows (positions x heads) of one step of the dK, dV kernel."""
+STAGES = 2
+HEAD_SIZES = (32, 64)
+MAX_WINDOW = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is compiled for."""
+
+    head_size: int
+    heads_per_kv: int
+    window: int
+
+    @property
+    def group(self) -> int:
+        """Heads packed into a tile: the largest of 8, 4, 2, 1 that divides the heads of a kv head."""
+        return next(g for g in (8, 4, 2, 1) if self.heads_per_kv % g == 0)
+
+    def ring_bytes(self) -> int:
+        new = TILE_ROWS // self.group // 16
+        halo = (self.window - 1 + 15) // 16
+        return 2 * (halo + 2 * new) * 16 * self.head_size * 2
+
+    def shared_bytes(self, kernel: str) -> int:
+        tile = TILE_ROWS * self.head_size * 2
+        if kernel == "window_forward":
+            return self.ring_bytes() + 2 * tile
+        if kernel == "window_backward_q":
+            return self.ring_bytes() + 4 * tile + TILE_ROWS * 4
+        return STAGES * WAVE * (2 * self.head_size * 2 + 8) + 2 * KEYS * self.head_size * 2
+
+
+def why_not(q: torch.Tensor, k: torch.Tensor, window: int | None) -> str | None:
+    """Why the window backend cannot take these arguments; None when it can."""
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device) < (8, 0):
+        return f"q is on {q.device}, the window kernels need a GPU of compute capability 8.0 or later"
+    if q.dtype != torch.bfloat16:
+        return f"q is {q.dtype}, the window kernels take bf16"
+    if q.shape[2] not in HEAD_SIZES:
+        return f"q has head size {q.shape[2]}, the window kernels take {', '.join(map(str, HEAD_SIZES))}"
+    if window is None or window > MAX_WINDOW:
+        return f"window is {window}, the window kernels take 1 to {MAX_WINDOW}"
+    needed = Shape(q.shape[2], q.shape[1] // k.shape[1], window).shared_bytes("window_backward_q")
+    if needed > nvrtc.shared_limit(q.device):
+        return f"window {window} with head size {q.shape[2]} needs {needed} bytes of shared memory"
+    return None
+
+
+class WindowSinkAttention(torch.autograd.Function):
+    """O [tokens, heads, head_size] bf16 and LSE [tokens, heads] fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor,
+        layout: PackedLayout,
+        window: int,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        o, lse = window_forward(q, k, v, sinks, layout, window, scale)
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
+        ctx.arguments = layout, window, scale
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_o: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = window_backward(*ctx.saved_tensors, grad_o.contiguous(), *ctx.arguments)
+        return (*grads, None, None, None)
+
+
+def window_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    layout: PackedLayout,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous bf16 q [tokens, heads, head_size], k/v [tokens, kv_heads, head_size] -> O like q, LSE [tokens, heads]."""
+    heads = q.shape[1]
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    items, count = _items(layout, CHUNK, q.device)
+    if count:
+        shape = Shape(q.shape[2], heads // k.shape[1], window)
+        kernel = _kernel("window_forward", shape, q.device)
+        blocks = count * heads // shape.group
+        kernel(blocks, THREADS, q, k, v, sinks.float(), o, lse, items, heads, scale * 1.4426950408889634, CHUNK)
+    return o, lse
+
+
+def window_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    grad_o: torch.Tensor,
+    layout: PackedLayout,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v and the sinks, from contiguous tensors and the forward's O and LSE."""
+    heads = q.shape[1]
+    shape = Shape(q.shape[2], heads // k.shape[1], window)
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    delta = torch.empty_like(lse)
+    items, count = _items(layout, CHUNK, q.device)
+    shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
+    if count:
+        kernel = _kernel("window_backward_q", shape, q.device)
+        blocks = count * heads // shape.group
+        kernel(
+            blocks, THREADS, q, k, v, sinks.float(), o, lse, grad_o, grad_q, delta, shares, items, heads, scale, CHUNK
+        )
+        kernel = _kernel("window_backward_kv", shape, q.device)
+        items, count = _items(layout, KEYS, q.device)
+        kernel(count * k.shape[1], THREADS, q, k, v, lse, delta, grad_o, grad_k, grad_v, items, heads, scale)
+    return grad_q, grad_k, grad_v, shares.sum(0).to(sinks.dtype)
+
+
+def _items(layout: PackedLayout, length: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """[items, 4] int32: sequence start, sequence end, first position of the item, 0. An item is `length` positions."""
+    key = ("items", length, device)
+    if key not in layout.plans:
+        begin, lengths = layout.offsets[:-1], layout.offsets.diff()
+        counts = (lengths + length - 1) // length
+        sequence = torch.repeat_interleave(torch.arange(len(begin)), counts)
+        number = torch.arange(len(sequence)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        start = begin[sequence]
+        table = torch.stack((start, start + lengths[sequence], start + number * length, torch.zeros_like(start)), 1)
+        layout.plans[key] = table.to(torch.int32).to(device), len(table)
+    items, count = layout.plans[key]
+    return items, count
+
+
+@functools.cache
+def _kernel(name: str, shape: Shape, device: torch.device) -> nvrtc.Kernel:
+    cubin = nvrtc.compile_cubin(SOURCES / f"{name}.cu", defines(shape), nvrtc.architecture(device))
+    with torch.cuda.device(device):
+        return nvrtc.Kernel(cubin, name, shape.shared_bytes(name))
+
+
+def defines(shape: Shape) -> dict[str, int]:
+    """The macros that the sources are compiled with."""
+    return {
+        "HEAD_SIZE": shape.head_size,
+        "GROUP": shape.group,
+        "GROUPS": shape.heads_per_kv // shape.group,
+        "WINDOW": shape.window,
+        "WAVE": WAVE,
+        "STAGES": STAGES,
+    }
