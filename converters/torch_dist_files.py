@@ -1,0 +1,184 @@
+"""Files of a torch_dist checkpoint, written and read tensor by tensor, without a model and without process groups.
+
+    .metadata       pickled torch.distributed.checkpoint Metadata: keys, shapes, and where each chunk lies
+    __0_0.distcp    the chunks, each as torch.save wrote it
+    metadata.json   says that it is a torch_dist checkpoint
+
+This is what megatron-core 0.19.2's dist_checkpointing writes and what it loads at any tensor, pipeline and expert
+parallel size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from converters.errors import ConversionError
+
+DATA_FILE = "__0_0.distcp"
+METADATA_FILE = ".metadata"
+FORMAT_FILE = "metadata.json"
+Shape = tuple[int, ...]
+
+
+class TorchDistWriter:
+    """Appends chunks to a new checkpoint in ``directory``; valid once ``close`` has returned. Raises OSError."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._file = open(directory / DATA_FILE, "wb")  # noqa: SIM115 (closed by close)
+        self._metadata: dict[str, Any] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def add_tensor(self, key: str, leading_shape: Shape, leading_index: Shape, tensor: torch.Tensor) -> None:
+        """Store ``tensor`` as element ``leading_index`` of the tensor ``key`` of shape [*leading_shape, *tensor.shape].
+
+        Raises ConversionError if its dtype is not that of the elements before it.
+        """
+        offsets = torch.Size((*leading_index, *(0 for _ in tensor.shape)))
+        chunk = tensor.detach().cpu().contiguous()[(None,) * len(leading_shape)]
+        entry = self._metadata.setdefault(
+            key,
+            TensorStorageMetadata(TensorProperties(chunk.dtype), torch.Size((*leading_shape, *tensor.shape)), []),
+        )
+        if entry.properties.dtype != chunk.dtype:
+            raise ConversionError(
+                f"{key}: part {list(leading_index)} is {chunk.dtype}, earlier ones are {entry.properties.dtype}; "
+                "a checkpoint keeps one dtype per key: convert all weights to one dtype"
+            )
+        entry.chunks.append(ChunkStorageMetadata(offsets, chunk.shape))
+        # a view would take its whole storage along
+        self._write(MetadataIndex(key, offsets, len(entry.chunks) - 1), chunk.clone())
+
+    def add_object(self, key: str, leading_shape: Shape, leading_index: Shape, value: Any) -> None:
+        """Store what is no tensor, as Megatron's ShardedObject of that key, shape and index."""
+        place = f"{'.'.join(map(str, leading_index))}_{'.'.join(map(str, leading_shape))}"
+        unique_key = f"{key}/shard_{place}"
+        self._metadata[unique_key] = BytesStorageMetadata()
+        self._write(MetadataIndex(unique_key), [value])
+
+    def _write(self, index: MetadataIndex, value: Any) -> None:
+        # through a buffer: on a full disk torch.save does not say what is wrong, a plain write does
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        data = buffer.getbuffer()
+        self._places[index] = _StorageInfo(DATA_FILE, self._file.tell(), len(data))
+        self._file.write(data)
+
+    def close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        metadata = Metadata(
+            self._metadata, planner_data=None, storage_data=self._places, storage_meta=StorageMeta(), version="1.0.0"
+        )
+        (self.directory / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+        content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        (self.directory / FORMAT_FILE).write_text(json.dumps(content))
+
+    def __enter__(self) -> TorchDistWriter:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            with contextlib.suppress(OSError):  # what is still buffered finds no place either
+                self._file.close()
+
+
+class TorchDistReader:
+    """Tensors of a checkpoint by key and leading index, whichever layout and spec of Megatron wrote it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise ConversionError(f"{self.directory}: no such directory; expected a torch_dist checkpoint")
+        for name in (FORMAT_FILE, METADATA_FILE):
+            if not (self.directory / name).exists():
+                raise ConversionError(f"{self.directory}: not a complete torch_dist checkpoint, {name} is missing")
+        path = self.directory / METADATA_FILE
+        try:
+            metadata = pickle.loads(path.read_bytes())
+            self._tensors: dict[str, TensorStorageMetadata] = {
+                key: entry
+                for key, entry in metadata.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)
+            }
+            self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+        except Exception as error:  # unpickling a damaged file raises whatever it likes
+            raise ConversionError(f"{path}: damaged ({error}); the checkpoint cannot be read") from None
+        self._chunks: dict[str, dict[Shape, list[ChunkStorageMetadata]]] = {}
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get(self, key: str, leading_index: Shape, shape: Shape) -> torch.Tensor:
+        """Element ``leading_index`` of the tensor ``key``, which must have ``shape``, put together from its chunks.
+
+        Raises ConversionError naming the key or the file.
+        """
+        if key not in self._tensors:
+            raise ConversionError(f"{self.directory}: key {key} is missing")
+        entry, axes = self._tensors[key], len(leading_index)
+        if tuple(entry.size[axes:]) != shape or any(i >= n for i, n in zip(leading_index, entry.size, strict=False)):
+            raise ConversionError(
+                f"{self.directory}: {key} has shape {list(entry.size)}, which holds no {list(leading_index)} of "
+                f"shape {list(shape)}; does gptoss_config.json belong to this checkpoint?"
+            )
+        result = torch.empty(shape, dtype=entry.properties.dtype)
+        filled = 0
+        for chunk in self._chunks_at(key, axes).get(leading_index, []):
+            part = self._read(key, chunk)[(0,) * axes]
+            where = tuple(
+                slice(start, start + size) for start, size in zip(chunk.offsets[axes:], chunk.sizes[axes:], strict=True)
+            )
+            result[where] = part
+            filled += part.numel()
+        if filled != result.numel():
+            raise ConversionError(f"{self.directory}: {key}{list(leading_index)} is incomplete in the checkpoint")
+        return result
+
+    def _chunks_at(self, key: str, axes: int) -> dict[Shape, list[ChunkStorageMetadata]]:
+        """Chunks by leading index. Megatron never puts two layers or two experts into one chunk."""
+        if key not in self._chunks:
+            by_index: dict[Shape, list[ChunkStorageMetadata]] = {}
+            for chunk in self._tensors[key].chunks:
+                if any(size != 1 for size in chunk.sizes[:axes]):
+                    raise ConversionError(f"{self.directory}: {key} is not stored layer by layer; not a GPT-OSS model")
+                by_index.setdefault(tuple(chunk.offsets[:axes]), []).append(chunk)
+            self._chunks[key] = by_index
+        return self._chunks[key]
+
+    def _read(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        place = self._places[MetadataIndex(key, chunk.offsets)]
+        path = self.directory / place.relative_path
+        try:
+            with open(path, "rb") as file:
+                file.seek(place.offset)
+                data = file.read(place.length)
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            raise ConversionError(f"{path}: missing, but {METADATA_FILE} says that it holds {key}") from None
+        except Exception as error:  # torch.load of damaged bytes raises errors of many kinds
+            raise ConversionError(f"{path}: truncated or damaged where {key} should be ({error})") from None
+        if tensor.shape != chunk.sizes:
+            raise ConversionError(f"{path}: {key} has shape {list(tensor.shape)}, not {list(chunk.sizes)}")
+        return tensor

@@ -1,0 +1,32 @@
+"""The tiny model of these tests and its directory, written by safetensors itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_gptoss.config import ModelConfig
+
+# every dimension that could be mistaken for another is different from it
+TINY = ModelConfig(
+    num_layers=2,
+    num_experts=4,
+    experts_per_token=2,
+    hidden_size=40,
+    intermediate_size=24,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_size=6,
+    vocab_size=96,
+    sliding_window=8,
+)
+
+
+def save_hf(directory: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> Path:
+    directory.mkdir()
+    save_file({name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(TINY.to_hf_config()))
+    return directory
