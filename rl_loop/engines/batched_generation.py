@@ -6,6 +6,7 @@ Nothing here knows of threads or of asyncio, except that each request's future m
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from transformers import GptOssForCausalLM
 
 from rl_loop.engines.cached_attention import Segment, StepLayout
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
-from rl_loop.engines.row_cache import NO_ROUTE, CachedSequence, PrefixStore, RowCache, common_prefix
+from rl_loop.engines.row_cache import NO_ROUTE, PrefixStore, RowCache, common_prefix
 from rl_loop.engines.sampling import sample, sampling_log_probs
 from rl_loop.trajectory import FinishReason, WeightVersionSpan
 
@@ -81,7 +82,7 @@ class BatchedGeneration:
     ) -> None:
         self.model = model
         self.weight_version = weight_version
-        self.steps = 0
+        self.steps = 0  # forward passes of generation so far
         self._config = model.config
         self._max_batch_size = max_batch_size
         self._rows: list[RunningSequence] = []  # index = cache row
@@ -92,9 +93,9 @@ class BatchedGeneration:
         for index, layer in enumerate(model.model.layers):
             layer.mlp.router.register_forward_hook(self._record_routes(index))
 
-    def _record_routes(self, index: int):  # type: ignore[no-untyped-def]
+    def _record_routes(self, index: int) -> Callable[[torch.nn.Module, object, tuple[torch.Tensor, ...]], None]:
         def hook(module: torch.nn.Module, arguments: object, output: tuple[torch.Tensor, ...]) -> None:
-            self._routes[index] = output[2]  # logits, weights, indices [tokens, top_k]
+            self._routes[index] = output[2]  # of (logits, weights, indices): [tokens, top_k]
 
         return hook
 
@@ -173,8 +174,7 @@ class BatchedGeneration:
         chosen = log_probs.gather(1, tokens[:, None])[:, 0]
         if not torch.isfinite(chosen).all():
             raise RuntimeError(
-                "the model's logits are not finite: its weights or activations overflowed or hold NaN "
-                f"(weight version {self.weight_version})"
+                f"the model's logits are not finite: weights {self.weight_version} hold NaN or infinities, or overflow"
             )
         return tokens.tolist(), chosen.tolist()
 
@@ -348,6 +348,3 @@ def _check_routes(routes: torch.Tensor | None, experts: int) -> np.ndarray | Non
                 f">= {experts} for some token): its router did not run as expected"
             )
     return array
-
-
-__all__ = ["BatchedGeneration", "CachedSequence", "RunningSequence"]

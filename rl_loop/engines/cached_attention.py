@@ -52,14 +52,13 @@ class StepLayout:
         decode_positions: list[int],
         segments: list[Segment],
         cache: RowCache | None,
-        window: int,
+        window: int | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.decode_rows = len(decode_positions)
         self.segments = segments
         self.cache = cache
-        self._window = window
         positions, slots = list(decode_positions), []
         if cache is not None:
             slots = [row * cache.capacity + position for row, position in enumerate(decode_positions)]
@@ -74,7 +73,7 @@ class StepLayout:
         self._decode_masks: dict[int | None, DecodeMask] = {}
         if self.decode_rows:
             decoding = self.positions[: self.decode_rows, None]
-            for limit in (None, window):
+            for limit in {None, window}:
                 low = 0 if limit is None else max(0, min(decode_positions) - limit + 1)
                 high = max(decode_positions) + 1
                 keys = torch.arange(low, high, device=device)

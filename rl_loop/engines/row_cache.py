@@ -119,14 +119,19 @@ class PrefixStore:
 
     def add(self, sequence: CachedSequence) -> None:
         """Keep a sequence instead of those that are a prefix of it, and forget old ones beyond ``max_tokens``."""
-        if len(sequence.tokens) > self._max_tokens:
+        size = len(sequence.tokens)
+        if not 0 < size <= self._max_tokens:
             return
         for number, entry in list(self._entries.items()):
-            if common_prefix(entry.tokens, sequence.tokens, len(entry.tokens) - 1) == len(entry.tokens):
-                self._drop(number)
+            shorter = min(size, len(entry.tokens))
+            if common_prefix(entry.tokens, sequence.tokens, shorter - 1) < shorter:
+                continue
+            if size < len(entry.tokens):
+                return  # held already, as part of a longer one
+            self._drop(number)
         self._entries[self._next] = sequence
         self._next += 1
-        self._tokens += len(sequence.tokens)
+        self._tokens += size
         while self._tokens > self._max_tokens:
             self._drop(next(iter(self._entries)))
 

@@ -7,6 +7,7 @@ the event loop, and the tool calls on it, go on meanwhile.
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import weakref
 from collections import deque
@@ -50,6 +51,8 @@ class TransformersEngine:
             raise ValueError(f"the embedded engine needs the whole model on one device, not on {sorted(devices)}")
         model.eval().requires_grad_(False)
         model.set_attn_implementation(ATTENTION_NAME)
+        if model.lm_head.weight.dtype == torch.float64:
+            model.set_experts_implementation("eager")  # torch's grouped matrix product, the default, knows no fp64
         self._model = model
         self._device = model.device
         generation = BatchedGeneration(model, max_batch_size, prefix_cache_tokens, weight_version)
@@ -71,7 +74,7 @@ class TransformersEngine:
         try:
             torch.set_default_dtype(dtype)  # the rotary frequencies stay fp32, which .to(dtype) would round
             with torch.device(device):
-                model = GptOssForCausalLM(config)
+                model = GptOssForCausalLM(copy.deepcopy(config))  # the engine changes its attention setting
         finally:
             torch.set_default_dtype(before)
         return cls(model, **options)
@@ -90,7 +93,8 @@ class TransformersEngine:
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} is not a Hugging Face checkpoint: it has no config.json")
         try:
-            model, report = GptOssForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+            loaded: Any = GptOssForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+            model, report = loaded
         except Exception as error:  # safetensors, JSON, torch and transformers each have their own kinds
             raise ValueError(f"cannot read the model in {path}: {error}. Is a file incomplete?") from error
         faults = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
@@ -146,7 +150,7 @@ class TransformersEngine:
             self._worker.hold("sleep")
             self._generation.drop_cache()
             if self._device.type != "cpu":
-                self._model.to("cpu")
+                self._move("cpu")
                 torch.cuda.empty_cache()
 
         await self._call(fall_asleep)
@@ -155,7 +159,7 @@ class TransformersEngine:
         """Move the weights back and let requests start, unless the engine is also paused."""
 
         def wake_up() -> None:
-            self._model.to(self._device)
+            self._move(self._device)
             self._worker.release("sleep")
 
         await self._call(wake_up)
@@ -188,6 +192,10 @@ class TransformersEngine:
             for name, target in targets.items():
                 target.copy_(given[name])
         self._generation.weight_version = version
+
+    def _move(self, device: str | torch.device) -> None:
+        module: torch.nn.Module = self._model
+        module.to(device)
 
     def close(self) -> None:
         """Stop the worker thread. Requests under way and later ones fail with RuntimeError."""
@@ -240,8 +248,8 @@ class _Worker:
             known = self._live.get(request.request_id)
             if known is not None and not known.done():
                 raise ValueError(f"request {request.request_id} is already running: request ids must be unique")
-            self._live[request.request_id] = sequence.future
             self._put(sequence)
+            self._live[request.request_id] = sequence.future
         sequence.future.add_done_callback(lambda _: self._forget(request.request_id, sequence.future))
         return sequence.future
 
@@ -285,6 +293,7 @@ class _Worker:
                 inbox, self._inbox = self._inbox, deque()
                 stopped = self._stopped
             self._take_in(inbox)
+            del inbox  # commands refer to the engine, which could never be collected while this thread waits
             if stopped:
                 self._generation.fail(RuntimeError("the rollout engine was closed"))
                 return

@@ -1,0 +1,90 @@
+"""A tiny GPT-OSS with every parameter random, and what a plain forward of it says."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from rl_loop.engines.protocol import GenerateRequest, SamplingParams
+from rl_loop.engines.transformers_engine import TransformersEngine
+
+VOCAB = 96
+LAYERS, TOP_K = 4, 3
+
+
+def tiny_config() -> GptOssConfig:
+    """A window of 8, far shorter than the texts; hidden != intermediate; YaRN, as in the released models."""
+    return GptOssConfig(
+        num_hidden_layers=LAYERS,
+        hidden_size=32,
+        intermediate_size=24,
+        num_local_experts=6,
+        num_experts_per_tok=TOP_K,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCAB,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        pad_token_id=None,
+        eos_token_id=None,
+        attn_implementation="eager",
+    )
+
+
+def reference_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> GptOssForCausalLM:
+    """Eager attention; biases and sinks random too, or equality could not see them."""
+    torch.manual_seed(seed)
+    model = GptOssForCausalLM(tiny_config()).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.15)
+    return model.to(dtype)
+
+
+def engine_of(model: GptOssForCausalLM, **options: object) -> TransformersEngine:
+    """An engine with a copy of the model's weights."""
+    engine = TransformersEngine.from_config(model.config, dtype=model.dtype, **options)
+    asyncio.run(engine.sync_weights(model.state_dict().items(), 1))
+    return engine
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+_ids = itertools.count()
+
+
+def request(tokens: list[int], new: int, *, routes: bool = False, **sampling: object) -> GenerateRequest:
+    return GenerateRequest(f"r{next(_ids)}", tokens, SamplingParams(new, **sampling), routes)  # type: ignore[arg-type]
+
+
+def plain_log_probs(model: GptOssForCausalLM, tokens: list[int], temperature: float = 1.0) -> list[float]:
+    """Of tokens[1:], by one forward without any cache."""
+    logits = model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0].double()
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+def plain_routes(model: GptOssForCausalLM, tokens: list[int]) -> np.ndarray:
+    """[len(tokens) - 1, layers, top_k], recorded from one forward without any cache."""
+    seen: list[torch.Tensor] = []
+    hooks = [
+        layer.mlp.router.register_forward_hook(lambda _module, _input, output: seen.append(output[2]))
+        for layer in model.model.layers
+    ]
+    model(torch.tensor([tokens[:-1]]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(seen, dim=1).numpy()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait, with the event loop running, until something is so."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)

@@ -1,0 +1,300 @@
+"""Abort, pause, sleep, weight sync, cancellation and failure while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from rl_loop.engines.transformers_engine import TransformersEngine
+from rl_loop.trajectory import FinishReason, WeightVersionSpan
+from tests.rl_loop.engines.models import (
+    VOCAB,
+    engine_of,
+    plain_log_probs,
+    plain_routes,
+    prompt,
+    reference_model,
+    request,
+    until,
+)
+
+MODEL, OTHER = reference_model(0), reference_model(1)
+FOREVER = 50_000
+
+
+async def started(engine: TransformersEngine, steps: int = 5) -> None:
+    first = engine.steps
+    await until(lambda: engine.steps >= first + steps)
+
+
+def start(engine: TransformersEngine, **options: object) -> tuple:
+    r = request(prompt(11), FOREVER, seed=1, **options)
+    return r, asyncio.create_task(engine.generate(r))
+
+
+async def answer(task: asyncio.Task):
+    return await asyncio.wait_for(task, 20)
+
+
+def test_abort_returns_partial_tokens_of_that_request_only() -> None:
+    async def main() -> None:
+        engine = engine_of_model
+        (first, first_task), (_, second_task) = start(engine, routes=True), start(engine)
+        await started(engine)
+        await engine.abort("no such request")
+        await engine.abort(first.request_id)
+        result = await answer(first_task)
+        assert result.finish_reason == FinishReason.ABORT
+        assert len(result.output_ids) == len(result.output_log_probs) >= 4
+        np.testing.assert_array_equal(result.routed_experts, plain_routes(MODEL, first.input_ids + result.output_ids))
+        assert not second_task.done()
+        before = engine.steps
+        await started(engine)
+        assert engine.steps > before
+        await engine.abort()
+        assert len((await answer(second_task)).output_ids) > len(result.output_ids)
+
+    engine_of_model = engine_of(MODEL)
+    asyncio.run(main())
+
+
+def test_abort_all_also_answers_requests_that_wait_for_a_place() -> None:
+    engine = engine_of(MODEL, max_batch_size=1)
+
+    async def main() -> None:
+        (_, running), (_, waiting) = start(engine), start(engine, routes=True)
+        await started(engine)
+        await engine.abort()
+        assert (await answer(running)).output_ids
+        result = await answer(waiting)
+        assert (result.output_ids, result.finish_reason, result.routed_experts) == ([], FinishReason.ABORT, None)
+
+    asyncio.run(main())
+
+
+def test_pause_aborts_what_runs_and_holds_what_comes_until_resume() -> None:
+    engine = engine_of(MODEL)
+
+    async def main() -> None:
+        _, running = start(engine)
+        await started(engine)
+        await engine.pause()
+        assert (await answer(running)).finish_reason == FinishReason.ABORT
+        held = asyncio.create_task(engine.generate(request(prompt(5), 4)))
+        steps = engine.steps
+        await asyncio.sleep(0.1)
+        assert engine.steps == steps and not held.done()
+        assert len(await engine.score(prompt(5))) == 4  # the canary works while paused
+        await engine.resume()
+        assert len((await answer(held)).output_ids) == 4
+
+    asyncio.run(main())
+
+
+def test_sleep_frees_the_cache_and_wake_resumes_with_the_same_weights() -> None:
+    engine = engine_of(MODEL)
+
+    async def main() -> None:
+        first = await engine.generate(request(prompt(30), 5, temperature=0.0))
+        await engine.sleep()
+        held = asyncio.create_task(engine.generate(request(prompt(30), 5, temperature=0.0)))
+        await engine.resume()  # not paused: sleeping is another reason
+        await asyncio.sleep(0.05)
+        assert not held.done()
+        await engine.wake()
+        second = await answer(held)
+        assert second.cached_tokens == 0
+        assert second.output_ids == first.output_ids
+
+    asyncio.run(main())
+
+
+def test_cancelled_task_frees_its_place() -> None:
+    engine = engine_of(MODEL, max_batch_size=1)
+
+    async def main() -> None:
+        r, running = start(engine)
+        await started(engine)
+        waiting = asyncio.create_task(engine.generate(request(prompt(4), 3)))
+        running.cancel()
+        assert len((await answer(waiting)).output_ids) == 3
+        assert running.cancelled()
+        again = asyncio.create_task(engine.generate(r))  # its id is free again
+        await started(engine)
+        again.cancel()
+
+    asyncio.run(main())
+
+
+def test_event_loop_goes_on_while_tokens_are_sampled() -> None:
+    engine = engine_of(MODEL)
+
+    async def main() -> None:
+        _, running = start(engine)
+        await started(engine)
+        steps, turns = engine.steps, 0
+        while engine.steps < steps + 20:
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns > 20
+        await engine.abort()
+        await answer(running)
+
+    asyncio.run(main())
+
+
+def test_the_same_request_id_twice_at_once_is_refused() -> None:
+    engine = engine_of(MODEL)
+
+    async def main() -> None:
+        r, running = start(engine)
+        await started(engine)
+        with pytest.raises(ValueError, match="already running"):
+            await engine.generate(r)
+        await engine.abort()
+        await answer(running)
+
+    asyncio.run(main())
+
+
+def test_weight_sync_in_mid_request_gives_one_span_per_version_each_exact() -> None:
+    engine = engine_of(MODEL)
+
+    async def main() -> None:
+        r, running = start(engine, routes=True)
+        await started(engine)
+        await engine.sync_weights(OTHER.state_dict().items(), 2)
+        assert engine.weight_version == 2
+        await started(engine)
+        await engine.abort()
+        result = await answer(running)
+        old, new = result.weight_versions
+        assert old == WeightVersionSpan(0, old.end, 1) and new == WeightVersionSpan(old.end, len(result.output_ids), 2)
+        tokens = r.input_ids + result.output_ids
+        for span, model in ((old, MODEL), (new, OTHER)):
+            expected = plain_log_probs(model, tokens)[len(r.input_ids) - 1 :][span.start : span.end]
+            np.testing.assert_allclose(result.output_log_probs[span.start : span.end], expected, atol=1e-5, rtol=0)
+        # a token's routes are of the weights it was processed with first
+        split = len(r.input_ids) + old.end - 1
+        np.testing.assert_array_equal(result.routed_experts[:split], plain_routes(MODEL, tokens)[:split])
+        np.testing.assert_array_equal(result.routed_experts[split:], plain_routes(OTHER, tokens)[split:])
+
+    asyncio.run(main())
+
+
+def test_weight_sync_drops_the_prefix_cache() -> None:
+    engine = engine_of(MODEL)
+
+    async def main() -> None:
+        await engine.generate(request(prompt(30), 5, temperature=0.0))
+        await engine.sync_weights(OTHER.state_dict().items(), 2)
+        result = await engine.generate(request(prompt(30), 5, seed=0))
+        assert result.cached_tokens == 0
+        expected = plain_log_probs(OTHER, prompt(30) + result.output_ids)[29:]
+        np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-5, rtol=0)
+        assert result.weight_versions == [WeightVersionSpan(0, 5, 2)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "repeated"])
+def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(fault: str) -> None:
+    engine = engine_of(MODEL)
+    named = dict(OTHER.state_dict())
+    name = "model.layers.1.mlp.experts.down_proj"
+    extra = []
+    if fault == "missing":
+        del named[name]
+    elif fault == "unknown":
+        name = "model.layers.9.self_attn.sinks"
+        named[name] = torch.zeros(4)
+    elif fault == "shape":
+        named[name] = named[name].transpose(1, 2)
+    else:
+        extra = [(name, named[name])]
+
+    async def main() -> None:
+        before = await engine.generate(request(prompt(20), 5, temperature=0.0))
+        with pytest.raises(ValueError, match=f"{fault}.*{name}"):
+            await engine.sync_weights([*named.items(), *extra], 2)
+        assert engine.weight_version == 1
+        after = await engine.generate(request(prompt(20), 5, temperature=0.0))
+        assert after.cached_tokens == 19  # not even the cache was dropped
+        assert after.output_ids == before.output_ids
+        np.testing.assert_allclose(await engine.score(prompt(40)), plain_log_probs(MODEL, prompt(40)), atol=1e-5)
+
+    asyncio.run(main())
+
+
+def test_a_failing_model_fails_all_who_wait_and_serves_later_requests() -> None:
+    model = reference_model()
+    engine = TransformersEngine(model, max_batch_size=2)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory left for this layer")
+
+    async def main() -> None:
+        tasks = [start(engine)[1] for _ in range(4)]
+        await started(engine)
+        hook = model.model.layers[2].register_forward_pre_hook(fail)
+        for task in tasks:
+            with pytest.raises(RuntimeError, match="no memory left") as raised:
+                await answer(task)
+            assert isinstance(raised.value.__cause__, MemoryError)
+        with pytest.raises(MemoryError):
+            await engine.score(prompt(5))
+        hook.remove()
+        result = await engine.generate(request(prompt(11), 6, seed=0))
+        expected = plain_log_probs(MODEL, prompt(11) + result.output_ids)[10:]
+        np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-5, rtol=0)
+
+    asyncio.run(main())
+
+
+def test_weights_with_nan_raise_and_good_weights_mend_it() -> None:
+    engine = engine_of(MODEL)
+    bad = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
+    bad["model.layers.0.self_attn.k_proj.bias"][0] = float("nan")
+
+    async def main() -> None:
+        await engine.sync_weights(bad.items(), 2)
+        with pytest.raises(RuntimeError, match="weights 2 hold NaN"):
+            await engine.generate(request(prompt(5), 3))
+        await engine.sync_weights(MODEL.state_dict().items(), 3)
+        assert len((await engine.generate(request(prompt(5), 3))).output_ids) == 3
+
+    asyncio.run(main())
+
+
+def test_closing_fails_requests_under_way_and_later_ones() -> None:
+    engine = engine_of(MODEL)
+
+    async def main() -> None:
+        _, running = start(engine)
+        await started(engine)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(RuntimeError, match="closed"):
+            await answer(running)
+        with pytest.raises(RuntimeError, match="closed"):
+            await engine.generate(request(prompt(5), 3))
+        with pytest.raises(RuntimeError, match="closed"):
+            await engine.pause()
+
+    asyncio.run(main())
+
+
+def test_a_forgotten_engine_takes_its_thread_with_it() -> None:
+    threads = threading.active_count()
+    engine = engine_of(MODEL)
+    asyncio.run(engine.generate(request([VOCAB - 1], 2)))
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert threading.active_count() <= threads

@@ -1,0 +1,247 @@
+"""What the embedded engine generates, against plain forwards and generate() of the same model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from rl_loop.engines.protocol import GenerateResult
+from rl_loop.engines.transformers_engine import TransformersEngine
+from rl_loop.trajectory import FinishReason, WeightVersionSpan
+from tests.rl_loop.engines.models import (
+    LAYERS,
+    TOP_K,
+    VOCAB,
+    engine_of,
+    plain_log_probs,
+    plain_routes,
+    prompt,
+    reference_model,
+    request,
+)
+
+MODEL = reference_model()
+
+
+def gather(engine: TransformersEngine, requests: list) -> list[GenerateResult]:
+    async def all_of_them() -> list[GenerateResult]:
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*(engine.generate(r) for r in requests))
+
+    return asyncio.run(all_of_them())
+
+
+def assert_log_probs_are_those_of_a_plain_forward(tokens: list[int], result: GenerateResult, t: float = 1.0) -> None:
+    expected = plain_log_probs(MODEL, tokens + result.output_ids, t)[len(tokens) - 1 :]
+    np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-5, rtol=0)
+
+
+def test_greedy_decoding_of_ragged_batch_equals_transformers_generate() -> None:
+    engine = engine_of(MODEL)
+    prompts = [prompt(n, seed=n) for n in (1, 2, 5, 7, 8, 9, 13, 30, 47)]
+    results = gather(engine, [request(p, 25, temperature=0.0) for p in prompts])
+    for p, result in zip(prompts, results, strict=True):
+        expected = MODEL.generate(torch.tensor([p]), max_new_tokens=25, do_sample=False)[0, len(p) :].tolist()
+        assert result.output_ids == expected
+        assert result.finish_reason == FinishReason.LENGTH
+        assert_log_probs_are_those_of_a_plain_forward(p, result)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_of_sampled_tokens_equal_a_plain_forward_alone_and_batched(temperature: float) -> None:
+    engine = engine_of(MODEL, max_batch_size=5)  # fewer places than requests
+    prompts = [prompt(3 + 4 * i, seed=i) for i in range(12)]
+    results = gather(
+        engine, [request(p, 5 + 3 * i, temperature=temperature, seed=i) for i, p in enumerate(prompts)]
+    ) + gather(engine, [request(prompts[3], 20, temperature=temperature, seed=99)])
+    for i, (p, result) in enumerate(zip([*prompts, prompts[3]], results, strict=True)):
+        assert len(result.output_ids) == len(result.output_log_probs) == (5 + 3 * i if i < 12 else 20)
+        assert result.weight_versions == [WeightVersionSpan(0, len(result.output_ids), 1)]
+        assert_log_probs_are_those_of_a_plain_forward(p, result, temperature)
+
+
+def test_multi_turn_episodes_reuse_their_prefix_and_stay_exact() -> None:
+    engine = engine_of(MODEL, max_batch_size=4)
+
+    async def episode(seed: int) -> None:
+        rng, tokens, cached = random.Random(seed), prompt(20 + seed, seed=seed), 0
+        for turn in range(4):
+            result = await engine.generate(request(tokens, rng.randint(3, 30), seed=seed * 10 + turn, routes=True))
+            assert result.cached_tokens >= cached
+            assert_log_probs_are_those_of_a_plain_forward(tokens, result)
+            assert result.routed_experts is not None
+            np.testing.assert_array_equal(result.routed_experts, plain_routes(MODEL, tokens + result.output_ids))
+            cached = len(tokens) + len(result.output_ids) - 1
+            tokens = tokens + result.output_ids + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 15))]
+
+    async def all_of_them() -> None:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(episode(seed) for seed in range(7)))
+
+    asyncio.run(all_of_them())
+
+
+def test_samples_of_one_prompt_share_its_prefill() -> None:
+    engine = engine_of(MODEL)
+    tokens = prompt(60)
+    results = gather(engine, [request(tokens, 6, seed=i) for i in range(8)])
+    assert sorted(result.cached_tokens for result in results) == [0] + [59] * 7
+    assert len({tuple(result.output_ids) for result in results}) > 1
+    for result in results:
+        assert_log_probs_are_those_of_a_plain_forward(tokens, result)
+
+
+def test_without_prefix_cache_tokens_nothing_is_kept_for_the_next_turn() -> None:
+    engine = engine_of(MODEL, prefix_cache_tokens=0)
+    for _ in range(2):
+        (result,) = gather(engine, [request(prompt(30), 3, temperature=0.0)])
+        assert result.cached_tokens == 0
+
+
+def test_prefix_cache_forgets_the_oldest_beyond_its_size() -> None:
+    engine = engine_of(MODEL, prefix_cache_tokens=70)
+    for seed in (0, 1, 2):
+        gather(engine, [request(prompt(30, seed), 2, temperature=0.0)])
+    again = [gather(engine, [request(prompt(30, seed), 1, temperature=0.0)])[0].cached_tokens for seed in (2, 1, 0)]
+    assert again == [29, 29, 0]
+
+
+def test_routes_equal_those_of_a_plain_forward_in_a_ragged_batch() -> None:
+    engine = engine_of(MODEL, max_batch_size=3)
+    prompts = [prompt(5 + 6 * i, seed=i) for i in range(7)]
+    results = gather(engine, [request(p, 4 + 5 * (i % 3), seed=i, routes=i != 2) for i, p in enumerate(prompts)])
+    for i, (p, result) in enumerate(zip(prompts, results, strict=True)):
+        if i == 2:
+            assert result.routed_experts is None
+            continue
+        routes = result.routed_experts
+        assert routes is not None and routes.dtype == np.int16
+        assert routes.shape == (len(p) + len(result.output_ids) - 1, LAYERS, TOP_K)
+        np.testing.assert_array_equal(routes, plain_routes(MODEL, p + result.output_ids))
+
+
+def test_routes_that_are_all_zero_are_refused_naming_the_layer() -> None:
+    model = reference_model()
+    engine = TransformersEngine(model)
+
+    def no_choice(_module: object, _input: object, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return output[0], output[1], torch.zeros_like(output[2])
+
+    # runs before the engine's hook, as a router would that never filled its buffer
+    model.model.layers[2].mlp.router.register_forward_hook(no_choice, prepend=True)
+    with pytest.raises(RuntimeError, match="routed experts of layer 2"):
+        gather(engine, [request(prompt(9), 3, routes=True)])
+    assert len(gather(engine, [request(prompt(9), 3)])[0].output_ids) == 3
+
+
+def test_same_seed_gives_same_tokens_whatever_it_is_batched_with() -> None:
+    engine = engine_of(reference_model(dtype=torch.float64), max_batch_size=6)
+    tokens = prompt(17)
+    (alone,) = gather(engine, [request(tokens, 40, seed=7, top_p=0.9, temperature=1.2)])
+    others = [request(prompt(3 + 2 * i, seed=50 + i), 2 + 5 * i, seed=i) for i in range(9)]
+    batched = gather(engine, [*others[:4], request(tokens, 40, seed=7, top_p=0.9, temperature=1.2), *others[4:]])[4]
+    assert batched.output_ids == alone.output_ids
+    np.testing.assert_allclose(batched.output_log_probs, alone.output_log_probs, atol=1e-12)
+    (other_seed,) = gather(engine, [request(tokens, 40, seed=8, top_p=0.9, temperature=1.2)])
+    assert other_seed.output_ids != alone.output_ids
+
+
+def test_without_a_seed_continuations_differ() -> None:
+    first, second = gather(engine_of(MODEL), [request(prompt(9), 30), request(prompt(9), 30)])
+    assert first.output_ids != second.output_ids
+
+
+def test_a_stop_token_ends_the_continuation_and_belongs_to_it() -> None:
+    engine = engine_of(MODEL)
+    (free,) = gather(engine, [request(prompt(12), 30, seed=3)])
+    stop = free.output_ids[10]
+    first = free.output_ids.index(stop)
+    (stopped,) = gather(engine, [request(prompt(12), 30, seed=3, stop_token_ids=(VOCAB - 1, stop))])
+    expected = free.output_ids[: first + 1]
+    if VOCAB - 1 in expected:
+        expected = expected[: expected.index(VOCAB - 1) + 1]
+    assert stopped.output_ids == expected
+    assert stopped.finish_reason == FinishReason.STOP
+
+
+def test_score_equals_a_plain_forward_over_more_tokens_than_one_chunk() -> None:
+    engine = engine_of(MODEL)
+    tokens = prompt(1100)
+    for temperature in (1.0, 0.5):
+        scores = asyncio.run(engine.score(tokens, temperature))
+        np.testing.assert_allclose(scores, plain_log_probs(MODEL, tokens, temperature), atol=1e-5, rtol=0)
+    assert asyncio.run(engine.score([5])) == []
+
+
+def test_long_prompts_grow_the_cache_and_stay_exact() -> None:
+    engine = engine_of(MODEL)
+    prompts = [prompt(600), prompt(600)[:555] + prompt(100, seed=9), prompt(120)]
+    for result, p in zip(gather(engine, [request(p, 12, seed=1) for p in prompts]), prompts, strict=True):
+        assert_log_probs_are_those_of_a_plain_forward(p, result)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_arrivals_lengths_and_cancellations_stay_exact(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = engine_of(MODEL, max_batch_size=rng.randint(1, 6), prefix_cache_tokens=rng.choice([0, 100, 5000]))
+    stems = [prompt(n, seed=n) for n in (5, 25, 40)]
+
+    async def one(i: int) -> None:
+        await asyncio.sleep(rng.random() * 0.1)
+        stem = rng.choice(stems)
+        tokens = stem[: rng.randint(1, len(stem))] + prompt(rng.randint(0, 20), seed=i)
+        task = asyncio.create_task(engine.generate(request(tokens, rng.randint(1, 25), seed=i, routes=True)))
+        if rng.random() < 0.2:
+            await asyncio.sleep(rng.random() * 0.05)
+            task.cancel()
+            await asyncio.wait([task])
+            if task.cancelled():
+                return
+        result = await task
+        assert_log_probs_are_those_of_a_plain_forward(tokens, result)
+        np.testing.assert_array_equal(result.routed_experts, plain_routes(MODEL, tokens + result.output_ids))
+
+    async def all_of_them() -> None:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(one(i) for i in range(25)))
+
+    asyncio.run(all_of_them())
+
+
+def test_bfloat16_engine_agrees_with_its_own_score() -> None:
+    engine = engine_of(reference_model(dtype=torch.bfloat16))
+    tokens = prompt(40)
+    (result,) = gather(engine, [request(tokens, 20, seed=0)])
+    scored = asyncio.run(engine.score(tokens + result.output_ids))[len(tokens) - 1 :]
+    assert np.abs(np.array(result.output_log_probs) - scored).mean() < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_generation_on_a_gpu_equals_a_plain_forward_on_the_cpu() -> None:
+    engine = engine_of(MODEL, device="cuda", max_batch_size=4)
+    prompts = [prompt(5 + 9 * i, seed=i) for i in range(6)]
+    for p, result in zip(prompts, gather(engine, [request(p, 20, seed=1, top_p=0.9) for p in prompts]), strict=True):
+        expected = plain_log_probs(MODEL, p + result.output_ids)[len(p) - 1 :]
+        np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request([], 5), "empty"),
+        (request([1, VOCAB], 5), "outside"),
+        (request([-1], 5), "outside"),
+        (request([1], 0), "max_new_tokens"),
+        (request([1], 5, temperature=-1.0), "temperature"),
+        (request([1], 5, top_p=0.0), "top_p"),
+        (request([1], 1 << 20), "positions"),
+    ],
+)
+def test_requests_that_cannot_run_are_refused_naming_the_fault(bad: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gather(engine_of(MODEL), [bad])
