@@ -90,9 +90,7 @@ class HfDirectory:
             self._open(file)
         for name, file in weight_map.items():
             if name not in self._files[file].keys():  # noqa: SIM118
-                raise ConversionError(
-                    f"{self.path / file}: tensor {name} is missing, though {index.name} places it there"
-                )
+                raise ConversionError(f"{self.path / file}: tensor {name} is not in it, against what {index.name} says")
         return weight_map
 
     def _open(self, file: str) -> None:

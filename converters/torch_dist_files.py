@@ -78,9 +78,10 @@ class TorchDistWriter:
         # through a buffer: on a full disk torch.save does not say what is wrong, a plain write does
         buffer = io.BytesIO()
         torch.save(value, buffer)
-        data = buffer.getbuffer()
-        self._places[index] = _StorageInfo(DATA_FILE, self._file.tell(), len(data))
-        self._file.write(data)
+        # the view is released also on an error: collecting one in a traceback has crashed the interpreter
+        with buffer.getbuffer() as data:
+            self._places[index] = _StorageInfo(DATA_FILE, self._file.tell(), len(data))
+            self._file.write(data)
 
     def close(self) -> None:
         self._file.flush()

@@ -6,20 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM
 
-from tests.converters.models import TINY, save_hf
-from tests.megatron_gptoss.reference import hf_model
-
-
-@pytest.fixture(scope="session")
-def reference() -> GptOssForCausalLM:
-    return hf_model(TINY)
+from tests.converters.models import TINY, save_hf, tiny_weights
 
 
 @pytest.fixture(scope="session")
-def weights(reference: GptOssForCausalLM) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in reference.state_dict().items()}
+def weights() -> dict[str, torch.Tensor]:
+    return tiny_weights()
+
+
+@pytest.fixture(scope="session")
+def reference(weights: dict[str, torch.Tensor]) -> GptOssForCausalLM:
+    model = GptOssForCausalLM(GptOssConfig(**TINY.to_hf_config(), attn_implementation="eager")).float().eval()
+    model.load_state_dict(weights, strict=True)
+    return model
 
 
 @pytest.fixture(params=["fp32", "bf16"])

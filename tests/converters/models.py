@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
 
 # every dimension that could be mistaken for another is different from it
@@ -25,8 +26,19 @@ TINY = ModelConfig(
 )
 
 
+def tiny_weights() -> dict[str, torch.Tensor]:
+    """fp32, everything random, so that no tensor can be taken for another."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: 0.2 * torch.randn(shape, generator=generator) + ("norm" in name)
+        for name, shape in hf_shapes(TINY).items()
+    }
+
+
 def save_hf(directory: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> Path:
     directory.mkdir()
-    save_file({name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")
+    save_file(
+        {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}, directory / "model.safetensors"
+    )
     (directory / "config.json").write_text(json.dumps(TINY.to_hf_config()))
     return directory

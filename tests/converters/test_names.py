@@ -52,7 +52,9 @@ def test_there_and_back_is_bit_exact_and_complete(weights: dict[str, torch.Tenso
 
 def test_qkv_holds_per_group_its_query_heads_then_key_then_value() -> None:
     groups, per_group, size = 2, 4, 3
-    rows = {x: torch.arange(n * size).view(-1, 1) + 100 * i for i, (x, n) in enumerate({"q": 8, "k": 2, "v": 2}.items())}
+    rows = {
+        x: torch.arange(n * size).view(-1, 1) + 100 * i for i, (x, n) in enumerate({"q": 8, "k": 2, "v": 2}.items())
+    }
     merged = merge_qkv(rows["q"], rows["k"], rows["v"], groups=groups).flatten().tolist()
     expected = []
     for group in range(groups):

@@ -1,0 +1,129 @@
+"""A running Megatron model is filled and read out exactly, whatever its parallel layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from converters.errors import ConversionError
+from converters.live import export_hf_weights, load_hf_weights
+from converters.names import hf_shapes
+from converters.random_weights import random_hf_weights
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.model import build_model
+from tests.converters.models import TINY, tiny_weights
+from tests.distributed import free_port, run_distributed
+
+Weights = dict[str, torch.Tensor]
+TWO = {
+    "data": {},
+    "expert": {"expert": 2},
+    "pipeline": {"pipeline": 2},
+    "tensor": {"tensor": 2},
+    "tensor+expert": {"tensor": 2, "expert": 2},
+    "context": {"context": 2},
+}
+FOUR = {"pipeline+tensor+expert": {"pipeline": 2, "tensor": 2, "expert": 2}}
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    distributed.initialize(ParallelConfig(), port=free_port())
+    yield
+    distributed.shutdown()
+
+
+def load_and_export(rank: int, world_size: int, layouts: dict[str, Any], dtype: torch.dtype, ports: list[int]) -> Any:
+    torch.set_num_threads(1)
+    weights = tiny_weights()
+    result = {}
+    for (name, layout), port in zip(layouts.items(), ports, strict=True):
+        parallel = ParallelConfig(world_size=world_size, **layout)
+        distributed.initialize(parallel, rank, port=port)
+        model = build_model(TINY, parallel, dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        load_hf_weights(model, TINY, weights.__getitem__)
+        finite = all(parameter.isfinite().all() for parameter in model.parameters())
+        exported = {key: tensor.clone() for key, tensor in export_hf_weights(model, TINY)}
+        held = sum(parameter.numel() for parameter in model.parameters())
+        result[name] = finite, held, exported
+        distributed.shutdown()
+    return result
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[Any]:
+    return run_distributed(load_and_export, 2, 2, TWO, torch.float32, [free_port() for _ in TWO])
+
+
+def check(ranks: list[Any], layout: str, expected: Weights) -> None:
+    assert all(rank[layout][0] for rank in ranks), "not every parameter was filled"
+    exported = ranks[0][layout][2]
+    assert list(exported) == list(hf_shapes(TINY))
+    for name, tensor in expected.items():
+        assert exported[name].dtype == tensor.dtype
+        assert torch.equal(exported[name], tensor), name
+    assert not any(rank[layout][2] for rank in ranks[1:])
+
+
+@pytest.mark.parametrize("layout", TWO)
+def test_export_of_two_ranks_is_bit_exact(layout: str, two_ranks: list[Any], weights: Weights) -> None:
+    check(two_ranks, layout, weights)
+
+
+def test_export_of_four_ranks_is_bit_exact_in_bf16_under_mixed_parallelism(weights: Weights) -> None:
+    ranks = run_distributed(load_and_export, 4, 4, FOUR, torch.bfloat16, [free_port() for _ in FOUR])
+    for layout in FOUR:
+        check(ranks, layout, {name: tensor.bfloat16() for name, tensor in weights.items()})
+
+
+def test_model_parallel_ranks_hold_only_their_part(two_ranks: list[Any], weights: Weights) -> None:
+    total = sum(tensor.numel() for tensor in weights.values())
+    experts = sum(tensor.numel() for name, tensor in weights.items() if ".experts." in name)
+    assert [rank["data"][1] for rank in two_ranks] == [total, total]
+    assert sum(rank["pipeline"][1] for rank in two_ranks) == total
+    assert [rank["expert"][1] for rank in two_ranks] == [total - experts // 2] * 2
+
+
+def test_a_missing_tensor_is_named(one_rank: None, weights: Weights) -> None:
+    name = "model.layers.1.self_attn.k_proj.bias"
+    incomplete = {key: tensor for key, tensor in weights.items() if key != name}
+    with pytest.raises(ValueError, match=f"tensor {name} is missing"):
+        load_hf_weights(build_model(TINY, ParallelConfig()), TINY, incomplete.__getitem__)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(one_rank: None, weights: Weights) -> None:
+    name = "model.layers.0.mlp.experts.down_proj"
+    untransposed = weights | {name: weights[name].transpose(1, 2)}
+    with pytest.raises(ConversionError, match=rf"{name} has shape \[4, 40, 24\], .* \[4, 24, 40\]"):
+        load_hf_weights(build_model(TINY, ParallelConfig()), TINY, untransposed.__getitem__)
+
+
+def test_a_parameter_without_counterpart_is_named(one_rank: None, weights: Weights) -> None:
+    model = build_model(TINY, ParallelConfig())
+    model.decoder.layers[1].adapter = torch.nn.Linear(2, 2)
+    with pytest.raises(ConversionError, match=r"decoder\.layers\.1\.adapter\.weight .* has no counterpart"):
+        load_hf_weights(model, TINY, weights.__getitem__)
+
+
+def test_a_model_of_another_size_is_named(one_rank: None, weights: Weights) -> None:
+    model = build_model(TINY.model_copy(update={"vocab_size": 48}), ParallelConfig())
+    with pytest.raises(ConversionError, match=r"embedding\.word_embeddings\.weight has shape \[48, 40\] on this rank"):
+        load_hf_weights(model, TINY, weights.__getitem__)
+
+
+def test_random_weights_depend_on_seed_and_name_only() -> None:
+    first, again, other = (random_hf_weights(TINY, seed) for seed in (1, 1, 2))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    again("lm_head.weight")  # an earlier call changes nothing
+    assert torch.equal(first(name), again(name))
+    assert not torch.equal(first(name), other(name))
+    assert not torch.equal(first(name), first("model.layers.1.self_attn.q_proj.weight"))
+    assert first(name).std().item() == pytest.approx(TINY.initializer_std, rel=0.1)
+    assert {key: tuple(first(key).shape) for key in hf_shapes(TINY)} == hf_shapes(TINY)
