@@ -6,7 +6,7 @@ Reading a configuration imports neither torch nor Ray, so a mistake is reported 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,6 +14,9 @@ from pydantic import Field, ValidationError, model_validator
 from yaml import YAMLError
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
+from rl_loop.demonstrations import DemonstrationConfig
+from rl_loop.environments.retool import RewardConfig
+from rl_loop.harmony import PromptConfig
 from rl_loop.sandbox.config import SandboxConfig
 
 
@@ -29,21 +32,6 @@ class VocabularyConfig(StrictModel):
     Harmony special tokens, for models that train on a laptop."""
     ranks: int = Field(1000, ge=256)
     """Tiny vocabulary only: how many of the most common tokens are kept. The first 256 are the bytes."""
-
-
-class PromptConfig(StrictModel):
-    """What the Harmony system message says. Shorter prompts cost less; the released models expect the full ones."""
-
-    model_identity: str | None = "You are ChatGPT, a large language model trained by OpenAI."
-    """First line of the system message; null leaves it out."""
-    knowledge_cutoff: str | None = "2024-06"
-    """Shown as the knowledge cutoff; null leaves it out."""
-    reasoning_effort: Literal["low", "medium", "high"] | None = "medium"
-    """Shown as the reasoning effort; null leaves it out."""
-    channels: bool = True
-    """Whether the list of valid channels is shown."""
-    python_tool: bool = True
-    """Whether the Python tool's own description, as the released models know it, is shown."""
 
 
 class TaskConfig(StrictModel):
@@ -94,17 +82,6 @@ class RolloutConfig(StrictModel):
     """Record which experts the engine chose for every token."""
 
 
-class RewardConfig(StrictModel):
-    """What an episode earns."""
-
-    correct: float = 1.0
-    """Final answer equivalent to the ground truth."""
-    wrong: float = -1.0
-    """Any other final answer, or none."""
-    format_error: float = -1.0
-    """The sampled tokens are not a legal Harmony message."""
-
-
 class AlgorithmConfig(StrictModel):
     """Advantages and the policy loss."""
 
@@ -137,6 +114,9 @@ class TrainingConfig(StrictModel):
 
 class RunConfig(StrictModel):
     """What every run has."""
+
+    command: ClassVar[str]
+    """The ``gptoss`` command that runs it."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
     """Name of the run; its directory is ``output_dir/name``."""
@@ -191,6 +171,8 @@ class RunConfig(StrictModel):
 class RlConfig(RunConfig):
     """``gptoss rl``: on-policy reinforcement learning."""
 
+    command: ClassVar[str] = "rl"
+
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages and the policy loss."""
     evaluate_every: int = Field(10, gt=0)
@@ -209,27 +191,10 @@ class RlConfig(RunConfig):
         return self
 
 
-class DemonstrationConfig(StrictModel):
-    """The mixture of generated demonstrations; the fractions must add up to 1."""
-
-    direct: float = Field(0.5, ge=0, le=1)
-    """Answered from the head, without a tool."""
-    direct_correct: float = Field(0.1, ge=0, le=1)
-    """Of the direct answers, the fraction that is right."""
-    tool: float = Field(0.35, ge=0, le=1)
-    """One correct call, then the answer."""
-    corrected: float = Field(0.15, ge=0, le=1)
-    """A call with a mistake, its output, a corrected call, then the answer."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if abs(self.direct + self.tool + self.corrected - 1) > 1e-6:
-            raise ValueError(f"direct + tool + corrected must be 1, got {self.direct + self.tool + self.corrected}")
-        return self
-
-
 class SftConfig(RunConfig):
     """``gptoss sft``: supervised fine-tuning on generated demonstrations."""
+
+    command: ClassVar[str] = "sft"
 
     demonstrations: DemonstrationConfig = DemonstrationConfig()
     """What the demonstrations are made of."""

@@ -11,10 +11,12 @@ import torch
 from rl_loop.agent import EpisodeLimits, run_episode
 from rl_loop.config import RunConfig
 from rl_loop.engines import SamplingParams
-from rl_loop.environments import Task, make_environment
+from rl_loop.environments import Task
+from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.harmony import Harmony
 from rl_loop.sandbox import PythonSandbox
 from rl_loop.trajectory import TrajectoryGroup
+from rl_loop.vocabulary import make_vocabulary
 
 
 class RolloutWorker:
@@ -27,7 +29,7 @@ class RolloutWorker:
         from rl_loop.engines.transformers_engine import TransformersEngine
 
         self.config = config
-        self.harmony = Harmony.from_config(config.vocabulary)
+        self.harmony = Harmony(make_vocabulary(config.vocabulary.kind, config.vocabulary.ranks), config.prompt)
         self.engine = TransformersEngine.from_config(
             GptOssConfig(**config.model.to_hf_config()),
             dtype=getattr(torch, config.dtype),
@@ -49,16 +51,13 @@ class RolloutWorker:
         """One episode per seed, all at the same time."""
         rollout = self.config.rollout
         limits = EpisodeLimits(
-            max_turns=rollout.max_turns,
-            max_new_tokens_per_turn=rollout.max_new_tokens_per_turn,
-            max_tokens=rollout.max_tokens,
-            seconds=rollout.episode_seconds,
+            max_turns=rollout.max_turns, max_tokens=rollout.max_tokens, seconds=rollout.episode_seconds
         )
         sampling = SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p)
         episodes = [
             run_episode(
-                task,
-                make_environment(task, self.config.reward, self.sandbox.run),
+                task.task_id,
+                ReToolEnvironment(task, self.sandbox.run, self.config.reward),
                 self.engine,
                 self.harmony,
                 limits,

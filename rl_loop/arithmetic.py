@@ -1,0 +1,56 @@
+"""The demo's tasks: arithmetic that is hard from the head and easy with Python, in words and as expressions.
+
+Task i of a split is a function of the seed and i, so a resumed run needs no state. Which split a problem belongs to is
+decided by a hash of its *expression*, so no problem of one split occurs in the other in any wording.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["train", "held_out"]
+HELD_OUT_SHARE = 8
+"""One expression in this many is held out."""
+
+# (text, expression); a, b, c are replaced by numbers
+TEMPLATES = (
+    ("Compute {a}*{b}+{c}.", "{a}*{b}+{c}"),
+    ("Compute {a}*{b}-{c}.", "{a}*{b}-{c}"),
+    ("Compute ({a}+{b})*{c}.", "({a}+{b})*{c}"),
+    ("Compute {a}*({b}-{c}).", "{a}*({b}-{c})"),
+    ("A box holds {a} pens. How many pens are in {b} boxes and {c} more?", "{a}*{b}+{c}"),
+    ("A shop has {a} bags of {b} nuts and sells {c} nuts. How many nuts are left?", "{a}*{b}-{c}"),
+    ("{a} boys and {b} girls get {c} cards each. How many cards is that?", "({a}+{b})*{c}"),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``text`` is what is asked, ``expression`` the Python that answers it."""
+
+    text: str
+    expression: str
+
+    @property
+    def answer(self) -> int:
+        return int(eval(self.expression, {"__builtins__": {}}))
+
+
+def problem(split: Split, seed: int, index: int) -> Problem:
+    """Problem ``index`` (from 0, without end) of a split."""
+    for attempt in range(1000):
+        rng = random.Random(f"{seed}/{split}/{index}/{attempt}")
+        text, expression = rng.choice(TEMPLATES)
+        numbers = {name: rng.randint(12, 987) for name in "abc"}
+        found = Problem(text.format(**numbers), expression.format(**numbers))
+        if split_of(found.expression) == split:
+            return found
+    raise RuntimeError(f"no problem {index} of split {split} found")  # 1000 misses in a row do not happen
+
+
+def split_of(expression: str) -> Split:
+    digest = hashlib.sha256(expression.encode()).digest()
+    return "held_out" if digest[0] % HELD_OUT_SHARE == 0 else "train"

@@ -1,0 +1,164 @@
+"""Harmony in token space: rendering prompts and tool output, and parsing what the policy sampled.
+
+openai-harmony does both on token ids; there are no regular expressions here. Sampled ids are parsed and then kept as
+they are: rendering a parsed message again gives other ids (the recipient moves before the channel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from openai_harmony import (
+    Author,
+    Conversation,
+    DeveloperContent,
+    HarmonyError,
+    Message,
+    ReasoningEffort,
+    Role,
+    SystemContent,
+)
+from pydantic import BaseModel, ConfigDict
+
+from rl_loop.vocabulary import Vocabulary, harmony_encoding
+
+CHANNELS = ("analysis", "commentary", "final")
+
+
+class PromptConfig(BaseModel):
+    """What the Harmony system message says. Shorter prompts cost less; the released models expect the full ones."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    model_identity: str | None = "You are ChatGPT, a large language model trained by OpenAI."
+    """First line of the system message; null leaves it out."""
+    knowledge_cutoff: str | None = "2024-06"
+    """Shown as the knowledge cutoff; null leaves it out."""
+    reasoning_effort: Literal["low", "medium", "high"] | None = "medium"
+    """Shown as the reasoning effort; null leaves it out."""
+    channels: bool = True
+    """Whether the list of valid channels is shown."""
+    python_tool: bool = True
+    """Whether the Python tool's own description, as the released models know it, is shown."""
+
+
+@dataclass(frozen=True)
+class ParsedMessage:
+    """One message that the policy wrote."""
+
+    channel: str
+    recipient: str | None
+    """The tool that is called, such as "python" or "functions.search"; None if it is no call."""
+    content_type: str | None
+    text: str
+
+
+@dataclass(frozen=True)
+class FormatError:
+    """The sampled ids are not what Harmony allows."""
+
+    reason: str
+
+
+class Harmony:
+    """Renders and parses for one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt: PromptConfig) -> None:
+        self.vocabulary = vocabulary
+        self._system = _system_content(prompt)
+        self._assistant_header = vocabulary.from_harmony(
+            harmony_encoding().encode("<|start|>assistant", allowed_special="all")
+        )
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self.vocabulary.stop_token_ids
+
+    def render_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Ids of system, developer and user messages, ending where the assistant begins.
+
+        ``messages``: {"role": "developer" or "user", "content": text}. Raises ValueError naming another role.
+        """
+        rendered = [] if self._system is None else [Message.from_role_and_content(Role.SYSTEM, self._system)]
+        rendered += [_prompt_message(message) for message in messages]
+        ids = harmony_encoding().render_conversation_for_completion(
+            Conversation.from_messages(rendered), Role.ASSISTANT
+        )
+        return self.vocabulary.from_harmony(ids)
+
+    def render_tool_output(self, tool: str, channel: str, text: str) -> list[int]:
+        """Ids of a tool's answer to the assistant, ending where the assistant begins again."""
+        message = Message.from_author_and_content(Author.new(Role.TOOL, tool), text)
+        ids = harmony_encoding().render(message.with_channel(channel).with_recipient("assistant"))
+        return self.vocabulary.from_harmony(ids) + self._assistant_header
+
+    def render_assistant(self, messages: Sequence[ParsedMessage], end: Literal["<|return|>", "<|call|>"]) -> list[int]:
+        """Ids of an assistant turn as a policy would sample it, after ``<|start|>assistant``. For demonstrations.
+
+        The header has the order that GPT-OSS itself writes: channel, then recipient, then content type.
+        """
+        text_ids, special = self.vocabulary.encode_text, self._special
+        ids: list[int] = []
+        for i, message in enumerate(messages):
+            ids += special("<|start|>") + text_ids("assistant") if i else []
+            ids += special("<|channel|>") + text_ids(message.channel)
+            ids += text_ids(f" to={message.recipient}") if message.recipient else []
+            ids += text_ids(f" {message.content_type}") if message.content_type else []
+            ids += special("<|message|>") + text_ids(message.text)
+            ids += special(end if i == len(messages) - 1 else "<|end|>")
+        return ids
+
+    def parse(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
+        """The messages of one sampled assistant turn. ``ids`` are those after ``<|start|>assistant``."""
+        try:
+            parsed = harmony_encoding().parse_messages_from_completion_tokens(
+                self.vocabulary.to_harmony(ids), Role.ASSISTANT
+            )
+        except (HarmonyError, ValueError) as error:
+            return FormatError(f"not a Harmony message: {error}")
+        if not parsed:
+            return FormatError("no message")
+        messages = []
+        for message in parsed:
+            if message.author.role is not Role.ASSISTANT:
+                return FormatError(f"a message of role {message.author.role.value}")
+            if message.channel not in CHANNELS:
+                return FormatError(f"channel {message.channel!r}")
+            text = "".join(getattr(part, "text", "") for part in message.content)
+            messages.append(ParsedMessage(message.channel, message.recipient, message.content_type, text))
+        return messages
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.vocabulary.decode(ids)
+
+    def decode_token(self, token_id: int) -> str:
+        return self.vocabulary.decode([token_id])
+
+    def _special(self, token: str) -> list[int]:
+        return self.vocabulary.from_harmony(harmony_encoding().encode(token, allowed_special={token}))
+
+
+def _system_content(prompt: PromptConfig) -> SystemContent | None:
+    effort = {"low": ReasoningEffort.LOW, "medium": ReasoningEffort.MEDIUM, "high": ReasoningEffort.HIGH}
+    settings: dict[str, Any] = {
+        "model_identity": prompt.model_identity,
+        "knowledge_cutoff": prompt.knowledge_cutoff,
+        "reasoning_effort": effort.get(prompt.reasoning_effort or ""),
+    }
+    if not prompt.channels:
+        settings["channel_config"] = None
+    if not prompt.channels and not prompt.python_tool and all(value is None for value in settings.values()):
+        return None
+    content = SystemContent(**settings)
+    return content.with_python_tool() if prompt.python_tool else content
+
+
+def _prompt_message(message: dict[str, str]) -> Message:
+    role, text = message["role"], message["content"]
+    if role == "user":
+        return Message.from_role_and_content(Role.USER, text)
+    if role == "developer":
+        return Message.from_role_and_content(Role.DEVELOPER, DeveloperContent.new().with_instructions(text))
+    raise ValueError(f"a prompt message has role {role!r}; expected 'developer' or 'user'")

@@ -1,0 +1,1 @@
+"""Rewards: functions of what an episode said and did."""

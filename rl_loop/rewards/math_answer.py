@@ -1,0 +1,45 @@
+r"""Is the answer in \boxed{} equivalent to the ground truth?"""
+
+from __future__ import annotations
+
+import logging
+import re
+from decimal import Decimal
+
+PLAIN_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete \boxed{...} (braces may nest), or None."""
+    start = text.rfind(r"\boxed{")
+    while start >= 0:
+        depth = 0
+        for i in range(start + len(r"\boxed"), len(text)):
+            depth += (text[i] == "{") - (text[i] == "}")
+            if depth == 0:
+                return text[start + len(r"\boxed{") : i]
+        start = text.rfind(r"\boxed{", 0, start)
+    return None
+
+
+def is_correct(answer: str, ground_truth: str) -> bool:
+    r"""Whether the last \boxed{} of ``answer`` equals ``ground_truth``, as math-verify sees it.
+
+    Two plain decimal numbers are compared as such, which is what math-verify would find, only faster.
+    """
+    boxed = last_boxed(answer)
+    if boxed is None:
+        return False
+    given, wanted = boxed.strip(), ground_truth.strip()
+    if PLAIN_NUMBER.fullmatch(given) and PLAIN_NUMBER.fullmatch(wanted):
+        return Decimal(given) == Decimal(wanted)
+    return _math_verify(given, wanted)
+
+
+def _math_verify(given: str, wanted: str) -> bool:
+    from math_verify import parse, verify
+
+    # without its timeouts, which use signals and so work on the main thread only; both texts are short
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    parsed = [parse(rf"\boxed{{{text[:500]}}}", parsing_timeout=None) for text in (wanted, given)]
+    return bool(verify(parsed[0], parsed[1], timeout_seconds=None))

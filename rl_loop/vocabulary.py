@@ -1,0 +1,258 @@
+"""Token ids: the vocabulary of the released models, and a small one cut from it.
+
+openai-harmony renders and parses in the ids of the released models ("Harmony ids"). A vocabulary translates between
+those and the ids of its model. Text from outside (prompts, tool output) is always encoded as text: it can never become
+a special token.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from openai_harmony import HarmonyEncoding, HarmonyEncodingName, load_harmony_encoding
+
+from rl_loop.o200k import FILE_NAME, ensure_o200k
+
+SPECIAL_TOKENS = (
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "<|return|>",
+    "<|constrain|>",
+    "<|channel|>",
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|call|>",
+)
+# how o200k splits text before byte-pair merging; published with the vocabulary
+O200K_PATTERN = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+class Vocabulary(Protocol):
+    """Ids of one model."""
+
+    size: int
+    stop_token_ids: tuple[int, ...]
+    """What ends an assistant turn: <|return|> and <|call|>."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of plain text; "<|end|>" in it is five ordinary characters and more, never the special token."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text with special tokens written out; bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+    def from_harmony(self, ids: Sequence[int]) -> list[int]: ...
+
+    def to_harmony(self, ids: Sequence[int]) -> list[int]: ...
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write what transformers' AutoTokenizer needs; returns the files."""
+        ...
+
+
+@cache
+def harmony_encoding() -> HarmonyEncoding:
+    """openai-harmony's encoding; raises VocabularyUnavailable where its file cannot be had."""
+    ensure_o200k()
+    return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
+def _special_id(token: str) -> int:
+    (token_id,) = harmony_encoding().encode(token, allowed_special={token})
+    return token_id
+
+
+class GptOssVocabulary:
+    """The 201,088 ids of GPT-OSS-20B and 120B: the same as Harmony's."""
+
+    def __init__(self) -> None:
+        self.size = 201_088
+        self.stop_token_ids = (_special_id("<|return|>"), _special_id("<|call|>"))
+
+    def encode_text(self, text: str) -> list[int]:
+        return harmony_encoding().encode(text, disallowed_special=())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return harmony_encoding().decode(list(ids))
+
+    def from_harmony(self, ids: Sequence[int]) -> list[int]:
+        return list(ids)
+
+    def to_harmony(self, ids: Sequence[int]) -> list[int]:
+        return list(ids)
+
+    def save(self, directory: Path) -> list[Path]:
+        """Nothing: the released tokenizer files are copied from the checkpoint that training started from."""
+        return []
+
+
+class TinyVocabulary:
+    """The ``ranks`` most common tokens of o200k with their ids unchanged, then the special tokens, then unused ids.
+
+    Byte-pair merging is closed under cutting off rare ranks, so every text is encoded, only in more tokens.
+    """
+
+    UNUSED = 12
+    """Ids after the special tokens, which round the vocabulary up."""
+
+    def __init__(self, ranks: int) -> None:
+        from tokenizers import Tokenizer
+
+        if ranks < 256:
+            raise ValueError(f"a vocabulary of {ranks} ranks lacks some of the 256 bytes")
+        self.size = ranks + len(SPECIAL_TOKENS) + self.UNUSED
+        self._special = {token: ranks + i for i, token in enumerate(SPECIAL_TOKENS)}
+        self._names = {i: token for token, i in self._special.items()}
+        self._bytes = _first_ranks(ranks)
+        self._to_harmony = {i: _special_id(token) for token, i in self._special.items()}
+        self._from_harmony = {big: small for small, big in self._to_harmony.items()}
+        self._definition = _tokenizer_json(self._bytes, self._special)
+        # without the special tokens: text can then not contain one
+        self._text = Tokenizer.from_str(json.dumps({**self._definition, "added_tokens": []}))
+        self.stop_token_ids = (self._special["<|return|>"], self._special["<|call|>"])
+
+    def encode_text(self, text: str) -> list[int]:
+        return self._text.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(
+            part if isinstance(part, str) else part.decode("utf-8", errors="replace") for part in self._pieces(ids)
+        )
+
+    def _pieces(self, ids: Sequence[int]) -> list[str | bytes]:
+        """Runs of ordinary tokens as bytes, special and unused ones by name."""
+        pieces: list[str | bytes] = []
+        run = b""
+        for i in ids:
+            if i < len(self._bytes):
+                run += self._bytes[i]
+                continue
+            pieces += [run] if run else []
+            pieces.append(self._names.get(i, f"<|unused_{i}|>"))
+            run = b""
+        return pieces + ([run] if run else [])
+
+    def from_harmony(self, ids: Sequence[int]) -> list[int]:
+        out: list[int] = []
+        run: list[int] = []
+        for i in [*ids, None]:
+            if i is not None and i not in self._from_harmony:
+                run.append(i)
+                continue
+            if run:
+                out += self.encode_text(harmony_encoding().decode(run))
+                run = []
+            if i is not None:
+                out.append(self._from_harmony[i])
+        return out
+
+    def to_harmony(self, ids: Sequence[int]) -> list[int]:
+        """For parsing only: text that is not UTF-8 or is split unusually does not come back as the same ids."""
+        out: list[int] = []
+        for piece in self._pieces(ids):
+            if isinstance(piece, str) and piece in self._special:
+                out.append(_special_id(piece))
+            else:
+                text = piece if isinstance(piece, str) else piece.decode("utf-8", errors="replace")
+                out += harmony_encoding().encode(text, disallowed_special=())
+        return out
+
+    def save(self, directory: Path) -> list[Path]:
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|startoftext|>",
+            "eos_token": "<|return|>",
+            "pad_token": "<|endoftext|>",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 131_072,
+        }
+        files = {"tokenizer.json": self._definition, "tokenizer_config.json": settings}
+        for name, content in files.items():
+            (directory / name).write_text(json.dumps(content, ensure_ascii=False))
+        return [directory / name for name in files]
+
+
+def make_vocabulary(kind: str, ranks: int) -> Vocabulary:
+    """``kind``: "gptoss" or "tiny"; ``ranks`` matters to the latter only."""
+    return TinyVocabulary(ranks) if kind == "tiny" else GptOssVocabulary()
+
+
+def _first_ranks(ranks: int) -> list[bytes]:
+    """The bytes of ranks 0 .. ranks - 1. The file has a line "base64 rank" each, in order of rank."""
+    path = ensure_o200k()
+    if path is None:
+        raise RuntimeError(f"the tiny vocabulary needs the file {FILE_NAME}; set TIKTOKEN_ENCODINGS_BASE to its folder")
+    tokens = []
+    with path.open("rb") as file:
+        for line in file:
+            token, rank = line.split()
+            if int(rank) >= ranks:
+                break
+            tokens.append(base64.b64decode(token))
+    if len(tokens) != ranks:
+        raise ValueError(f"{path} has {len(tokens)} tokens below rank {ranks}")
+    return tokens
+
+
+def _tokenizer_json(tokens: list[bytes], special: dict[str, int]) -> dict[str, Any]:
+    """The vocabulary as a Hugging Face byte-level BPE: merges are recovered from the ranks."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+
+    def spell(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    merges = [tuple(map(spell, _last_merge(ranks, token))) for token in tokens if len(token) > 1]
+    split = {"type": "Split", "pattern": {"Regex": O200K_PATTERN}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": token, **flags} for token, i in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {spell(token): rank for rank, token in enumerate(tokens)},
+            "merges": merges,
+        },
+    }
+
+
+def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
+    """The two parts whose merge makes ``token``: merge its bytes by rank until two parts are left."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], len(ranks)))
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    return parts[0], parts[1]
