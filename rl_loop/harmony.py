@@ -22,7 +22,7 @@ from openai_harmony import (
 )
 from pydantic import BaseModel, ConfigDict
 
-from rl_loop.vocabulary import Vocabulary, harmony_encoding
+from rl_loop.vocabulary import Vocabulary, harmony_encoding, special_id
 
 CHANNELS = ("analysis", "commentary", "final")
 
@@ -137,7 +137,7 @@ class Harmony:
         return self.vocabulary.decode([token_id])
 
     def _special(self, token: str) -> list[int]:
-        return self.vocabulary.from_harmony(harmony_encoding().encode(token, allowed_special={token}))
+        return self.vocabulary.from_harmony([special_id(token)])
 
 
 def _system_content(prompt: PromptConfig) -> SystemContent | None:

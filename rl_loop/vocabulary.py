@@ -74,7 +74,9 @@ def harmony_encoding() -> HarmonyEncoding:
     return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
 
 
-def _special_id(token: str) -> int:
+@cache
+def special_id(token: str) -> int:
+    """Harmony id of a special token. openai-harmony takes milliseconds to look one up."""
     (token_id,) = harmony_encoding().encode(token, allowed_special={token})
     return token_id
 
@@ -84,7 +86,7 @@ class GptOssVocabulary:
 
     def __init__(self) -> None:
         self.size = 201_088
-        self.stop_token_ids = (_special_id("<|return|>"), _special_id("<|call|>"))
+        self.stop_token_ids = (special_id("<|return|>"), special_id("<|call|>"))
 
     def encode_text(self, text: str) -> list[int]:
         return harmony_encoding().encode(text, disallowed_special=())
@@ -121,7 +123,7 @@ class TinyVocabulary:
         self._special = {token: ranks + i for i, token in enumerate(SPECIAL_TOKENS)}
         self._names = {i: token for token, i in self._special.items()}
         self._bytes = _first_ranks(ranks)
-        self._to_harmony = {i: _special_id(token) for token, i in self._special.items()}
+        self._to_harmony = {i: special_id(token) for token, i in self._special.items()}
         self._from_harmony = {big: small for small, big in self._to_harmony.items()}
         self._definition = _tokenizer_json(self._bytes, self._special)
         # without the special tokens: text can then not contain one
@@ -168,7 +170,7 @@ class TinyVocabulary:
         out: list[int] = []
         for piece in self._pieces(ids):
             if isinstance(piece, str) and piece in self._special:
-                out.append(_special_id(piece))
+                out.append(special_id(piece))
             else:
                 text = piece if isinstance(piece, str) else piece.decode("utf-8", errors="replace")
                 out += harmony_encoding().encode(text, disallowed_special=())
