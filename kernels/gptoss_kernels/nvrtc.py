@@ -47,7 +47,7 @@ def compile_cubin(source: Path, defines: dict[str, int], architecture: str) -> b
     """Compile ``source`` (its folder on the include path) for e.g. "sm_90". Raises RuntimeError with the compiler's log."""
     nvrtc = _nvrtc()
     headers = sorted(source.parent.glob("*.cuh"))
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", f"--include-path={source.parent}"]
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", f"--include-path={source.parent}"]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     version = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))

@@ -141,18 +141,18 @@ def window_backward(
     heads = q.shape[1]
     shape = Shape(q.shape[2], heads // k.shape[1], window)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    delta = torch.empty_like(lse)
+    row_stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
     items, count = _items(layout, CHUNK, q.device)
     shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
     if count:
         kernel = _kernel("window_backward_q", shape, q.device)
         blocks = count * heads // shape.group
         kernel(
-            blocks, THREADS, q, k, v, sinks.float(), o, lse, grad_o, grad_q, delta, shares, items, heads, scale, CHUNK
+            blocks, THREADS, q, k, v, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, scale, CHUNK
         )
         kernel = _kernel("window_backward_kv", shape, q.device)
         items, count = _items(layout, KEYS, q.device)
-        kernel(count * k.shape[1], THREADS, q, k, v, lse, delta, grad_o, grad_k, grad_v, items, heads, scale)
+        kernel(count * k.shape[1], THREADS, q, k, v, row_stats, grad_o, grad_k, grad_v, items, heads, scale)
     return grad_q, grad_k, grad_v, shares.sum(0).to(sinks.dtype)
 
 

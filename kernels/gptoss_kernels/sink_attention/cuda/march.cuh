@@ -1,4 +1,4 @@
-// How the row-owning kernels (forward, dQ) walk: a block of four warps takes CHUNK positions of one sequence and one
+// How the row-owning kernels (forward, dQ) walk: a block of four warps takes `chunk` positions of one sequence and one
 // group of heads, TILE positions at a time. A tile is 128 rows (positions x heads); each warp owns 32 of them. Keys lie in
 // a ring of 16-key blocks in shared memory: every step adds the new ones and the products run over the ring in place.
 // Everything is aligned to the start of the sequence, so a sequence's bits do not depend on what it is packed with.
@@ -12,51 +12,81 @@ constexpr int HALO = (WINDOW - 1 + 15) / 16;        // key blocks before the til
 constexpr int BLOCKS = HALO + NEW;                  // key blocks a tile sees
 constexpr int RING = BLOCKS + NEW;                  // with those of the next tile on their way
 constexpr int HEADS_PER_KV = GROUP * GROUPS;
+constexpr u32 BLOCK_BYTES = 16 * ROW_BYTES, RING_BYTES = RING * BLOCK_BYTES, TILE_BYTES = ROWS * ROW_BYTES;
 
 struct Item { int start, end, first, unused; };     // sequence [start, end), this block's first position
 
-__device__ __forceinline__ int tile_position(int row) { return row / GROUP; }
-
-__device__ __forceinline__ void load_rows(bf16* tile, const bf16* x, int p0, int end, int heads, int head0, int thread) {
+// A tile's rows, 16 bytes per thread and pass: pass i is PASS rows further.
+constexpr int PASS = THREADS / CHUNKS, PASSES = ROWS / PASS;
+struct RowLoader {
+    u32 to;
+    long long from;                                 // element offset for position 0
+    int position;
+    __device__ RowLoader(int heads, int head0, int thread) {
+        const int row = thread / CHUNKS, c = thread % CHUNKS;
+        to = chunk_address(row, c);
+        position = row / GROUP;
+        from = ((long long)position * heads + head0 + row % GROUP) * D + c * 8;
+    }
+    __device__ __forceinline__ void load(u32 tile, const bf16* x, int p0, int end, int heads) const {
+        const bf16* source = x + from + (long long)p0 * heads * D;
+        const long long stride = (long long)(PASS / GROUP) * heads * D;
 #pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS / THREADS; i++) {
-        int index = i * THREADS + thread, row = index / CHUNKS, c = index % CHUNKS;
-        int p = p0 + tile_position(row);
-        bool inside = p < end;
-        copy16(tile + swizzled(row, c), x + ((long long)(inside ? p : p0) * heads + head0 + row % GROUP) * D + c * 8, inside);
+        for (int i = 0; i < PASSES; i++)
+            copy16(tile + to + i * PASS * ROW_BYTES, source + i * stride, p0 + position + i * (PASS / GROUP) < end);
     }
-}
+};
 // Key blocks [from, to), counted from the sequence's start, into their ring slots.
-__device__ __forceinline__ void load_keys(bf16* ring_k, bf16* ring_v, const bf16* k, const bf16* v, const Item& item, int from,
-                                          int to, int kv_heads, int kv_head, int thread) {
-    for (int index = thread; index < (to - from) * 16 * CHUNKS; index += THREADS) {
-        int block = from + index / (16 * CHUNKS), row = index / CHUNKS % 16, c = index % CHUNKS;
-        int p = item.start + block * 16 + row;
-        bool inside = p < item.end;
-        long long source = ((long long)(inside ? p : item.start) * kv_heads + kv_head) * D + c * 8;
-        int slot = swizzled(block % RING * 16 + row, c);
-        copy16(ring_k + slot, k + source, inside);
-        copy16(ring_v + slot, v + source, inside);
+__device__ __forceinline__ void load_keys(u32 ring, const bf16* k, const bf16* v, const Item& item, int from, int to,
+                                          int kv_heads, int kv_head, int thread) {
+    const int row = thread / CHUNKS, c = thread % CHUNKS;
+    const u32 target = ring + chunk_address(row % 16, c);
+    for (int block = from + row / 16; block < to; block += PASS / 16) {
+        const int p = item.start + block * 16 + row % 16;
+        const long long source = ((long long)p * kv_heads + kv_head) * D + c * 8;
+        const u32 slot = target + block % RING * BLOCK_BYTES;
+        copy16(slot, k + source, p < item.end);
+        copy16(slot + RING_BYTES, v + source, p < item.end);
     }
 }
-// Whether block b of a tile can hold a key that some row of the tile must not see.
-__device__ constexpr bool needs_mask(int b) { return b >= HALO || (b - HALO) * 16 <= TILE - 1 - WINDOW; }
+// Ring slot of a tile's block b, given that of its block 0.
+__device__ __forceinline__ u32 slot_offset(int slot0, int b) {
+    const int slot = slot0 + b;
+    return (slot < RING ? slot : slot - RING) * BLOCK_BYTES;
+}
+// Whether block b of a tile can hold a key that some row of the tile must not see: too late, or too early.
+__device__ constexpr bool too_late(int b) { return b >= HALO; }
+__device__ constexpr bool too_early(int b) { return (b - HALO) * 16 <= TILE - 1 - WINDOW; }
 // Whether this warp's positions see anything of block b (always, when a tile is as long as a key block).
 __device__ __forceinline__ bool concerns(int b, int warp) {
     if constexpr (NEW == 1) return true;
-    int first = warp * (TILE / 4), last = first + TILE / 4 - 1, key = (b - HALO) * 16;
+    const int first = warp * (TILE / 4), last = first + TILE / 4 - 1, key = (b - HALO) * 16;
     return key <= last && key + 15 > first - WINDOW;
 }
-// Hide what the mask hides. x[e]: rows row and row + 8, columns column and column + 1 of block b.
-__device__ __forceinline__ bool visible(int row, int key) { return (u32)(tile_position(row) - key) < (u32)WINDOW; }
+// ahead: the row's position minus this lane's first column, both counted from the tile; key: the block's column less that.
+__device__ __forceinline__ bool visible(int b, int ahead, int key) {
+    return (!too_late(b) || key <= ahead) && (!too_early(b) || key > ahead - WINDOW);
+}
 
 // 32 rows of this warp from shared memory to x.
-__device__ __forceinline__ void store_rows(bf16* x, const bf16* tile, int p0, int end, int heads, int head0, int warp, int lane) {
-#pragma unroll
-    for (int i = 0; i < CHUNKS; i++) {
-        int index = i * 32 + lane, row = warp * 32 + index / CHUNKS, c = index % CHUNKS;
-        int p = p0 + tile_position(row);
-        if (p < end)
-            *(uint4*)(x + ((long long)p * heads + head0 + row % GROUP) * D + c * 8) = *(const uint4*)(tile + swizzled(row, c));
+constexpr int SPAN = 32 / CHUNKS;                   // rows that a warp stores at once
+struct RowStore {
+    u32 from;
+    long long to;
+    int position;
+    __device__ RowStore(int heads, int head0, int warp, int lane) {
+        const int row = lane / CHUNKS, c = lane % CHUNKS;
+        from = warp * 32 * ROW_BYTES + chunk_address(row, c);
+        position = warp * (32 / GROUP) + row / GROUP;
+        to = ((long long)position * heads + head0 + row % GROUP) * D + c * 8;
     }
-}
+    __device__ __forceinline__ void store(bf16* x, u32 tile, int p0, int end, int heads) const {
+        bf16* target = x + to + (long long)p0 * heads * D;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++) {
+            const uint4 value = shared_load16(((tile + from) ^ (swizzle(i * SPAN) << 4)) + i * SPAN * ROW_BYTES);
+            if (p0 + position + i * SPAN / GROUP < end)
+                *(uint4*)(target + ((long long)(i * SPAN / GROUP) * heads + i * SPAN % GROUP) * D) = value;
+        }
+    }
+};

@@ -14,41 +14,50 @@ constexpr float LN2 = 0.6931471805599453f;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Element offset of 16-byte chunk c of a row: eight neighbouring rows fall into different banks.
-__device__ __forceinline__ int swizzled(int row, int c) {
-    if constexpr (CHUNKS >= 8) return row * D + ((c ^ (row & 7)) << 3);
-    else return row * D + ((c ^ ((row >> 1) & (CHUNKS - 1))) << 3);
-}
+// A shared tile is rows of D elements, addressed in bytes. 16-byte chunk c of a row sits at chunk c ^ bits of the row, so
+// that eight neighbouring rows fall into different banks; the chunk's bits lie below the row's, hence: the address of chunk
+// c ^ x is the address of chunk c, xor x * 16. Tiles start at multiples of 1024 bytes.
+constexpr int ROW_BYTES = D * 2;
+__device__ __forceinline__ int swizzle(int row) { return CHUNKS >= 8 ? row & 7 : (row >> 1) & (CHUNKS - 1); }
+__device__ __forceinline__ u32 chunk_address(int row, int c) { return row * ROW_BYTES + ((c ^ swizzle(row)) << 4); }
 
-// 16 bytes to shared memory, zeros when not inside.
-__device__ __forceinline__ void copy16(void* to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0));
+// 16 bytes to shared memory, zeros when not inside (the source is not read then).
+__device__ __forceinline__ void copy16(u32 to, const void* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0));
 }
-__device__ __forceinline__ void copy4(void* to, const void* from, bool inside) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 4 : 0));
+__device__ __forceinline__ void copy8(u32 to, const void* from, bool inside) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(inside ? 8 : 0));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-__device__ __forceinline__ void load4(u32 (&r)[4], const bf16* p) {
+__device__ __forceinline__ void load4(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
-__device__ __forceinline__ void load4_transposed(u32 (&r)[4], const bf16* p) {
+__device__ __forceinline__ void load4_transposed(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
-// Left operand: rows row0..row0+15, columns 16k..16k+15 of a tile.
-__device__ __forceinline__ void load_left(u32 (&r)[4], const bf16* tile, int row0, int k, int lane) {
-    load4(r, tile + swizzled(row0 + (lane & 15), 2 * k + (lane >> 4)));
+// Where this lane points ldmatrix inside sixteen tile rows, for k (or n) = 0; step s is at address ^ (s << 5).
+// Left operand (rows are rows), and right operand whose inner dimension is the rows (loaded transposed):
+__device__ __forceinline__ u32 lane_rows(int lane) { return chunk_address(lane & 15, lane >> 4); }
+// Right operand for tile^T (sixteen tile rows become columns): r[0..1] serve columns 0-7, r[2..3] columns 8-15.
+__device__ __forceinline__ u32 lane_columns(int lane) {
+    return chunk_address((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
 }
-// Right operand for tile^T: sixteen tile rows become columns. r[0..1] serve columns 0-7, r[2..3] columns 8-15.
-__device__ __forceinline__ void load_rows_as_columns(u32 (&r)[4], const bf16* tile, int row0, int k, int lane) {
-    load4(r, tile + swizzled(row0 + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));
+__device__ __forceinline__ uint4 shared_load16(u32 address) {
+    uint4 r;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address) : "memory");
+    return r;
 }
-// Right operand for tile: sixteen tile rows are the inner dimension, columns 16n..16n+15.
-__device__ __forceinline__ void load_rows_as_inner(u32 (&r)[4], const bf16* tile, int row0, int n, int lane) {
-    load4_transposed(r, tile + swizzled(row0 + (lane & 15), 2 * n + (lane >> 4)));
+__device__ __forceinline__ float4 shared_load4f(u32 address) {
+    float4 r;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(address) : "memory");
+    return r;
+}
+__device__ __forceinline__ void shared_store4(u32 address, u32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -79,14 +88,15 @@ __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
+template <int N> struct Constant { static constexpr int value = N; };
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-// One 16x64-shaped accumulator to 16 rows of a shared tile, as bf16.
-__device__ __forceinline__ void stage(bf16* tile, int row0, const float (&c)[CHUNKS][4], float upper, float lower, int lane) {
+// A 16-row accumulator to sixteen rows of a shared tile, as bf16.
+__device__ __forceinline__ void stage(u32 rows, const float (&c)[CHUNKS][4], float upper, float lower, int lane) {
+    const u32 address = rows + chunk_address(lane >> 2, 0) + 4 * (lane & 3);
 #pragma unroll
     for (int n = 0; n < CHUNKS; n++) {
-        int row = row0 + (lane >> 2);
-        *(u32*)(tile + swizzled(row, n) + 2 * (lane & 3)) = pack(c[n][0] * upper, c[n][1] * upper);
-        *(u32*)(tile + swizzled(row + 8, n) + 2 * (lane & 3)) = pack(c[n][2] * lower, c[n][3] * lower);
+        shared_store4(address ^ (n << 4), pack(c[n][0] * upper, c[n][1] * upper));
+        shared_store4((address ^ (n << 4)) + 8 * ROW_BYTES, pack(c[n][2] * lower, c[n][3] * lower));
     }
 }

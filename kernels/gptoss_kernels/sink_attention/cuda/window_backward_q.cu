@@ -1,4 +1,5 @@
-// dQ, delta = rowsum(dO * O) and each item's share of dsinks. Grid: items * heads / GROUP blocks of 128 threads.
+// dQ, per row (LSE * log2(e), delta = rowsum(dO * O)), and each item's share of dsinks.
+// Grid: items * heads / GROUP blocks of 128 threads.
 #include "march.cuh"
 
 #ifndef RESIDENT
@@ -8,59 +9,66 @@
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16* __restrict__ v,
                   const float* __restrict__ sinks, const bf16* __restrict__ o, const float* __restrict__ lse,
-                  const bf16* __restrict__ grad_o, bf16* __restrict__ grad_q, float* __restrict__ delta,
+                  const bf16* __restrict__ grad_o, bf16* __restrict__ grad_q, float2* __restrict__ row_stats,
                   float* __restrict__ grad_sinks, const Item* __restrict__ items, int heads, float scale, int chunk) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    bf16* ring_k = (bf16*)memory;
-    bf16* ring_v = ring_k + RING * 16 * D;
-    bf16* rows_q = ring_v + RING * 16 * D;                     // two tiles of Q, then of dQ
-    bf16* rows_g = rows_q + 2 * ROWS * D;                      // two tiles of dO
-    float* row_delta = (float*)(rows_g + 2 * ROWS * D);        // [ROWS]
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const u32 ring = shared_address(memory);                   // K, then V
+    const u32 rows = ring + 2 * RING_BYTES;                    // two tiles of Q (then of dQ), two of dO
+    float* row_delta = (float*)(memory + 2 * RING_BYTES + 4 * TILE_BYTES);   // [ROWS]
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const int groups = heads / GROUP, number = blockIdx.x / groups, group = blockIdx.x % groups;
     const Item item = items[number];
     const int head0 = group * GROUP, kv_head = group / GROUPS, kv_heads = heads / HEADS_PER_KV;
     const int end = min(item.first + chunk, item.end);
     const float sink = sinks[head0 + (lane >> 2) % GROUP] * LOG2E, scale_log2 = scale * LOG2E;
+    const RowLoader loader(heads, head0, thread);
+    const RowStore storer(heads, head0, warp, lane);
+    const u32 lane_k = ring + lane_columns(lane), lane_k_inner = ring + lane_rows(lane);
+    const int row_position = warp * (32 / GROUP) + (lane >> 2) / GROUP, row_head = head0 + (lane >> 2) % GROUP;
     float sink_share = 0.f;
 
-    int base = (item.first - item.start) / 16;
-    load_keys(ring_k, ring_v, k, v, item, max(0, base - HALO), base + NEW, kv_heads, kv_head, thread);
-    load_rows(rows_q, q, item.first, item.end, heads, head0, thread);
-    load_rows(rows_g, grad_o, item.first, item.end, heads, head0, thread);
-    commit();
-    int buffer = 0;
-    for (int p0 = item.first; p0 < end; p0 += TILE, base += NEW, buffer ^= 1) {
-        uint4 out[CHUNKS];                                     // O: eight (CHUNKS) lanes share a row
+    // This tile's O, CHUNKS lanes to a row, and its LSE: read one tile ahead, while the tensor cores finish.
+    uint4 out[CHUNKS];
+    float row_lse[2][2];
+    auto read_rows = [&](int p0) {
+        const bf16* source = o + storer.to + (long long)p0 * heads * D;
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
-            const int index = i * 32 + lane, row = warp * 32 + index / CHUNKS, p = p0 + tile_position(row);
             out[i] = make_uint4(0, 0, 0, 0);
-            if (p < item.end)
-                out[i] = *(const uint4*)(o + ((long long)p * heads + head0 + row % GROUP) * D + index % CHUNKS * 8);
+            if (p0 + storer.position + i * SPAN / GROUP < item.end)
+                out[i] = *(const uint4*)(source + ((long long)(i * SPAN / GROUP) * heads + i * SPAN % GROUP) * D);
         }
-        float row_lse[2][2];
 #pragma unroll
         for (int m = 0; m < 2; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int row = warp * 32 + m * 16 + h * 8 + (lane >> 2), p = p0 + tile_position(row);
-                row_lse[m][h] = p < item.end ? lse[(long long)p * heads + head0 + row % GROUP] * LOG2E : infinity();
+                const int p = p0 + row_position + (m * 16 + h * 8) / GROUP;
+                row_lse[m][h] = p < item.end ? lse[(long long)p * heads + row_head] * LOG2E : infinity();
             }
+    };
+
+    int base = (item.first - item.start) / 16;
+    int slot0 = (base + NEW * RING - HALO % RING) % RING;
+    load_keys(ring, k, v, item, max(0, base - HALO), base + NEW, kv_heads, kv_head, thread);
+    loader.load(rows, q, item.first, item.end, heads);
+    loader.load(rows + 2 * TILE_BYTES, grad_o, item.first, item.end, heads);
+    commit();
+    read_rows(item.first);
+    u32 tile = rows;
+    for (int p0 = item.first; p0 < end; p0 += TILE, base += NEW) {
+        const u32 other = tile == rows ? rows + TILE_BYTES : rows;
         if (p0 + TILE < end) {
-            load_keys(ring_k, ring_v, k, v, item, base + NEW, base + 2 * NEW, kv_heads, kv_head, thread);
-            load_rows(rows_q + (buffer ^ 1) * ROWS * D, q, p0 + TILE, item.end, heads, head0, thread);
-            load_rows(rows_g + (buffer ^ 1) * ROWS * D, grad_o, p0 + TILE, item.end, heads, head0, thread);
+            load_keys(ring, k, v, item, base + NEW, base + 2 * NEW, kv_heads, kv_head, thread);
+            loader.load(other, q, p0 + TILE, item.end, heads);
+            loader.load(other + 2 * TILE_BYTES, grad_o, p0 + TILE, item.end, heads);
         }
         commit();
         wait<1>();
         __syncthreads();
-        bf16* tile_q = rows_q + buffer * ROWS * D;
-        const bf16* tile_g = rows_g + buffer * ROWS * D;
+        const u32 tile_grad = tile + 2 * TILE_BYTES;
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
-            const int index = i * 32 + lane, row = warp * 32 + index / CHUNKS;
-            const uint4 g = *(const uint4*)(tile_g + swizzled(row, index % CHUNKS));
+            const uint4 g = shared_load16(((tile_grad + storer.from) ^ (swizzle(i * SPAN) << 4)) + i * SPAN * ROW_BYTES);
             const u32 a[4] = {out[i].x, out[i].y, out[i].z, out[i].w}, c[4] = {g.x, g.y, g.z, g.w};
             float sum = 0.f;
 #pragma unroll
@@ -70,40 +78,39 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
             }
 #pragma unroll
             for (int s = 1; s < CHUNKS; s <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, s);
-            if (index % CHUNKS == 0) row_delta[row] = sum;
+            if (lane % CHUNKS == 0) row_delta[warp * 32 + i * SPAN + lane / CHUNKS] = sum;
         }
         __syncwarp();
         u32 query[2][KSTEPS][4], grad[2][KSTEPS][4];
         float d[2][2];
 #pragma unroll
         for (int m = 0; m < 2; m++) {
+            const u32 address = tile + (warp * 2 + m) * BLOCK_BYTES + lane_rows(lane);
 #pragma unroll
             for (int s = 0; s < KSTEPS; s++) {
-                load_left(query[m][s], tile_q, warp * 32 + m * 16, s, lane);
-                load_left(grad[m][s], tile_g, warp * 32 + m * 16, s, lane);
+                load4(query[m][s], address ^ (s << 5));
+                load4(grad[m][s], (address ^ (s << 5)) + 2 * TILE_BYTES);
             }
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int row = warp * 32 + m * 16 + h * 8 + (lane >> 2), p = p0 + tile_position(row);
-                d[m][h] = row_delta[row];
+                const int p = p0 + row_position + (m * 16 + h * 8) / GROUP;
+                d[m][h] = row_delta[warp * 32 + m * 16 + h * 8 + (lane >> 2)];
                 if (p < item.end) {
                     sink_share -= exp2_approx(sink - row_lse[m][h]) * d[m][h];
-                    if ((lane & 3) == 0) delta[(long long)p * heads + head0 + row % GROUP] = d[m][h];
+                    if ((lane & 3) == 0) row_stats[(long long)p * heads + row_head] = make_float2(row_lse[m][h], d[m][h]);
                 }
             }
         }
         float dq[2][CHUNKS][4] = {};
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-            const int block = base + b - HALO;
-            if (block < 0 || !concerns(b, warp)) continue;
-            const int slot = (u32)block % RING * 16;
+        auto differentiate = [&](int b) {
+            if (!concerns(b, warp)) return;
+            const u32 offset = slot_offset(slot0, b), address = lane_k + offset;
             float x[2][2][4] = {}, dp[2][2][4] = {};
 #pragma unroll
             for (int s = 0; s < KSTEPS; s++) {
                 u32 key[4], value[4];
-                load_rows_as_columns(key, ring_k, slot, s, lane);
-                load_rows_as_columns(value, ring_v, slot, s, lane);
+                load4(key, address ^ (s << 5));
+                load4(value, (address ^ (s << 5)) + RING_BYTES);
 #pragma unroll
                 for (int m = 0; m < 2; m++) {
                     multiply(x[m][0], query[m][s], key[0], key[1]);
@@ -120,11 +127,8 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
                         float p = exp2_approx(fmaf(x[m][n][e], scale_log2, -row_lse[m][e >> 1]));
-                        if (needs_mask(b)) {
-                            int row = warp * 32 + m * 16 + (lane >> 2) + (e >> 1) * 8;
-                            int column = (b - HALO) * 16 + n * 8 + 2 * (lane & 3) + (e & 1);
-                            if (!visible(row, column)) p = 0.f;
-                        }
+                        const int ahead = row_position + (m * 16 + (e >> 1) * 8) / GROUP - 2 * (lane & 3);
+                        if (!visible(b, ahead, (b - HALO) * 16 + n * 8 + (e & 1))) p = 0.f;
                         x[m][n][e] = p * (dp[m][n][e] - d[m][e >> 1]);
                     }
                 ds[m][0] = pack(x[m][0][0], x[m][0][1]);
@@ -135,19 +139,28 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
 #pragma unroll
             for (int n = 0; n < KSTEPS; n++) {
                 u32 key[4];
-                load_rows_as_inner(key, ring_k, slot, n, lane);
+                load4_transposed(key, (lane_k_inner + offset) ^ (n << 5));
 #pragma unroll
                 for (int m = 0; m < 2; m++) {
                     multiply(dq[m][2 * n], ds[m], key[0], key[1]);
                     multiply(dq[m][2 * n + 1], ds[m], key[2], key[3]);
                 }
             }
-        }
-        __syncwarp();
+        };
+        if (base >= HALO) {
 #pragma unroll
-        for (int m = 0; m < 2; m++) stage(tile_q, warp * 32 + m * 16, dq[m], scale, scale, lane);
+            for (int b = 0; b < BLOCKS; b++) differentiate(b);
+        } else {                                               // the window reaches before the sequence's start
+#pragma unroll 1
+            for (int b = HALO - base; b < BLOCKS; b++) differentiate(b);
+        }
+        if (p0 + TILE < end) read_rows(p0 + TILE);
+#pragma unroll
+        for (int m = 0; m < 2; m++) stage(tile + (warp * 2 + m) * BLOCK_BYTES, dq[m], scale, scale, lane);
         __syncwarp();
-        store_rows(grad_q, tile_q, p0, item.end, heads, head0, warp, lane);
+        storer.store(grad_q, tile, p0, item.end, heads);
+        slot0 = slot0 + NEW < RING ? slot0 + NEW : slot0 + NEW - RING;
+        tile = other;
         __syncthreads();
     }
     // lanes 4i (and 4i+1..3, which hold copies) carry head i % GROUP
