@@ -272,6 +272,28 @@ def test_weights_with_nan_raise_and_good_weights_mend_it() -> None:
     asyncio.run(main())
 
 
+def test_values_that_overflowed_in_one_request_do_not_reach_later_ones() -> None:
+    engine = engine_of(MODEL)
+    weights = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
+    weights["model.embed_tokens.weight"][7] = float("inf")
+
+    async def main() -> None:
+        await engine.sync_weights(weights.items(), 2)
+        with pytest.raises(RuntimeError, match="not finite"):
+            await engine.generate(request([7] * 30, 3))
+        await engine.pause()
+        prompts = [[1, 2, 3], [token for token in prompt(40) if token != 7]]  # the short one takes the row that failed
+        tasks = [asyncio.create_task(engine.generate(request(p, 2, temperature=0.0))) for p in prompts]
+        await asyncio.sleep(0)
+        await engine.resume()
+        for p, task in zip(prompts, tasks, strict=True):
+            result = await answer(task)
+            expected = plain_log_probs(MODEL, p + result.output_ids)[len(p) - 1 :]
+            np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-5, rtol=0)
+
+    asyncio.run(main())
+
+
 def test_closing_fails_requests_under_way_and_later_ones() -> None:
     engine = engine_of(MODEL)
 
@@ -293,6 +315,7 @@ def test_a_forgotten_engine_takes_its_thread_with_it() -> None:
     threads = threading.active_count()
     engine = engine_of(MODEL)
     asyncio.run(engine.generate(request([VOCAB - 1], 2)))
+    asyncio.run(engine.pause())
     gone = weakref.ref(engine)
     del engine
     gc.collect()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rl_loop.engines.protocol import GenerateResult
+from rl_loop.engines.row_cache import CachedSequence, PrefixStore
 from rl_loop.engines.transformers_engine import TransformersEngine
 from rl_loop.trajectory import FinishReason, WeightVersionSpan
 from tests.rl_loop.engines.models import (
@@ -88,7 +89,15 @@ def test_multi_turn_episodes_reuse_their_prefix_and_stay_exact() -> None:
 def test_samples_of_one_prompt_share_its_prefill() -> None:
     engine = engine_of(MODEL)
     tokens = prompt(60)
-    results = gather(engine, [request(tokens, 6, seed=i) for i in range(8)])
+
+    async def all_at_once() -> list[GenerateResult]:
+        await engine.pause()  # or the first would have started before the second comes
+        samples = [asyncio.create_task(engine.generate(request(tokens, 6, seed=i))) for i in range(8)]
+        await asyncio.sleep(0)
+        await engine.resume()
+        return await asyncio.wait_for(asyncio.gather(*samples), 20)
+
+    results = asyncio.run(all_at_once())
     assert sorted(result.cached_tokens for result in results) == [0] + [59] * 7
     assert len({tuple(result.output_ids) for result in results}) > 1
     for result in results:
@@ -108,6 +117,19 @@ def test_prefix_cache_forgets_the_oldest_beyond_its_size() -> None:
         gather(engine, [request(prompt(30, seed), 2, temperature=0.0)])
     again = [gather(engine, [request(prompt(30, seed), 1, temperature=0.0)])[0].cached_tokens for seed in (2, 1, 0)]
     assert again == [29, 29, 0]
+
+
+def test_prefix_store_keeps_one_copy_of_a_sequence_and_of_what_it_begins_with() -> None:
+    store = PrefixStore(100)
+    long, short = [CachedSequence(list(range(n)), torch.zeros(0), torch.zeros(0)) for n in (40, 30)]
+    for first, second in ((long, short), (short, long)):
+        store.clear()
+        store.add(first)
+        store.add(second)
+        assert len(store) == 1
+        assert store.match(list(range(50))) == (long, 40)
+    assert store.match(list(range(50)), longer_than=40)[0] is None
+    assert store.match([1, 2, 3]) == (None, 0)
 
 
 def test_routes_equal_those_of_a_plain_forward_in_a_ragged_batch() -> None:

@@ -62,3 +62,9 @@ def test_rows_of_one_batch_keep_their_own_settings() -> None:
 def test_half_precision_logits_are_normalised_in_fp32() -> None:
     assert sampling_log_probs(LOGITS.bfloat16()[None], torch.ones(1)).dtype == torch.float32
     assert sampling_log_probs(LOGITS.double()[None], torch.ones(1)).dtype == torch.float64
+
+
+def test_a_token_of_no_probability_is_never_drawn() -> None:
+    log_probs = sampling_log_probs(torch.tensor([[float("-inf"), 0.0, 0.0, float("-inf")]]), torch.ones(1))
+    for uniform, token in ((0.0, 1), (0.5, 2), (1 - 2**-53, 2)):
+        assert sample(log_probs, torch.tensor([uniform], dtype=torch.float64), None, None).item() == token
