@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -174,4 +176,7 @@ def convert_verify(
 
 
 def main() -> None:
+    # Megatron and torch announce at every import that Apex and CUDA are not there; `gptoss doctor` says it once
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     app()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import torch
 
-from converters.hf_directory import write_hf_directory
+from converters.hf_directory import tokenizer_and_generation, write_hf_directory
 from megatron_gptoss.packing import Sample
 from rl_loop.config import RunConfig
 from rl_loop.harmony import Harmony
@@ -19,13 +20,16 @@ COMPARED_TOKENS = 64
 
 def export_policy(trainer: TrainerGroup, harmony: Harmony, config: RunConfig, directory: Path) -> Path:
     """Write the trainer's weights, config.json, tokenizer and generation settings to ``directory``."""
-    weights = trainer.weights()
-    with harmony.tokenizer_files() as tokenizer_files:
+    source = config.initial_weights
+    with tempfile.TemporaryDirectory() as scratch:
+        files = harmony.vocabulary.save(Path(scratch))
+        if not files and source is not None and (source / "config.json").exists():
+            files, _ = tokenizer_and_generation(source)
         write_hf_directory(
             directory,
             config.model,
-            weights.items(),
-            tokenizer_files=tokenizer_files,
+            trainer.weights().items(),
+            tokenizer_files=files,
             eos_token_ids=harmony.stop_token_ids,
             overwrite=True,
         )

@@ -219,3 +219,15 @@ def _seconds_of_initial_run(config: RunConfig) -> float:
     if source is None or not source.summary.exists():
         return 0.0
     return float(read_json(source.summary).get("seconds", 0.0))
+
+
+def user_errors() -> tuple[type[BaseException], ...]:
+    """Errors that the user can mend and whose message says how; everything else is a fault of ours."""
+    from converters.errors import ConversionError
+    from megatron_gptoss.checkpoint import CheckpointError
+    from rl_loop.canary import CanaryError
+    from rl_loop.environments.base import TaskFileError
+    from rl_loop.sandbox import SandboxUnavailable
+    from rl_loop.vocabulary import VocabularyUnavailable
+
+    return ConversionError, CheckpointError, CanaryError, TaskFileError, SandboxUnavailable, VocabularyUnavailable

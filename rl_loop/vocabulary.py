@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from openai_harmony import HarmonyEncoding, HarmonyEncodingName, load_harmony_encoding
 
-from rl_loop.o200k import FILE_NAME, ensure_o200k
+from rl_loop.o200k import FILE_NAME, VocabularyUnavailable, ensure_o200k
 
 SPECIAL_TOKENS = (
     "<|startoftext|>",
@@ -200,7 +200,7 @@ def _first_ranks(ranks: int) -> list[bytes]:
     """The bytes of ranks 0 .. ranks - 1. The file has a line "base64 rank" each, in order of rank."""
     path = ensure_o200k()
     if path is None:
-        raise RuntimeError(f"the tiny vocabulary needs the file {FILE_NAME}; set TIKTOKEN_ENCODINGS_BASE to its folder")
+        raise VocabularyUnavailable(f"the tiny vocabulary needs the file {FILE_NAME}; set TIKTOKEN_ENCODINGS_BASE to its folder")
     tokens = []
     with path.open("rb") as file:
         for line in file:
