@@ -115,6 +115,25 @@ def test_sleep_frees_the_cache_and_wake_resumes_with_the_same_weights() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_sleep_takes_the_weights_off_the_gpu_and_they_can_be_synced_meanwhile() -> None:
+    engine = engine_of(MODEL, device="cuda")
+
+    async def main() -> None:
+        await engine.generate(request(prompt(30), 5))
+        await engine.sleep()
+        assert {p.device.type for p in engine._model.parameters()} == {"cpu"}
+        await engine.sync_weights(OTHER.state_dict().items(), 2)
+        await engine.wake()
+        assert {p.device.type for p in engine._model.parameters()} == {"cuda"}
+        result = await engine.generate(request(prompt(30), 5))
+        expected = plain_log_probs(OTHER, prompt(30) + result.output_ids)[29:]
+        np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-4, rtol=0)
+
+    asyncio.run(main())
+
+
 def test_cancelled_task_frees_its_place() -> None:
     engine = engine_of(MODEL, max_batch_size=1)
 
