@@ -72,6 +72,12 @@ def test_import_converts_to_the_precision_asked_for(tmp_path: Path, hf_dir: Path
     assert not verify(hf_dir, tmp_path / "megatron").equal  # fp32 values do not survive
 
 
+def test_export_converts_to_the_precision_asked_for(tmp_path: Path, megatron_dir: Path, weights: Weights) -> None:
+    export_checkpoint(megatron_dir, tmp_path / "back", "bf16")
+    back = HfDirectory(tmp_path / "back")
+    assert all(torch.equal(back.get(name), tensor.bfloat16()) for name, tensor in weights.items())
+
+
 def test_import_reports_its_progress(tmp_path: Path, hf_dir: Path) -> None:
     calls: list[tuple[int, int]] = []
     import_checkpoint(hf_dir, tmp_path / "megatron", progress=lambda done, total: calls.append((done, total)))
