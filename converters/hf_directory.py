@@ -219,6 +219,7 @@ def _write_shards(
             save_file(shard, path, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error), str(path)) from None
+        path.chmod(directory.stat().st_mode & 0o666)  # safetensors lets only the owner read, whatever the umask
         shards.append(list(shard))
         shard.clear()
 

@@ -71,6 +71,12 @@ def test_shards_stay_below_the_limit_and_hold_everything(tmp_path: Path, weights
     assert all(torch.equal(source.get(name), weights[name]) for name in weights)
 
 
+def test_weights_are_as_readable_as_the_other_files(tmp_path: Path, weights: Weights) -> None:
+    write_hf_directory(tmp_path / "out", TINY, weights.items())
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1
+
+
 def test_one_expert_can_be_read_alone(hf_dir: Path, weights: Weights) -> None:
     name = "model.layers.1.mlp.experts.gate_up_proj"
     assert torch.equal(HfDirectory(hf_dir).get(name, 2), weights[name][2])
