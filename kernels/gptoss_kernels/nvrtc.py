@@ -110,6 +110,7 @@ def shared_limit(device: torch.device) -> int:
 
 
 def architecture(device: torch.device) -> str:
+    """The device's own architecture, with Hopper's warpgroup instructions where it is one."""
     major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 

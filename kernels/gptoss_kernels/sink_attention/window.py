@@ -150,7 +150,7 @@ def window_backward(
         kernel(
             blocks, THREADS, q, k, v, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, scale, CHUNK
         )
-        kernel = _kernel("window_backward_kv", shape, q.device)
+        kernel = _kernel(kv_kernel(shape, q.device), shape, q.device)
         items, count = _items(layout, KEYS, q.device)
         kernel(count * k.shape[1], THREADS, q, k, v, row_stats, grad_o, grad_k, grad_v, items, heads, scale)
     return grad_q, grad_k, grad_v, shares.sum(0).to(sinks.dtype)
@@ -169,6 +169,13 @@ def _items(layout: PackedLayout, length: int, device: torch.device) -> tuple[tor
         layout.plans[key] = table.to(torch.int32).to(device), len(table)
     items, count = layout.plans[key]
     return items, count
+
+
+@functools.cache
+def kv_kernel(shape: Shape, device: torch.device) -> str:
+    """The dK, dV kernel: with warpgroup products where the GPU and the head size allow."""
+    hopper = torch.cuda.get_device_capability(device) == (9, 0) and shape.head_size == 64
+    return "window_backward_kv_hopper" if hopper else "window_backward_kv"
 
 
 @functools.cache

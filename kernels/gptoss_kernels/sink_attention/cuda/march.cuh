@@ -16,29 +16,41 @@ constexpr u32 BLOCK_BYTES = 16 * ROW_BYTES, RING_BYTES = RING * BLOCK_BYTES, TIL
 
 struct Item { int start, end, first, unused; };     // sequence [start, end), this block's first position
 
-// A tile's rows, 16 bytes per thread and pass: pass i is PASS rows further.
-constexpr int PASS = THREADS / CHUNKS, PASSES = ROWS / PASS;
-struct RowLoader {
-    u32 to;
-    long long from;                                 // element offset for position 0
+// The 32 rows of a tile that belong to this warp; SPAN rows at a time, 16 bytes per lane.
+constexpr int SPAN = 32 / CHUNKS;
+struct WarpRows {
+    u32 shared;                                     // byte offset in a shared tile
+    long long element;                              // element offset in a [tokens, heads, D] tensor, for position 0
     int position;
-    __device__ RowLoader(int heads, int head0, int thread) {
-        const int row = thread / CHUNKS, c = thread % CHUNKS;
-        to = chunk_address(row, c);
-        position = row / GROUP;
-        from = ((long long)position * heads + head0 + row % GROUP) * D + c * 8;
+    __device__ WarpRows(int heads, int head0, int warp, int lane) {
+        const int row = lane / CHUNKS, c = lane % CHUNKS;
+        shared = warp * 32 * ROW_BYTES + chunk_address(row, c);
+        position = warp * (32 / GROUP) + row / GROUP;
+        element = ((long long)position * heads + head0 + row % GROUP) * D + c * 8;
     }
+    __device__ __forceinline__ u32 address(u32 tile, int i) const {
+        return ((tile + shared) ^ (swizzle(i * SPAN) << 4)) + i * SPAN * ROW_BYTES;
+    }
+    __device__ __forceinline__ long long source(int p0, int i, int heads) const {
+        return element + ((long long)(p0 + i * SPAN / GROUP) * heads + i * SPAN % GROUP) * D;
+    }
+    __device__ __forceinline__ bool inside(int p0, int i, int end) const { return p0 + position + i * SPAN / GROUP < end; }
     __device__ __forceinline__ void load(u32 tile, const bf16* x, int p0, int end, int heads) const {
-        const bf16* source = x + from + (long long)p0 * heads * D;
-        const long long stride = (long long)(PASS / GROUP) * heads * D;
 #pragma unroll
-        for (int i = 0; i < PASSES; i++)
-            copy16(tile + to + i * PASS * ROW_BYTES, source + i * stride, p0 + position + i * (PASS / GROUP) < end);
+        for (int i = 0; i < CHUNKS; i++) copy16(address(tile, i), x + source(p0, i, heads), inside(p0, i, end));
+    }
+    __device__ __forceinline__ void store(bf16* x, u32 tile, int p0, int end, int heads) const {
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++) {
+            const uint4 value = shared_load16(address(tile, i));
+            if (inside(p0, i, end)) *(uint4*)(x + source(p0, i, heads)) = value;
+        }
     }
 };
 // Key blocks [from, to), counted from the sequence's start, into their ring slots.
 __device__ __forceinline__ void load_keys(u32 ring, const bf16* k, const bf16* v, const Item& item, int from, int to,
                                           int kv_heads, int kv_head, int thread) {
+    constexpr int PASS = THREADS / CHUNKS;          // rows that the block copies at once
     const int row = thread / CHUNKS, c = thread % CHUNKS;
     const u32 target = ring + chunk_address(row % 16, c);
     for (int block = from + row / 16; block < to; block += PASS / 16) {
@@ -67,26 +79,3 @@ __device__ __forceinline__ bool concerns(int b, int warp) {
 __device__ __forceinline__ bool visible(int b, int ahead, int key) {
     return (!too_late(b) || key <= ahead) && (!too_early(b) || key > ahead - WINDOW);
 }
-
-// 32 rows of this warp from shared memory to x.
-constexpr int SPAN = 32 / CHUNKS;                   // rows that a warp stores at once
-struct RowStore {
-    u32 from;
-    long long to;
-    int position;
-    __device__ RowStore(int heads, int head0, int warp, int lane) {
-        const int row = lane / CHUNKS, c = lane % CHUNKS;
-        from = warp * 32 * ROW_BYTES + chunk_address(row, c);
-        position = warp * (32 / GROUP) + row / GROUP;
-        to = ((long long)position * heads + head0 + row % GROUP) * D + c * 8;
-    }
-    __device__ __forceinline__ void store(bf16* x, u32 tile, int p0, int end, int heads) const {
-        bf16* target = x + to + (long long)p0 * heads * D;
-#pragma unroll
-        for (int i = 0; i < CHUNKS; i++) {
-            const uint4 value = shared_load16(((tile + from) ^ (swizzle(i * SPAN) << 4)) + i * SPAN * ROW_BYTES);
-            if (p0 + position + i * SPAN / GROUP < end)
-                *(uint4*)(target + ((long long)(i * SPAN / GROUP) * heads + i * SPAN % GROUP) * D) = value;
-        }
-    }
-};

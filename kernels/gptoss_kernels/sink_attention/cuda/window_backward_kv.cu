@@ -49,10 +49,15 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
     }
     const long long row_source = ((long long)(row / GROUP) * heads + kv_head * HEADS_PER_KV + row % GROUP) * D + c * 8;
     const long long pass_stride = (long long)(PASS / GROUP) * heads * D;
-    int next = 0, next_position = item.first, next_group = 0;  // what to fetch
+    // Rows are visited from a place that neighbouring blocks share, so that they read the same rows at the same time.
+    constexpr int PERIOD = (KEYS + WINDOW - 1 + KEYS - 1) / KEYS * KEYS / POSITIONS;
+    const int rotation = (PERIOD - (item.first - item.start) / POSITIONS % PERIOD) % PERIOD;
+    const int start = rotation < steps ? rotation : 0;
+    int next = 0, next_step = start, next_group = 0;           // what to fetch
     u32 next_stage = 0;
     auto fetch = [&]() {
         if (next < all) {
+            const int next_position = item.first + next_step * POSITIONS;
             const long long source = row_source + ((long long)next_position * heads + next_group * GROUP) * D;
             const u32 target = stages + next_stage * STAGE_BYTES + row_address;
 #pragma unroll
@@ -67,8 +72,9 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
                 copy8(stats + next_stage * STATS_BYTES + r * 8,
                       row_stats + (long long)p * heads + kv_head * HEADS_PER_KV + next_group * GROUP + r % GROUP, p < item.end);
             }
-            next_position += POSITIONS;
-            if (++next % steps == 0) next_position = item.first, next_group++;
+            if (++next_step == steps) next_step = 0;
+            if (next_step == start) next_group++;
+            next++;
             next_stage = next_stage + 1 == STAGES ? 0 : next_stage + 1;
         }
         commit();
@@ -80,7 +86,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
     float dk[CHUNKS][4] = {}, dv[CHUNKS][4] = {};
     const int key0 = item.first + warp * 16;
     const u32 at_columns = stages + lane_columns(lane), at_rows = stages + lane_rows(lane), at_stats = stats + (lane & 3) * 16;
-    int p0 = item.first, stage_number = 0;
+    int step = start, stage_number = 0;
     for (int t = 0; t < all; t++) {
         wait<STAGES - 2>();
         __syncthreads();                                       // step t has landed, and step t - 1 is used up
@@ -92,6 +98,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
                 load4(key[s], address);
                 load4(value[s], address + KEYS * ROW_BYTES);
             }
+        const int p0 = item.first + step * POSITIONS;
         const u32 stage_offset = stage_number * STAGE_BYTES;
         auto differentiate = [&](auto masked) {
 #pragma unroll
@@ -143,8 +150,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
         };
         if (p0 >= key0 + 15 && p0 + POSITIONS - 1 - key0 < WINDOW) differentiate(Constant<0>());
         else if (p0 + POSITIONS > key0 && p0 < key0 + 15 + WINDOW) differentiate(Constant<1>());
-        p0 += POSITIONS;
-        if ((t + 1) % steps == 0) p0 = item.first;
+        if (++step == steps) step = 0;
         stage_number = stage_number + 1 == STAGES ? 0 : stage_number + 1;
     }
     const u32 mine = own + warp * 16 * ROW_BYTES;

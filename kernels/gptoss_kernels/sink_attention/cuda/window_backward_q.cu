@@ -13,7 +13,8 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
                   float* __restrict__ grad_sinks, const Item* __restrict__ items, int heads, float scale, int chunk) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const u32 ring = shared_address(memory);                   // K, then V
-    const u32 rows = ring + 2 * RING_BYTES;                    // two tiles of Q (then of dQ), two of dO
+    const u32 tile = ring + 2 * RING_BYTES;                    // Q, dO, O, and dQ on its way out
+    const u32 tile_grad = tile + TILE_BYTES, tile_out = tile + 2 * TILE_BYTES, staged = tile + 3 * TILE_BYTES;
     float* row_delta = (float*)(memory + 2 * RING_BYTES + 4 * TILE_BYTES);   // [ROWS]
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const int groups = heads / GROUP, number = blockIdx.x / groups, group = blockIdx.x % groups;
@@ -21,55 +22,39 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
     const int head0 = group * GROUP, kv_head = group / GROUPS, kv_heads = heads / HEADS_PER_KV;
     const int end = min(item.first + chunk, item.end);
     const float sink = sinks[head0 + (lane >> 2) % GROUP] * LOG2E, scale_log2 = scale * LOG2E;
-    const RowLoader loader(heads, head0, thread);
-    const RowStore storer(heads, head0, warp, lane);
+    const WarpRows mine(heads, head0, warp, lane);
     const u32 lane_k = ring + lane_columns(lane), lane_k_inner = ring + lane_rows(lane);
     const int row_position = warp * (32 / GROUP) + (lane >> 2) / GROUP, row_head = head0 + (lane >> 2) % GROUP;
     float sink_share = 0.f;
 
-    // This tile's O, CHUNKS lanes to a row, and its LSE: read one tile ahead, while the tensor cores finish.
-    uint4 out[CHUNKS];
-    float row_lse[2][2];
-    auto read_rows = [&](int p0) {
-        const bf16* source = o + storer.to + (long long)p0 * heads * D;
-#pragma unroll
-        for (int i = 0; i < CHUNKS; i++) {
-            out[i] = make_uint4(0, 0, 0, 0);
-            if (p0 + storer.position + i * SPAN / GROUP < item.end)
-                out[i] = *(const uint4*)(source + ((long long)(i * SPAN / GROUP) * heads + i * SPAN % GROUP) * D);
-        }
+    auto load_rows = [&](int p0) {
+        mine.load(tile, q, p0, item.end, heads);
+        mine.load(tile_grad, grad_o, p0, item.end, heads);
+        mine.load(tile_out, o, p0, item.end, heads);
+    };
+    float next_lse[2][2];
+    auto load_lse = [&](int p0) {
 #pragma unroll
         for (int m = 0; m < 2; m++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int p = p0 + row_position + (m * 16 + h * 8) / GROUP;
-                row_lse[m][h] = p < item.end ? lse[(long long)p * heads + row_head] * LOG2E : infinity();
+                next_lse[m][h] = p < item.end ? lse[(long long)p * heads + row_head] * LOG2E : infinity();
             }
     };
-
     int base = (item.first - item.start) / 16;
     int slot0 = (base + NEW * RING - HALO % RING) % RING;
     load_keys(ring, k, v, item, max(0, base - HALO), base + NEW, kv_heads, kv_head, thread);
-    loader.load(rows, q, item.first, item.end, heads);
-    loader.load(rows + 2 * TILE_BYTES, grad_o, item.first, item.end, heads);
+    load_rows(item.first);
     commit();
-    read_rows(item.first);
-    u32 tile = rows;
+    load_lse(item.first);
     for (int p0 = item.first; p0 < end; p0 += TILE, base += NEW) {
-        const u32 other = tile == rows ? rows + TILE_BYTES : rows;
-        if (p0 + TILE < end) {
-            load_keys(ring, k, v, item, base + NEW, base + 2 * NEW, kv_heads, kv_head, thread);
-            loader.load(other, q, p0 + TILE, item.end, heads);
-            loader.load(other + 2 * TILE_BYTES, grad_o, p0 + TILE, item.end, heads);
-        }
-        commit();
-        wait<1>();
-        __syncthreads();
-        const u32 tile_grad = tile + 2 * TILE_BYTES;
+        wait<0>();
+        __syncthreads();                                       // keys have landed, and the last tile's are used up
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
-            const uint4 g = shared_load16(((tile_grad + storer.from) ^ (swizzle(i * SPAN) << 4)) + i * SPAN * ROW_BYTES);
-            const u32 a[4] = {out[i].x, out[i].y, out[i].z, out[i].w}, c[4] = {g.x, g.y, g.z, g.w};
+            const uint4 g = shared_load16(mine.address(tile_grad, i)), out = shared_load16(mine.address(tile_out, i));
+            const u32 a[4] = {out.x, out.y, out.z, out.w}, c[4] = {g.x, g.y, g.z, g.w};
             float sum = 0.f;
 #pragma unroll
             for (int e = 0; e < 4; e++) {
@@ -82,18 +67,19 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
         }
         __syncwarp();
         u32 query[2][KSTEPS][4], grad[2][KSTEPS][4];
-        float d[2][2];
+        float d[2][2], row_lse[2][2];
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             const u32 address = tile + (warp * 2 + m) * BLOCK_BYTES + lane_rows(lane);
 #pragma unroll
             for (int s = 0; s < KSTEPS; s++) {
                 load4(query[m][s], address ^ (s << 5));
-                load4(grad[m][s], (address ^ (s << 5)) + 2 * TILE_BYTES);
+                load4(grad[m][s], (address ^ (s << 5)) + TILE_BYTES);
             }
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int p = p0 + row_position + (m * 16 + h * 8) / GROUP;
+                row_lse[m][h] = next_lse[m][h];
                 d[m][h] = row_delta[warp * 32 + m * 16 + h * 8 + (lane >> 2)];
                 if (p < item.end) {
                     sink_share -= exp2_approx(sink - row_lse[m][h]) * d[m][h];
@@ -101,6 +87,13 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
                 }
             }
         }
+        __syncwarp();
+        if (p0 + TILE < end) {
+            load_keys(ring, k, v, item, base + NEW, base + 2 * NEW, kv_heads, kv_head, thread);
+            load_rows(p0 + TILE);
+            load_lse(p0 + TILE);
+        }
+        commit();
         float dq[2][CHUNKS][4] = {};
         auto differentiate = [&](int b) {
             if (!concerns(b, warp)) return;
@@ -154,17 +147,15 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
 #pragma unroll 1
             for (int b = HALO - base; b < BLOCKS; b++) differentiate(b);
         }
-        if (p0 + TILE < end) read_rows(p0 + TILE);
 #pragma unroll
-        for (int m = 0; m < 2; m++) stage(tile + (warp * 2 + m) * BLOCK_BYTES, dq[m], scale, scale, lane);
+        for (int m = 0; m < 2; m++) stage(staged + (warp * 2 + m) * BLOCK_BYTES, dq[m], scale, scale, lane);
         __syncwarp();
-        storer.store(grad_q, tile, p0, item.end, heads);
+        mine.store(grad_q, staged, p0, item.end, heads);
         slot0 = slot0 + NEW < RING ? slot0 + NEW : slot0 + NEW - RING;
-        tile = other;
-        __syncthreads();
     }
     // lanes 4i (and 4i+1..3, which hold copies) carry head i % GROUP
     float* shares = row_delta;
+    __syncthreads();
     if ((lane & 3) == 0) shares[warp * 8 + (lane >> 2)] = sink_share;
     __syncthreads();
     if (thread < GROUP) {

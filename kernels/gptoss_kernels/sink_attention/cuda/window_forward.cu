@@ -18,39 +18,37 @@ window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf1
                const Item* __restrict__ items, int heads, float scale_log2, int chunk) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const u32 ring = shared_address(memory);                   // K, then V
-    const u32 rows = ring + 2 * RING_BYTES;                    // two tiles of Q, then of O
+    const u32 tile = ring + 2 * RING_BYTES, staged = tile + TILE_BYTES;   // Q, and O on its way out
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const int groups = heads / GROUP, number = blockIdx.x / groups, group = blockIdx.x % groups;
     const Item item = items[number];
     const int head0 = group * GROUP, kv_head = group / GROUPS, kv_heads = heads / HEADS_PER_KV;
     const int end = min(item.first + chunk, item.end);
     const float sink = sinks[head0 + (lane >> 2) % GROUP] * LOG2E;
-    const RowLoader loader(heads, head0, thread);
-    const RowStore storer(heads, head0, warp, lane);
+    const WarpRows mine(heads, head0, warp, lane);
     const u32 lane_k = ring + lane_columns(lane), lane_v = ring + RING_BYTES + lane_rows(lane);
     const int row_position = warp * (32 / GROUP) + (lane >> 2) / GROUP, row_head = head0 + (lane >> 2) % GROUP;
 
     int base = (item.first - item.start) / 16;                 // the tile's first own key block
     int slot0 = (base + NEW * RING - HALO % RING) % RING;
     load_keys(ring, k, v, item, max(0, base - HALO), base + NEW, kv_heads, kv_head, thread);
-    loader.load(rows, q, item.first, item.end, heads);
+    mine.load(tile, q, item.first, item.end, heads);
     commit();
-    u32 tile = rows;
     for (int p0 = item.first; p0 < end; p0 += TILE, base += NEW) {
-        const u32 other = tile == rows ? rows + TILE_BYTES : rows;
-        if (p0 + TILE < end) {
-            load_keys(ring, k, v, item, base + NEW, base + 2 * NEW, kv_heads, kv_head, thread);
-            loader.load(other, q, p0 + TILE, item.end, heads);
-        }
-        commit();
-        wait<1>();
-        __syncthreads();
+        wait<0>();
+        __syncthreads();                                       // keys have landed, and the last tile's are used up
         u32 query[2][KSTEPS][4];
 #pragma unroll
         for (int m = 0; m < 2; m++)
 #pragma unroll
             for (int s = 0; s < KSTEPS; s++)
                 load4(query[m][s], (tile + (warp * 2 + m) * BLOCK_BYTES + lane_rows(lane)) ^ (s << 5));
+        __syncwarp();
+        if (p0 + TILE < end) {
+            load_keys(ring, k, v, item, base + NEW, base + 2 * NEW, kv_heads, kv_head, thread);
+            mine.load(tile, q, p0 + TILE, item.end, heads);
+        }
+        commit();
         float out[2][CHUNKS][4] = {}, highest[2][2], total[2][2] = {};
 #pragma unroll
         for (int m = 0; m < 2; m++) highest[m][0] = highest[m][1] = fmaxf(sink, -1e30f);
@@ -170,12 +168,10 @@ window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf1
                 if ((lane & 3) == 0 && p < item.end)
                     lse[(long long)p * heads + row_head] = (highest[m][h] + log2_approx(sum)) * LN2;
             }
-            stage(tile + (warp * 2 + m) * BLOCK_BYTES, out[m], inverse[0], inverse[1], lane);
+            stage(staged + (warp * 2 + m) * BLOCK_BYTES, out[m], inverse[0], inverse[1], lane);
         }
         __syncwarp();
-        storer.store(o, tile, p0, item.end, heads);
+        mine.store(o, staged, p0, item.end, heads);
         slot0 = slot0 + NEW < RING ? slot0 + NEW : slot0 + NEW - RING;
-        tile = other;
-        __syncthreads();
     }
 }

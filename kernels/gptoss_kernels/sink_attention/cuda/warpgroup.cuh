@@ -1,0 +1,42 @@
+// Hopper's warpgroup products (wgmma, sm_90a): four warps, 64 rows x 64 columns x 16 deep, right operand in shared memory.
+// Tiles are as in tile.cuh with D = 64, which is the hardware's 128-byte swizzle.
+#pragma once
+#include "tile.cuh"
+
+typedef unsigned long long u64;
+
+// Descriptor of a tile of 128-byte rows: eight-row groups 1024 bytes apart, 128-byte swizzle.
+__device__ __forceinline__ u64 describe(u32 tile) {
+    return (u64)((tile & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+__device__ __forceinline__ void warpgroup_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void warpgroup_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+// What cp.async wrote becomes visible to the tensor cores; follow with a barrier.
+__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#define ACCUMULATORS(c)                                                                                                     \
+    "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), \
+    "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), \
+    "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), \
+    "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3])
+#define ACCUMULATOR_NAMES                                                                           \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
+    "%25,%26,%27,%28,%29,%30,%31}"
+
+// c (+)= rows of left (k step s) times rows of right, transposed: both tiles have the inner dimension along a row.
+__device__ __forceinline__ void warpgroup_rows(float (&c)[8][4], u64 left, u64 right, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " ACCUMULATOR_NAMES ", %32, %33, p, 1, 1, 0, 0;}"
+                 : ACCUMULATORS(c) : "l"(left), "l"(right), "r"((int)add));
+}
+// c += left (registers) times sixteen rows of right: the rows are the inner dimension.
+__device__ __forceinline__ void warpgroup_inner(float (&c)[8][4], const u32 (&left)[4], u64 right) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " ACCUMULATOR_NAMES
+                 ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+                 : ACCUMULATORS(c) : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));
+}
+// Values that the tensor cores write behind the compiler's back: nothing reads c before this point.
+__device__ __forceinline__ void settle(float (&c)[8][4]) { asm volatile("" : ACCUMULATORS(c)::"memory"); }
