@@ -15,6 +15,7 @@ import io
 import json
 import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,20 +80,29 @@ class TorchDistWriter:
         buffer = io.BytesIO()
         torch.save(value, buffer)
         # the view is released also on an error: collecting one in a traceback has crashed the interpreter
-        with buffer.getbuffer() as data:
+        with buffer.getbuffer() as data, self._errors_name_the_file():
             self._places[index] = _StorageInfo(DATA_FILE, self._file.tell(), len(data))
             self._file.write(data)
 
     def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._errors_name_the_file():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         metadata = Metadata(
             self._metadata, planner_data=None, storage_data=self._places, storage_meta=StorageMeta(), version="1.0.0"
         )
         (self.directory / METADATA_FILE).write_bytes(pickle.dumps(metadata))
         content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         (self.directory / FORMAT_FILE).write_text(json.dumps(content))
+
+    @contextlib.contextmanager
+    def _errors_name_the_file(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self.directory / DATA_FILE)
+            raise
 
     def __enter__(self) -> TorchDistWriter:
         return self
