@@ -7,6 +7,7 @@ import ctypes
 import functools
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,10 +45,18 @@ class Kernel:
 
 
 def compile_cubin(source: Path, defines: dict[str, int], architecture: str) -> bytes:
-    """Compile ``source`` (its folder on the include path) for e.g. "sm_90". Raises RuntimeError with the compiler's log."""
+    """Compile ``source``, with its folder on the include path, for e.g. "sm_90".
+
+    Raises RuntimeError with the compiler's log.
+    """
     nvrtc = _nvrtc()
     headers = sorted(source.parent.glob("*.cuh"))
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", f"--include-path={source.parent}"]
+    options = [
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        "-default-device",
+        f"--include-path={source.parent}",
+    ]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     version = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
@@ -106,11 +115,11 @@ def _nvrtc() -> ctypes.CDLL:
 
 def shared_limit(device: torch.device) -> int:
     """Bytes of shared memory that one thread block can have."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def architecture(device: torch.device) -> str:
     """The device's own architecture, with Hopper's warpgroup instructions where it is one."""
     major, minor = torch.cuda.get_device_capability(device)
     return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
-

@@ -49,8 +49,9 @@ def quantize(x: torch.Tensor, scale_hint: torch.Tensor | None = None) -> tuple[t
 
     Args:
         x: [..., n * 32] bf16, finite.
-        scale_hint: [..., n] uint8, the scales ``x`` was dequantised with. Where such a scale reproduces the block's bf16
-            bits exactly it is kept, so an unchanged checkpoint comes back byte for byte; elsewhere it is recomputed.
+        scale_hint: [..., n] uint8, the scales ``x`` was dequantised with. Where such a scale reproduces the block's
+            bf16 bits exactly it is kept, so an unchanged checkpoint comes back byte for byte; elsewhere it is
+            recomputed.
 
     Returns:
         blocks [..., n, 16] uint8 and scales [..., n] uint8, as ``dequantize`` takes them. The sign of zero is kept.

@@ -4,10 +4,11 @@ import os
 
 import torch
 
+from gptoss_kernels.sink_attention import flash
+from gptoss_kernels.sink_attention.dispatch import BACKENDS, choose, why_not
 from gptoss_kernels.sink_attention.reference import ReferenceSinkAttention
 from gptoss_kernels.sink_attention.validation import check_arguments, check_finite
-
-BACKENDS = ("auto", "reference")
+from gptoss_kernels.sink_attention.window import WindowSinkAttention
 
 
 def sink_attention(
@@ -34,23 +35,35 @@ def sink_attention(
         max_seqlen: at least the longest sequence.
         window: keys a query sees, itself included; None for all earlier ones.
         scale: of the scores; head_size ** -0.5 when None.
-        backend: one of BACKENDS; "auto" picks by device, window, head size and mean sequence length.
+        backend: one of BACKENDS; "auto" picks by device, dtype, heads, head size and window (dispatch.py).
         return_lse: also return the log-sum-exp.
 
     Returns:
-        O like q, differentiable in q, k, v and sinks. With return_lse also LSE [tokens, heads], natural logarithm, **sink
-        included**, fp32 (fp64 for fp64 inputs), not differentiable.
+        O like q, differentiable in q, k, v and sinks. With return_lse also LSE [tokens, heads]: natural logarithm, the
+        **sink included**, fp32 (fp64 for fp64 inputs), not differentiable.
 
     Raises:
         ValueError: naming the argument, before anything is launched. With GPTOSS_KERNELS_DEBUG=1 also when an input
             holds NaN or Inf.
     """
     layout = check_arguments(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale)
-    if backend not in BACKENDS:
+    shape = q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window
+    if backend == "auto":
+        backend = choose(*shape)
+    elif backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    elif (reason := why_not(backend, *shape)) is not None:
+        raise ValueError(f"backend {backend!r} cannot take this: {reason}")
     if os.environ.get("GPTOSS_KERNELS_DEBUG") == "1":
         check_finite(q=q, k=k, v=v, sinks=sinks)
-    o, lse = ReferenceSinkAttention.apply(
-        q, k, v, sinks, layout, window, q.shape[2] ** -0.5 if scale is None else scale
-    )
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    if backend == "window":
+        o, lse = WindowSinkAttention.apply(q, k, v, sinks, layout, window, scale)
+    elif backend == "flash4":
+        o, lse = flash.flash4_sink_attention(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale)
+    elif backend == "flash3":
+        kernels = flash.flash3_kernels()
+        o, lse = flash.FoldedSinkAttention.apply(q, k, v, sinks, kernels, cu_seqlens, max_seqlen, window, scale)
+    else:
+        o, lse = ReferenceSinkAttention.apply(q, k, v, sinks, layout, window, scale)
     return (o, lse) if return_lse else o

@@ -79,7 +79,7 @@ def reference_forward(
     window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [tokens, heads, head_size], k, v [tokens, kv_heads, head_size] -> O like q, LSE [tokens, heads] fp32 or fp64."""
+    """O like q [tokens, heads, head_size], and LSE [tokens, heads] in fp32 or fp64."""
     compute = torch.promote_types(q.dtype, torch.float32)
     tokens, heads, head_size = q.shape
     kv_heads = k.shape[1]
@@ -92,7 +92,7 @@ def reference_forward(
         query = _gather(q, batch.rows, compute, kv_heads).mul_(scale)
         highest = sink.expand(tiles, kv_heads, group, QUERY_BLOCK, 1)
         total = torch.ones_like(highest)
-        out = None
+        out: Any = None
         for columns, hidden in batch.chunks:
             scores = _scores(query, _gather(k, columns, compute, kv_heads), hidden, group)
             new = torch.maximum(highest, scores.amax(-1, keepdim=True))
@@ -142,7 +142,7 @@ def reference_backward(
         row_delta = _gather(delta.unsqueeze(-1), batch.rows, compute, kv_heads)
         if batch.row_valid is not None:
             row_delta.view(tiles, kv_heads, group, QUERY_BLOCK, 1).mul_(batch.row_valid[:, None, None, :, None])
-        dq = None
+        dq: Any = None
         for columns, hidden in batch.chunks:
             key = _gather(k, columns, compute, kv_heads)
             p = _scores(query, key, hidden, group).sub_(row_lse).exp_().view(tiles, kv_heads, group * QUERY_BLOCK, -1)

@@ -1,9 +1,9 @@
 """Our own kernels for sliding-window layers: CUDA C++ on tensor cores, forward and backward, native sink.
 
-Query heads that share a kv head are packed into one tile, keys stay in a ring in shared memory while a block walks along
-its sequence, and the backward pass runs as two kernels that each own what they write (dQ; dK and dV): no atomics, so the
-result is deterministic, and every tile is aligned to its sequence's start, so a sequence's bits do not depend on what it
-is packed with.
+Query heads that share a kv head are packed into one tile, keys stay in a ring in shared memory while a block walks
+along its sequence, and the backward pass runs as two kernels that each own what they write (dQ; dK and dV): no atomics,
+so the result is deterministic, and every tile is aligned to its sequence's start, so a sequence's bits do not depend on
+what it is packed with.
 """
 
 import functools
@@ -59,19 +59,17 @@ class Shape:
         return STAGES * WAVE * (2 * self.head_size * 2 + 8) + 2 * KEYS * self.head_size * 2
 
 
-def why_not(q: torch.Tensor, k: torch.Tensor, window: int | None) -> str | None:
-    """Why the window backend cannot take these arguments; None when it can."""
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device) < (8, 0):
-        return f"q is on {q.device}, the window kernels need a GPU of compute capability 8.0 or later"
-    if q.dtype != torch.bfloat16:
-        return f"q is {q.dtype}, the window kernels take bf16"
-    if q.shape[2] not in HEAD_SIZES:
-        return f"q has head size {q.shape[2]}, the window kernels take {', '.join(map(str, HEAD_SIZES))}"
+def why_not(device: torch.device, heads_per_kv: int, head_size: int, window: int | None) -> str | None:
+    """Why the window kernels cannot take these bf16 shapes on this GPU; None when they can."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the window kernels need a GPU of compute capability 8.0 or later"
+    if head_size not in HEAD_SIZES:
+        return f"q has head size {head_size}, the window kernels take {' and '.join(map(str, HEAD_SIZES))}"
     if window is None or window > MAX_WINDOW:
         return f"window is {window}, the window kernels take 1 to {MAX_WINDOW}"
-    needed = Shape(q.shape[2], q.shape[1] // k.shape[1], window).shared_bytes("window_backward_q")
-    if needed > nvrtc.shared_limit(q.device):
-        return f"window {window} with head size {q.shape[2]} needs {needed} bytes of shared memory"
+    needed = Shape(head_size, heads_per_kv, window).shared_bytes("window_backward_q")
+    if needed > nvrtc.shared_limit(device):
+        return f"window {window} with head size {head_size} needs {needed} bytes of shared memory"
     return None
 
 
@@ -99,7 +97,9 @@ class WindowSinkAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grads = window_backward(*ctx.saved_tensors, grad_o.contiguous(), *ctx.arguments)
+        q, k, v, sinks, o, lse = ctx.saved_tensors
+        layout, window, scale = ctx.arguments
+        grads = window_backward(q, k, v, sinks, o, lse, grad_o.contiguous(), layout, window, scale)
         return (*grads, None, None, None)
 
 
@@ -112,7 +112,7 @@ def window_forward(
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous bf16 q [tokens, heads, head_size], k/v [tokens, kv_heads, head_size] -> O like q, LSE [tokens, heads]."""
+    """O like q and LSE [tokens, heads], from contiguous bf16 q, k, v."""
     heads = q.shape[1]
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -148,7 +148,22 @@ def window_backward(
         kernel = _kernel("window_backward_q", shape, q.device)
         blocks = count * heads // shape.group
         kernel(
-            blocks, THREADS, q, k, v, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, scale, CHUNK
+            blocks,
+            THREADS,
+            q,
+            k,
+            v,
+            sinks.float(),
+            o,
+            lse,
+            grad_o,
+            grad_q,
+            row_stats,
+            shares,
+            items,
+            heads,
+            scale,
+            CHUNK,
         )
         kernel = _kernel(kv_kernel(shape, q.device), shape, q.device)
         items, count = _items(layout, KEYS, q.device)

@@ -2,7 +2,7 @@
 #include "march.cuh"
 
 #ifndef STEP
-#define STEP 3              // key blocks per softmax step
+#define STEP 2              // key blocks per softmax step
 #endif
 #ifndef RESIDENT
 #define RESIDENT 2          // thread blocks per multiprocessor to aim at

@@ -1,0 +1,189 @@
+"""GPU backends against the reference in fp64: random and adversarial inputs, determinism, batch invariance."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gptoss_kernels.sink_attention import flash, sink_attention
+from gptoss_kernels.sink_attention.dispatch import why_not
+from gptoss_kernels.sink_attention.layout import packed_layout
+from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
+from gptoss_kernels.sink_attention.window import window_backward, window_forward
+
+pytestmark = pytest.mark.gpu
+
+UNEVEN = [300, 77, 647, 129, 1, 16, 17, 128, 15, 700]
+
+
+def random_inputs(lengths, heads=64, kv_heads=8, head_size=64, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    tokens = sum(lengths)
+
+    def normal(*shape):
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    q, k, v = normal(tokens, heads, head_size), normal(tokens, kv_heads, head_size), normal(tokens, kv_heads, head_size)
+    sinks = normal(heads) * 1.5 + 1
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    return q.bfloat16(), k.bfloat16(), v.bfloat16(), sinks, normal(tokens, heads, head_size).bfloat16(), cu_seqlens
+
+
+def run(backend, q, k, v, sinks, grad_o, cu_seqlens, window):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
+    longest = packed_layout(cu_seqlens).longest
+    if backend == "folded":
+        kernels = flash.flash4_kernels()
+        scale = q.shape[2] ** -0.5
+        out, lse = flash.FoldedSinkAttention.apply(*leaves, kernels, cu_seqlens, longest, window, scale)
+    else:
+        packing = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
+        out, lse = sink_attention(*leaves, **packing, window=window, backend=backend, return_lse=True)
+    return out.detach(), lse, *torch.autograd.grad(out, leaves, grad_o)
+
+
+def error(x, exact):
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def assert_close_to_fp64(results, q, k, v, sinks, grad_o, cu_seqlens, window, gradient=3e-3):
+    layout, scale = packed_layout(cu_seqlens), q.shape[2] ** -0.5
+    exact = [x.double() for x in (q, k, v, sinks)]
+    o, lse = reference_forward(*exact, layout, window, scale)
+    grads = reference_backward(*exact, o, lse, grad_o.double(), layout, window, scale)
+    out, out_lse, *out_grads = results
+    assert error(out, o) <= 3e-3
+    assert (out_lse - lse).abs().max() <= 1e-5
+    for name, bound, x, y in zip("qkvs", (gradient, gradient, 3e-3, 4e-3), out_grads, grads, strict=True):
+        assert torch.isfinite(x).all(), f"d{name}"
+        if y.norm() > 0:
+            assert error(x, y) <= bound, f"d{name}"
+
+
+def need(backend, window):
+    name = "flash4" if backend == "folded" else backend
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = why_not(name, device, torch.bfloat16, 64, 8, 64, window)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("window", [127, 128, 129, 17, 256])
+def test_window_backend_is_within_bf16_of_fp64(window):
+    inputs = random_inputs(UNEVEN)
+    assert_close_to_fp64(run("window", *inputs, window), *inputs, window)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_tiny_windows_lose_only_what_bf16_o_costs(window):
+    # dS = P (dP - delta) cancels to a small number here, and delta is taken from O as rounded to bf16
+    inputs = random_inputs(UNEVEN)
+    assert_close_to_fp64(run("window", *inputs, window), *inputs, window, gradient=6e-3)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size"), [(8, 8, 64), (8, 2, 64), (16, 1, 64), (6, 3, 64), (8, 1, 32)]
+)
+def test_window_backend_takes_any_grouping_of_heads(heads, kv_heads, head_size):
+    inputs = random_inputs(UNEVEN, heads, kv_heads, head_size)
+    assert_close_to_fp64(run("window", *inputs, 128), *inputs, 128)
+
+
+@pytest.mark.parametrize("backend", ["flash4", "folded", "flash3"])
+@pytest.mark.parametrize("window", [None, 128])
+def test_flash_backends_are_within_bf16_of_fp64(backend, window):
+    need(backend, window)
+    inputs = random_inputs(UNEVEN)
+    assert_close_to_fp64(run(backend, *inputs, window), *inputs, window)
+
+
+@pytest.mark.parametrize("backend", ["window", "folded"])
+@pytest.mark.parametrize("sink", [-1e4, 0.0, 30.0])
+def test_extreme_sinks(backend, sink):
+    need(backend, 128)
+    q, k, v, sinks, grad_o, cu_seqlens = random_inputs(UNEVEN)
+    inputs = q, k, v, torch.full_like(sinks, sink), grad_o, cu_seqlens
+    assert_close_to_fp64(run(backend, *inputs, 128), *inputs, 128)
+
+
+@pytest.mark.parametrize("lengths", [[1], [2], [129], [1] * 100 + [127], [131072]], ids=str)
+def test_window_backend_from_one_token_to_131072(lengths):
+    inputs = random_inputs(lengths, heads=8, kv_heads=1)
+    gradient = 3e-3 if max(lengths) > 2 else 8e-3
+    if max(lengths) == 1:
+        results = run("window", *inputs, 128)
+        assert all(torch.isfinite(x).all() for x in results)
+        return
+    assert_close_to_fp64(run("window", *inputs, 128), *inputs, 128, gradient=gradient)
+
+
+def test_4096_sequences_in_a_pack():
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 40, (4096,), generator=generator).tolist()
+    inputs = random_inputs(lengths, heads=8, kv_heads=1)
+    assert_close_to_fp64(run("window", *inputs, 128), *inputs, 128)
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=st.lists(st.integers(20, 400), min_size=1, max_size=12), seed=st.integers(0, 1000))
+def test_any_packing(lengths, seed):
+    inputs = random_inputs(lengths, heads=16, kv_heads=2, seed=seed)
+    assert_close_to_fp64(run("window", *inputs, 128), *inputs, 128)
+
+
+def test_every_output_is_written():
+    q, k, v, sinks, grad_o, cu_seqlens = random_inputs(UNEVEN)
+    layout = packed_layout(cu_seqlens)
+    for _ in range(3):  # freed memory full of NaN is what torch.empty hands out next
+        poison = [torch.full_like(x, torch.nan) for x in (q, q, k, v)]
+        poison += [torch.full((q.shape[0], 64, n), torch.nan, device="cuda") for n in (1, 2)]
+        del poison
+        o, lse = window_forward(q, k, v, sinks, layout, 128, 0.125)
+        grads = window_backward(q, k, v, sinks, o, lse, grad_o, layout, 128, 0.125)
+        assert all(torch.isfinite(x).all() for x in (o, lse, *grads))
+
+
+def test_window_backend_gives_the_same_bits_every_time():
+    inputs = random_inputs(UNEVEN)
+    first = run("window", *inputs, 128)
+    for _ in range(5):
+        assert all(torch.equal(x, y) for x, y in zip(first, run("window", *inputs, 128), strict=True))
+
+
+def test_a_sequence_has_the_same_bits_whatever_it_is_packed_with():
+    q, k, v, sinks, grad_o, cu_seqlens = random_inputs(UNEVEN)
+    packed = run("window", q, k, v, sinks, grad_o, cu_seqlens, 128)
+    start = 0
+    for length in UNEVEN:
+        part = slice(start, start + length)
+        start += length
+        cu = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+        alone = run("window", q[part], k[part], v[part], sinks, grad_o[part], cu, 128)
+        for x, y in zip(packed[:5], alone[:5], strict=True):
+            assert torch.equal(x[part], y)
+
+
+def test_inputs_need_not_be_contiguous():
+    q, k, v, sinks, grad_o, cu_seqlens = random_inputs([200, 56])
+    wide = torch.cat((q, k, v), 1)
+    views = wide.split([64, 8, 8], 1)
+    for x, y in zip(
+        run("window", *views, sinks, grad_o, cu_seqlens, 128),
+        run("window", q, k, v, sinks, grad_o, cu_seqlens, 128),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
+
+
+def test_auto_takes_the_window_kernels_for_window_layers():
+    from gptoss_kernels.sink_attention.dispatch import choose
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert choose(device, torch.bfloat16, 64, 8, 64, 128) == "window"
+    assert choose(device, torch.float32, 64, 8, 64, 128) == "reference"
+
+
+def test_bf16_sinks_are_taken_and_get_a_bf16_gradient():
+    q, k, v, sinks, grad_o, cu_seqlens = random_inputs([200, 56])
+    results = run("window", q, k, v, sinks.bfloat16(), grad_o, cu_seqlens, 128)
+    assert results[-1].dtype == torch.bfloat16
