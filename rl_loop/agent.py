@@ -9,6 +9,8 @@ Nothing is rendered twice. The loss mask is 1 exactly on what was sampled.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import time
 from dataclasses import dataclass, replace
 
@@ -45,19 +47,30 @@ async def run_episode(
 ) -> Trajectory:
     """Run one episode to its end. ``sampling.max_new_tokens`` is the limit of one turn; stop ids and seed are set here.
 
-    The same seed, weights and task give the same episode, whatever else the engine is doing.
+    The same seed, weights and task give the same episode, whatever else the engine is doing. Raises ValueError if the
+    prompt leaves no room to answer.
     """
     deadline = time.monotonic() + limits.seconds
-    prompt = harmony.render_prompt(environment.prompt())
+    prompt = harmony.render_prompt(environment.prompt(), environment.tools())
     if len(prompt) >= limits.max_tokens:
-        raise ValueError(f"the prompt of task {task_id} has {len(prompt)} tokens; rollout.max_tokens is {limits.max_tokens}")
+        raise ValueError(
+            f"the prompt of task {task_id} has {len(prompt)} tokens; rollout.max_tokens is {limits.max_tokens}"
+        )
     episode = Trajectory(task_id, [], [], [])
     _append(episode, harmony, "prompt", prompt)
+    unread: list[int] = []  # what tools answered; part of the episode once a turn was sampled from it
     for turn in range(limits.max_turns):
-        room = min(sampling.max_new_tokens, limits.max_tokens - len(episode))
-        params = replace(sampling, max_new_tokens=room, stop_token_ids=harmony.stop_token_ids, seed=seed * 1009 + turn)
-        sampled = await _sample(engine, episode.token_ids, params, f"{task_id}/{seed}/{turn}", routed_experts)
-        episode.routed_experts = sampled.routed_experts
+        prefix = episode.token_ids + unread
+        room = min(sampling.max_new_tokens, limits.max_tokens - len(prefix))
+        if room <= 0:
+            return _end(episode, environment.unfinished(), FinishReason.LENGTH)
+        params = replace(sampling, max_new_tokens=room, stop_token_ids=harmony.stop_token_ids)
+        request = GenerateRequest(f"{task_id}/{seed}/{turn}", prefix, params, routed_experts)
+        sampled = await _sample(engine, request, deadline)
+        if not sampled.output_ids:
+            return _end(episode, environment.unfinished(), FinishReason.LENGTH)
+        if unread:
+            _append(episode, harmony, "tool", unread)
         _append(episode, harmony, "assistant", sampled.output_ids, sampled)
         if sampled.finish_reason is not FinishReason.STOP:
             return _end(episode, environment.unfinished(), sampled.finish_reason)
@@ -70,36 +83,63 @@ async def run_episode(
         if result.done:
             reason = FinishReason.FORMAT_ERROR if result.format_error else FinishReason.STOP
             return _end(episode, result, reason)
-        answer = [i for o in result.observations for i in harmony.render_tool_output(o.tool, o.channel, o.text)]
-        if turn + 1 == limits.max_turns:
-            break
-        if len(episode) + len(answer) >= limits.max_tokens or time.monotonic() > deadline:
-            return _end(episode, environment.unfinished(), FinishReason.LENGTH)
-        _append(episode, harmony, "tool", answer)
+        unread = harmony.render_tool_outputs(result.tool_outputs)
     return _end(episode, environment.unfinished(), FinishReason.MAX_TURNS)
 
 
-async def _sample(
-    engine: RolloutEngine, prefix: list[int], params: SamplingParams, request_id: str, routed_experts: bool
-) -> GenerateResult:
-    """One turn, resumed from its own tokens as often as the engine aborts it (to take new weights, say)."""
+async def _sample(engine: RolloutEngine, turn: GenerateRequest, deadline: float) -> GenerateResult:
+    """One turn, resumed from its own tokens as often as the engine aborts it (to take new weights, say).
+
+    Out of time, it ends with what there is, perhaps nothing, and FinishReason.LENGTH.
+    """
     whole = GenerateResult([], [], FinishReason.ABORT)
     while whole.finish_reason is FinishReason.ABORT:
         done = len(whole.output_ids)
-        left = replace(params, max_new_tokens=params.max_new_tokens - done)
-        if left.max_new_tokens == 0:
+        if done == turn.sampling.max_new_tokens or time.monotonic() >= deadline:
             return replace(whole, finish_reason=FinishReason.LENGTH)
-        request = GenerateRequest(f"{request_id}/{done}", prefix + whole.output_ids, left, routed_experts)
-        part = await engine.generate(request)
+        name = f"{turn.request_id}/{done}"
+        # the rest of an aborted turn must not see the random numbers of its beginning again
+        left = replace(turn.sampling, max_new_tokens=turn.sampling.max_new_tokens - done, seed=_seed_of(name))
+        request = replace(turn, request_id=name, input_ids=turn.input_ids + whole.output_ids, sampling=left)
+        part = await _generate(engine, request, deadline)
+        if turn.return_routed_experts and part.output_ids and part.routed_experts is None:
+            raise RuntimeError(f"the engine did not return the routed experts that request {name} asked for")
         spans = [WeightVersionSpan(s.start + done, s.end + done, s.version) for s in part.weight_versions]
         whole = GenerateResult(
             whole.output_ids + part.output_ids,
             whole.output_log_probs + part.output_log_probs,
             part.finish_reason,
             whole.weight_versions + spans,
-            part.routed_experts if part.routed_experts is not None else whole.routed_experts,
+            _first_routes(whole.routed_experts, part.routed_experts),
         )
     return whole
+
+
+async def _generate(engine: RolloutEngine, request: GenerateRequest, deadline: float) -> GenerateResult:
+    """Sample until the deadline (of time.monotonic()) at the latest; then the engine is told to abort."""
+    loop = asyncio.get_running_loop()
+    aborts: list[asyncio.Task[None]] = []  # keeps the task alive
+
+    async def abort() -> None:
+        await engine.abort(request.request_id)
+
+    timer = loop.call_later(deadline - time.monotonic(), lambda: aborts.append(loop.create_task(abort())))
+    try:
+        return await engine.generate(request)
+    finally:
+        timer.cancel()
+
+
+def _seed_of(request_id: str) -> int:
+    """63 bits: what a torch generator takes."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest()) >> 1
+
+
+def _first_routes(earlier: np.ndarray | None, latest: np.ndarray | None) -> np.ndarray | None:
+    """Every token keeps the experts that it was first processed with: they made the log-probs that were returned."""
+    if earlier is None or latest is None:
+        return latest if earlier is None else earlier
+    return np.concatenate([earlier, latest[len(earlier) :]])
 
 
 def _append(
@@ -110,6 +150,7 @@ def _append(
     episode.loss_mask += [int(sampled is not None)] * len(ids)
     episode.rollout_log_probs += sampled.output_log_probs if sampled else [0.0] * len(ids)
     if sampled:
+        episode.routed_experts = _first_routes(episode.routed_experts, sampled.routed_experts)
         episode.weight_versions += [
             WeightVersionSpan(s.start + start, s.end + start, s.version) for s in sampled.weight_versions
         ]
@@ -119,8 +160,5 @@ def _append(
 def _end(episode: Trajectory, result: StepResult, reason: FinishReason) -> Trajectory:
     episode.finish_reason = reason
     episode.reward, episode.reward_parts = result.reward, result.reward_parts
-    if episode.routed_experts is not None:
-        # tokens after the last forward pass (a tool's answer that was never read) cannot be there: turns end sampled
-        episode.routed_experts = np.ascontiguousarray(episode.routed_experts[: len(episode) - 1])
     episode.validate()
     return episode

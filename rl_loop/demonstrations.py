@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rl_loop.arithmetic import Problem
-from rl_loop.harmony import Harmony, ParsedMessage
+from rl_loop.harmony import Harmony, ParsedMessage, ToolOutput
 
 
 class DemonstrationConfig(BaseModel):
@@ -53,14 +53,14 @@ def demonstrate(
     """One episode of a random kind on ``problem``; ``prompt`` are the ids that a rollout would start from."""
     ids, mask = list(prompt), [0] * len(prompt)
 
-    def say(message: ParsedMessage, thought: str, end: str) -> None:
+    def say(message: ParsedMessage, thought: str, end: Literal["<|return|>", "<|call|>"]) -> None:
         turn = harmony.render_assistant([ParsedMessage("analysis", None, None, thought), message], end)
         ids.extend(turn)
         mask.extend([1] * len(turn))
 
     def call(code: str, output: str, thought: str) -> None:
         say(ParsedMessage("analysis", "python", "code", code), thought, "<|call|>")
-        answer = harmony.render_tool_output("python", "analysis", output)
+        answer = harmony.render_tool_outputs([ToolOutput("python", "analysis", output)])
         ids.extend(answer)
         mask.extend([0] * len(answer))
 

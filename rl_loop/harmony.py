@@ -19,12 +19,25 @@ from openai_harmony import (
     ReasoningEffort,
     Role,
     SystemContent,
+    ToolDescription,
 )
 from pydantic import BaseModel, ConfigDict
 
-from rl_loop.vocabulary import Vocabulary, harmony_encoding, special_id
+from rl_loop.vocabulary import SPECIAL_TOKENS, Vocabulary, harmony_encoding, special_id
 
 CHANNELS = ("analysis", "commentary", "final")
+
+FIRST_SPECIAL_ID = 199_998
+"""Harmony ids from here on are special tokens, the reserved ones included."""
+
+# which special token may follow which in one assistant turn; a turn begins inside a header, as after <|start|>
+SUCCESSORS = {
+    "<|start|>": ("<|channel|>",),
+    "<|channel|>": ("<|constrain|>", "<|message|>"),
+    "<|constrain|>": ("<|message|>",),
+    "<|message|>": ("<|end|>", "<|return|>", "<|call|>"),
+    "<|end|>": ("<|start|>",),
+}
 
 
 class PromptConfig(BaseModel):
@@ -45,6 +58,16 @@ class PromptConfig(BaseModel):
 
 
 @dataclass(frozen=True)
+class Tool:
+    """A function that the developer message offers; the policy calls it as ``functions.name`` with JSON arguments."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of the arguments."""
+
+
+@dataclass(frozen=True)
 class ParsedMessage:
     """One message that the policy wrote."""
 
@@ -52,6 +75,15 @@ class ParsedMessage:
     recipient: str | None
     """The tool that is called, such as "python" or "functions.search"; None if it is no call."""
     content_type: str | None
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolOutput:
+    """What a tool answers: ``tool`` and ``channel`` are the recipient and channel of the call."""
+
+    tool: str
+    channel: str
     text: str
 
 
@@ -76,22 +108,34 @@ class Harmony:
     def stop_token_ids(self) -> tuple[int, ...]:
         return self.vocabulary.stop_token_ids
 
-    def render_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def render_prompt(self, messages: Sequence[dict[str, str]], tools: Sequence[Tool] = ()) -> list[int]:
         """Ids of system, developer and user messages, ending where the assistant begins.
 
-        ``messages``: {"role": "developer" or "user", "content": text}. Raises ValueError naming another role.
+        ``messages``: {"role": "developer" or "user", "content": text}; ``tools`` are described in the first developer
+        message, or in one of their own. Raises ValueError naming another role.
         """
         rendered = [] if self._system is None else [Message.from_role_and_content(Role.SYSTEM, self._system)]
-        rendered += [_prompt_message(message) for message in messages]
+        if tools and all(message["role"] != "developer" for message in messages):
+            rendered.append(_developer_message(None, tools))
+        for message in messages:
+            if message["role"] == "user":
+                rendered.append(Message.from_role_and_content(Role.USER, message["content"]))
+            elif message["role"] == "developer":
+                rendered.append(_developer_message(message["content"], tools))
+                tools = ()
+            else:
+                raise ValueError(f"a prompt message has role {message['role']!r}; expected 'developer' or 'user'")
         ids = harmony_encoding().render_conversation_for_completion(
             Conversation.from_messages(rendered), Role.ASSISTANT
         )
         return self.vocabulary.from_harmony(ids)
 
-    def render_tool_output(self, tool: str, channel: str, text: str) -> list[int]:
-        """Ids of a tool's answer to the assistant, ending where the assistant begins again."""
-        message = Message.from_author_and_content(Author.new(Role.TOOL, tool), text)
-        ids = harmony_encoding().render(message.with_channel(channel).with_recipient("assistant"))
+    def render_tool_outputs(self, outputs: Sequence[ToolOutput]) -> list[int]:
+        """Ids of what tools answer to the assistant, ending where the assistant begins again."""
+        ids: list[int] = []
+        for output in outputs:
+            message = Message.from_author_and_content(Author.new(Role.TOOL, output.tool), output.text)
+            ids += harmony_encoding().render(message.with_channel(output.channel).with_recipient("assistant"))
         return self.vocabulary.from_harmony(ids) + self._assistant_header
 
     def render_assistant(self, messages: Sequence[ParsedMessage], end: Literal["<|return|>", "<|call|>"]) -> list[int]:
@@ -111,15 +155,19 @@ class Harmony:
         return ids
 
     def parse(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
-        """The messages of one sampled assistant turn. ``ids`` are those after ``<|start|>assistant``."""
+        """The messages of one sampled assistant turn, of which only the last may call a tool.
+
+        ``ids`` are those after ``<|start|>assistant``, the stop token included. A recipient is whatever the policy
+        wrote: the environment says which tools there are.
+        """
+        harmony_ids = self.vocabulary.to_harmony(ids)
+        # openai-harmony takes special tokens inside a message for text and inside a header for a recipient
+        if fault := _fault_of_structure(harmony_ids):
+            return FormatError(fault)
         try:
-            parsed = harmony_encoding().parse_messages_from_completion_tokens(
-                self.vocabulary.to_harmony(ids), Role.ASSISTANT
-            )
+            parsed = harmony_encoding().parse_messages_from_completion_tokens(harmony_ids, Role.ASSISTANT)
         except (HarmonyError, ValueError) as error:
             return FormatError(f"not a Harmony message: {error}")
-        if not parsed:
-            return FormatError("no message")
         messages = []
         for message in parsed:
             if message.author.role is not Role.ASSISTANT:
@@ -128,6 +176,13 @@ class Harmony:
                 return FormatError(f"channel {message.channel!r}")
             text = "".join(getattr(part, "text", "") for part in message.content)
             messages.append(ParsedMessage(message.channel, message.recipient, message.content_type, text))
+        if any(message.recipient is not None for message in messages[:-1]):
+            return FormatError("a message to a tool is not the last of its turn")
+        last, calls = messages[-1], harmony_ids[-1] == special_id("<|call|>")
+        if calls != (last.recipient is not None):
+            return FormatError("<|call|> without a recipient" if calls else "a message to a tool without <|call|>")
+        if calls and last.channel == "final":
+            return FormatError("a tool call on the channel final")
         return messages
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -155,10 +210,26 @@ def _system_content(prompt: PromptConfig) -> SystemContent | None:
     return content.with_python_tool() if prompt.python_tool else content
 
 
-def _prompt_message(message: dict[str, str]) -> Message:
-    role, text = message["role"], message["content"]
-    if role == "user":
-        return Message.from_role_and_content(Role.USER, text)
-    if role == "developer":
-        return Message.from_role_and_content(Role.DEVELOPER, DeveloperContent.new().with_instructions(text))
-    raise ValueError(f"a prompt message has role {role!r}; expected 'developer' or 'user'")
+def _developer_message(instructions: str | None, tools: Sequence[Tool]) -> Message:
+    content = DeveloperContent.new()
+    if instructions is not None:
+        content = content.with_instructions(instructions)
+    if tools:
+        content = content.with_function_tools(
+            [ToolDescription.new(tool.name, tool.description, tool.parameters) for tool in tools]
+        )
+    return Message.from_role_and_content(Role.DEVELOPER, content)
+
+
+def _fault_of_structure(harmony_ids: Sequence[int]) -> str | None:
+    """What is wrong with the order of the special tokens in an assistant turn; None if it is right."""
+    names = {special_id(token): token for token in SPECIAL_TOKENS}
+    previous = "<|start|>"
+    for token_id in harmony_ids:
+        if token_id < FIRST_SPECIAL_ID:
+            continue
+        name = names.get(token_id, "a reserved token")
+        if name not in SUCCESSORS.get(previous, ()):
+            return f"{name} after {previous}"
+        previous = name
+    return None if previous in ("<|return|>", "<|call|>") else f"the turn ends after {previous}"

@@ -11,8 +11,7 @@ import torch
 from rl_loop.agent import EpisodeLimits, run_episode
 from rl_loop.config import RunConfig
 from rl_loop.engines import SamplingParams
-from rl_loop.environments import Task
-from rl_loop.environments.retool import ReToolEnvironment
+from rl_loop.environments import Task, make_environment
 from rl_loop.harmony import Harmony
 from rl_loop.sandbox import PythonSandbox
 from rl_loop.trajectory import TrajectoryGroup
@@ -57,7 +56,7 @@ class RolloutWorker:
         episodes = [
             run_episode(
                 task.task_id,
-                ReToolEnvironment(task, self.sandbox.run, self.config.reward),
+                make_environment(task, self.sandbox.run, self.config.reward),
                 self.engine,
                 self.harmony,
                 limits,

@@ -8,8 +8,7 @@ from megatron_gptoss.packing import Sample
 from rl_loop import arithmetic
 from rl_loop.config import RunConfig
 from rl_loop.demonstrations import DemonstrationConfig, demonstrate
-from rl_loop.environments import Task, read_tasks
-from rl_loop.environments.base import TaskFileError
+from rl_loop.environments import Task, TaskFileError, read_tasks
 from rl_loop.environments.retool import INSTRUCTIONS
 from rl_loop.harmony import Harmony
 from rl_loop.vocabulary import make_vocabulary
@@ -44,7 +43,7 @@ class TaskSource:
             self._held_out = [self._task(arithmetic.problem("held_out", self.config.seed, i), i) for i in range(count)]
 
     def train(self, position: int, count: int) -> list[Task]:
-        """Training tasks ``position`` .. ``position + count - 1`` of an endless sequence; a file is shuffled each epoch."""
+        """Training tasks ``position`` .. ``position + count - 1`` without end. A file is shuffled each epoch."""
         return [self._train_task(i) for i in range(position, position + count)]
 
     def held_out(self) -> list[Task]:
@@ -65,7 +64,9 @@ class TaskSource:
         for i in range(position, position + count):
             problem = arithmetic.problem("train", self.config.seed, i)
             prompt = self.prompt_ids(self._task(problem, i))
-            demonstration = demonstrate(problem, prompt, self.harmony, mixture, random.Random(f"{self.config.seed}/{i}"))
+            demonstration = demonstrate(
+                problem, prompt, self.harmony, mixture, random.Random(f"{self.config.seed}/{i}")
+            )
             samples.append(Sample(demonstration.token_ids, demonstration.loss_mask))
         return samples
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,8 @@ SPECIAL_TOKENS = (
     "<|message|>",
     "<|call|>",
 )
+FIRST_RESERVED_ID = 200_013
+"""Harmony ids from here on are special tokens that mean nothing."""
 # how o200k splits text before byte-pair merging; published with the vocabulary
 O200K_PATTERN = "|".join(
     [
@@ -86,7 +89,7 @@ class GptOssVocabulary:
 
     def __init__(self) -> None:
         self.size = 201_088
-        self.stop_token_ids = (special_id("<|return|>"), special_id("<|call|>"))
+        self.stop_token_ids: tuple[int, ...] = (special_id("<|return|>"), special_id("<|call|>"))
 
     def encode_text(self, text: str) -> list[int]:
         return harmony_encoding().encode(text, disallowed_special=())
@@ -106,7 +109,7 @@ class GptOssVocabulary:
 
 
 class TinyVocabulary:
-    """The ``ranks`` most common tokens of o200k with their ids unchanged, then the special tokens, then unused ids.
+    """The first ``ranks`` tokens of o200k with their ids unchanged, then the special tokens, then unused ones.
 
     Byte-pair merging is closed under cutting off rare ranks, so every text is encoded, only in more tokens.
     """
@@ -119,61 +122,55 @@ class TinyVocabulary:
 
         if ranks < 256:
             raise ValueError(f"a vocabulary of {ranks} ranks lacks some of the 256 bytes")
-        self.size = ranks + len(SPECIAL_TOKENS) + self.UNUSED
-        self._special = {token: ranks + i for i, token in enumerate(SPECIAL_TOKENS)}
-        self._names = {i: token for token, i in self._special.items()}
+        unused = [f"<|unused_{i}|>" for i in range(self.UNUSED)]
+        self._names = dict(enumerate([*SPECIAL_TOKENS, *unused], start=ranks))
+        self.size = ranks + len(self._names)
         self._bytes = _first_ranks(ranks)
-        self._to_harmony = {i: special_id(token) for token, i in self._special.items()}
+        harmony_ids = [*map(special_id, SPECIAL_TOKENS), *range(FIRST_RESERVED_ID, FIRST_RESERVED_ID + self.UNUSED)]
+        self._to_harmony = dict(enumerate(harmony_ids, start=ranks))
         self._from_harmony = {big: small for small, big in self._to_harmony.items()}
-        self._definition = _tokenizer_json(self._bytes, self._special)
+        self._definition = _tokenizer_json(self._bytes, self._names)
         # without the special tokens: text can then not contain one
         self._text = Tokenizer.from_str(json.dumps({**self._definition, "added_tokens": []}))
-        self.stop_token_ids = (self._special["<|return|>"], self._special["<|call|>"])
+        self.stop_token_ids: tuple[int, ...] = tuple(
+            self._from_harmony[special_id(token)] for token in ("<|return|>", "<|call|>")
+        )
 
     def encode_text(self, text: str) -> list[int]:
         return self._text.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(
-            part if isinstance(part, str) else part.decode("utf-8", errors="replace") for part in self._pieces(ids)
+            piece.decode("utf-8", errors="replace") if isinstance(piece, bytes) else self._names[piece]
+            for piece in self._pieces(ids)
         )
 
-    def _pieces(self, ids: Sequence[int]) -> list[str | bytes]:
-        """Runs of ordinary tokens as bytes, special and unused ones by name."""
-        pieces: list[str | bytes] = []
-        run = b""
-        for i in ids:
-            if i < len(self._bytes):
-                run += self._bytes[i]
-                continue
-            pieces += [run] if run else []
-            pieces.append(self._names.get(i, f"<|unused_{i}|>"))
-            run = b""
-        return pieces + ([run] if run else [])
+    def _pieces(self, ids: Sequence[int]) -> Iterator[bytes | int]:
+        """Runs of ordinary tokens as bytes, and the ids of special and unused tokens between them."""
+        for ordinary, group in groupby(ids, key=lambda i: i < len(self._bytes)):
+            if ordinary:
+                yield b"".join(self._bytes[i] for i in group)
+            else:
+                yield from group
 
     def from_harmony(self, ids: Sequence[int]) -> list[int]:
         out: list[int] = []
-        run: list[int] = []
-        for i in [*ids, None]:
-            if i is not None and i not in self._from_harmony:
-                run.append(i)
-                continue
-            if run:
-                out += self.encode_text(harmony_encoding().decode(run))
-                run = []
-            if i is not None:
-                out.append(self._from_harmony[i])
+        for special, group in groupby(ids, key=lambda i: i in self._from_harmony):
+            if special:
+                out += [self._from_harmony[i] for i in group]
+            else:
+                out += self.encode_text(harmony_encoding().decode(list(group)))
         return out
 
     def to_harmony(self, ids: Sequence[int]) -> list[int]:
         """For parsing only: text that is not UTF-8 or is split unusually does not come back as the same ids."""
         out: list[int] = []
         for piece in self._pieces(ids):
-            if isinstance(piece, str) and piece in self._special:
-                out.append(special_id(piece))
-            else:
-                text = piece if isinstance(piece, str) else piece.decode("utf-8", errors="replace")
+            if isinstance(piece, bytes):
+                text = piece.decode("utf-8", errors="replace")
                 out += harmony_encoding().encode(text, disallowed_special=())
+            else:
+                out.append(self._to_harmony[piece])
         return out
 
     def save(self, directory: Path) -> list[Path]:
@@ -200,7 +197,9 @@ def _first_ranks(ranks: int) -> list[bytes]:
     """The bytes of ranks 0 .. ranks - 1. The file has a line "base64 rank" each, in order of rank."""
     path = ensure_o200k()
     if path is None:
-        raise VocabularyUnavailable(f"the tiny vocabulary needs the file {FILE_NAME}; set TIKTOKEN_ENCODINGS_BASE to its folder")
+        raise VocabularyUnavailable(
+            f"the tiny vocabulary needs the file {FILE_NAME}; set TIKTOKEN_ENCODINGS_BASE to its folder"
+        )
     tokens = []
     with path.open("rb") as file:
         for line in file:
@@ -213,7 +212,7 @@ def _first_ranks(ranks: int) -> list[bytes]:
     return tokens
 
 
-def _tokenizer_json(tokens: list[bytes], special: dict[str, int]) -> dict[str, Any]:
+def _tokenizer_json(tokens: list[bytes], special: dict[int, str]) -> dict[str, Any]:
     """The vocabulary as a Hugging Face byte-level BPE: merges are recovered from the ranks."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -231,7 +230,7 @@ def _tokenizer_json(tokens: list[bytes], special: dict[str, int]) -> dict[str, A
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": i, "content": token, **flags} for token, i in special.items()],
+        "added_tokens": [{"id": i, "content": token, **flags} for i, token in special.items()],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
         "post_processor": None,

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from rl_loop.environments.base import Observation, StepResult, Task
-from rl_loop.harmony import ParsedMessage
+from rl_loop.environments.base import StepResult, Task
+from rl_loop.harmony import ParsedMessage, Tool, ToolOutput
 from rl_loop.rewards.math_answer import is_correct
 
 INSTRUCTIONS = r"Use python. Answer in \boxed{}."
@@ -23,9 +23,14 @@ INSTRUCTIONS = r"Use python. Answer in \boxed{}."
 class Execution(Protocol):
     """What running a program gave; rl_loop.sandbox.ExecutionResult is one."""
 
-    output: str
-    exit_code: int
-    error: str | None
+    @property
+    def output(self) -> str: ...
+
+    @property
+    def exit_code(self) -> int: ...
+
+    @property
+    def error(self) -> str | None: ...
 
 
 Execute = Callable[[str], Awaitable[Execution]]
@@ -53,6 +58,9 @@ class ReToolEnvironment:
     def prompt(self) -> list[dict[str, str]]:
         return self._task.messages
 
+    def tools(self) -> Sequence[Tool]:
+        return ()
+
     async def step(self, messages: Sequence[ParsedMessage]) -> StepResult:
         last = messages[-1]
         if last.recipient is None:
@@ -67,8 +75,8 @@ class ReToolEnvironment:
         execution = await self._execute(code)
         text = execution.output if execution.error is None else f"{execution.output}\n{execution.error}".lstrip("\n")
         failed = execution.exit_code != 0 or execution.error is not None
-        observation = Observation(last.recipient, last.channel, text)
-        return StepResult([observation], tool_calls=1, tool_errors=int(failed))
+        answer = ToolOutput(last.recipient, last.channel, text)
+        return StepResult([answer], tool_calls=1, tool_errors=int(failed))
 
     def unfinished(self) -> StepResult:
         return self._finished(correct=False)
