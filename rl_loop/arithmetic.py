@@ -15,16 +15,16 @@ Split = Literal["train", "held_out"]
 HELD_OUT_SHARE = 8
 """One expression in this many is held out."""
 
-# (text, expression); a, b, c are replaced by numbers
+# (text, expression); a, b, c, d are replaced by numbers
 TEMPLATES = (
-    ("Compute {a}*{b}+{c}.", "{a}*{b}+{c}"),
-    ("Compute {a}*{b}-{c}.", "{a}*{b}-{c}"),
-    ("Compute ({a}+{b})*{c}.", "({a}+{b})*{c}"),
-    ("Compute {a}*({b}-{c}).", "{a}*({b}-{c})"),
-    ("A box holds {a} pens. How many pens are in {b} boxes and {c} more?", "{a}*{b}+{c}"),
-    ("A shop has {a} bags of {b} nuts and sells {c} nuts. How many nuts are left?", "{a}*{b}-{c}"),
-    ("{a} boys and {b} girls get {c} cards each. How many cards is that?", "({a}+{b})*{c}"),
+    ("Compute {a}*{b}+{c}*{d}.", "{a}*{b}+{c}*{d}"),
+    ("Compute {a}*{b}-{c}*{d}.", "{a}*{b}-{c}*{d}"),
+    ("Compute ({a}+{b})*{c}-{d}.", "({a}+{b})*{c}-{d}"),
+    ("Compute {a}*({b}-{c})+{d}.", "{a}*({b}-{c})+{d}"),
+    ("There are {a} boxes of {b} pens and {c} boxes of {d} pens. How many pens?", "{a}*{b}+{c}*{d}"),
+    ("{a} boys and {b} girls have {c} cards each and lose {d} cards. How many cards?", "({a}+{b})*{c}-{d}"),
 )
+NUMBERS = range(11, 100)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def problem(split: Split, seed: int, index: int) -> Problem:
     for attempt in range(1000):
         rng = random.Random(f"{seed}/{split}/{index}/{attempt}")
         text, expression = rng.choice(TEMPLATES)
-        numbers = {name: rng.randint(12, 987) for name in "abc"}
+        numbers = {name: rng.choice(NUMBERS) for name in "abcd"}
         found = Problem(text.format(**numbers), expression.format(**numbers))
         if split_of(found.expression) == split:
             return found
@@ -54,3 +54,14 @@ def problem(split: Split, seed: int, index: int) -> Problem:
 def split_of(expression: str) -> Split:
     digest = hashlib.sha256(expression.encode()).digest()
     return "held_out" if digest[0] % HELD_OUT_SHARE == 0 else "train"
+
+
+def vocabulary_text() -> str:
+    """Text with every word of the problems and of the episodes about them, and every number of two digits."""
+    lines = [line for template in TEMPLATES for line in template]
+    lines += [f"{n} *{n}" for n in range(100)]
+    lines += ["developer", "# Instructions\n\nUse python. Answer in \\boxed{}.", "user", "assistant", "analysis", "final"]
+    lines += [" to=python code", "python to=assistant", "print(", "x=", "\\boxed{"]
+    lines += ["I know.", "Use python.", "Again.", "Done."]
+    lines += ['  File "<sandbox>", line 1\n    print(\n         ^\nSyntaxError: \'(\' was never closed\n']
+    return "\n".join(lines)

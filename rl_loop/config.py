@@ -24,16 +24,6 @@ class ConfigError(ValueError):
     """A configuration file or an override is wrong; the message names the file and every key."""
 
 
-class VocabularyConfig(StrictModel):
-    """Which token ids the model uses."""
-
-    kind: Literal["gptoss", "tiny"] = "gptoss"
-    """``gptoss``: the 201,088 ids of the released models. ``tiny``: the first ranks of the same vocabulary plus the
-    Harmony special tokens, for models that train on a laptop."""
-    ranks: int = Field(1000, ge=256)
-    """Tiny vocabulary only: how many of the most common tokens are kept. The first 256 are the bytes."""
-
-
 class TaskConfig(StrictModel):
     """Where tasks come from."""
 
@@ -130,8 +120,9 @@ class RunConfig(StrictModel):
     """A Hugging Face directory, a Megatron checkpoint or a run directory to start from; null for random weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
-    vocabulary: VocabularyConfig = VocabularyConfig()
-    """Token ids."""
+    vocabulary: Literal["gptoss", "tiny"] = "gptoss"
+    """Token ids. ``gptoss``: the 201,088 of the released models. ``tiny``: those that the generated arithmetic tasks need,
+    cut from the same vocabulary, and the Harmony special tokens; for models that train on a laptop."""
     prompt: PromptConfig = PromptConfig()
     """The Harmony system message."""
     tasks: TaskConfig = TaskConfig()

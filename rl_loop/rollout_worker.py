@@ -28,7 +28,7 @@ class RolloutWorker:
         from rl_loop.engines.transformers_engine import TransformersEngine
 
         self.config = config
-        self.harmony = Harmony(make_vocabulary(config.vocabulary.kind, config.vocabulary.ranks), config.prompt)
+        self.harmony = Harmony(make_vocabulary(config.vocabulary, config.model.vocab_size), config.prompt)
         self.engine = TransformersEngine.from_config(
             GptOssConfig(**config.model.to_hf_config()),
             dtype=getattr(torch, config.dtype),

@@ -19,12 +19,7 @@ class TaskSource:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config.tasks
-        vocabulary = make_vocabulary(config.vocabulary.kind, config.vocabulary.ranks)
-        if vocabulary.size != config.model.vocab_size:
-            raise ValueError(
-                f"model.vocab_size is {config.model.vocab_size}, but vocabulary {config.vocabulary.kind!r} has "
-                f"{vocabulary.size} ids"
-            )
+        vocabulary = make_vocabulary(config.vocabulary, config.model.vocab_size)
         self.harmony = Harmony(vocabulary, config.prompt)
         self._train: list[Task] = []
         if self.config.train_path is not None and self.config.held_out_path is not None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from openai_harmony import HarmonyEncoding, HarmonyEncodingName, load_harmony_encoding
 
@@ -109,25 +109,25 @@ class GptOssVocabulary:
 
 
 class TinyVocabulary:
-    """The first ``ranks`` tokens of o200k with their ids unchanged, then the special tokens, then unused ones.
+    """The 256 bytes, the o200k tokens that ``corpus`` is made of, the special tokens, then unused ids up to ``size``.
 
-    Byte-pair merging is closed under cutting off rare ranks, so every text is encoded, only in more tokens.
+    With every token come the shorter ones that byte-pair merging makes it from, in o200k's order. So text like the
+    corpus is split as GPT-OSS splits it, and all other text is encoded too, only in more tokens.
     """
 
-    UNUSED = 12
-    """Ids after the special tokens, which round the vocabulary up."""
-
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, size: int, corpus: str) -> None:
         from tokenizers import Tokenizer
 
-        if ranks < 256:
-            raise ValueError(f"a vocabulary of {ranks} ranks lacks some of the 256 bytes")
-        unused = [f"<|unused_{i}|>" for i in range(self.UNUSED)]
-        self._names = dict(enumerate([*SPECIAL_TOKENS, *unused], start=ranks))
-        self.size = ranks + len(self._names)
-        self._bytes = _first_ranks(ranks)
-        harmony_ids = [*map(special_id, SPECIAL_TOKENS), *range(FIRST_RESERVED_ID, FIRST_RESERVED_ID + self.UNUSED)]
-        self._to_harmony = dict(enumerate(harmony_ids, start=ranks))
+        self.size = size
+        self._bytes = _tokens_of(corpus)
+        first = len(self._bytes)
+        unused = size - first - len(SPECIAL_TOKENS)
+        if unused < 0:
+            raise ValueError(f"a tiny vocabulary of {size} ids is too small: the tasks need {size - unused}")
+        names = [*SPECIAL_TOKENS, *(f"<|unused_{i}|>" for i in range(unused))]
+        self._names = dict(enumerate(names, start=first))
+        harmony_ids = [*map(special_id, SPECIAL_TOKENS), *range(FIRST_RESERVED_ID, FIRST_RESERVED_ID + unused)]
+        self._to_harmony = dict(enumerate(harmony_ids, start=first))
         self._from_harmony = {big: small for small, big in self._to_harmony.items()}
         self._definition = _tokenizer_json(self._bytes, self._names)
         # without the special tokens: text can then not contain one
@@ -188,28 +188,35 @@ class TinyVocabulary:
         return [directory / name for name in files]
 
 
-def make_vocabulary(kind: str, ranks: int) -> Vocabulary:
-    """``kind``: "gptoss" or "tiny"; ``ranks`` matters to the latter only."""
-    return TinyVocabulary(ranks) if kind == "tiny" else GptOssVocabulary()
+def make_vocabulary(kind: Literal["gptoss", "tiny"], size: int) -> Vocabulary:
+    """The vocabulary of a model with ``size`` ids. Raises ValueError if that is not its size."""
+    if kind == "tiny":
+        from rl_loop.arithmetic import vocabulary_text
+
+        return TinyVocabulary(size, vocabulary_text())
+    vocabulary = GptOssVocabulary()
+    if size != vocabulary.size:
+        raise ValueError(f"model.vocab_size is {size}, but vocabulary 'gptoss' has {vocabulary.size} ids")
+    return vocabulary
 
 
-def _first_ranks(ranks: int) -> list[bytes]:
-    """The bytes of ranks 0 .. ranks - 1. The file has a line "base64 rank" each, in order of rank."""
+def _tokens_of(corpus: str) -> list[bytes]:
+    """The single bytes and all tokens on the merge paths of ``corpus``, in order of rank."""
     path = ensure_o200k()
     if path is None:
         raise VocabularyUnavailable(
             f"the tiny vocabulary needs the file {FILE_NAME}; set TIKTOKEN_ENCODINGS_BASE to its folder"
         )
-    tokens = []
-    with path.open("rb") as file:
-        for line in file:
-            token, rank = line.split()
-            if int(rank) >= ranks:
-                break
-            tokens.append(base64.b64decode(token))
-    if len(tokens) != ranks:
-        raise ValueError(f"{path} has {len(tokens)} tokens below rank {ranks}")
-    return tokens
+    by_rank = [base64.b64decode(line.split()[0]) for line in path.read_bytes().splitlines()]
+    ranks = {token: rank for rank, token in enumerate(by_rank)}
+    kept = set(range(256))
+    waiting = set(harmony_encoding().encode(corpus, disallowed_special=()))
+    while waiting:
+        rank = waiting.pop()
+        if rank not in kept:
+            kept.add(rank)
+            waiting |= {ranks[part] for part in _last_merge(ranks, by_rank[rank])}
+    return [by_rank[rank] for rank in sorted(kept)]
 
 
 def _tokenizer_json(tokens: list[bytes], special: dict[int, str]) -> dict[str, Any]:
