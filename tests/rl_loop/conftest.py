@@ -1,0 +1,30 @@
+"""What several tests of this room need."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_loop.arithmetic import vocabulary_text
+from rl_loop.harmony import Harmony, PromptConfig
+from rl_loop.vocabulary import GptOssVocabulary, TinyVocabulary
+
+SHORT_PROMPT = PromptConfig(
+    model_identity=None, knowledge_cutoff=None, reasoning_effort=None, channels=False, python_tool=False
+)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Harmony:
+    """A small vocabulary and the shortest prompts."""
+    return Harmony(TinyVocabulary(640, vocabulary_text()), SHORT_PROMPT)
+
+
+@pytest.fixture(scope="session")
+def full() -> Harmony:
+    """The vocabulary of the released models and their full prompts."""
+    return Harmony(GptOssVocabulary(), PromptConfig())
+
+
+@pytest.fixture(params=["tiny", "full"])
+def harmony(request: pytest.FixtureRequest) -> Harmony:
+    return request.getfixturevalue(request.param)
