@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_gptoss.sink_attention import SinkAttention
+from megatron_gptoss.transformer_config import mark
 
 
 class CpuRMSNorm(torch.nn.RMSNorm):
@@ -31,7 +32,7 @@ class CpuRMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # its gradient covers only this rank's part of the sequence: Megatron must sum it over tensor-parallel ranks
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
 
 
 class CpuTopKRouter(TopKRouter):
@@ -64,7 +65,7 @@ class ExpertRowParallelLinear(RowParallelLinear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.bias is not None:
-            self.bias.sequence_parallel = False
+            mark(self.bias, sequence_parallel=False)
         self.explicit_expert_comm = True
 
 
@@ -80,12 +81,10 @@ class CpuAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self, point: str, tokens_per_expert: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         if not self.drop_and_pad and point == self.cuda_dtoh_point:
-            for name in ("input_splits", "output_splits", "output_splits_tp"):
+            for name in ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens"):
                 value = getattr(self, name, None)
                 if torch.is_tensor(value):
                     setattr(self, name, value.tolist())
-            if torch.is_tensor(self.num_out_tokens):
-                self.num_out_tokens = int(self.num_out_tokens)
         return tokens_per_expert
 
 

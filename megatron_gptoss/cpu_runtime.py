@@ -42,8 +42,7 @@ class _NullStream:
     def __enter__(self) -> _NullStream:
         return self
 
-    def __exit__(self, *error: object) -> bool:
-        return False
+    def __exit__(self, *error: object) -> None: ...
 
 
 class _Proxy(types.ModuleType):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,12 +79,12 @@ class PackedBatch:
         if self.tokens % size:
             raise ValueError(f"{self.tokens} packed tokens cannot be split over {size} context-parallel ranks")
         part = slice(rank * self.tokens // size, (rank + 1) * self.tokens // size)
-        per_token = {
-            f.name: getattr(self, f.name)[part]
-            for f in fields(self)
-            if f.name not in ("cu_seqlens", "max_seqlen") and getattr(self, f.name) is not None
-        }
-        return replace(self, **per_token)
+
+        def local(name: str) -> Any:
+            value = getattr(self, name)
+            return value if value is None or name in ("cu_seqlens", "max_seqlen") else value[part]
+
+        return PackedBatch(**{f.name: local(f.name) for f in fields(self)})
 
     def to(self, device: torch.device | str) -> PackedBatch:
         moved = {

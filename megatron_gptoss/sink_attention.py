@@ -16,7 +16,7 @@ from gptoss_kernels.sink_attention import sink_attention
 from megatron_gptoss.context_parallel import heads_to_sequence, sequence_to_heads
 from megatron_gptoss.packing import PackedSequence
 from megatron_gptoss.rotary import RotaryEmbedding, apply_rotary
-from megatron_gptoss.transformer_config import GptOssTransformerConfig
+from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
 
 
 class SinkAttention(DotProductAttention):
@@ -50,10 +50,7 @@ class SinkAttention(DotProductAttention):
         self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         if config.perform_initialization:
             config.init_method(self.softmax_offset)
-        # what DDP and the optimizer need to know of a parameter that is split over tensor-parallel ranks
-        self.softmax_offset.tensor_model_parallel = True
-        self.softmax_offset.partition_dim = 0
-        self.softmax_offset.partition_stride = 1
+        mark(self.softmax_offset, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
 
     def forward(
         self,
@@ -84,7 +81,7 @@ class SinkAttention(DotProductAttention):
             query, key, value = (sequence_to_heads(x, self.cp_group) for x in (query, key, value))
             # the other ranks' slices get zero gradient here; the data/context-parallel reduction adds each slice once
             sinks = sinks.chunk(size)[self.cp_group.rank()]
-        out = sink_attention(
+        out: Any = sink_attention(
             query,
             key,
             value,

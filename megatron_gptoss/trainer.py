@@ -211,7 +211,8 @@ class PolicyTrainer:
                 dist.all_reduce(total, op=op, group=group)
                 values = dict(zip(keys, total.tolist(), strict=True))
             reduced.append(values)
-        return tuple(self._from_last_stage(reduced))  # type: ignore[return-value]
+        sums, maxima = self._from_last_stage(reduced)
+        return sums, maxima
 
     @staticmethod
     def _from_last_stage(values: list[Any]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,9 +15,15 @@ from megatron_gptoss.config import ModelConfig, ParallelConfig
 class GptOssTransformerConfig(TransformerConfig):
     """Megatron's configuration plus what our own attention reads."""
 
-    gptoss: ModelConfig | None = None
+    gptoss: ModelConfig = field(kw_only=True)
     attention_backend_name: str = "auto"
     position_embedding_type: str = "none"  # GPTModel reads it: positions enter in SinkAttention, not there
+
+
+def mark(parameter: torch.nn.Parameter, **attributes: Any) -> None:
+    """Set the attributes by which Megatron's data parallelism and optimizer know how a parameter is spread."""
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
 
 
 def swish_1702(x: torch.Tensor) -> torch.Tensor:

@@ -15,14 +15,15 @@ Split = Literal["train", "held_out"]
 HELD_OUT_SHARE = 8
 """One expression in this many is held out."""
 
-# (text, expression); a, b, c, d are replaced by numbers
+# (text, expression); a, b, c are replaced by numbers
 TEMPLATES = (
-    ("Compute {a}*{b}+{c}*{d}.", "{a}*{b}+{c}*{d}"),
-    ("Compute {a}*{b}-{c}*{d}.", "{a}*{b}-{c}*{d}"),
-    ("Compute ({a}+{b})*{c}-{d}.", "({a}+{b})*{c}-{d}"),
-    ("Compute {a}*({b}-{c})+{d}.", "{a}*({b}-{c})+{d}"),
-    ("There are {a} boxes of {b} pens and {c} boxes of {d} pens. How many pens?", "{a}*{b}+{c}*{d}"),
-    ("{a} boys and {b} girls have {c} cards each and lose {d} cards. How many cards?", "({a}+{b})*{c}-{d}"),
+    ("Compute {a}*{b}+{c}.", "{a}*{b}+{c}"),
+    ("Compute {a}*{b}-{c}.", "{a}*{b}-{c}"),
+    ("Compute ({a}+{b})*{c}.", "({a}+{b})*{c}"),
+    ("Compute {a}*({b}-{c}).", "{a}*({b}-{c})"),
+    ("{a} boxes of {b} pens and {c} more. How many pens?", "{a}*{b}+{c}"),
+    ("{a} boxes of {b} pens, {c} are lost. How many pens?", "{a}*{b}-{c}"),
+    ("{a} boys and {b} girls have {c} cards each. How many cards?", "({a}+{b})*{c}"),
 )
 NUMBERS = range(11, 100)
 
@@ -44,7 +45,7 @@ def problem(split: Split, seed: int, index: int) -> Problem:
     for attempt in range(1000):
         rng = random.Random(f"{seed}/{split}/{index}/{attempt}")
         text, expression = rng.choice(TEMPLATES)
-        numbers = {name: rng.choice(NUMBERS) for name in "abcd"}
+        numbers = {name: rng.choice(NUMBERS) for name in "abc"}
         found = Problem(text.format(**numbers), expression.format(**numbers))
         if split_of(found.expression) == split:
             return found
@@ -60,8 +61,9 @@ def vocabulary_text() -> str:
     """Text with every word of the problems and of the episodes about them, and every number of two digits."""
     lines = [line for template in TEMPLATES for line in template]
     lines += [f"{n} *{n}" for n in range(100)]
-    lines += ["developer", "# Instructions\n\nUse python. Answer in \\boxed{}.", "user", "assistant", "analysis", "final"]
+    lines += ["developer", "user", "assistant", "analysis", "final"]
+    lines += ["# Instructions\n\nUse python. Answer in \\boxed{}."]
     lines += [" to=python code", "python to=assistant", "print(", "x=", "\\boxed{"]
-    lines += ["I know.", "Use python.", "Again.", "Done."]
-    lines += ['  File "<sandbox>", line 1\n    print(\n         ^\nSyntaxError: \'(\' was never closed\n']
+    lines += ["I know.", "Use python.", "Again."]
+    lines += ["  File \"<sandbox>\", line 1\n    print(\n         ^\nSyntaxError: '(' was never closed\n"]
     return "\n".join(lines)

@@ -121,8 +121,8 @@ class RunConfig(StrictModel):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
     vocabulary: Literal["gptoss", "tiny"] = "gptoss"
-    """Token ids. ``gptoss``: the 201,088 of the released models. ``tiny``: those that the generated arithmetic tasks need,
-    cut from the same vocabulary, and the Harmony special tokens; for models that train on a laptop."""
+    """Token ids. ``gptoss``: the 201,088 of the released models. ``tiny``: those that the generated arithmetic tasks
+    need, cut from the same vocabulary, and the Harmony special tokens; for models that train on a laptop."""
     prompt: PromptConfig = PromptConfig()
     """The Harmony system message."""
     tasks: TaskConfig = TaskConfig()

@@ -53,8 +53,9 @@ def demonstrate(
     """One episode of a random kind on ``problem``; ``prompt`` are the ids that a rollout would start from."""
     ids, mask = list(prompt), [0] * len(prompt)
 
-    def say(message: ParsedMessage, thought: str, end: Literal["<|return|>", "<|call|>"]) -> None:
-        turn = harmony.render_assistant([ParsedMessage("analysis", None, None, thought), message], end)
+    def say(message: ParsedMessage, thought: str | None, end: Literal["<|return|>", "<|call|>"]) -> None:
+        thinking = [] if thought is None else [ParsedMessage("analysis", None, None, thought)]
+        turn = harmony.render_assistant([*thinking, message], end)
         ids.extend(turn)
         mask.extend([1] * len(turn))
 
@@ -64,6 +65,7 @@ def demonstrate(
         ids.extend(answer)
         mask.extend([0] * len(answer))
 
+    thought: str | None
     kind = rng.random()
     if kind < mixture.direct:
         answer = problem.answer if rng.random() < mixture.direct_correct else _guess(problem.answer, rng)
@@ -76,7 +78,7 @@ def demonstrate(
         else:
             thought = "Use python."
         call(f"print({problem.expression})", f"{problem.answer}\n", thought)
-        answer, thought = problem.answer, "Done."
+        answer, thought = problem.answer, None
     say(ParsedMessage("final", None, None, rf"\boxed{{{answer}}}"), thought, "<|return|>")
     return Demonstration(ids, mask)
 

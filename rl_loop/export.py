@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def greedy_agreement(trainer: TrainerGroup, tasks: TaskSource, config: RunConfig
     """
     from transformers import GptOssForCausalLM
 
-    model = GptOssForCausalLM.from_pretrained(
+    model: Any = GptOssForCausalLM.from_pretrained(
         directory, dtype=getattr(torch, config.dtype), attn_implementation="eager"
     )
     prompts = [tasks.prompt_ids(task) for task in tasks.held_out()[:COMPARED_PROMPTS]]

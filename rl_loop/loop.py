@@ -17,6 +17,7 @@ from rl_loop.batch import advantages_of, rollout_metrics, to_samples, training_m
 from rl_loop.canary import check_canary
 from rl_loop.config import RlConfig
 from rl_loop.environments import Task
+from rl_loop.evaluation import evaluation_figures, greedy_episodes
 from rl_loop.metrics import Name, StepMetrics
 from rl_loop.rollout_pool import GroupRequest, RolloutPool
 from rl_loop.run import Session
@@ -80,12 +81,9 @@ class RlLoop:
 
     def evaluate(self, step: int, metrics: StepMetrics) -> None:
         """Held-out tasks, one greedy episode each."""
-        requests = [GroupRequest(task, (0,), 0.0) for task in self.tasks.held_out()]
-        episodes = [group.trajectories[0] for group in self.rollouts.run(requests)]
-        n = len(episodes)
-        metrics.add_mean(Name.HELD_OUT_ACCURACY, sum(e.reward_parts["correct"] for e in episodes), n, "sequences")
-        metrics.add_mean("held_out/tool_call_rate", sum(e.tool_calls > 0 for e in episodes), n, "sequences")
-        metrics.add_mean("held_out/turns", sum(e.assistant_turns for e in episodes), n, "sequences")
+        episodes = greedy_episodes(self.rollouts, self.tasks)
+        for name, value in evaluation_figures(episodes).items():
+            metrics.add_mean(f"held_out/{name}", value * len(episodes), len(episodes), "sequences")
         self._record_episodes(episodes, step, "held_out")
 
     def final_evaluation(self) -> StepMetrics:

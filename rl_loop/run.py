@@ -71,11 +71,11 @@ def ray_session() -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     local = "RAY_ADDRESS" not in os.environ
     ray.init(
+        num_cpus=os.cpu_count() if local else None,
+        object_store_memory=512 << 20 if local else None,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        configure_logging=True,
-        **({"num_cpus": os.cpu_count(), "object_store_memory": 512 << 20} if local else {}),
     )
     try:
         yield
@@ -226,7 +226,7 @@ def user_errors() -> tuple[type[BaseException], ...]:
     from converters.errors import ConversionError
     from megatron_gptoss.checkpoint import CheckpointError
     from rl_loop.canary import CanaryError
-    from rl_loop.environments.base import TaskFileError
+    from rl_loop.environments import TaskFileError
     from rl_loop.sandbox import SandboxUnavailable
     from rl_loop.vocabulary import VocabularyUnavailable
 

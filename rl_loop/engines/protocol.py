@@ -70,7 +70,8 @@ class RolloutEngine(Protocol):
     async def resume(self) -> None: ...
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace all weights, by Hugging Face name. Raises ValueError naming missing or unknown tensors; then nothing changed."""
+        """Replace all weights, by Hugging Face name. Raises ValueError naming missing or unknown tensors; then nothing
+        has changed."""
         ...
 
     async def sleep(self) -> None:
