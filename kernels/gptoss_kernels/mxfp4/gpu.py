@@ -36,18 +36,26 @@ def _dequantize_kernel(blocks, scales, out, count, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _encode(magnitude, scale):
-    """Magnitudes (fp32, >= 0) and scale bytes -> codes 0..7, ties to even."""
-    # two exact factors: 2^(127-scale) alone leaves fp32's range for scale 254
-    half = (127 - scale) // 2
-    rest = 127 - scale - half
-    x = (
-        magnitude
-        * ((half + 127) << 23).to(tl.float32, bitcast=True)
-        * ((rest + 127) << 23).to(tl.float32, bitcast=True)
-    )
-    code = (x > 0.25).to(tl.int32) + (x >= 0.75).to(tl.int32) + (x > 1.25).to(tl.int32) + (x >= 1.75).to(tl.int32)
-    return code + (x > 2.5).to(tl.int32) + (x >= 3.5).to(tl.int32) + (x > 5.0).to(tl.int32)
+def _encode(magnitude_bits, scale):
+    """bf16 magnitude bits and scale bytes -> the magnitude in steps of its binade (exact), those rounded, 4 * binade.
+
+    With x the scaled magnitude and e its exponent, at least 0 and at most 2, the e2m1 numbers near x are 2^(e-1) apart:
+    the code is rint(x * 2^(1-e)) + 2e, and x is one of them when nothing was rounded.
+    """
+    exponent = tl.maximum(magnitude_bits >> 7, scale)
+    # beyond the largest binade everything saturates
+    exponent = tl.minimum(exponent, scale + 2)
+    value = (magnitude_bits << 16).to(tl.float32, bitcast=True)
+    # x * 2^(1-e) = value * 2^(128 - exponent); 2^128 and 2^-127, 2^-128 are out of a normal factor's reach
+    factor = tl.minimum(tl.maximum(255 - exponent, 1), 254)
+    steps = value * (factor << 23).to(tl.float32, bitcast=True)
+    steps = steps * tl.where(exponent == 0, 2.0, tl.where(exponent == 255, 0.5, tl.where(exponent == 256, 0.25, 1.0)))
+    # adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits
+    shifted = tl.minimum(steps, 8.0) + 12582912.0
+    code = (shifted.to(tl.int32, bitcast=True) & 15) + 2 * (exponent - scale)
+    # steps of a far too large scale underflow to 0, which is exact for zeros only
+    exact = (shifted - 12582912.0 == steps) & (code < 8) & ((code != 0) | (magnitude_bits == 0))
+    return tl.minimum(code, 7), exact
 
 
 @triton.jit
@@ -56,21 +64,26 @@ def _quantize_kernel(x, hint, blocks, scales, count, HINT: tl.constexpr, ROWS: t
     inside = row < count
     values = tl.load(x + row[:, None] * 32 + tl.arange(0, 32)[None, :], mask=inside[:, None], other=0.0)
     bits = values.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    magnitude_bits = bits & 0x7FFF
-    magnitude = (magnitude_bits << 16).to(tl.float32, bitcast=True)
-    amax = tl.max(magnitude_bits, 1)
-    scale = tl.maximum((amax >> 7) - 2 + ((amax & 127) > 64).to(tl.int32), 1)
-    scale = tl.where(amax == 0, 0, scale)
-    code = _encode(magnitude, scale[:, None])
+    magnitude = bits & 0x7FFF
     sign = (bits >> 12) & 8
+    scale = tl.zeros((ROWS,), tl.int32)
+    code = tl.zeros((ROWS, 32), tl.int32)
+    missed = 1
     if HINT:
-        hinted = tl.load(hint + row, mask=inside, other=127).to(tl.int32)
-        other = _encode(magnitude, tl.minimum(hinted, 254)[:, None])
-        scale_bits = tl.where(hinted == 0, 0x00400000, hinted << 23)[:, None]
-        same = _decode(other | sign, scale_bits) == values.to(tl.int16, bitcast=True)
-        keep = tl.min(same.to(tl.int32), 1) == 1
-        scale = tl.where(keep, hinted, scale)
-        code = tl.where(keep[:, None], other, code)
+        scale = tl.load(hint + row, mask=inside, other=0).to(tl.int32)
+        code, exact = _encode(magnitude, scale[:, None])
+        keep = tl.min(exact.to(tl.int32), 1)
+        missed = 1 - tl.min(keep, 0)
+    if missed != 0:
+        amax = tl.max(magnitude, 1)
+        fresh_scale = tl.maximum((amax >> 7) - 2 + ((amax & 127) > 64).to(tl.int32), 1)
+        fresh_scale = tl.where(amax == 0, 0, fresh_scale)
+        fresh, _ = _encode(magnitude, fresh_scale[:, None])
+        if HINT:
+            scale = tl.where(keep == 1, scale, fresh_scale)
+            code = tl.where((keep == 1)[:, None], code, fresh)
+        else:
+            scale, code = fresh_scale, fresh
     low, high = tl.split(tl.reshape(code | sign, (ROWS, 16, 2)))
     packed = (low | (high << 4)).to(tl.uint8)
     tl.store(blocks + row[:, None] * 16 + tl.arange(0, 16)[None, :], packed, mask=inside[:, None])

@@ -23,6 +23,8 @@ TILE_ROWS = 128
 """Positions x heads of a tile of the row-owning kernels."""
 CHUNK = 128
 """Positions that one thread block of a row-owning kernel walks."""
+HOPPER_CHUNK = 32
+"""Positions that one thread block of Hopper's dQ kernel takes."""
 KEYS = 64
 """Keys that one thread block of the dK, dV kernel owns."""
 WAVE = 64
@@ -54,9 +56,16 @@ class Shape:
         tile = TILE_ROWS * self.head_size * 2
         if kernel == "window_forward":
             return self.ring_bytes() + 2 * tile
+        if kernel == "window_backward_q_hopper":
+            held = (self.window - 1 + 15) // 16 * 16
+            skip = (held - self.window + 1) // 8 * 8
+            steps = (held - skip + 64 // self.group + 47) // 48
+            held = max(held + HOPPER_CHUNK, (HOPPER_CHUNK - 64 // self.group + skip + steps * 48 + 7) // 8 * 8)
+            return 2 * held * self.head_size * 2 + 4 * 64 * self.head_size * 2 + 64 * 4
         if kernel == "window_backward_q":
             return self.ring_bytes() + 4 * tile + TILE_ROWS * 4
-        return STAGES * WAVE * (2 * self.head_size * 2 + 8) + 2 * KEYS * self.head_size * 2
+        stages = 3 if kernel == "window_backward_kv_hopper" else STAGES
+        return stages * WAVE * (2 * self.head_size * 2 + 8) + 2 * KEYS * self.head_size * 2
 
 
 def why_not(device: torch.device, heads_per_kv: int, head_size: int, window: int | None) -> str | None:
@@ -142,30 +151,14 @@ def window_backward(
     shape = Shape(q.shape[2], heads // k.shape[1], window)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     row_stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
-    items, count = _items(layout, CHUNK, q.device)
+    suffix, chunk = ("_hopper", HOPPER_CHUNK) if on_hopper(shape, q.device) else ("", CHUNK)
+    items, count = _items(layout, chunk, q.device)
     shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
     if count:
-        kernel = _kernel("window_backward_q", shape, q.device)
-        blocks = count * heads // shape.group
-        kernel(
-            blocks,
-            THREADS,
-            q,
-            k,
-            v,
-            sinks.float(),
-            o,
-            lse,
-            grad_o,
-            grad_q,
-            row_stats,
-            shares,
-            items,
-            heads,
-            scale,
-            CHUNK,
-        )
-        kernel = _kernel(kv_kernel(shape, q.device), shape, q.device)
+        kernel = _kernel(f"window_backward_q{suffix}", shape, q.device)
+        common = (q, k, v, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, scale)
+        kernel(count * heads // shape.group, THREADS, *common, *(() if suffix else (chunk,)))
+        kernel = _kernel(f"window_backward_kv{suffix}", shape, q.device)
         items, count = _items(layout, KEYS, q.device)
         kernel(count * k.shape[1], THREADS, q, k, v, row_stats, grad_o, grad_k, grad_v, items, heads, scale)
     return grad_q, grad_k, grad_v, shares.sum(0).to(sinks.dtype)
@@ -187,10 +180,14 @@ def _items(layout: PackedLayout, length: int, device: torch.device) -> tuple[tor
 
 
 @functools.cache
-def kv_kernel(shape: Shape, device: torch.device) -> str:
-    """The dK, dV kernel: with warpgroup products where the GPU and the head size allow."""
-    hopper = torch.cuda.get_device_capability(device) == (9, 0) and shape.head_size == 64
-    return "window_backward_kv_hopper" if hopper else "window_backward_kv"
+def on_hopper(shape: Shape, device: torch.device) -> bool:
+    """Whether the backward kernels with warpgroup products serve this."""
+    return (
+        torch.cuda.get_device_capability(device) == (9, 0)
+        and shape.head_size == 64
+        and shape.group > 1
+        and shape.shared_bytes("window_backward_q_hopper") <= nvrtc.shared_limit(device)
+    )
 
 
 @functools.cache
@@ -208,5 +205,6 @@ def defines(shape: Shape) -> dict[str, int]:
         "GROUPS": shape.heads_per_kv // shape.group,
         "WINDOW": shape.window,
         "WAVE": WAVE,
+        "CHUNK": HOPPER_CHUNK,
         "STAGES": STAGES,
     }

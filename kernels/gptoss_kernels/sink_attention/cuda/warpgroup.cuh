@@ -38,5 +38,29 @@ __device__ __forceinline__ void warpgroup_inner(float (&c)[8][4], const u32 (&le
                  ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
                  : ACCUMULATORS(c) : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));
 }
+#define ACCUMULATORS_48(c)                                                                                                  \
+    "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), \
+    "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), \
+    "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3])
+// c (+)= left (registers) times 48 rows of right, transposed.
+__device__ __forceinline__ void warpgroup_rows_48(float (&c)[6][4], const u32 (&left)[4], u64 right, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %29, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23}, "
+                 "{%24,%25,%26,%27}, %28, p, 1, 1, 0;}"
+                 : ACCUMULATORS_48(c) : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"((int)add));
+}
+__device__ __forceinline__ void settle(float (&c)[6][4]) { asm volatile("" : ACCUMULATORS_48(c)::"memory"); }
+#define ACCUMULATORS_32(c)                                                                                                  \
+    "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), \
+    "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3])
+// c (+)= rows of left times 32 rows of right, transposed.
+__device__ __forceinline__ void warpgroup_rows_32(float (&c)[4][4], u64 left, u64 right, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, p, 1, 1, 0, 0;}"
+                 : ACCUMULATORS_32(c) : "l"(left), "l"(right), "r"((int)add));
+}
+__device__ __forceinline__ void settle(float (&c)[4][4]) { asm volatile("" : ACCUMULATORS_32(c)::"memory"); }
 // Values that the tensor cores write behind the compiler's back: nothing reads c before this point.
 __device__ __forceinline__ void settle(float (&c)[8][4]) { asm volatile("" : ACCUMULATORS(c)::"memory"); }

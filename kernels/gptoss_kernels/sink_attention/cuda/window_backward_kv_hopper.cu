@@ -7,9 +7,8 @@
 #endif
 #undef WAVE
 #define WAVE 64             // rows (positions x heads) of a step
-#ifndef STAGES
-#define STAGES 2
-#endif
+#undef STAGES
+#define STAGES 3            // one in use, one landing, one whose last products may still be running
 
 constexpr int THREADS = 128, KEYS = 64;
 constexpr int HEADS_PER_KV = GROUP * GROUPS;
@@ -78,8 +77,7 @@ window_backward_kv_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k
         }
         commit();
     };
-#pragma unroll
-    for (int t = 0; t < STAGES - 1; t++) fetch();
+    fetch();
 
     float dk[8][4] = {}, dv[8][4] = {};
     const int key0 = item.first + warp * 16;
@@ -87,76 +85,79 @@ window_backward_kv_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k
     const u64 key = describe(own), value = describe(own + KEYS * ROW_BYTES);
     int step = start, stage_number = 0;
     for (int t = 0; t < all; t++) {
-        wait<STAGES - 2>();
+        wait<0>();
         publish_shared();
-        __syncthreads();                                       // step t has landed, and step t - 1 is used up
+        __syncthreads();                                       // step t has landed, and step t - 2 is used up
         fetch();
-        const u64 rows_q = describe(stages + stage_number * STAGE_BYTES);
-        const u64 rows_g = describe(stages + stage_number * STAGE_BYTES + WAVE_BYTES);
-        float x[8][4], dp[8][4];
-        warpgroup_fence();
-#pragma unroll
-        for (int s = 0; s < 4; s++) warpgroup_rows(x, key + 2 * s, rows_q + 2 * s, s > 0);
-        warpgroup_commit();
-#pragma unroll
-        for (int s = 0; s < 4; s++) warpgroup_rows(dp, value + 2 * s, rows_g + 2 * s, s > 0);
-        warpgroup_commit();
         const int p0 = item.first + step * POSITIONS;
-        u32 p[4][4], ds[4][4];
-        auto probabilities = [&](auto masked) {
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                // (LSE, delta) of this lane's two columns
-                const float4 pair = shared_load4f(at_stats + stage_number * STATS_BYTES + j * 64);
+        for (int r = 0; r < WAVE; r += 32) {
+            const u64 rows_q = describe(stages + stage_number * STAGE_BYTES + r * ROW_BYTES), rows_g = rows_q + (WAVE_BYTES >> 4);
+            const u32 row_stats_address = at_stats + stage_number * STATS_BYTES + r * 8;
+            float x[4][4], dp[4][4];
+            warpgroup_fence();
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    x[j][e] = exp2_approx(fmaf(x[j][e], scale_log2, -(e & 1 ? pair.z : pair.x)));
-                    if (decltype(masked)::value) {
-                        const int distance = p0 + (j * 8 + 2 * (lane & 3) + (e & 1)) / GROUP - (key0 + (lane >> 2) + (e >> 1) * 8);
-                        if ((u32)distance >= (u32)WINDOW) x[j][e] = 0.f;
+            for (int s = 0; s < 4; s++) warpgroup_rows_32(x, key + 2 * s, rows_q + 2 * s, s > 0);
+            warpgroup_commit();
+#pragma unroll
+            for (int s = 0; s < 4; s++) warpgroup_rows_32(dp, value + 2 * s, rows_g + 2 * s, s > 0);
+            warpgroup_commit();
+            u32 p[2][4], ds[2][4];
+            auto probabilities = [&](auto masked) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    // (LSE, delta) of this lane's two columns
+                    const float4 pair = shared_load4f(row_stats_address + j * 64);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        x[j][e] = exp2_approx(fmaf(x[j][e], scale_log2, -(e & 1 ? pair.z : pair.x)));
+                        if (decltype(masked)::value) {
+                            const int distance = p0 + (r + j * 8 + 2 * (lane & 3) + (e & 1)) / GROUP -
+                                                 (key0 + (lane >> 2) + (e >> 1) * 8);
+                            if ((u32)distance >= (u32)WINDOW) x[j][e] = 0.f;
+                        }
                     }
+                    p[j / 2][j % 2 * 2] = pack(x[j][0], x[j][1]);
+                    p[j / 2][j % 2 * 2 + 1] = pack(x[j][2], x[j][3]);
                 }
-                p[j / 2][j % 2 * 2] = pack(x[j][0], x[j][1]);
-                p[j / 2][j % 2 * 2 + 1] = pack(x[j][2], x[j][3]);
+            };
+            const int from = p0 + r / GROUP, to = p0 + (r + 31) / GROUP;
+            warpgroup_wait<1>();
+            settle(x);
+            if (from >= key0 + 15 && to - key0 < WINDOW) probabilities(Constant<0>());
+            else if (to >= key0 && from < key0 + 15 + WINDOW) probabilities(Constant<1>());
+            else
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    p[j / 2][j % 2 * 2] = p[j / 2][j % 2 * 2 + 1] = 0;
+#pragma unroll
+                    for (int e = 0; e < 4; e++) x[j][e] = 0.f;
+                }
+            warpgroup_wait<0>();
+            settle(dp);
+            warpgroup_fence();
+#pragma unroll
+            for (int s = 0; s < 2; s++) warpgroup_inner(dv, p[s], rows_g + s * (16 * ROW_BYTES >> 4));
+            warpgroup_commit();
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float4 pair = shared_load4f(row_stats_address + j * 64);
+#pragma unroll
+                for (int e = 0; e < 4; e++) dp[j][e] = x[j][e] * (dp[j][e] - (e & 1 ? pair.w : pair.y));
+                ds[j / 2][j % 2 * 2] = pack(dp[j][0], dp[j][1]);
+                ds[j / 2][j % 2 * 2 + 1] = pack(dp[j][2], dp[j][3]);
             }
-        };
-        const bool whole = p0 >= key0 + 15 && p0 + POSITIONS - 1 - key0 < WINDOW;
-        const bool some = p0 + POSITIONS > key0 && p0 < key0 + 15 + WINDOW;
-        warpgroup_wait<1>();
-        settle(x);
-        if (whole) probabilities(Constant<0>());
-        else if (some) probabilities(Constant<1>());
-        else
+            warpgroup_fence();
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                p[j / 2][j % 2 * 2] = p[j / 2][j % 2 * 2 + 1] = 0;
-#pragma unroll
-                for (int e = 0; e < 4; e++) x[j][e] = 0.f;
-            }
-        warpgroup_wait<0>();
-        settle(dp);
-        warpgroup_fence();
-#pragma unroll
-        for (int s = 0; s < 4; s++) warpgroup_inner(dv, p[s], rows_g + s * (16 * ROW_BYTES >> 4));
-        warpgroup_commit();
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const float4 pair = shared_load4f(at_stats + stage_number * STATS_BYTES + j * 64);
-#pragma unroll
-            for (int e = 0; e < 4; e++) dp[j][e] = x[j][e] * (dp[j][e] - (e & 1 ? pair.w : pair.y));
-            ds[j / 2][j % 2 * 2] = pack(dp[j][0], dp[j][1]);
-            ds[j / 2][j % 2 * 2 + 1] = pack(dp[j][2], dp[j][3]);
+            for (int s = 0; s < 2; s++) warpgroup_inner(dk, ds[s], rows_q + s * (16 * ROW_BYTES >> 4));
+            warpgroup_commit();
         }
-        warpgroup_fence();
-#pragma unroll
-        for (int s = 0; s < 4; s++) warpgroup_inner(dk, ds[s], rows_q + s * (16 * ROW_BYTES >> 4));
-        warpgroup_commit();
-        warpgroup_wait<0>();
-        settle(dv);
-        settle(dk);
         if (++step == steps) step = 0;
         stage_number = stage_number + 1 == STAGES ? 0 : stage_number + 1;
     }
+    warpgroup_wait<0>();
+    settle(dv);
+    settle(dk);
     const u32 mine = own + warp * 16 * ROW_BYTES;
     __syncthreads();
     stage(mine, dk, scale, scale, lane);

@@ -52,7 +52,7 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
         wait<0>();
         __syncthreads();                                       // keys have landed, and the last tile's are used up
 #pragma unroll
-        for (int i = 0; i < CHUNKS; i++) {
+        for (int i = 0; i < PASSES; i++) {
             const uint4 g = shared_load16(mine.address(tile_grad, i)), out = shared_load16(mine.address(tile_out, i));
             const u32 a[4] = {out.x, out.y, out.z, out.w}, c[4] = {g.x, g.y, g.z, g.w};
             float sum = 0.f;

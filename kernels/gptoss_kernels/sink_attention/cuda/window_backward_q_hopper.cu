@@ -1,0 +1,185 @@
+// dQ, per row (LSE * log2(e), delta = rowsum(dO * O)), and each item's share of dsinks, with Hopper's warpgroup products.
+// A block of four warps takes CHUNK positions of one sequence and one group of heads: their keys stay in shared memory
+// while tiles of 64 rows pass. Grid: items * heads / GROUP blocks of 128 threads.
+#undef ROWS
+#define ROWS 64
+#include "rows.cuh"
+#include "warpgroup.cuh"
+
+#ifndef RESIDENT
+#define RESIDENT 3
+#endif
+#ifndef CHUNK
+#define CHUNK 32
+#endif
+
+constexpr int HALO = (WINDOW - 1 + 15) / 16 * 16;              // keys held before the chunk
+constexpr int SKIP = (HALO - WINDOW + 1) / 8 * 8;              // of those, invisible to a tile's first position
+constexpr int STEP = 48;                                       // keys of a product
+constexpr int STEPS = (HALO - SKIP + TILE + STEP - 1) / STEP;
+constexpr int HELD = (CHUNK - TILE + SKIP + STEPS * STEP + 7) / 8 * 8 > HALO + CHUNK
+                         ? (CHUNK - TILE + SKIP + STEPS * STEP + 7) / 8 * 8 : HALO + CHUNK;
+constexpr u32 HELD_BYTES = HELD * ROW_BYTES;
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+window_backward_q_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16* __restrict__ v,
+                         const float* __restrict__ sinks, const bf16* __restrict__ o, const float* __restrict__ lse,
+                         const bf16* __restrict__ grad_o, bf16* __restrict__ grad_q, float2* __restrict__ row_stats,
+                         float* __restrict__ grad_sinks, const Item* __restrict__ items, int heads, float scale) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const u32 keys = shared_address(memory);                   // K, then V
+    const u32 tile = keys + 2 * HELD_BYTES;                    // Q, dO, O, and dQ on its way out
+    const u32 tile_grad = tile + TILE_BYTES, tile_out = tile + 2 * TILE_BYTES, staged = tile + 3 * TILE_BYTES;
+    float* row_delta = (float*)(memory + 2 * HELD_BYTES + 4 * TILE_BYTES);   // [ROWS]
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+    const int groups = heads / GROUP, number = blockIdx.x / groups, group = blockIdx.x % groups;
+    const Item item = items[number];
+    const int head0 = group * GROUP, kv_head = group / GROUPS, kv_heads = heads / HEADS_PER_KV;
+    const int end = min(item.first + CHUNK, item.end);
+    const float sink = sinks[head0 + (lane >> 2) % GROUP] * LOG2E, scale_log2 = scale * LOG2E;
+    const WarpRows mine(heads, head0, warp, lane);
+    const int row_position = warp * (WARP_ROWS / GROUP) + (lane >> 2) / GROUP, row_head = head0 + (lane >> 2) % GROUP;
+    float sink_share = 0.f;
+
+    auto load_rows = [&](int p0) {
+        mine.load(tile, q, p0, item.end, heads);
+        mine.load(tile_grad, grad_o, p0, item.end, heads);
+        mine.load(tile_out, o, p0, item.end, heads);
+    };
+    float next_lse[2];
+    auto load_lse = [&](int p0) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int p = p0 + row_position + h * 8 / GROUP;
+            next_lse[h] = p < item.end ? lse[(long long)p * heads + row_head] * LOG2E : infinity();
+        }
+    };
+    load_rows(item.first);
+    {
+        constexpr int PASS = THREADS / CHUNKS;                 // keys that the block copies at once
+        const int row = thread / CHUNKS, c = thread % CHUNKS;
+        const u32 target = keys + chunk_address(row, c);
+        const long long source = ((long long)(item.first - HALO + row) * kv_heads + kv_head) * D + c * 8;
+#pragma unroll 4
+        for (int r = 0; r < HELD; r += PASS) {
+            const int p = item.first - HALO + row + r;
+            const bool inside = p >= item.start && p < item.end;
+            const long long ahead = source + (long long)r * kv_heads * D;
+            if (HELD % PASS == 0 || row + r < HELD) {
+                copy16(target + r * ROW_BYTES, k + ahead, inside);
+                copy16(target + r * ROW_BYTES + HELD_BYTES, v + ahead, inside);
+            }
+        }
+    }
+    commit();
+    load_lse(item.first);
+    for (int p0 = item.first; p0 < end; p0 += TILE) {
+        wait<0>();
+        publish_shared();
+        if (p0 == item.first) __syncthreads();                 // the keys are every warp's, the rows each warp's own
+        else __syncwarp();
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            const uint4 g = shared_load16(mine.address(tile_grad, i)), out = shared_load16(mine.address(tile_out, i));
+            const u32 a[4] = {out.x, out.y, out.z, out.w}, c[4] = {g.x, g.y, g.z, g.w};
+            float sum = 0.f;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                sum = fmaf(__int_as_float(a[e] << 16), __int_as_float(c[e] << 16), sum);
+                sum = fmaf(__int_as_float(a[e] & 0xffff0000u), __int_as_float(c[e] & 0xffff0000u), sum);
+            }
+#pragma unroll
+            for (int s = 1; s < CHUNKS; s <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, s);
+            if (lane % CHUNKS == 0) row_delta[warp * WARP_ROWS + i * SPAN + lane / CHUNKS] = sum;
+        }
+        __syncwarp();
+        u32 query[KSTEPS][4], grad[KSTEPS][4];
+        const u32 address = tile + warp * WARP_ROWS * ROW_BYTES + lane_rows(lane);
+#pragma unroll
+        for (int s = 0; s < KSTEPS; s++) {
+            load4(query[s], address ^ (s << 5));
+            load4(grad[s], (address ^ (s << 5)) + TILE_BYTES);
+        }
+        float d[2], row_lse[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int p = p0 + row_position + h * 8 / GROUP;
+            row_lse[h] = next_lse[h];
+            d[h] = row_delta[warp * WARP_ROWS + h * 8 + (lane >> 2)];
+            if (p < item.end) {
+                sink_share -= exp2_approx(sink - row_lse[h]) * d[h];
+                if ((lane & 3) == 0) row_stats[(long long)p * heads + row_head] = make_float2(row_lse[h], d[h]);
+            }
+        }
+        __syncwarp();
+        if (p0 + TILE < end) {
+            load_rows(p0 + TILE);
+            load_lse(p0 + TILE);
+        }
+        commit();
+        float dq[8][4] = {};
+        const int first_key = p0 - HALO + SKIP;                // of step 0
+        const u32 offset = (p0 - item.first + SKIP) * ROW_BYTES;
+#pragma unroll
+        for (int t = 0; t < STEPS; t++) {
+            const int key0 = first_key + t * STEP;
+            if (key0 + STEP <= item.start) continue;           // before the sequence
+            const u64 rows_k = describe(keys + offset + t * STEP * ROW_BYTES), rows_v = rows_k + (HELD_BYTES >> 4);
+            float x[6][4], dp[6][4];
+            warpgroup_fence();
+#pragma unroll
+            for (int s = 0; s < KSTEPS; s++) warpgroup_rows_48(x, query[s], rows_k + 2 * s, s > 0);
+            warpgroup_commit();
+#pragma unroll
+            for (int s = 0; s < KSTEPS; s++) warpgroup_rows_48(dp, grad[s], rows_v + 2 * s, s > 0);
+            warpgroup_commit();
+            warpgroup_wait<1>();
+            settle(x);
+            auto probabilities = [&](auto masked) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int p = p0 + row_position + h * 8 / GROUP;
+                    const u32 reach = min(WINDOW, p - item.start + 1);     // how many keys back it sees
+                    const int distance = p - key0 - 2 * (lane & 3);
+#pragma unroll
+                    for (int j = 0; j < 6; j++)
+#pragma unroll
+                        for (int e = 2 * h; e < 2 * h + 2; e++) {
+                            x[j][e] = exp2_approx(fmaf(x[j][e], scale_log2, -row_lse[h]));
+                            if (decltype(masked)::value && (u32)(distance - j * 8 - (e & 1)) >= reach) x[j][e] = 0.f;
+                        }
+                }
+            };
+            if (key0 >= item.start && key0 > p0 + TILE - 1 - WINDOW && key0 + STEP - 1 <= p0) probabilities(Constant<0>());
+            else probabilities(Constant<1>());
+            warpgroup_wait<0>();
+            settle(dp);
+            u32 ds[3][4];
+#pragma unroll
+            for (int j = 0; j < 6; j++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) dp[j][e] = x[j][e] * (dp[j][e] - d[e >> 1]);
+                ds[j / 2][j % 2 * 2] = pack(dp[j][0], dp[j][1]);
+                ds[j / 2][j % 2 * 2 + 1] = pack(dp[j][2], dp[j][3]);
+            }
+            warpgroup_fence();
+#pragma unroll
+            for (int s = 0; s < 3; s++) warpgroup_inner(dq, ds[s], rows_k + s * (16 * ROW_BYTES >> 4));
+            warpgroup_commit();
+        }
+        warpgroup_wait<0>();
+        settle(dq);
+        stage(staged + warp * WARP_ROWS * ROW_BYTES, dq, scale, scale, lane);
+        __syncwarp();
+        mine.store(grad_q, staged, p0, item.end, heads);
+    }
+    // lanes 4i (and 4i+1..3, which hold copies) carry head i % GROUP
+    __syncthreads();
+    if ((lane & 3) == 0) row_delta[warp * 8 + (lane >> 2)] = sink_share;
+    __syncthreads();
+    if (thread < GROUP) {
+        float sum = 0.f;
+        for (int i = thread; i < 32; i += GROUP) sum += row_delta[i];
+        grad_sinks[(long long)number * heads + head0 + thread] = sum;
+    }
+}
