@@ -87,7 +87,7 @@ class PackedBatch:
         return PackedBatch(**{f.name: local(f.name) for f in fields(self)})
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        moved = {
+        moved: dict[str, Any] = {
             f.name: value.to(device, non_blocking=True)
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), torch.Tensor)

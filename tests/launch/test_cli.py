@@ -1,0 +1,109 @@
+"""The command line: help, and mistakes answered at once by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RL, SFT = "configs/rl/tiny_retool.yaml", "configs/sft/tiny_retool.yaml"
+
+
+def gptoss(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from launch.cli import main; main()", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["rl"], ["sft"], ["eval"], ["convert"], ["convert", "import"], ["report"], ["doctor"]]
+)
+def test_help_explains_every_command(command: list[str]) -> None:
+    result = gptoss(*command, "--help")
+    assert result.returncode == 0
+    assert "Usage" in result.stdout
+    for line in result.stdout.splitlines():
+        assert not line.strip().endswith("--resume │"), "an option without explanation"
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("optimizer.learning_rate=1", "optimizer.learning_rate: unknown key"),
+        ("training.steps=many", "training.steps"),
+        ("training.steps=0", "training.steps"),
+        ("parallel.world_size=3", "parallel.expert"),
+        ("parallel.tensor=2", "parallel.world_size (1) must be a multiple"),
+        ("rollout.max_tokens=100000", "rollout.max_tokens (100000) exceeds"),
+        ("model=huge", "model: there is no"),
+        ("tasks.source=file", "needs train_path"),
+        ("steps", "expected key=value"),
+    ],
+)
+def test_a_wrong_value_is_named_in_under_two_seconds(override: str, named: str, tmp_path: Path) -> None:
+    extra = ["parallel.expert=2"] if "world_size=3" in override else []
+    started = time.monotonic()
+    result = gptoss("rl", RL, override, *extra, f"output_dir={tmp_path}")
+    seconds = time.monotonic() - started
+    assert result.returncode == 1
+    assert named in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert seconds < 4  # 2 on a machine that does nothing else; the next test holds the reason
+
+
+def test_reading_a_configuration_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from pathlib import Path; import launch.cli; from rl_loop.config import *; "
+        f"load_config(Path('{RL}'), RlConfig); "
+        "heavy = {'torch', 'ray', 'transformers', 'megatron', 'matplotlib'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_broken_yaml_names_the_file(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("name: [unclosed\n")
+    result = gptoss("rl", str(broken))
+    assert result.returncode == 1
+    assert "broken.yaml: cannot be read as YAML" in result.stderr
+
+
+def test_a_missing_config_is_named() -> None:
+    result = gptoss("rl", "configs/rl/none.yaml")
+    assert result.returncode == 1
+    assert "configs/rl/none.yaml: no such file" in result.stderr
+
+
+def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
+    result = gptoss("eval", RL, "--weights", str(tmp_path / "none"))
+    assert result.returncode == 1
+    assert "none is neither a Hugging Face directory" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"task_id": "a", "messages": [], "ground_truth": "1"}\n{"task_id": \n')
+    result = gptoss(
+        "sft", SFT, "tasks.source=file", f"tasks.train_path={tasks}", f"tasks.held_out_path={tasks}",
+        f"output_dir={tmp_path}", "name=x", timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "tasks.jsonl, line 2" in result.stderr
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
+    run = tmp_path / "tiny_retool"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 0}\n')
+    result = gptoss("rl", RL, f"output_dir={tmp_path}")
+    assert result.returncode == 1
+    assert "already holds a run" in result.stderr
+    assert "--resume" in result.stderr
+    assert (run / "metrics.jsonl").read_text() == '{"step": 0}\n'

@@ -1,0 +1,163 @@
+"""The closed loop with all its real parts: Ray actors, Megatron, the sandbox, Harmony, checkpoints and export."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from rl_loop.canary import CanaryError, check_canary
+from rl_loop.config import RlConfig, SftConfig, load_config
+from rl_loop.rollout_pool import GroupRequest, RolloutPool
+from rl_loop.run import Interrupted, run_rl, run_sft
+from rl_loop.run_directory import read_json_lines
+from rl_loop.tasks import TaskSource
+from rl_loop.trainer_group import TrainerGroup
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = ["model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48", "model.head_size=16"]
+RL = [
+    *SMALL,
+    "initial_weights=null",
+    "rollout.workers=1",
+    "rollout.tasks_per_step=2",
+    "rollout.samples_per_task=2",
+    "rollout.max_new_tokens_per_turn=24",
+    "tasks.held_out_tasks=4",
+    "evaluate_every=100",
+]
+
+
+class Quiet:
+    """A progress display that shows nothing; ``on_step`` is called after every step."""
+
+    def __init__(self, on_step: object = None) -> None:
+        self.on_step, self.notes = on_step, []
+
+    @contextmanager
+    def __call__(self, title: str, total: int, first: int) -> Iterator[Quiet]:
+        yield self
+
+    def phase(self, name: str) -> None: ...
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        if self.on_step is not None:
+            self.on_step(step)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    yield
+    ray.shutdown()
+
+
+def rl_config(tmp_path: Path, *overrides: str) -> RlConfig:
+    return load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [*RL, f"output_dir={tmp_path}", *overrides])
+
+
+def curve(path: Path) -> list[tuple[float, float, float]]:
+    return [
+        (record["reward"], record["loss"], record["grad_norm"])
+        for record in read_json_lines(path / "metrics.jsonl")
+        if "reward" in record
+    ]
+
+
+def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(tmp_path: Path) -> None:
+    sft = load_config(
+        CONFIGS / "sft/tiny_retool.yaml",
+        SftConfig,
+        [*SMALL, f"output_dir={tmp_path}", "training.steps=3", "sequences_per_step=8"],
+    )
+    trained = run_sft(sft, Quiet())
+    config = rl_config(tmp_path, f"initial_weights={trained}", "training.steps=2", "evaluate_every=1")
+    run = run_rl(config, Quiet())
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["greedy_answers_equal"] == summary["greedy_answers_compared"] == 4
+    assert summary["max_clip_fraction"] == 0
+    assert summary["max_ratio_deviation"] == 0
+    assert summary["mean_logprob_gap"] < 1e-4
+    assert {"held_out_accuracy_sft", "held_out_accuracy_rl", "seconds", "tool_call_rate", "mean_turns"} <= set(summary)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run / "export")
+    tokenizer = AutoTokenizer.from_pretrained(run / "export")
+    prompt = TaskSource(config).prompt_ids(TaskSource(config).held_out()[0])
+    assert tokenizer.decode(prompt).startswith("<|start|>developer<|message|>")
+    assert torch.isfinite(model(torch.tensor([prompt])).logits).all()
+
+
+def test_two_expert_parallel_trainer_ranks_give_the_curve_of_one(tmp_path: Path) -> None:
+    one = run_rl(rl_config(tmp_path / "one", "training.steps=2"), Quiet())
+    two = run_rl(rl_config(tmp_path / "two", "training.steps=2", "parallel.world_size=2", "parallel.expert=2"), Quiet())
+    for first, second in zip(curve(one), curve(two), strict=True):
+        assert second == pytest.approx(first, rel=1e-3, abs=1e-5)
+
+
+def test_an_interrupted_run_saves_and_continues_the_same_curve(tmp_path: Path) -> None:
+    whole = run_rl(rl_config(tmp_path / "whole", "training.steps=3"), Quiet())
+    config = rl_config(tmp_path / "cut", "training.steps=3")
+    stopping = Quiet(on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 0 else None)
+    with pytest.raises(Interrupted, match="saved after step 1 of 3"):
+        run_rl(config, stopping)
+    assert stopping.notes
+    resumed = run_rl(config, Quiet(), resume=True)
+    assert curve(resumed) == pytest.approx(curve(whole), rel=1e-4, abs=1e-6)
+
+
+def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
+    config = rl_config(tmp_path, "rollout.max_new_tokens_per_turn=200", "rollout.workers=2")
+    trainer = TrainerGroup(config)
+    pool, tasks = RolloutPool(config), TaskSource(config)
+    try:
+        pool.ready()
+        pool.sync_weights(trainer.weights(), 7)
+        requests = [GroupRequest(task, (1, 2), 1.0) for task in tasks.train(0, 8)]
+        expected = pool.run(requests)
+        victim = pool.process_ids()[0]
+        killer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
+        killer.start()
+        groups = pool.run(requests)
+        killer.join()
+        deadline = time.monotonic() + 60
+        while pool.process_ids()[0] == victim and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert pool.restarts == 1
+        assert [[t.token_ids for t in g.trajectories] for g in groups] == [
+            [t.token_ids for t in g.trajectories] for g in expected
+        ]
+        assert all(span.version == 7 for g in groups for t in g.trajectories for span in t.weight_versions)
+    finally:
+        pool.close()
+        trainer.close()
+
+
+def test_the_canary_sees_a_single_weight_that_did_not_arrive(tmp_path: Path) -> None:
+    config = rl_config(tmp_path)
+    trainer = TrainerGroup(config)
+    pool, tasks = RolloutPool(config), TaskSource(config)
+    try:
+        pool.ready()
+        weights = trainer.weights()
+        pool.sync_weights(weights, 1)
+        assert check_canary(trainer, pool, tasks.canary(), config, 1) < 1e-5
+        down = "model.layers.1.mlp.experts.down_proj"
+        pool.sync_weights(weights | {down: weights[down] + 0.3 * torch.randn_like(weights[down])}, 2)
+        with pytest.raises(CanaryError, match="after syncing weights 2, rollout worker 0"):
+            check_canary(trainer, pool, tasks.canary(), config, 2)
+    finally:
+        pool.close()
+        trainer.close()
