@@ -48,8 +48,8 @@ def _task_of(record: Any) -> Task:
         task = Task(**record)
     except TypeError as error:
         raise ValueError(str(error).replace("Task.__init__() ", "")) from None
-    if not isinstance(task.task_id, str) or not isinstance(task.ground_truth, str):
-        raise ValueError("task_id and ground_truth must be text")
+    if not all(isinstance(text, str) for text in (task.task_id, task.ground_truth, task.environment)):
+        raise ValueError("task_id, ground_truth and environment must be text")
     if not isinstance(task.messages, list) or not task.messages or not all(map(_is_message, task.messages)):
         raise ValueError('messages must be a list of {"role": "developer" or "user", "content": text}')
     if not isinstance(task.metadata, dict):

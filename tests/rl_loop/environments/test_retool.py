@@ -1,0 +1,127 @@
+r"""ReTool: Python calls, the answer in \boxed{}, and what they earn; with the real interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from rl_loop.environments import ENVIRONMENTS, Environment, StepResult, Task, make_environment
+from rl_loop.environments.retool import ReToolEnvironment, RewardConfig
+from rl_loop.harmony import ParsedMessage, ToolOutput
+from rl_loop.sandbox import PythonSandbox, SandboxConfig
+
+TASK = Task("t", [{"role": "user", "content": "6*7?"}], "42")
+REWARD = RewardConfig(correct=2.0, wrong=-3.0, format_error=-4.0)
+
+
+async def in_sandbox[T](body: Callable[[Environment], Awaitable[T]]) -> T:
+    sandbox = PythonSandbox(SandboxConfig(workers=1, timeout_seconds=1))
+    await sandbox.start()
+    try:
+        return await body(make_environment(TASK, sandbox.run, REWARD))
+    finally:
+        await sandbox.close()
+
+
+def steps(*messages: ParsedMessage) -> list[StepResult]:
+    async def body(environment: Environment) -> list[StepResult]:
+        return [await environment.step([message]) for message in messages]
+
+    return asyncio.run(in_sandbox(body))
+
+
+def without_sandbox() -> ReToolEnvironment:
+    async def execute(code: str) -> Any:
+        raise AssertionError(f"nothing should run, but {code!r} did")
+
+    return ReToolEnvironment(TASK, execute, REWARD)
+
+
+def step(*messages: ParsedMessage) -> StepResult:
+    return asyncio.run(without_sandbox().step(messages))
+
+
+def python(code: str) -> ParsedMessage:
+    return ParsedMessage("analysis", "python", "code", code)
+
+
+def function(arguments: str) -> ParsedMessage:
+    return ParsedMessage("commentary", "functions.python", "<|constrain|>json", arguments)
+
+
+def final(text: str) -> ParsedMessage:
+    return ParsedMessage("final", None, None, text)
+
+
+def test_python_runs_and_its_errors_are_answers() -> None:
+    good, error, slow, json = steps(
+        python("print(6*7)"), python("print(6*7"), python("while True: pass"), function('{"code": "6*7"}')
+    )
+    assert good.tool_outputs == [ToolOutput("python", "analysis", "42\n")]
+    assert json.tool_outputs == [ToolOutput("functions.python", "commentary", "42\n")]
+    assert "SyntaxError" in error.tool_outputs[0].text
+    assert slow.tool_outputs[0].text.startswith("killed: it ran longer than 1 s")
+    assert [result.tool_errors for result in (good, error, slow, json)] == [0, 1, 1, 0]
+    assert all(result.tool_calls == 1 and not result.done for result in (good, error, slow, json))
+
+
+@pytest.mark.parametrize("arguments", ["print(1)", "[]", "{}", "null", '{"code": {"a": 1}}'])
+def test_bad_arguments_of_the_function_are_told_to_the_agent(arguments: str) -> None:
+    (result,) = steps(function(arguments))
+    assert not result.done
+    assert result.tool_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [(r"\boxed{42}", 2.0), (r"It is \boxed{\frac{84}{2}}.", 2.0), (r"\boxed{41}", -3.0), ("42", -3.0), ("", -3.0)],
+)
+def test_final_answer_is_compared_and_ends_the_episode(text: str, reward: float) -> None:
+    result = step(final(text))
+    assert (result.done, result.reward, result.format_error) == (True, reward, None)
+    assert result.reward_parts == {"correct": float(reward > 0), "format_error": 0.0}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ParsedMessage("analysis", "browser", None, "x"),
+        ParsedMessage("commentary", "functions.other", None, "{}"),
+        ParsedMessage("analysis", "", None, "print(1)"),
+        ParsedMessage("analysis", None, None, "I think so."),
+        ParsedMessage("commentary", None, None, "Working on it."),
+    ],
+)
+def test_a_turn_that_neither_answers_nor_calls_python_is_a_format_error(message: ParsedMessage) -> None:
+    result = step(message)
+    assert (result.done, result.reward) == (True, -4.0)
+    assert result.format_error
+    assert result.reward_parts == {"correct": 0.0, "format_error": 1.0}
+
+
+def test_an_unfinished_episode_counts_as_wrong() -> None:
+    result = without_sandbox().unfinished()
+    assert (result.done, result.reward, result.reward_parts["correct"]) == (True, -3.0, 0.0)
+
+
+def test_the_event_loop_goes_on_while_an_answer_is_compared() -> None:
+    async def main() -> int:
+        comparison = asyncio.create_task(without_sandbox().step([final(r"\boxed{9^{9^{9^{9}}}}")]))
+        ticks = 0
+        while not comparison.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        assert comparison.result().reward == -3.0
+        return ticks
+
+    assert asyncio.run(main()) > 50
+
+
+def test_an_environment_that_does_not_exist_is_named() -> None:
+    task = Task("t7", [], "", environment="chess")
+    with pytest.raises(ValueError, match="task t7: there is no environment 'chess'; known: retool"):
+        make_environment(task, lambda code: without_sandbox()._execute(code), REWARD)
+    assert set(ENVIRONMENTS) == {"retool"}

@@ -1,0 +1,81 @@
+"""An engine whose "policy" is a script, so that the agent loop can be watched token by token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult
+from rl_loop.trajectory import FinishReason, WeightVersionSpan
+
+
+def log_prob_at(position: int) -> float:
+    """A different number for every place in an episode."""
+    return -(position + 1) / 1024
+
+
+class ScriptedEngine:
+    """Samples the scripted turns one after the other, with new weights for every request.
+
+    ``aborts``: in order of requests, after how many tokens a request is aborted; None or the end of the list: not.
+    ``hang``: a request waits for ``abort`` once it has sampled its tokens.
+    """
+
+    def __init__(self, turns: Sequence[list[int]], aborts: Iterable[int | None] = (), *, hang: bool = False) -> None:
+        self._turns, self._aborts, self._hang = [list(turn) for turn in turns], list(aborts), hang
+        self._aborted = asyncio.Event()
+        self.requests: list[GenerateRequest] = []
+        self.results: list[GenerateResult] = []
+        self.returns_routes = True
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.requests.append(request)
+        version = len(self.requests)
+        room = request.sampling.max_new_tokens
+        cut = self._aborts.pop(0) if self._aborts else None
+        turn = self._turns[0]
+        n = min(len(turn), room, room if cut is None else cut)
+        output, self._turns[0] = turn[:n], turn[n:]
+        if cut == n and output[-1:] != turn[-1:]:
+            reason = FinishReason.ABORT
+        else:
+            reason = FinishReason.LENGTH if self._turns[0] else FinishReason.STOP
+            self._turns.pop(0)
+        if self._hang:
+            await self._aborted.wait()
+            reason = FinishReason.ABORT
+        await asyncio.sleep(0)
+        start = len(request.input_ids)
+        routes = None
+        if request.return_routed_experts and self.returns_routes:
+            positions = np.arange(start + n - 1, dtype=np.int16)
+            routes = np.stack([positions, np.full_like(positions, version)], axis=1)[:, None]
+        result = GenerateResult(
+            output,
+            [log_prob_at(start + i) for i in range(n)],
+            reason,
+            [WeightVersionSpan(0, n, version)] if n else [],
+            routes,
+        )
+        self.results.append(result)
+        return result
+
+    async def abort(self, request_id: str | None = None) -> None:
+        if request_id is None or request_id == self.requests[-1].request_id:
+            self._aborted.set()
+
+    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        return [log_prob_at(i) for i in range(1, len(input_ids))]
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
