@@ -29,6 +29,7 @@ class ScriptedEngine:
         self._aborted = asyncio.Event()
         self.requests: list[GenerateRequest] = []
         self.results: list[GenerateResult] = []
+        self.aborts_asked = 0
         self.returns_routes = True
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -64,6 +65,7 @@ class ScriptedEngine:
         return result
 
     async def abort(self, request_id: str | None = None) -> None:
+        self.aborts_asked += 1
         if request_id is None or request_id == self.requests[-1].request_id:
             self._aborted.set()
 

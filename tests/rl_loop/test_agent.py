@@ -185,6 +185,21 @@ def test_time_runs_out_before_the_first_token_of_a_turn(tiny: Harmony) -> None:
     check_against_engine(trajectory, engine, tiny)
 
 
+def test_an_episode_that_ended_in_time_aborts_nothing_later(tiny: Harmony) -> None:
+    engine = ScriptedEngine([answer(tiny)])
+
+    async def execute(code: str) -> Output:
+        return Output("")
+
+    async def main() -> None:
+        environment = ReToolEnvironment(TASK, execute, REWARD)
+        await run_episode("t", environment, engine, tiny, EpisodeLimits(8, 2000, 0.3), SamplingParams(500), seed=5)
+        await asyncio.sleep(0.4)
+
+    asyncio.run(main())
+    assert engine.aborts_asked == 0
+
+
 def test_a_cancelled_episode_cancels_its_request(tiny: Harmony) -> None:
     engine = ScriptedEngine([answer(tiny)], hang=True)
 

@@ -70,6 +70,22 @@ def test_corpus_is_split_as_the_released_models_split_it(vocabulary) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1234567 12.345 007",
+        "I'll HelloWorld don't IT'S naïve Übung",
+        "x = [1, 2]\n\n    if a//b:\r\n\treturn  None   \n ",
+        "漢字 и кириллица, عربى 🙂🙂 e\u0301",
+    ],
+)
+def test_a_vocabulary_of_any_text_splits_it_as_the_released_models_do(text: str) -> None:
+    own, full = TinyVocabulary(512, text), GptOssVocabulary()
+    mine, theirs = own.encode_text(text), full.encode_text(text)
+    assert len(mine) == len(theirs)
+    assert [own.decode(mine[:i]) for i in range(len(mine))] == [full.decode(theirs[:i]) for i in range(len(mine))]
+
+
 def test_numbers_of_two_digits_are_one_token(vocabulary) -> None:
     assert all(len(vocabulary.encode_text(str(n))) == 1 for n in range(10, 100))
 

@@ -81,6 +81,11 @@ def test_fast_path_of_plain_numbers_agrees_with_math_verify(math_verify, answer:
     assert math_verify.equivalent(answer, truth) is (Decimal(answer) == Decimal(truth))
 
 
+def test_numbers_that_math_verify_rounds_are_left_to_it(math_verify) -> None:
+    assert math_verify.equivalent("0.12345678", "0.12345679")
+    assert is_correct(r"\boxed{0.12345678}", "0.12345679")
+
+
 @pytest.mark.parametrize("bomb", ["9^{9^{9^{9}}}", "10^{10^{10}}"])
 def test_an_answer_that_computes_for_ever_is_wrong_and_the_next_one_is_compared(math_verify, bomb: str) -> None:
     assert math_verify.equivalent("1/2", "0.5")
