@@ -79,6 +79,8 @@ def train(
         from launch.report import build_report
 
         print(f"report: {build_report(directory)}")
+        if kind is RlConfig:
+            print(f"evaluate the exported checkpoint: gptoss eval {path} --weights {directory / 'export'}")
 
 
 @app.command()
@@ -105,7 +107,7 @@ def evaluate(
         Path | None, typer.Option(help="A Hugging Face directory; without it the config's initial_weights.")
     ] = None,
 ) -> None:
-    """Held-out accuracy of a checkpoint: the tasks, tools and rewards of CONFIG, one greedy episode per task."""
+    """Held-out accuracy of a checkpoint: the tasks, tools and rewards of CONFIG, one episode per task."""
     with errors_in_one_line():
         config = load_config(path, RlConfig, overrides)
         from rl_loop.evaluation import evaluate_checkpoint

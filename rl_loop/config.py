@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
 from rl_loop.demonstrations import DemonstrationConfig
-from rl_loop.environments.retool import RewardConfig
+from rl_loop.environments.retool import INSTRUCTIONS, RewardConfig
 from rl_loop.harmony import PromptConfig
 from rl_loop.sandbox.config import SandboxConfig
 
@@ -33,6 +33,8 @@ class TaskConfig(StrictModel):
     """``file`` only: the training tasks."""
     held_out_path: Path | None = None
     """``file`` only: the tasks on which accuracy is measured; never trained on."""
+    instructions: str | None = INSTRUCTIONS
+    """``arithmetic`` only: the developer message of every task; null for none."""
     seed: int = 0
     """Of the generator, and of the order of a task file."""
     held_out_tasks: int = Field(128, gt=0)
@@ -56,6 +58,8 @@ class RolloutConfig(StrictModel):
     """Episodes of each task; advantages compare them with one another."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer computes its log-probs at the same temperature."""
+    evaluation_temperature: float = Field(1.0, ge=0)
+    """Temperature of held-out evaluations; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling. Below 1 the sampled distribution is not the one whose log-probs are trained on."""
     max_turns: int = Field(4, gt=0)

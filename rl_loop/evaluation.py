@@ -28,9 +28,9 @@ def evaluation_figures(episodes: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def greedy_episodes(rollouts: RolloutPool, tasks: TaskSource) -> list[Trajectory]:
-    """One greedy episode of every held-out task, with the weights that the workers have."""
-    requests = [GroupRequest(task, (0,), 0.0) for task in tasks.held_out()]
+def held_out_episodes(rollouts: RolloutPool, tasks: TaskSource, temperature: float) -> list[Trajectory]:
+    """One episode of every held-out task with the weights that the workers have; the same seeds every time."""
+    requests = [GroupRequest(task, (i,), temperature) for i, task in enumerate(tasks.held_out())]
     return [group.trajectories[0] for group in rollouts.run(requests)]
 
 
@@ -50,7 +50,7 @@ def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def evaluate_checkpoint(config: RlConfig, weights: Path | None) -> dict[str, float]:
-    """Accuracy, tool-call rate and turns on the held-out tasks of ``config``; greedy decoding."""
+    """Accuracy, tool-call rate and turns on the held-out tasks of ``config``."""
     source = weights or config.initial_weights
     if source is None:
         raise ConversionError("nothing to evaluate: give --weights, or initial_weights in the configuration")
@@ -61,6 +61,6 @@ def evaluate_checkpoint(config: RlConfig, weights: Path | None) -> dict[str, flo
         rollouts = RolloutPool(config)
         rollouts.ready()
         rollouts.sync_weights(named, version=0)
-        figures = evaluation_figures(greedy_episodes(rollouts, tasks))
+        figures = evaluation_figures(held_out_episodes(rollouts, tasks, config.rollout.evaluation_temperature))
         rollouts.close()
     return figures

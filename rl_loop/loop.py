@@ -17,7 +17,7 @@ from rl_loop.batch import advantages_of, rollout_metrics, to_samples, training_m
 from rl_loop.canary import check_canary
 from rl_loop.config import RlConfig
 from rl_loop.environments import Task
-from rl_loop.evaluation import evaluation_figures, greedy_episodes
+from rl_loop.evaluation import evaluation_figures, held_out_episodes
 from rl_loop.metrics import Name, StepMetrics
 from rl_loop.rollout_pool import GroupRequest, RolloutPool
 from rl_loop.run import Session
@@ -80,8 +80,8 @@ class RlLoop:
         metrics.add_max("mismatch/canary_gap", gap, over="tokens")
 
     def evaluate(self, step: int, metrics: StepMetrics) -> None:
-        """Held-out tasks, one greedy episode each."""
-        episodes = greedy_episodes(self.rollouts, self.tasks)
+        """Held-out tasks, one episode each."""
+        episodes = held_out_episodes(self.rollouts, self.tasks, self.config.rollout.evaluation_temperature)
         for name, value in evaluation_figures(episodes).items():
             metrics.add_mean(f"held_out/{name}", value * len(episodes), len(episodes), "sequences")
         self._record_episodes(episodes, step, "held_out")

@@ -9,7 +9,6 @@ from rl_loop import arithmetic
 from rl_loop.config import RunConfig
 from rl_loop.demonstrations import DemonstrationConfig, demonstrate
 from rl_loop.environments import Task, TaskFileError, read_tasks
-from rl_loop.environments.retool import INSTRUCTIONS
 from rl_loop.harmony import Harmony
 from rl_loop.vocabulary import make_vocabulary
 
@@ -73,10 +72,8 @@ class TaskSource:
         random.Random(f"{self.config.seed}/{epoch}").shuffle(order)
         return self._train[order[offset]]
 
-    @staticmethod
-    def _task(problem: arithmetic.Problem, index: int) -> Task:
-        messages = [
-            {"role": "developer", "content": INSTRUCTIONS},
-            {"role": "user", "content": problem.text},
-        ]
+    def _task(self, problem: arithmetic.Problem, index: int) -> Task:
+        messages = [{"role": "user", "content": problem.text}]
+        if self.config.instructions is not None:
+            messages.insert(0, {"role": "developer", "content": self.config.instructions})
         return Task(f"{arithmetic.split_of(problem.expression)}-{index}", messages, str(problem.answer))
