@@ -15,18 +15,20 @@ pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch withou
 def test_a_kernel_compiles_for_every_group_of_heads(name, heads_per_kv, architecture, monkeypatch, tmp_path):
     monkeypatch.setenv("GPTOSS_KERNELS_CACHE", str(tmp_path))
     shape = Shape(head_size=64, heads_per_kv=heads_per_kv, window=128)
-    cubin = compile_cubin(SOURCES / f"{name}.cu", defines(shape), architecture)
+    cubin = compile_cubin(SOURCES / f"{name}.cu", defines(name, shape), architecture)
     assert cubin[:4] == b"\x7fELF"
 
 
-def test_the_hopper_kernel_compiles_and_is_cached(monkeypatch, tmp_path):
+@pytest.mark.parametrize("heads_per_kv", [2, 8])
+@pytest.mark.parametrize("name", ["window_forward_hopper", "window_backward_q_hopper", "window_backward_kv_hopper"])
+def test_a_hopper_kernel_compiles_and_is_cached(name, heads_per_kv, monkeypatch, tmp_path):
     monkeypatch.setenv("GPTOSS_KERNELS_CACHE", str(tmp_path))
-    macros = defines(Shape(head_size=64, heads_per_kv=8, window=128))
-    first = compile_cubin(SOURCES / "window_backward_kv_hopper.cu", macros, "sm_90a")
+    source, macros = SOURCES / f"{name}.cu", defines(name, Shape(head_size=64, heads_per_kv=heads_per_kv, window=128))
+    first = compile_cubin(source, macros, "sm_90a")
     cached = list(tmp_path.glob("*.cubin"))
     assert len(cached) == 1 and cached[0].read_bytes() == first
     cached[0].write_bytes(b"from the cache")
-    assert compile_cubin(SOURCES / "window_backward_kv_hopper.cu", macros, "sm_90a") == b"from the cache"
+    assert compile_cubin(source, macros, "sm_90a") == b"from the cache"
 
 
 def test_a_source_that_does_not_compile_shows_the_compilers_message(tmp_path):

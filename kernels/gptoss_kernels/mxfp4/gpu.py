@@ -36,58 +36,65 @@ def _dequantize_kernel(blocks, scales, out, count, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _encode(magnitude_bits, scale):
-    """bf16 magnitude bits and scale bytes -> the magnitude in steps of its binade (exact), those rounded, 4 * binade.
+def _encode(magnitude_bits, factor):
+    """bf16 magnitude bits and 2^(127 - scale) -> code 0..7, and whether the code is the value itself.
 
-    With x the scaled magnitude and e its exponent, at least 0 and at most 2, the e2m1 numbers near x are 2^(e-1) apart:
-    the code is rint(x * 2^(1-e)) + 2e, and x is one of them when nothing was rounded.
+    With e the exponent of the scaled magnitude x, clamped to 0..2, the e2m1 numbers near x are 2^(e-1) apart. Adding
+    1.5 * 2^(e+22) rounds x to a multiple of that, ties to even, and leaves the multiple in the sum's low bits.
     """
-    exponent = tl.maximum(magnitude_bits >> 7, scale)
-    # beyond the largest binade everything saturates
-    exponent = tl.minimum(exponent, scale + 2)
     value = (magnitude_bits << 16).to(tl.float32, bitcast=True)
-    # x * 2^(1-e) = value * 2^(128 - exponent); 2^128 and 2^-127, 2^-128 are out of a normal factor's reach
-    factor = tl.minimum(tl.maximum(255 - exponent, 1), 254)
-    steps = value * (factor << 23).to(tl.float32, bitcast=True)
-    steps = steps * tl.where(exponent == 0, 2.0, tl.where(exponent == 255, 0.5, tl.where(exponent == 256, 0.25, 1.0)))
-    # adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits
-    shifted = tl.minimum(steps, 8.0) + 12582912.0
-    code = (shifted.to(tl.int32, bitcast=True) & 15) + 2 * (exponent - scale)
-    # steps of a far too large scale underflow to 0, which is exact for zeros only
-    exact = (shifted - 12582912.0 == steps) & (code < 8) & ((code != 0) | (magnitude_bits == 0))
+    x = tl.minimum(value * factor, 8.0)
+    binade = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000), 0x40800000)
+    anchor = (binade + 0x0B400000).to(tl.float32, bitcast=True)
+    moved = x + anchor
+    code = (moved.to(tl.int32, bitcast=True) & 15) + (binade >> 22) - 254
+    # a far too large scale underflows to 0, which is exact for zeros only
+    exact = (moved - anchor == x) & (code < 8) & ((code != 0) | (magnitude_bits == 0))
     return tl.minimum(code, 7), exact
 
 
 @triton.jit
-def _quantize_kernel(x, hint, blocks, scales, count, HINT: tl.constexpr, ROWS: tl.constexpr):
+def _factor(scale):
+    """2^(127 - scale); for 254 it is a subnormal."""
+    return tl.where(scale >= 254, 0x00400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quantize_kernel(pairs, hint, blocks, scales, count, HINT: tl.constexpr, ROWS: tl.constexpr):
+    # a word holds values 2j (low half) and 2j + 1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
-    values = tl.load(x + row[:, None] * 32 + tl.arange(0, 32)[None, :], mask=inside[:, None], other=0.0)
-    bits = values.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    magnitude = bits & 0x7FFF
-    sign = (bits >> 12) & 8
-    scale = tl.zeros((ROWS,), tl.int32)
-    code = tl.zeros((ROWS, 32), tl.int32)
-    missed = 1
+    where = row[:, None] * 16 + tl.arange(0, 16)[None, :]
+    word = tl.load(pairs + where, mask=inside[:, None], other=0)
+    low, high = word & 0x7FFF, (word >> 16) & 0x7FFF
     if HINT:
         scale = tl.load(hint + row, mask=inside, other=0).to(tl.int32)
-        code, exact = _encode(magnitude, scale[:, None])
-        keep = tl.min(exact.to(tl.int32), 1)
-        missed = 1 - tl.min(keep, 0)
-    if missed != 0:
-        amax = tl.max(magnitude, 1)
-        fresh_scale = tl.maximum((amax >> 7) - 2 + ((amax & 127) > 64).to(tl.int32), 1)
-        fresh_scale = tl.where(amax == 0, 0, fresh_scale)
-        fresh, _ = _encode(magnitude, fresh_scale[:, None])
-        if HINT:
+        factor = _factor(scale)[:, None]
+        low_code, low_exact = _encode(low, factor)
+        high_code, high_exact = _encode(high, factor)
+        keep = tl.min((low_exact & high_exact).to(tl.int32), 1)
+        if tl.min(keep, 0) == 0:
+            fresh_scale, fresh_low, fresh_high = _quantize_block(low, high)
             scale = tl.where(keep == 1, scale, fresh_scale)
-            code = tl.where((keep == 1)[:, None], code, fresh)
-        else:
-            scale, code = fresh_scale, fresh
-    low, high = tl.split(tl.reshape(code | sign, (ROWS, 16, 2)))
-    packed = (low | (high << 4)).to(tl.uint8)
-    tl.store(blocks + row[:, None] * 16 + tl.arange(0, 16)[None, :], packed, mask=inside[:, None])
+            low_code = tl.where((keep == 1)[:, None], low_code, fresh_low)
+            high_code = tl.where((keep == 1)[:, None], high_code, fresh_high)
+    else:
+        scale, low_code, high_code = _quantize_block(low, high)
+    packed = low_code | ((word >> 12) & 0x8) | (high_code << 4) | ((word >> 24) & 0x80)
+    tl.store(blocks + where, packed.to(tl.uint8), mask=inside[:, None])
     tl.store(scales + row, scale.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _quantize_block(low, high):
+    """Scale 2^ceil(log2(amax / 6)) of every row, and the codes under it."""
+    amax = tl.max(tl.maximum(low, high), 1)
+    scale = tl.maximum((amax >> 7) - 2 + ((amax & 127) > 64).to(tl.int32), 1)
+    scale = tl.where(amax == 0, 0, scale)
+    factor = _factor(scale)[:, None]
+    low_code, _ = _encode(low, factor)
+    high_code, _ = _encode(high, factor)
+    return scale, low_code, high_code
 
 
 ROWS = 128
@@ -110,4 +117,4 @@ def quantize(x: torch.Tensor, scale_hint: torch.Tensor | None, blocks: torch.Ten
         with torch.cuda.device(x.device):
             hint = scales if scale_hint is None else scale_hint
             grid = (triton.cdiv(count, ROWS),)
-            _quantize_kernel[grid](x, hint, blocks, scales, count, scale_hint is not None, ROWS)
+            _quantize_kernel[grid](x.view(torch.int32), hint, blocks, scales, count, scale_hint is not None, ROWS)

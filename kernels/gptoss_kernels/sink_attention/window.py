@@ -23,8 +23,8 @@ TILE_ROWS = 128
 """Positions x heads of a tile of the row-owning kernels."""
 CHUNK = 128
 """Positions that one thread block of a row-owning kernel walks."""
-HOPPER_CHUNK = 32
-"""Positions that one thread block of Hopper's dQ kernel takes."""
+HOPPER_CHUNK = {"window_forward_hopper": 64, "window_backward_q_hopper": 32}
+"""Positions that one thread block of Hopper's row-owning kernels takes, all their keys in shared memory."""
 KEYS = 64
 """Keys that one thread block of the dK, dV kernel owns."""
 WAVE = 64
@@ -47,6 +47,19 @@ class Shape:
         """Heads packed into a tile: the largest of 8, 4, 2, 1 that divides the heads of a kv head."""
         return next(g for g in (8, 4, 2, 1) if self.heads_per_kv % g == 0)
 
+    @property
+    def key_steps(self) -> int:
+        """Products of 48 keys that a tile of 64 rows takes in Hopper's row-owning kernels."""
+        halo = (self.window - 1 + 15) // 16 * 16
+        skipped = (halo - self.window + 1) // 8 * 8
+        return (halo - skipped + 64 // self.group + 47) // 48
+
+    def held_keys(self, chunk: int) -> int:
+        """Keys that such a kernel holds for a chunk of positions, as held.cuh computes it."""
+        halo = (self.window - 1 + 15) // 16 * 16
+        skipped = (halo - self.window + 1) // 8 * 8
+        return max(halo + chunk, (chunk - 64 // self.group + skipped + self.key_steps * 48 + 7) // 8 * 8)
+
     def ring_bytes(self) -> int:
         new = TILE_ROWS // self.group // 16
         halo = (self.window - 1 + 15) // 16
@@ -56,12 +69,9 @@ class Shape:
         tile = TILE_ROWS * self.head_size * 2
         if kernel == "window_forward":
             return self.ring_bytes() + 2 * tile
-        if kernel == "window_backward_q_hopper":
-            held = (self.window - 1 + 15) // 16 * 16
-            skip = (held - self.window + 1) // 8 * 8
-            steps = (held - skip + 64 // self.group + 47) // 48
-            held = max(held + HOPPER_CHUNK, (HOPPER_CHUNK - 64 // self.group + skip + steps * 48 + 7) // 8 * 8)
-            return 2 * held * self.head_size * 2 + 4 * 64 * self.head_size * 2 + 64 * 4
+        if kernel in HOPPER_CHUNK:
+            tiles = 2 if kernel == "window_forward_hopper" else 4
+            return 2 * self.held_keys(HOPPER_CHUNK[kernel]) * self.head_size * 2 + tiles * 64 * self.head_size * 2 + 256
         if kernel == "window_backward_q":
             return self.ring_bytes() + 4 * tile + TILE_ROWS * 4
         stages = 3 if kernel == "window_backward_kv_hopper" else STAGES
@@ -125,12 +135,13 @@ def window_forward(
     heads = q.shape[1]
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    items, count = _items(layout, CHUNK, q.device)
+    shape = Shape(q.shape[2], heads // k.shape[1], window)
+    name, chunk = row_kernel("window_forward", shape, q.device)
+    items, count = _items(layout, chunk, q.device)
     if count:
-        shape = Shape(q.shape[2], heads // k.shape[1], window)
-        kernel = _kernel("window_forward", shape, q.device)
-        blocks = count * heads // shape.group
-        kernel(blocks, THREADS, q, k, v, sinks.float(), o, lse, items, heads, scale * 1.4426950408889634, CHUNK)
+        kernel = _kernel(name, shape, q.device)
+        common = (q, k, v, sinks.float(), o, lse, items, heads, scale * 1.4426950408889634)
+        kernel(count * heads // shape.group, THREADS, *common, *(() if name in HOPPER_CHUNK else (chunk,)))
     return o, lse
 
 
@@ -151,13 +162,14 @@ def window_backward(
     shape = Shape(q.shape[2], heads // k.shape[1], window)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     row_stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
-    suffix, chunk = ("_hopper", HOPPER_CHUNK) if on_hopper(shape, q.device) else ("", CHUNK)
+    name, chunk = row_kernel("window_backward_q", shape, q.device)
     items, count = _items(layout, chunk, q.device)
     shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
     if count:
-        kernel = _kernel(f"window_backward_q{suffix}", shape, q.device)
+        kernel = _kernel(name, shape, q.device)
         common = (q, k, v, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, scale)
-        kernel(count * heads // shape.group, THREADS, *common, *(() if suffix else (chunk,)))
+        kernel(count * heads // shape.group, THREADS, *common, *(() if name in HOPPER_CHUNK else (chunk,)))
+        suffix = "_hopper" if has_warpgroups(shape, q.device) else ""
         kernel = _kernel(f"window_backward_kv{suffix}", shape, q.device)
         items, count = _items(layout, KEYS, q.device)
         kernel(count * k.shape[1], THREADS, q, k, v, row_stats, grad_o, grad_k, grad_v, items, heads, scale)
@@ -180,24 +192,33 @@ def _items(layout: PackedLayout, length: int, device: torch.device) -> tuple[tor
 
 
 @functools.cache
-def on_hopper(shape: Shape, device: torch.device) -> bool:
-    """Whether the backward kernels with warpgroup products serve this."""
-    return (
-        torch.cuda.get_device_capability(device) == (9, 0)
-        and shape.head_size == 64
-        and shape.group > 1
-        and shape.shared_bytes("window_backward_q_hopper") <= nvrtc.shared_limit(device)
+def has_warpgroups(shape: Shape, device: torch.device) -> bool:
+    """Whether the kernels with Hopper's warpgroup products serve this: their tiles are 64 wide."""
+    return torch.cuda.get_device_capability(device) == (9, 0) and shape.head_size == 64
+
+
+@functools.cache
+def row_kernel(name: str, shape: Shape, device: torch.device) -> tuple[str, int]:
+    """The row-owning kernel (forward or dQ) for this shape, and the positions that one of its blocks takes."""
+    hopper = f"{name}_hopper"
+    fits = (
+        has_warpgroups(shape, device)
+        and 64 // shape.group <= HOPPER_CHUNK[hopper]
+        and shape.shared_bytes(hopper) <= nvrtc.shared_limit(device)
+        # the forward keeps all scores of a row in registers
+        and (name != "window_forward" or shape.key_steps <= 3)
     )
+    return (hopper, HOPPER_CHUNK[hopper]) if fits else (name, CHUNK)
 
 
 @functools.cache
 def _kernel(name: str, shape: Shape, device: torch.device) -> nvrtc.Kernel:
-    cubin = nvrtc.compile_cubin(SOURCES / f"{name}.cu", defines(shape), nvrtc.architecture(device))
+    cubin = nvrtc.compile_cubin(SOURCES / f"{name}.cu", defines(name, shape), nvrtc.architecture(device))
     with torch.cuda.device(device):
         return nvrtc.Kernel(cubin, name, shape.shared_bytes(name))
 
 
-def defines(shape: Shape) -> dict[str, int]:
+def defines(name: str, shape: Shape) -> dict[str, int]:
     """The macros that the sources are compiled with."""
     return {
         "HEAD_SIZE": shape.head_size,
@@ -205,6 +226,6 @@ def defines(shape: Shape) -> dict[str, int]:
         "GROUPS": shape.heads_per_kv // shape.group,
         "WINDOW": shape.window,
         "WAVE": WAVE,
-        "CHUNK": HOPPER_CHUNK,
+        "CHUNK": HOPPER_CHUNK.get(name, CHUNK),
         "STAGES": STAGES,
     }

@@ -7,8 +7,14 @@
 #endif
 #undef WAVE
 #define WAVE 64             // rows (positions x heads) of a step
+#ifndef HOPPER_STAGES
+#define HOPPER_STAGES 3
+#endif
 #undef STAGES
-#define STAGES 3            // one in use, one landing, one whose last products may still be running
+#define STAGES HOPPER_STAGES
+#ifndef ROTATE
+#define ROTATE 1
+#endif
 
 constexpr int THREADS = 128, KEYS = 64;
 constexpr int HEADS_PER_KV = GROUP * GROUPS;
@@ -50,7 +56,7 @@ window_backward_kv_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k
     // Rows are visited from a place that neighbouring blocks share, so that they read the same rows at the same time.
     constexpr int PERIOD = (KEYS + WINDOW - 1 + KEYS - 1) / KEYS * KEYS / POSITIONS;
     const int rotation = (PERIOD - (item.first - item.start) / POSITIONS % PERIOD) % PERIOD;
-    const int start = rotation < steps ? rotation : 0;
+    const int start = ROTATE == 1 && rotation < steps ? rotation : ROTATE == 2 ? (PERIOD - rotation) % PERIOD % steps : 0;
     int next = 0, next_step = start, next_group = 0;           // what to fetch
     u32 next_stage = 0;
     auto fetch = [&]() {
@@ -77,7 +83,8 @@ window_backward_kv_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k
         }
         commit();
     };
-    fetch();
+#pragma unroll
+    for (int t = 0; t < STAGES - 1; t++) fetch();
 
     float dk[8][4] = {}, dv[8][4] = {};
     const int key0 = item.first + warp * 16;
@@ -85,79 +92,103 @@ window_backward_kv_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k
     const u64 key = describe(own), value = describe(own + KEYS * ROW_BYTES);
     int step = start, stage_number = 0;
     for (int t = 0; t < all; t++) {
-        wait<0>();
+        wait<STAGES - 2>();
         publish_shared();
-        __syncthreads();                                       // step t has landed, and step t - 2 is used up
+        __syncthreads();                                       // step t has landed, and step t - 1 is used up
         fetch();
         const int p0 = item.first + step * POSITIONS;
+        const u64 rows_q = describe(stages + stage_number * STAGE_BYTES), rows_g = rows_q + (WAVE_BYTES >> 4);
+        const u32 stage_stats = at_stats + stage_number * STATS_BYTES;
+        constexpr u32 HALF = 32 * ROW_BYTES >> 4;              // the step's second 32 rows, in a descriptor
+        float x[2][4][4], dp[4][4];
+        u32 p[2][4], ds[2][4];
+        auto scores = [&](int half) {
 #pragma unroll
-        for (int r = 0; r < WAVE; r += 32) {
-            const u64 rows_q = describe(stages + stage_number * STAGE_BYTES + r * ROW_BYTES), rows_g = rows_q + (WAVE_BYTES >> 4);
-            const u32 row_stats_address = at_stats + stage_number * STATS_BYTES + r * 8;
-            float x[4][4], dp[4][4];
-            warpgroup_fence();
-#pragma unroll
-            for (int s = 0; s < 4; s++) warpgroup_rows_32(x, key + 2 * s, rows_q + 2 * s, s > 0);
+            for (int s = 0; s < 4; s++) warpgroup_rows_32(x[half], key + 2 * s, rows_q + half * HALF + 2 * s, s > 0);
             warpgroup_commit();
+        };
+        auto grad_probabilities = [&](int half) {
 #pragma unroll
-            for (int s = 0; s < 4; s++) warpgroup_rows_32(dp, value + 2 * s, rows_g + 2 * s, s > 0);
+            for (int s = 0; s < 4; s++) warpgroup_rows_32(dp, value + 2 * s, rows_g + half * HALF + 2 * s, s > 0);
             warpgroup_commit();
-            u32 p[2][4], ds[2][4];
-            auto probabilities = [&](auto masked) {
+        };
+        auto probabilities_where = [&](int half, auto masked) {
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    // (LSE, delta) of this lane's two columns
-                    const float4 pair = shared_load4f(row_stats_address + j * 64);
+            for (int j = 0; j < 4; j++) {
+                // (LSE, delta) of this lane's two columns
+                const float4 pair = shared_load4f(stage_stats + half * 256 + j * 64);
 #pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        x[j][e] = exp2_approx(fmaf(x[j][e], scale_log2, -(e & 1 ? pair.z : pair.x)));
-                        if (decltype(masked)::value) {
-                            const int distance = p0 + (r + j * 8 + 2 * (lane & 3) + (e & 1)) / GROUP -
-                                                 (key0 + (lane >> 2) + (e >> 1) * 8);
-                            if ((u32)distance >= (u32)WINDOW) x[j][e] = 0.f;
-                        }
+                for (int e = 0; e < 4; e++) {
+                    float& value_of = x[half][j][e];
+                    value_of = exp2_approx(fmaf(value_of, scale_log2, -(e & 1 ? pair.z : pair.x)));
+                    if (decltype(masked)::value) {
+                        const int distance = p0 + (half * 32 + j * 8 + 2 * (lane & 3) + (e & 1)) / GROUP -
+                                             (key0 + (lane >> 2) + (e >> 1) * 8);
+                        if ((u32)distance >= (u32)WINDOW) value_of = 0.f;
                     }
-                    p[j / 2][j % 2 * 2] = pack(x[j][0], x[j][1]);
-                    p[j / 2][j % 2 * 2 + 1] = pack(x[j][2], x[j][3]);
                 }
-            };
-            const int from = p0 + r / GROUP, to = p0 + (r + 31) / GROUP;
-            warpgroup_wait<1>();
-            settle(x);
-            if (from >= key0 + 15 && to - key0 < WINDOW) probabilities(Constant<0>());
-            else if (to >= key0 && from < key0 + 15 + WINDOW) probabilities(Constant<1>());
+                p[j / 2][j % 2 * 2] = pack(x[half][j][0], x[half][j][1]);
+                p[j / 2][j % 2 * 2 + 1] = pack(x[half][j][2], x[half][j][3]);
+            }
+        };
+        auto probabilities = [&](int half) {
+            const int from = p0 + half * 32 / GROUP, to = p0 + (half * 32 + 31) / GROUP;
+            if (from >= key0 + 15 && to - key0 < WINDOW) probabilities_where(half, Constant<0>());
+            else if (to >= key0 && from < key0 + 15 + WINDOW) probabilities_where(half, Constant<1>());
             else
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     p[j / 2][j % 2 * 2] = p[j / 2][j % 2 * 2 + 1] = 0;
 #pragma unroll
-                    for (int e = 0; e < 4; e++) x[j][e] = 0.f;
+                    for (int e = 0; e < 4; e++) x[half][j][e] = 0.f;
                 }
-            warpgroup_wait<0>();
-            settle(dp);
+        };
+        auto add_to_dv = [&](int half) {
             warpgroup_fence();
 #pragma unroll
-            for (int s = 0; s < 2; s++) warpgroup_inner(dv, p[s], rows_g + s * (16 * ROW_BYTES >> 4));
+            for (int s = 0; s < 2; s++) warpgroup_inner(dv, p[s], rows_g + half * HALF + s * (16 * ROW_BYTES >> 4));
             warpgroup_commit();
+        };
+        auto add_to_dk = [&](int half) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const float4 pair = shared_load4f(row_stats_address + j * 64);
+                const float4 pair = shared_load4f(stage_stats + half * 256 + j * 64);
 #pragma unroll
-                for (int e = 0; e < 4; e++) dp[j][e] = x[j][e] * (dp[j][e] - (e & 1 ? pair.w : pair.y));
+                for (int e = 0; e < 4; e++) dp[j][e] = x[half][j][e] * (dp[j][e] - (e & 1 ? pair.w : pair.y));
                 ds[j / 2][j % 2 * 2] = pack(dp[j][0], dp[j][1]);
                 ds[j / 2][j % 2 * 2 + 1] = pack(dp[j][2], dp[j][3]);
             }
             warpgroup_fence();
 #pragma unroll
-            for (int s = 0; s < 2; s++) warpgroup_inner(dk, ds[s], rows_q + s * (16 * ROW_BYTES >> 4));
+            for (int s = 0; s < 2; s++) warpgroup_inner(dk, ds[s], rows_q + half * HALF + s * (16 * ROW_BYTES >> 4));
             warpgroup_commit();
-        }
+        };
+        // The tensor cores work on the second half's scores while this warp turns the first half's into probabilities.
+        warpgroup_fence();
+        scores(0);
+        grad_probabilities(0);
+        scores(1);
+        warpgroup_wait<2>();
+        settle(x[0]);
+        probabilities(0);
+        warpgroup_wait<1>();
+        settle(dp);
+        add_to_dv(0);
+        add_to_dk(0);
+        grad_probabilities(1);
+        warpgroup_wait<1>();
+        settle(x[1]);
+        probabilities(1);
+        add_to_dv(1);
+        warpgroup_wait<1>();
+        settle(dp);
+        add_to_dk(1);
+        warpgroup_wait<0>();
+        settle(dv);
+        settle(dk);
         if (++step == steps) step = 0;
         stage_number = stage_number + 1 == STAGES ? 0 : stage_number + 1;
     }
-    warpgroup_wait<0>();
-    settle(dv);
-    settle(dk);
     const u32 mine = own + warp * 16 * ROW_BYTES;
     __syncthreads();
     stage(mine, dk, scale, scale, lane);

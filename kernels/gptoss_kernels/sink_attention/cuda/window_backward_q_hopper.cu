@@ -1,25 +1,6 @@
 // dQ, per row (LSE * log2(e), delta = rowsum(dO * O)), and each item's share of dsinks, with Hopper's warpgroup products.
-// A block of four warps takes CHUNK positions of one sequence and one group of heads: their keys stay in shared memory
-// while tiles of 64 rows pass. Grid: items * heads / GROUP blocks of 128 threads.
-#undef ROWS
-#define ROWS 64
-#include "rows.cuh"
-#include "warpgroup.cuh"
-
-#ifndef RESIDENT
-#define RESIDENT 3
-#endif
-#ifndef CHUNK
-#define CHUNK 32
-#endif
-
-constexpr int HALO = (WINDOW - 1 + 15) / 16 * 16;              // keys held before the chunk
-constexpr int SKIP = (HALO - WINDOW + 1) / 8 * 8;              // of those, invisible to a tile's first position
-constexpr int STEP = 48;                                       // keys of a product
-constexpr int STEPS = (HALO - SKIP + TILE + STEP - 1) / STEP;
-constexpr int HELD = (CHUNK - TILE + SKIP + STEPS * STEP + 7) / 8 * 8 > HALO + CHUNK
-                         ? (CHUNK - TILE + SKIP + STEPS * STEP + 7) / 8 * 8 : HALO + CHUNK;
-constexpr u32 HELD_BYTES = HELD * ROW_BYTES;
+// Grid: items * heads / GROUP blocks of 128 threads.
+#include "held.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 window_backward_q_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16* __restrict__ v,
@@ -55,22 +36,7 @@ window_backward_q_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k,
         }
     };
     load_rows(item.first);
-    {
-        constexpr int PASS = THREADS / CHUNKS;                 // keys that the block copies at once
-        const int row = thread / CHUNKS, c = thread % CHUNKS;
-        const u32 target = keys + chunk_address(row, c);
-        const long long source = ((long long)(item.first - HALO + row) * kv_heads + kv_head) * D + c * 8;
-#pragma unroll 4
-        for (int r = 0; r < HELD; r += PASS) {
-            const int p = item.first - HALO + row + r;
-            const bool inside = p >= item.start && p < item.end;
-            const long long ahead = source + (long long)r * kv_heads * D;
-            if (HELD % PASS == 0 || row + r < HELD) {
-                copy16(target + r * ROW_BYTES, k + ahead, inside);
-                copy16(target + r * ROW_BYTES + HELD_BYTES, v + ahead, inside);
-            }
-        }
-    }
+    hold_keys(keys, k, v, item, kv_heads, kv_head, thread);
     commit();
     load_lse(item.first);
     for (int p0 = item.first; p0 < end; p0 += TILE) {
@@ -139,7 +105,7 @@ window_backward_q_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k,
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const int p = p0 + row_position + h * 8 / GROUP;
-                    const u32 reach = min(WINDOW, p - item.start + 1);     // how many keys back it sees
+                    const u32 reach = reach_of(item, p);
                     const int distance = p - key0 - 2 * (lane & 3);
 #pragma unroll
                     for (int j = 0; j < 6; j++)
@@ -150,7 +116,7 @@ window_backward_q_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k,
                         }
                 }
             };
-            if (key0 >= item.start && key0 > p0 + TILE - 1 - WINDOW && key0 + STEP - 1 <= p0) probabilities(Constant<0>());
+            if (all_visible(item, p0, key0)) probabilities(Constant<0>());
             else probabilities(Constant<1>());
             warpgroup_wait<0>();
             settle(dp);

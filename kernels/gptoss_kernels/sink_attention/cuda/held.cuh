@@ -1,0 +1,47 @@
+// How Hopper's row-owning kernels (forward, dQ) hold their keys: a block of four warps takes CHUNK positions of one sequence
+// and one group of heads, with every key that those positions see in shared memory; tiles of 64 rows pass. Products take
+// STEP keys at a time. Everything is aligned to the start of the sequence.
+#pragma once
+#undef ROWS
+#define ROWS 64
+#include "rows.cuh"
+#include "warpgroup.cuh"
+
+#ifndef RESIDENT
+#define RESIDENT 3
+#endif
+#ifndef CHUNK
+#define CHUNK 32
+#endif
+
+constexpr int HALO = (WINDOW - 1 + 15) / 16 * 16;              // keys held before the chunk
+constexpr int SKIP = (HALO - WINDOW + 1) / 8 * 8;              // of those, invisible to a tile's first position
+constexpr int STEP = 48;                                       // keys of a product
+constexpr int STEPS = (HALO - SKIP + TILE + STEP - 1) / STEP;
+constexpr int HELD = (CHUNK - TILE + SKIP + STEPS * STEP + 7) / 8 * 8 > HALO + CHUNK
+                         ? (CHUNK - TILE + SKIP + STEPS * STEP + 7) / 8 * 8 : HALO + CHUNK;
+constexpr u32 HELD_BYTES = HELD * ROW_BYTES;
+
+// The chunk's keys and values; zeros outside the sequence.
+__device__ __forceinline__ void hold_keys(u32 keys, const bf16* k, const bf16* v, const Item& item, int kv_heads, int kv_head,
+                                          int thread) {
+    constexpr int PASS = THREADS / CHUNKS;                 // keys that the block copies at once
+    const int row = thread / CHUNKS, c = thread % CHUNKS;
+    const u32 target = keys + chunk_address(row, c);
+    const long long source = ((long long)(item.first - HALO + row) * kv_heads + kv_head) * D + c * 8;
+#pragma unroll 4
+    for (int r = 0; r < HELD; r += PASS) {
+        const int p = item.first - HALO + row + r;
+        const bool inside = p >= item.start && p < item.end;
+        const long long ahead = source + (long long)r * kv_heads * D;
+        if (HELD % PASS == 0 || row + r < HELD) {
+            copy16(target + r * ROW_BYTES, k + ahead, inside);
+            copy16(target + r * ROW_BYTES + HELD_BYTES, v + ahead, inside);
+        }
+    }
+}
+// How a row at position p sees the keys from key0 on, STEP of them: all, or those less than `reach` behind it.
+__device__ __forceinline__ bool all_visible(const Item& item, int p0, int key0) {
+    return key0 >= item.start && key0 > p0 + TILE - 1 - WINDOW && key0 + STEP - 1 <= p0;
+}
+__device__ __forceinline__ u32 reach_of(const Item& item, int p) { return min(WINDOW, p - item.start + 1); }
