@@ -7,8 +7,8 @@ from decimal import Decimal
 
 from rl_loop.rewards.math_verify_process import equivalent
 
-# up to six decimal places: beyond those math-verify rounds
-PLAIN_NUMBER = re.compile(r"-?[0-9]{1,30}(\.[0-9]{1,6})?")
+# beyond six decimal places math-verify rounds, beyond fifteen digits it is as inexact as its floating point
+PLAIN_NUMBER = re.compile(r"-?([0-9]{1,30}|[0-9]{1,8}\.[0-9]{1,6})")
 
 
 def last_boxed(text: str) -> str | None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_loop.environments import Task, TaskFileError, read_tasks
@@ -15,6 +15,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 GOOD = {"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(TEXT, TEXT, TEXT), min_size=1, max_size=5, unique_by=lambda t: t[0]))
 def test_tasks_that_were_written_are_read(tmp_path_factory, rows: list[tuple[str, str, str]]) -> None:
     path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
