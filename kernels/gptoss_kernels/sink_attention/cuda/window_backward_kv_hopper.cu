@@ -7,14 +7,8 @@
 #endif
 #undef WAVE
 #define WAVE 64             // rows (positions x heads) of a step
-#ifndef HOPPER_STAGES
-#define HOPPER_STAGES 3
-#endif
 #undef STAGES
-#define STAGES HOPPER_STAGES
-#ifndef ROTATE
-#define ROTATE 1
-#endif
+#define STAGES 3
 
 constexpr int THREADS = 128, KEYS = 64;
 constexpr int HEADS_PER_KV = GROUP * GROUPS;
@@ -56,7 +50,7 @@ window_backward_kv_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k
     // Rows are visited from a place that neighbouring blocks share, so that they read the same rows at the same time.
     constexpr int PERIOD = (KEYS + WINDOW - 1 + KEYS - 1) / KEYS * KEYS / POSITIONS;
     const int rotation = (PERIOD - (item.first - item.start) / POSITIONS % PERIOD) % PERIOD;
-    const int start = ROTATE == 1 && rotation < steps ? rotation : ROTATE == 2 ? (PERIOD - rotation) % PERIOD % steps : 0;
+    const int start = rotation < steps ? rotation : 0;
     int next = 0, next_step = start, next_group = 0;           // what to fetch
     u32 next_stage = 0;
     auto fetch = [&]() {
