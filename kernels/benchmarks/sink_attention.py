@@ -50,7 +50,7 @@ def copy_bandwidth() -> float:
     """Bytes read plus bytes written per second of a large device-to-device copy."""
     source = torch.randn(300_000_000, device="cuda")
     target = torch.empty_like(source)
-    milliseconds = interleaved({"copy": lambda: target.copy_(source)}, rounds=5, calls=2)["copy"]
+    milliseconds = interleaved({"copy": lambda: target.copy_(source)}, rounds=60, calls=4)["copy"]
     return 2 * source.numel() * 4 / milliseconds * 1e3
 
 

@@ -66,11 +66,11 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
                 copy16(target + i * PASS * ROW_BYTES, q + source + i * pass_stride, inside);
                 copy16(target + i * PASS * ROW_BYTES + WAVE_BYTES, grad_o + source + i * pass_stride, inside);
             }
-#pragma unroll
-            for (int r = thread; r < WAVE; r += THREADS) {
-                const int p = next_position + r / GROUP;
-                copy8(stats + next_stage * STATS_BYTES + r * 8,
-                      row_stats + (long long)p * heads + kv_head * HEADS_PER_KV + next_group * GROUP + r % GROUP, p < item.end);
+            if (thread < WAVE) {
+                const int p = next_position + thread / GROUP;
+                copy8(stats + next_stage * STATS_BYTES + thread * 8,
+                      row_stats + (long long)p * heads + kv_head * HEADS_PER_KV + next_group * GROUP + thread % GROUP,
+                      p < item.end);
             }
             if (++next_step == steps) next_step = 0;
             if (next_step == start) next_group++;
@@ -99,6 +99,8 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
                 load4(value[s], address + KEYS * ROW_BYTES);
             }
         const int p0 = item.first + step * POSITIONS;
+        // from this lane's first key to the position of its first column
+        const int distance = p0 + 2 * (lane & 3) / GROUP - key0 - (lane >> 2);
         const u32 stage_offset = stage_number * STAGE_BYTES;
         auto differentiate = [&](auto masked) {
 #pragma unroll
@@ -124,9 +126,8 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
                     for (int e = 0; e < 4; e++) {
                         float probability = exp2_approx(fmaf(x[n][e], scale_log2, -(e & 1 ? pair.z : pair.x)));
                         if (decltype(masked)::value) {
-                            const int distance = p0 + (r + n * 8 + 2 * (lane & 3) + (e & 1)) / GROUP -
-                                                 (key0 + (lane >> 2) + (e >> 1) * 8);
-                            if ((u32)distance >= (u32)WINDOW) probability = 0.f;
+                            const int further = (r + n * 8) / GROUP + (GROUP == 1 ? e & 1 : 0) - (e >> 1) * 8;
+                            if ((u32)(distance + further) >= (u32)WINDOW) probability = 0.f;
                         }
                         x[n][e] = probability;
                         dp[n][e] = probability * (dp[n][e] - (e & 1 ? pair.w : pair.y));

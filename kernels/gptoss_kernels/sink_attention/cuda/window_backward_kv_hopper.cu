@@ -64,11 +64,11 @@ window_backward_kv_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k
                 copy16(target + i * PASS * ROW_BYTES, q + source + i * pass_stride, inside);
                 copy16(target + i * PASS * ROW_BYTES + WAVE_BYTES, grad_o + source + i * pass_stride, inside);
             }
-#pragma unroll
-            for (int r = thread; r < WAVE; r += THREADS) {
-                const int p = next_position + r / GROUP;
-                copy8(stats + next_stage * STATS_BYTES + r * 8,
-                      row_stats + (long long)p * heads + kv_head * HEADS_PER_KV + next_group * GROUP + r % GROUP, p < item.end);
+            if (thread < WAVE) {
+                const int p = next_position + thread / GROUP;
+                copy8(stats + next_stage * STATS_BYTES + thread * 8,
+                      row_stats + (long long)p * heads + kv_head * HEADS_PER_KV + next_group * GROUP + thread % GROUP,
+                      p < item.end);
             }
             if (++next_step == steps) next_step = 0;
             if (next_step == start) next_group++;
@@ -94,6 +94,8 @@ window_backward_kv_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k
         const u64 rows_q = describe(stages + stage_number * STAGE_BYTES), rows_g = rows_q + (WAVE_BYTES >> 4);
         const u32 stage_stats = at_stats + stage_number * STATS_BYTES;
         constexpr u32 HALF = 32 * ROW_BYTES >> 4;              // the step's second 32 rows, in a descriptor
+        // from this lane's first key to the position of its first column
+        const int distance = p0 + 2 * (lane & 3) / GROUP - key0 - (lane >> 2);
         float x[2][4][4], dp[4][4];
         u32 p[2][4], ds[2][4];
         auto scores = [&](int half) {
@@ -116,9 +118,8 @@ window_backward_kv_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k
                     float& value_of = x[half][j][e];
                     value_of = exp2_approx(fmaf(value_of, scale_log2, -(e & 1 ? pair.z : pair.x)));
                     if (decltype(masked)::value) {
-                        const int distance = p0 + (half * 32 + j * 8 + 2 * (lane & 3) + (e & 1)) / GROUP -
-                                             (key0 + (lane >> 2) + (e >> 1) * 8);
-                        if ((u32)distance >= (u32)WINDOW) value_of = 0.f;
+                        const int further = (half * 32 + j * 8) / GROUP + (GROUP == 1 ? e & 1 : 0) - (e >> 1) * 8;
+                        if ((u32)(distance + further) >= (u32)WINDOW) value_of = 0.f;
                     }
                 }
                 p[j / 2][j % 2 * 2] = pack(x[half][j][0], x[half][j][1]);

@@ -11,7 +11,7 @@ window_backward_q_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k,
     const u32 keys = shared_address(memory);                   // K, then V
     const u32 tile = keys + 2 * HELD_BYTES;                    // Q, dO, O, and dQ on its way out
     const u32 tile_grad = tile + TILE_BYTES, tile_out = tile + 2 * TILE_BYTES, staged = tile + 3 * TILE_BYTES;
-    float* row_delta = (float*)(memory + 2 * HELD_BYTES + 4 * TILE_BYTES);   // [ROWS]
+    float* shares = (float*)(memory + 2 * HELD_BYTES + 4 * TILE_BYTES);      // of the sinks' gradient, [4 warps, 8]
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const int groups = heads / GROUP, number = blockIdx.x / groups, group = blockIdx.x % groups;
     const Item item = items[number];
@@ -44,21 +44,6 @@ window_backward_q_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k,
         publish_shared();
         if (p0 == item.first) __syncthreads();                 // the keys are every warp's, the rows each warp's own
         else __syncwarp();
-#pragma unroll
-        for (int i = 0; i < PASSES; i++) {
-            const uint4 g = shared_load16(mine.address(tile_grad, i)), out = shared_load16(mine.address(tile_out, i));
-            const u32 a[4] = {out.x, out.y, out.z, out.w}, c[4] = {g.x, g.y, g.z, g.w};
-            float sum = 0.f;
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                sum = fmaf(__int_as_float(a[e] << 16), __int_as_float(c[e] << 16), sum);
-                sum = fmaf(__int_as_float(a[e] & 0xffff0000u), __int_as_float(c[e] & 0xffff0000u), sum);
-            }
-#pragma unroll
-            for (int s = 1; s < CHUNKS; s <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, s);
-            if (lane % CHUNKS == 0) row_delta[warp * WARP_ROWS + i * SPAN + lane / CHUNKS] = sum;
-        }
-        __syncwarp();
         u32 query[KSTEPS][4], grad[KSTEPS][4];
         const u32 address = tile + warp * WARP_ROWS * ROW_BYTES + lane_rows(lane);
 #pragma unroll
@@ -66,12 +51,25 @@ window_backward_q_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k,
             load4(query[s], address ^ (s << 5));
             load4(grad[s], (address ^ (s << 5)) + TILE_BYTES);
         }
+        // delta is the diagonal of dO O^T: of the two 8 x 8 blocks on it, a row's element is in one lane of its four
+        float upper[4] = {}, lower[4] = {};
+        const u32 out_address = tile_out + warp * WARP_ROWS * ROW_BYTES + lane_columns(lane);
+#pragma unroll
+        for (int s = 0; s < KSTEPS; s++) {
+            u32 out[4];
+            load4(out, out_address ^ (s << 5));
+            multiply(upper, grad[s], out[0], out[1]);
+            multiply(lower, grad[s], out[2], out[3]);
+        }
+        const int row = lane >> 2, owner = (lane & ~3) | row >> 1;
+        const float diagonal[2] = {__shfl_sync(0xffffffffu, row & 1 ? upper[1] : upper[0], owner),
+                                   __shfl_sync(0xffffffffu, row & 1 ? lower[3] : lower[2], owner)};
         float d[2], row_lse[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int p = p0 + row_position + h * 8 / GROUP;
             row_lse[h] = next_lse[h];
-            d[h] = row_delta[warp * WARP_ROWS + h * 8 + (lane >> 2)];
+            d[h] = diagonal[h];
             if (p < item.end) {
                 sink_share -= exp2_approx(sink - row_lse[h]) * d[h];
                 if ((lane & 3) == 0) row_stats[(long long)p * heads + row_head] = make_float2(row_lse[h], d[h]);
@@ -141,11 +139,11 @@ window_backward_q_hopper(const bf16* __restrict__ q, const bf16* __restrict__ k,
     }
     // lanes 4i (and 4i+1..3, which hold copies) carry head i % GROUP
     __syncthreads();
-    if ((lane & 3) == 0) row_delta[warp * 8 + (lane >> 2)] = sink_share;
+    if ((lane & 3) == 0) shares[warp * 8 + (lane >> 2)] = sink_share;
     __syncthreads();
     if (thread < GROUP) {
         float sum = 0.f;
-        for (int i = thread; i < 32; i += GROUP) sum += row_delta[i];
+        for (int i = thread; i < 32; i += GROUP) sum += shares[i];
         grad_sinks[(long long)number * heads + head0 + thread] = sum;
     }
 }
