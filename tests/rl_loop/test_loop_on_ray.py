@@ -30,8 +30,11 @@ RL = [
     "initial_weights=null",
     "rollout.workers=1",
     "rollout.tasks_per_step=2",
-    "rollout.samples_per_task=2",
-    "rollout.max_new_tokens_per_turn=24",
+    "rollout.samples_per_task=4",
+    # an untrained policy samples a stop token about every 300 tokens: some episodes end illegally, some at the limit,
+    # and the difference in reward gives the updates something to do
+    "rollout.max_new_tokens_per_turn=150",
+    "reward.format_error=-2",
     "tasks.held_out_tasks=4",
     "evaluate_every=100",
 ]
@@ -68,12 +71,11 @@ def rl_config(tmp_path: Path, *overrides: str) -> RlConfig:
     return load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [*RL, f"output_dir={tmp_path}", *overrides])
 
 
-def curve(path: Path) -> list[tuple[float, float, float]]:
-    return [
-        (record["reward"], record["loss"], record["grad_norm"])
-        for record in read_json_lines(path / "metrics.jsonl")
-        if "reward" in record
-    ]
+def curve(path: Path) -> list[float]:
+    """Reward, loss and gradient norm of every step, one after the other."""
+    steps = [record for record in read_json_lines(path / "metrics.jsonl") if "reward" in record]
+    assert all(step["grad_norm"] > 0 for step in steps), "no step had anything to learn from"
+    return [step[name] for step in steps for name in ("reward", "loss", "grad_norm")]
 
 
 def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(tmp_path: Path) -> None:
@@ -96,15 +98,14 @@ def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(tmp_pa
     model = AutoModelForCausalLM.from_pretrained(run / "export")
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
     prompt = TaskSource(config).prompt_ids(TaskSource(config).held_out()[0])
-    assert tokenizer.decode(prompt).startswith("<|start|>developer<|message|>")
+    assert tokenizer.decode(prompt).startswith("<|start|>user<|message|>")
     assert torch.isfinite(model(torch.tensor([prompt])).logits).all()
 
 
 def test_two_expert_parallel_trainer_ranks_give_the_curve_of_one(tmp_path: Path) -> None:
     one = run_rl(rl_config(tmp_path / "one", "training.steps=2"), Quiet())
     two = run_rl(rl_config(tmp_path / "two", "training.steps=2", "parallel.world_size=2", "parallel.expert=2"), Quiet())
-    for first, second in zip(curve(one), curve(two), strict=True):
-        assert second == pytest.approx(first, rel=1e-3, abs=1e-5)
+    assert curve(two) == pytest.approx(curve(one), rel=1e-3, abs=1e-5)
 
 
 def test_an_interrupted_run_saves_and_continues_the_same_curve(tmp_path: Path) -> None:
