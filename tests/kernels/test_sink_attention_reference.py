@@ -113,13 +113,21 @@ def test_bf16_accumulates_in_fp32():
         assert (grad - other).norm() < 4e-3 * other.norm()
 
 
-def test_a_sequence_does_not_see_its_neighbours():
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_sequence_does_not_see_its_neighbours(window):
     leaves, _, packing = random_inputs([50, 60])
-    out = sink_attention(*leaves, **packing)
-    alone = sink_attention(
-        *(x[:50] if x.dim() == 3 else x for x in leaves), cu_seqlens=torch.tensor([0, 50]), max_seqlen=50
-    )
-    torch.testing.assert_close(out[:50], alone, rtol=0, atol=1e-13)
+    out = sink_attention(*leaves, **packing, window=window)
+    alone = [x[50:] if x.dim() == 3 else x for x in leaves]
+    expected = sink_attention(*alone, cu_seqlens=torch.tensor([0, 60]), max_seqlen=60, window=window)
+    torch.testing.assert_close(out[50:], expected, rtol=0, atol=1e-13)
+
+
+def test_no_sink_at_all_and_a_chunk_of_keys_with_none_visible(monkeypatch):
+    monkeypatch.setattr(reference, "KEY_CHUNK", 32)
+    (q, k, v, sinks), _, packing = random_inputs([100])
+    sinks = torch.full_like(sinks, -torch.inf)
+    out = sink_attention(q, k, v, sinks, **packing, window=20)
+    torch.testing.assert_close(out, written_out(q, k, v, sinks, [100], 20)[0], rtol=0, atol=1e-12)
 
 
 def test_an_empty_pack_gives_empty_outputs():

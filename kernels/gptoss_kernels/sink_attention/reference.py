@@ -186,8 +186,6 @@ def _scatter(target: torch.Tensor, batch: TileBatch, values: torch.Tensor) -> No
 
 def _tile_batches(layout: PackedLayout, window: int | None, heads: int, device: torch.device) -> Iterator[TileBatch]:
     """Cut the packing into tiles, group them by extent, yield batches of at most SCORES_PER_BATCH scores."""
-    if layout.tokens == 0:
-        return
     if window is not None and window >= layout.longest:
         window = None
     plan_key = ("reference", window)
