@@ -191,7 +191,7 @@ def _tile_batches(layout: PackedLayout, window: int | None, heads: int, device: 
     plan_key = ("reference", window)
     if plan_key not in layout.plans:
         layout.plans[plan_key] = _tile_plan(layout, window)
-    starts, first, last, blocks = layout.plans[plan_key]
+    starts, last, blocks = layout.plans[plan_key]
     step = torch.arange(QUERY_BLOCK)
     for extent in blocks.unique().tolist():
         members = (blocks == extent).nonzero().squeeze(1)
@@ -206,7 +206,6 @@ def _tile_batches(layout: PackedLayout, window: int | None, heads: int, device: 
                 end = min(begin + KEY_CHUNK, keys)
                 columns = (top - keys)[:, None] + torch.arange(begin, end)
                 hidden = columns[:, None, :] > rows[:, :, None]
-                hidden |= (columns < first[tile, None])[:, None, :]
                 if window is not None:
                     hidden |= columns[:, None, :] <= rows[:, :, None] - window
                 chunks.append((columns.clamp_(0, layout.tokens - 1).to(device), hidden.to(device)))
@@ -217,7 +216,7 @@ def _tile_batches(layout: PackedLayout, window: int | None, heads: int, device: 
 
 
 def _tile_plan(layout: PackedLayout, window: int | None) -> tuple[torch.Tensor, ...]:
-    """Per tile: first row, first and one-past-last token of its sequence, blocks of keys it sees."""
+    """Per tile: first row, one-past-last token of its sequence, blocks of keys it sees (none before the sequence)."""
     begin, lengths = layout.offsets[:-1], layout.offsets.diff()
     counts = (lengths + QUERY_BLOCK - 1) // QUERY_BLOCK
     sequence = torch.repeat_interleave(torch.arange(len(begin)), counts)
@@ -226,4 +225,4 @@ def _tile_plan(layout: PackedLayout, window: int | None) -> tuple[torch.Tensor, 
     if window is not None:
         blocks = blocks.clamp(max=(window - 1 + QUERY_BLOCK - 1) // QUERY_BLOCK + 1)
     first = begin[sequence]
-    return first + number * QUERY_BLOCK, first, first + lengths[sequence], blocks
+    return first + number * QUERY_BLOCK, first + lengths[sequence], blocks
