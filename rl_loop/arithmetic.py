@@ -25,7 +25,7 @@ TEMPLATES = (
     ("{a} boxes of {b} pens, {c} are lost. How many pens?", "{a}*{b}-{c}"),
     ("{a} boys and {b} girls have {c} cards each. How many cards?", "({a}+{b})*{c}"),
 )
-NUMBERS = range(11, 100)
+NUMBERS = range(11, 51)
 
 
 @dataclass(frozen=True)
