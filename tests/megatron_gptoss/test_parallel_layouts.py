@@ -33,7 +33,7 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
     distributed.initialize(parallel, rank, port=port)
     try:
         model = build_model(TINY, parallel, torch.float32)
-        load_hf_weights(model, TINY, hf_model().state_dict().__getitem__)
+        load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1.0))
         batches = data_parallel_slice(pack(SAMPLES, 64, parallel.data, alignment()))
         tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
