@@ -57,6 +57,9 @@ def print_doctor() -> bool:
     """Run all checks and print them; returns ``is_ready``."""
     checks = run_doctor()
     Console().print(doctor_table(checks))
+    from gptoss_kernels.sink_attention import describe
+
+    print(describe())
     return is_ready(checks)
 
 

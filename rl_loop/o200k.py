@@ -115,6 +115,6 @@ def _harmony_downloads() -> bool:
 
 if __name__ == "__main__":
     try:
-        print(f"[setup] o200k vocabulary: {ensure_o200k() or 'kept by openai-harmony'}")
+        print(ensure_o200k() or "kept by openai-harmony")
     except VocabularyUnavailable as error:
         sys.exit(f"error: {error}")
