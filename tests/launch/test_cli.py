@@ -89,7 +89,8 @@ def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
 
 def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text('{"task_id": "a", "messages": [], "ground_truth": "1"}\n{"task_id": \n')
+    good = '{"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}'
+    tasks.write_text(good + '\n{"task_id": \n')
     result = gptoss(
         "sft", SFT, "tasks.source=file", f"tasks.train_path={tasks}", f"tasks.held_out_path={tasks}",
         f"output_dir={tmp_path}", "name=x", timeout=120,

@@ -56,7 +56,7 @@ def test_experts_with_bias_can_be_trained_on_one_rank(monkeypatch: pytest.Monkey
 
     assert step() > 0
     monkeypatch.setattr(cpu_layers, "ExpertRowParallelLinear", RowParallelLinear)
-    with pytest.raises(RuntimeError, match="in-?place|view"):
+    with pytest.raises(RuntimeError, match=r"in-?place|view"):
         step()
 
 
