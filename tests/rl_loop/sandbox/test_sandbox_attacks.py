@@ -14,7 +14,7 @@ import pytest
 
 from rl_loop.sandbox.seccomp import DENIED_SYSCALLS
 
-TIMEOUT = 1.5
+TIMEOUT = 3.0
 OUTPUT_LIMIT = 64 * 1024
 SECRET = "correct-horse-battery-staple"
 
@@ -104,7 +104,7 @@ ATTACKS = {
             import os, time
             for _ in range(8):
                 if os.fork() == 0:
-                    block = bytearray(b'x') * (100 << 20)
+                    block = bytearray(b'x') * (80 << 20)
                     time.sleep(60)
             time.sleep(60)
         """,
