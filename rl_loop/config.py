@@ -25,16 +25,14 @@ class ConfigError(ValueError):
 
 
 class TaskConfig(StrictModel):
-    """Where tasks come from."""
+    """Where tasks come from: two JSONL files, or without them a generator of arithmetic problems."""
 
-    source: Literal["arithmetic", "file"] = "arithmetic"
-    """``arithmetic``: generated expressions and word problems. ``file``: a JSONL file of tasks."""
     train_path: Path | None = None
-    """``file`` only: the training tasks."""
+    """Training tasks, one JSON object a line; null for generated arithmetic."""
     held_out_path: Path | None = None
-    """``file`` only: the tasks on which accuracy is measured; never trained on."""
+    """The tasks on which accuracy is measured; never trained on. Goes together with train_path."""
     instructions: str | None = INSTRUCTIONS
-    """``arithmetic`` only: the developer message of every task; null for none."""
+    """Of generated tasks: the developer message; null for none."""
     seed: int = 0
     """Of the generator, and of the order of a task file."""
     held_out_tasks: int = Field(128, gt=0)
@@ -42,8 +40,8 @@ class TaskConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.source == "file" and (self.train_path is None or self.held_out_path is None):
-            raise ValueError("source 'file' needs train_path and held_out_path")
+        if (self.train_path is None) != (self.held_out_path is None):
+            raise ValueError("train_path and held_out_path go together: give both or none")
         return self
 
 
