@@ -44,7 +44,9 @@ def greedy_agreement(trainer: TrainerGroup, tasks: TaskSource, config: RunConfig
     greedy answer is the same exactly if these are all equal.
     """
     from transformers import GptOssForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # it would write into the run's own display
     model: Any = GptOssForCausalLM.from_pretrained(
         directory, dtype=getattr(torch, config.dtype), attn_implementation="eager"
     )
