@@ -25,9 +25,7 @@ class TrainerGroup:
         gpus = 1 if ray.cluster_resources().get("GPU", 0) >= world else 0
         port = _free_port()
         self._ranks: list[Any] = [
-            actor.options(num_cpus=0, num_gpus=gpus, name=f"trainer-{rank}").remote(
-                config, rank, "127.0.0.1", port, threads
-            )
+            actor.options(num_cpus=0, num_gpus=gpus).remote(config, rank, "127.0.0.1", port, threads)
             for rank in range(world)
         ]
 
