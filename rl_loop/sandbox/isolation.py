@@ -27,7 +27,7 @@ class Interpreter:
     """A Python installation: what to execute inside the sandbox and what to bind there, read-only."""
 
     executable: Path
-    library: Path
+    lib_directory: Path
     binds: tuple[tuple[Path, Path], ...]
 
 
@@ -104,8 +104,8 @@ def bubblewrap_command(config: SandboxConfig, server_descriptor: int, info_descr
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    if interpreter.library != Path("/usr/lib"):
-        environment["LD_LIBRARY_PATH"] = str(interpreter.library)  # libpython, where it is a shared library
+    if interpreter.lib_directory != Path("/usr/lib"):
+        environment["LD_LIBRARY_PATH"] = str(interpreter.lib_directory)  # libpython, where it is a shared library
     for name, value in environment.items():
         command += ["--setenv", name, value]
     # not -I: it would ignore PYTHONHASHSEED
