@@ -27,10 +27,22 @@ def one_worker(make_sandbox: Callable):
 
 
 def server_of(sandbox) -> int:
-    """Process id of the fork-server: the only one without children, while no call runs."""
+    """Process id of the fork-server: the only one without children once the last call's processes are gone."""
     assert sandbox.processes_left() == 0
-    (server,) = (pid for pid in sandbox.processes() if not Path(f"/proc/{pid}/task/{pid}/children").read_text())
-    return server
+
+    def childless() -> list[int]:
+        found = []
+        for pid in sandbox.processes():
+            try:
+                children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+            except OSError:  # it has ended since it was listed
+                continue
+            found += [] if children else [pid]
+        return found
+
+    # a process that is just ending is still listed as a child of the server for a moment
+    assert wait_for(lambda: len(childless()) == 1), childless()
+    return childless()[0]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
