@@ -200,7 +200,7 @@ def load_config[Config: RunConfig](path: Path, kind: type[Config], overrides: li
 
     ``model: NAME`` stands for the file ``../model/NAME.yaml`` beside the configuration's own folder.
     """
-    tree = _read_yaml(path)
+    tree = read_yaml(path)
     changes = [_checked(item) for item in overrides or []]
     named = [item.partition("=")[2] for item in changes if item.startswith("model=")] or [tree.get("model")]
     if isinstance(named[-1], str):
@@ -208,12 +208,17 @@ def load_config[Config: RunConfig](path: Path, kind: type[Config], overrides: li
         if not file.exists():
             known = ", ".join(sorted(p.stem for p in file.parent.glob("*.yaml"))) or "none"
             raise ConfigError(f"{path}: model: there is no {file}; models there: {known}")
-        tree["model"] = _read_yaml(file)
+        tree["model"] = read_yaml(file)
     try:
         dotted = OmegaConf.from_dotlist([item for item in changes if not item.startswith("model=")])
         raw = OmegaConf.to_container(OmegaConf.merge(tree, dotted), resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error}") from error
+    return validated(path, kind, raw)
+
+
+def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Model:
+    """``raw``, read from ``path``, as ``kind``. Raises ConfigError naming file and keys."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -221,12 +226,13 @@ def load_config[Config: RunConfig](path: Path, kind: type[Config], overrides: li
         raise ConfigError(f"{path} is not a valid {kind.__name__}:\n" + "\n".join(lines)) from None
 
 
-def dump_config(config: RunConfig) -> str:
+def dump_config(config: StrictModel) -> str:
     """YAML of the whole configuration, defaults included; ``load_config`` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
-def _read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
+    """The mapping in a YAML file. Raises ConfigError naming the file."""
     try:
         tree = OmegaConf.load(path)
     except FileNotFoundError:
