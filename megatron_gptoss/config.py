@@ -185,6 +185,9 @@ class ParallelConfig(StrictModel):
     """Context parallel size: ranks that share the tokens of one packed batch."""
     expert: int = Field(1, gt=0)
     """Expert parallel size: ranks among which the experts of a layer are shared out."""
+    recompute: tuple[Literal["moe_act", "layernorm", "core_attn", "moe"], ...] = ()
+    """On GPUs: what the backward pass computes again instead of keeping it. moe_act (the expert activation) costs next
+    to nothing and saves a sixth of the activations, layernorm likewise less; moe is the last resort."""
 
     @property
     def data(self) -> int:
@@ -232,3 +235,8 @@ class OptimizerConfig(StrictModel):
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "cosine"] = "constant"
     """What follows the warm-up; cosine falls to a tenth of the peak at the last step."""
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    """On GPUs: dtype in which gradients are added up over micro-batches and ranks. bf16 saves 2 bytes per parameter and
+    loses digits with every micro-batch."""
+    moment_dtype: Literal["fp32", "bf16"] = "fp32"
+    """On GPUs: dtype of Adam's moments. bf16 saves 4 bytes per parameter; master weights stay exact either way."""

@@ -14,14 +14,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import router_gating_linear
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_gptoss.router import GptOssRouter
 from megatron_gptoss.sink_attention import SinkAttention
 from megatron_gptoss.transformer_config import mark
 
@@ -33,25 +32,6 @@ class CpuRMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # its gradient covers only this rank's part of the sequence: Megatron must sum it over tensor-parallel ranks
         mark(self.weight, sequence_parallel=config.sequence_parallel)
-
-
-class CpuTopKRouter(TopKRouter):
-    """TopKRouter.gating moves CPU weights to a GPU (router.py)."""
-
-    def gating(self, input: torch.Tensor) -> torch.Tensor:
-        dtype = {"fp32": torch.float32, "fp64": torch.float64}[self.config.moe_router_dtype]
-        return router_gating_linear(input, self.weight, self.bias, dtype)
-
-    def routing(
-        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if logits.dtype != torch.float64:
-            return super().routing(logits, padding_mask)
-        # Megatron takes this softmax in fp32 always, which would cap an fp64 comparison at 1e-7
-        logits = logits.flatten(0, -2)
-        chosen, experts = logits.topk(self.topk, dim=-1)
-        probs = torch.zeros_like(logits).scatter(1, experts, chosen.softmax(dim=-1))
-        return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
@@ -114,7 +94,7 @@ def cpu_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         SequentialMLP,
         submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear),
     )
-    submodules.mlp = partial(CpuMoELayer, submodules=MoESubmodules(experts=experts, router=CpuTopKRouter))
+    submodules.mlp = partial(CpuMoELayer, submodules=MoESubmodules(experts=experts, router=GptOssRouter))
     submodules.input_layernorm = submodules.pre_mlp_layernorm = CpuRMSNorm
     submodules.self_attention.submodules.core_attention = SinkAttention
     # the checkpoint keys of Transformer Engine layers, so that one checkpoint serves both

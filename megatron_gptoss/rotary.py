@@ -54,5 +54,9 @@ class RotaryEmbedding:
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate channel i against channel i + head_size / 2. x: [tokens, heads, head_size] -> the same shape and dtype."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        from gptoss_kernels.rotary import rotate_heads
+
+        return rotate_heads(x, cos, sin)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

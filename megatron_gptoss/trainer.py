@@ -17,7 +17,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_gptoss.config import OptimizerConfig
-from megatron_gptoss.log_probs import log_probs_and_entropy, vocab_parallel_argmax
+from megatron_gptoss.log_probs import log_probs_and_entropy, most_likely_tokens, whole_hidden_states
 from megatron_gptoss.packing import PackedBatch
 
 
@@ -37,6 +37,9 @@ class LossOutput:
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, PackedBatch], LossOutput]
 """(log_probs [tokens], entropy [tokens], batch) -> LossOutput"""
+
+Head = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, PackedBatch], torch.Tensor]
+"""(hidden [tokens, hidden_size], output weight of this rank, tensor-parallel group, batch) -> the model's output"""
 
 
 @dataclass
@@ -68,18 +71,26 @@ class PolicyTrainer:
         self.config = config
         self.module = model
         dtype = model.config.params_dtype
+        on_gpu = torch.cuda.is_available()
+        sums_in_fp32 = dtype != torch.float64 and not (on_gpu and config.gradient_dtype == "bf16")
         model.config.finalize_model_grads_func = self._finalize_gradients
         self.model = DistributedDataParallel(
             config=model.config,
             ddp_config=DistributedDataParallelConfig(
-                use_distributed_optimizer=False,
-                overlap_grad_reduce=False,
-                grad_reduce_in_fp32=dtype != torch.float64,
+                use_distributed_optimizer=on_gpu,
+                overlap_grad_reduce=on_gpu,
+                grad_reduce_in_fp32=sums_in_fp32,
                 check_for_nan_in_grad=False,
                 average_in_collective=False,
             ),
             module=model,
         )
+        model.config.no_sync_func = self.model.no_sync  # gradients are reduced after the last micro-batch only
+        for module in model.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                # Transformer Engine adds weight gradients to Megatron's buffer inside the product. Not set through the
+                # configuration, which would ask for Apex on behalf of an output layer that we never call.
+                module.fuse_wgrad_accumulation = True
         self.optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -89,12 +100,24 @@ class PolicyTrainer:
                 adam_beta2=config.beta2,
                 adam_eps=config.eps,
                 clip_grad=config.clip_grad,
-                use_distributed_optimizer=False,
                 params_dtype=dtype,
                 bf16=dtype == torch.bfloat16,
+                **(self._gpu_optimizer(config) if on_gpu and dtype == torch.bfloat16 else {}),
+                use_distributed_optimizer=on_gpu,
             ),
             [self.model],
         )
+
+    @staticmethod
+    def _gpu_optimizer(config: OptimizerConfig) -> dict[str, Any]:
+        # fp32 master weights are kept as the 16 bits that the bf16 weights lack
+        moments = torch.bfloat16 if config.moment_dtype == "bf16" else torch.float32
+        return {
+            "use_precision_aware_optimizer": True,
+            "main_grads_dtype": torch.bfloat16 if config.gradient_dtype == "bf16" else torch.float32,
+            "exp_avg_dtype": moments,
+            "exp_avg_sq_dtype": moments,
+        }
 
     @staticmethod
     def _finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -116,12 +139,14 @@ class PolicyTrainer:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def loss(logits: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, LossOutput]:
-            log_probs, entropy = self._log_probs(logits, batch, temperature)
-            output = loss_function(log_probs, entropy, batch)
+        def head(hidden: torch.Tensor, weight: torch.Tensor, group: Any, batch: PackedBatch) -> torch.Tensor:
+            return torch.stack(log_probs_and_entropy(hidden, weight, batch.labels, temperature, group))
+
+        def loss(values: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, LossOutput]:
+            output = loss_function(values[0], values[1], batch)
             return output.loss, torch.ones((), dtype=torch.int), output
 
-        outputs = self._run(batches, loss, forward_only=False)
+        outputs = self._run(batches, head, loss, forward_only=False)
         sums, maxima = self._reduce(outputs)
         grad_norm, updated = math.nan, False
         if self._gradients_are_finite():
@@ -131,32 +156,33 @@ class PolicyTrainer:
         return StepStatistics(sums, maxima, float(grad_norm), learning_rate, bool(updated))
 
     def _gradients_are_finite(self) -> bool:
+        # the largest magnitude needs no temporary, and NaN is the maximum of anything
         buffers = self.model.buffers + self.model.expert_parallel_buffers
-        finite = torch.stack([buffer.grad_data.isfinite().all() for buffer in buffers]).all().int()
+        largest = [torch.linalg.vector_norm(buffer.grad_data, ord=torch.inf).float() for buffer in buffers]
+        finite = torch.stack(largest).isfinite().all().int()
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite)
 
     def score(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[torch.Tensor]:
         """log p(labels) of every micro-batch, [tokens] each, on every rank of the data-parallel slice. Collective."""
-        return self._evaluate(batches, lambda logits, batch: self._log_probs(logits, batch, temperature)[0])
+
+        def head(hidden: torch.Tensor, weight: torch.Tensor, group: Any, batch: PackedBatch) -> torch.Tensor:
+            return log_probs_and_entropy(hidden, weight, batch.labels, temperature, group)[0]
+
+        return self._evaluate(batches, head)
 
     def most_likely(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """The token that greedy decoding would choose at every position: int64 [tokens] per micro-batch. Collective."""
-        return self._evaluate(
-            batches,
-            lambda logits, batch: vocab_parallel_argmax(logits, parallel_state.get_tensor_model_parallel_group()),
-        )
+        return self._evaluate(batches, lambda hidden, weight, group, _: most_likely_tokens(hidden, weight, group))
 
     @torch.no_grad()
-    def _evaluate(
-        self, batches: Sequence[PackedBatch], function: Callable[[torch.Tensor, PackedBatch], torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _evaluate(self, batches: Sequence[PackedBatch], head: Head) -> list[torch.Tensor]:
         self.model.eval()
 
-        def collect(logits: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            return logits.new_zeros(()), torch.ones((), dtype=torch.int), function(logits, batch)
+        def collect(values: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return values.new_zeros(()), torch.ones((), dtype=torch.int), values
 
-        values = self._run(batches, collect, forward_only=True)
+        values = self._run(batches, head, collect, forward_only=True)
         cp_group = parallel_state.get_context_parallel_group()
         if parallel_state.is_pipeline_last_stage() and cp_group.size() > 1:
             for i, shard in enumerate(values):
@@ -165,15 +191,26 @@ class PolicyTrainer:
                 values[i] = torch.cat(parts)
         return self._from_last_stage(values)
 
-    def logits(self, batch: PackedBatch) -> torch.Tensor:
-        """[local tokens, vocab_size / tensor] of one batch; without pipeline parallelism."""
-        return self._forward(self.module, self._shard(batch))[0]
+    def _run(
+        self, batches: Sequence[PackedBatch], head: Head, loss: Callable[..., Any], forward_only: bool
+    ) -> list[Any]:
+        device = next(self.module.parameters()).device
 
-    def _run(self, batches: Sequence[PackedBatch], loss: Callable[..., Any], forward_only: bool) -> list[Any]:
         def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-            batch = self._shard(next(batches))
-            output = self._forward(model, batch)
-            return output, lambda output: loss(output[0], batch)
+            batch = self._shard(next(batches)).to(device)
+
+            def head_of_batch(hidden_states: torch.Tensor, output_layer: Any, **_: Any) -> torch.Tensor:
+                hidden = whole_hidden_states(hidden_states, output_layer)
+                return head(hidden, output_layer.weight, output_layer.tp_group, batch)
+
+            output = model(
+                batch.input_ids[None],
+                batch.position_ids[None],
+                None,
+                packed_seq_params=batch.packed_seq_params(),
+                output_processor=head_of_batch,
+            )
+            return output, lambda output: loss(output, batch)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -190,15 +227,6 @@ class PolicyTrainer:
         return batch.context_parallel_shard(
             parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         )
-
-    @staticmethod
-    def _forward(model: Any, batch: PackedBatch) -> torch.Tensor:
-        return model(batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=batch.packed_seq_params())
-
-    @staticmethod
-    def _log_probs(logits: torch.Tensor, batch: PackedBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        group = parallel_state.get_tensor_model_parallel_group()
-        return log_probs_and_entropy(logits, batch.labels, temperature, group)
 
     def _reduce(self, outputs: list[LossOutput]) -> tuple[dict[str, float], dict[str, float]]:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -90,6 +90,10 @@ def build_transformer_config(
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
     }
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        settings |= {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "moe_permute_fusion": True}
+        if parallel.recompute:
+            settings |= {"recompute_granularity": "selective", "recompute_modules": list(parallel.recompute)}
+    else:
         settings |= {"use_cpu_initialization": True, "batch_p2p_comm": False, "transformer_impl": "local"}
     return GptOssTransformerConfig(**(settings | overrides))

@@ -1,77 +1,151 @@
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megatron_gptoss import distributed
+from megatron_gptoss import distributed, log_probs
 from megatron_gptoss.config import ParallelConfig
-from megatron_gptoss.log_probs import log_probs_and_entropy, vocab_parallel_argmax
+from megatron_gptoss.log_probs import log_probs_and_entropy, most_likely_tokens
 from tests.distributed import free_port, run_distributed
 
-VOCAB, TOKENS, TEMPERATURE = 24, 50, 0.7
+HIDDEN, VOCAB, TOKENS, TEMPERATURE = 6, 300, 50, 0.7
 
 
-def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+@pytest.fixture(autouse=True)
+def several_uneven_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_probs, "CHUNK_TOKENS", 20)
+    monkeypatch.setattr(log_probs, "CHUNK_COLUMNS", 140)
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    return 30 * torch.randn(TOKENS, VOCAB, dtype=torch.float64), torch.randint(0, VOCAB, (TOKENS,))
+    hidden = 3 * torch.randn(TOKENS, HIDDEN, dtype=torch.float64)
+    return hidden, 2 * torch.randn(VOCAB, HIDDEN, dtype=torch.float64), torch.randint(0, VOCAB, (TOKENS,))
 
 
-def expected(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    distribution = torch.distributions.Categorical(logits=logits / TEMPERATURE)
+def expected(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    distribution = torch.distributions.Categorical(logits=hidden @ weight.t() / TEMPERATURE)
     return distribution.log_prob(labels), distribution.entropy()
 
 
 def test_values_and_gradients_equal_those_of_a_categorical_distribution() -> None:
-    logits, labels = inputs()
-    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    weights = torch.randn(2, TOKENS, dtype=torch.float64)
-    got, want = log_probs_and_entropy(ours, labels, TEMPERATURE), expected(theirs, labels)
+    hidden, weight, labels = inputs()
+    ours = [x.clone().requires_grad_() for x in (hidden, weight)]
+    theirs = [x.clone().requires_grad_() for x in (hidden, weight)]
+    got, want = log_probs_and_entropy(*ours, labels, TEMPERATURE), expected(*theirs, labels)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w)
-    sum((w * g).sum() for w, g in zip(weights, got, strict=True)).backward()
-    sum((w * g).sum() for w, g in zip(weights, want, strict=True)).backward()
-    torch.testing.assert_close(ours.grad, theirs.grad)
+    weights = torch.randn(2, TOKENS, dtype=torch.float64)
+    for values in (got, want):
+        sum((w * v).sum() for w, v in zip(weights, values, strict=True)).backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 def test_gradcheck() -> None:
-    logits, labels = inputs()
-    logits = (logits[:5] / 10).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: log_probs_and_entropy(x, labels[:5], TEMPERATURE), logits)
+    hidden, weight, labels = inputs()
+    leaves = (hidden[:5] / 10).requires_grad_(), weight[:200].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda h, w: log_probs_and_entropy(h, w, labels[:5] % 200, TEMPERATURE), leaves)
 
 
-def test_bf16_logits_are_reduced_in_fp32() -> None:
-    logits, labels = inputs()
-    low = (logits / 30).bfloat16()
-    log_probs, _ = log_probs_and_entropy(low, labels, TEMPERATURE)
-    assert log_probs.dtype == torch.float32
-    torch.testing.assert_close(log_probs.double(), expected(low.double(), labels)[0], atol=1e-5, rtol=0)
+def test_bf16_inputs_are_multiplied_and_reduced_in_fp32() -> None:
+    hidden, weight, labels = inputs()
+    low = hidden.bfloat16(), weight.bfloat16()
+    values, _ = log_probs_and_entropy(*low, labels, TEMPERATURE)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), expected(*(x.double() for x in low), labels)[0], atol=2e-5, rtol=0)
+
+
+def test_the_weight_gradient_goes_to_megatrons_buffer_once_per_backward_pass() -> None:
+    hidden, weight, labels = inputs()
+    plain, buffered = weight.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
+    buffered.main_grad, buffered.grad_added_to_main_grad = torch.zeros_like(weight), False
+    for parameter in (plain, buffered):
+        for _ in range(2):  # two micro-batches
+            log_probs_and_entropy(hidden, parameter, labels)[0].sum().backward()
+    torch.testing.assert_close(buffered.main_grad, plain.grad)
+    assert buffered.grad_added_to_main_grad
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of all storages that operations made and that are still alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak, self.known = 0, 0, set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.known.add(storage._cdata)
+                    self.live += storage.nbytes()
+                    weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+@contextmanager
+def counted() -> Iterator[Allocations]:
+    with Allocations() as allocations:
+        yield allocations
+
+
+def test_no_pass_holds_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_probs, "CHUNK_TOKENS", 64)
+    monkeypatch.setattr(log_probs, "CHUNK_COLUMNS", 1024)
+    tokens, vocab = 2048, 16_384
+    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
+    weight = torch.randn(vocab, HIDDEN, requires_grad=True)
+    labels = torch.randint(0, vocab, (tokens,))
+    with counted() as plain:
+        (hidden @ weight.t()).log_softmax(-1).gather(1, labels[:, None]).sum().backward()
+    with counted() as ours:
+        sum(x.sum() for x in log_probs_and_entropy(hidden, weight, labels)).backward()
+    block = 64 * 1024 * 4
+    assert plain.peak > 2 * tokens * vocab * 4
+    assert ours.peak < 10 * block + 4 * weight.nbytes + 40 * tokens * 4
 
 
 def shard(rank: int, port: int) -> tuple[torch.Tensor, ...]:
     distributed.initialize(ParallelConfig(world_size=2, tensor=2), rank, port=port)
     group = torch.distributed.group.WORLD
-    logits, labels = inputs()
-    local = logits.chunk(2, dim=-1)[rank].clone().requires_grad_()
-    log_probs, entropy = log_probs_and_entropy(local, labels, TEMPERATURE, group)
-    (log_probs.sum() + 2 * entropy.sum()).backward()
-    distributed_argmax = vocab_parallel_argmax(local.detach(), group)
-    return log_probs.detach(), entropy.detach(), local.grad, distributed_argmax
+    hidden, weight, labels = inputs()
+    hidden.requires_grad_()
+    local = weight.chunk(2)[rank].clone().requires_grad_()
+    values, entropy = log_probs_and_entropy(hidden, local, labels, TEMPERATURE, group)
+    (values.sum() + 2 * entropy.sum()).backward()
+    most_likely = most_likely_tokens(hidden, local, group)
+    return values.detach(), entropy.detach(), hidden.grad, local.grad, most_likely
 
 
 def test_a_vocabulary_split_over_two_ranks_gives_the_same() -> None:
-    logits, labels = inputs()
-    whole = logits.clone().requires_grad_()
-    want = expected(whole, labels)
+    hidden, weight, labels = inputs()
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    want = expected(*leaves, labels)
     (want[0].sum() + 2 * want[1].sum()).backward()
     results = run_distributed(shard, 2, free_port())
-    for log_probs, entropy, _, argmax in results:
-        torch.testing.assert_close(log_probs, want[0].detach())
+    for values, entropy, _, _, most_likely in results:
+        torch.testing.assert_close(values, want[0].detach())
         torch.testing.assert_close(entropy, want[1].detach())
-        assert torch.equal(argmax, logits.argmax(-1))
-    torch.testing.assert_close(torch.cat([r[2] for r in results], dim=-1), whole.grad)
+        assert torch.equal(most_likely, (hidden @ weight.t()).argmax(-1))
+    torch.testing.assert_close(results[0][2] + results[1][2], leaves[0].grad)
+    torch.testing.assert_close(torch.cat([r[3] for r in results]), leaves[1].grad)
 
 
 def test_a_temperature_of_zero_is_refused() -> None:
-    logits, labels = inputs()
     with pytest.raises(ValueError, match="temperature"):
-        log_probs_and_entropy(logits, labels, 0.0)
+        log_probs_and_entropy(*inputs(), 0.0)
