@@ -21,7 +21,7 @@ class ContainerConfig(StrictModel):
 
     image: str
     """A squashfs file on the cluster, or an image name that pyxis can pull."""
-    mounts: list[str] = []
+    mounts: list[str] = Field(default_factory=list)
     """``SOURCE:TARGET[:flags]``; ``shared_dir`` is always mounted at its own path."""
 
 
@@ -67,7 +67,7 @@ class ClusterConfig(StrictModel):
     longest optimizer step and a checkpoint together; the rollout that is under way is abandoned."""
     container: ContainerConfig | None = None
     """Null runs in ``python``'s own environment."""
-    env: dict[Variable, str] = {}
+    env: dict[Variable, str] = Field(default_factory=dict)
     """Further environment variables on every node, such as NCCL_SOCKET_IFNAME. Names in capitals."""
     ray_port: int | None = Field(None, ge=1024, le=60_000)
     """First of 1,000 ports that Ray uses, for clusters with firewalls between nodes; null takes free ones."""

@@ -19,7 +19,7 @@ from rl_loop.config import RlConfig
 from rl_loop.environments import Task
 from rl_loop.evaluation import evaluation_figures, held_out_episodes
 from rl_loop.metrics import Name, StepMetrics
-from rl_loop.rollout_pool import GroupRequest, RolloutPool
+from rl_loop.rollout_pool import GroupRequest, RolloutPool, RolloutsAbandoned
 from rl_loop.run import Session
 from rl_loop.run_directory import episode_record
 from rl_loop.trajectory import Trajectory
@@ -43,8 +43,13 @@ class RlLoop:
             if step % config.evaluate_every == 0:
                 with self._timed("evaluate", metrics):
                     self.evaluate(step, metrics)
-            with self._timed("rollout", metrics):
-                groups = self.rollouts.run(self.requests(step))
+            try:
+                with self._timed("rollout", metrics):
+                    groups = self.rollouts.run(self.requests(step), lambda: session.interrupt.hurried)
+            except RolloutsAbandoned:  # nothing of this step has changed the policy; it begins anew after the resume
+                if step > session.first_step:
+                    session.save(step)
+                return step
             with self._timed("train", metrics):
                 samples = to_samples(groups, advantages_of(groups, config.algorithm.advantage))
                 updates = self.trainer.rl_step(samples, config.algorithm, step)

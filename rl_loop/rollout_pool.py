@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from rl_loop.config import RunConfig
 from rl_loop.environments import Task
+from rl_loop.placed import ROLLOUT_WORKER, place_of
 from rl_loop.rollout_worker import RolloutWorker
 from rl_loop.trajectory import TrajectoryGroup
 
@@ -27,6 +28,10 @@ class GroupRequest:
     task: Task
     seeds: tuple[int, ...]
     temperature: float
+
+
+class RolloutsAbandoned(Exception):
+    """The caller no longer wants the episodes that were asked for."""
 
 
 class RolloutPool:
@@ -45,7 +50,8 @@ class RolloutPool:
     def _start(self, index: int) -> Any:
         actor = ray.remote(RolloutWorker)
         concurrency = self._config.rollout.max_batch_size * 4
-        return actor.options(num_cpus=0, max_concurrency=concurrency).remote(self._config, self._threads)
+        options = {"num_cpus": 0, "max_concurrency": concurrency, **place_of(ROLLOUT_WORKER, index)}
+        return actor.options(**options).remote(self._config, self._threads)
 
     @property
     def restarts(self) -> int:
@@ -65,8 +71,11 @@ class RolloutPool:
         """Log-probs of ``token_ids[1:]`` from every worker."""
         return [self._call(index, "score", token_ids, temperature) for index in range(len(self._workers))]
 
-    def run(self, requests: Sequence[GroupRequest]) -> list[TrajectoryGroup]:
-        """Run all episodes; groups come back in the order of ``requests``."""
+    def run(
+        self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = lambda: False
+    ) -> list[TrajectoryGroup]:
+        """Run all episodes; groups come back in the order of ``requests``. ``abandon`` is asked every second; if it
+        says so, RolloutsAbandoned is raised."""
         results: dict[int, TrajectoryGroup] = {}
         waiting = deque(enumerate(requests))
         running: dict[Any, tuple[int, int]] = {}  # object reference -> (request, worker)
@@ -77,7 +86,12 @@ class RolloutPool:
             number, request = waiting.popleft()
             running[self._submit(index, request)] = (number, index)
         while running:
-            (reference,), _ = ray.wait(list(running), num_returns=1)
+            ended, _ = ray.wait(list(running), num_returns=1, timeout=1)
+            if abandon():
+                raise RolloutsAbandoned
+            if not ended:
+                continue
+            reference = ended[0]
             number, index = running.pop(reference)
             try:
                 results[number] = ray.get(reference)

@@ -36,20 +36,28 @@ ProgressFactory = Callable[[str, int, int], AbstractContextManager[Progress]]
 
 
 class Interrupt:
-    """The first Ctrl-C (or SIGTERM) asks to stop after the current step; the second one stops at once."""
+    """The first Ctrl-C (or SIGTERM) asks to stop after the current step; the second one stops at once.
+
+    SIGUSR1, which ``gptoss launch`` sends when the time on a cluster ends, also abandons a rollout that is under way.
+    It may come any number of times.
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        self.hurried = False
 
     @contextmanager
     def installed(self, on_request: Callable[[], None]) -> Iterator[Interrupt]:
         def handle(number: int, frame: FrameType | None) -> None:
-            if self.requested:
+            if self.requested and number != signal.SIGUSR1:
                 raise KeyboardInterrupt
-            self.requested = True
-            on_request()
+            first, self.requested = not self.requested, True
+            self.hurried |= number == signal.SIGUSR1
+            if first:
+                on_request()
 
-        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        previous = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield self
         finally:

@@ -8,11 +8,17 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayActorError, RayTaskError
 
 from megatron_gptoss.packing import Sample
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.config import AlgorithmConfig, RunConfig
+from rl_loop.placed import TRAINER_RANK, master_address, place_of
 from rl_loop.trainer_worker import TrainerWorker
+
+
+class RankDied(RuntimeError):
+    """The process of a trainer rank is gone; the message names rank, host and what Ray knows of the reason."""
 
 
 class TrainerGroup:
@@ -23,18 +29,50 @@ class TrainerGroup:
         threads = max(1, (os.cpu_count() or 1) // world)
         actor = ray.remote(TrainerWorker)
         gpus = 1 if ray.cluster_resources().get("GPU", 0) >= world else 0
-        port = _free_port()
+        master, port = master_address()
         self._ranks: list[Any] = [
-            actor.options(num_cpus=0, num_gpus=gpus).remote(config, rank, "127.0.0.1", port, threads)
+            actor.options(num_cpus=0, num_gpus=gpus, **place_of(TRAINER_RANK, rank)).remote(
+                config, rank, master, port, threads
+            )
             for rank in range(world)
         ]
+        self._processes = ["a node not yet known"] * world
 
     def ready(self) -> None:
         """Wait until every rank has its weights; raises what went wrong in one."""
-        ray.get([rank.__ray_ready__.remote() for rank in self._ranks])
+        self._processes = self._join([rank.__ray_call__.remote(_process) for rank in self._ranks])
 
     def _all(self, method: str, *arguments: Any) -> Any:
-        return ray.get([getattr(rank, method).remote(*arguments) for rank in self._ranks])[0]
+        return self._join([getattr(rank, method).remote(*arguments) for rank in self._ranks])[0]
+
+    def _join(self, calls: list[Any]) -> list[Any]:
+        """All results, or the error of the rank that failed first. A death is the reason of its neighbours' errors:
+        it is told even if one of them was faster."""
+        failures: dict[int, Exception] = {}
+        waiting = list(calls)
+        while waiting and not failures:
+            (done,), waiting = ray.wait(waiting, num_returns=1)
+            failures |= self._failures(calls, [done])
+        if not failures:
+            return ray.get(calls)
+        ended, _ = ray.wait(waiting, num_returns=len(waiting), timeout=2) if waiting else ([], [])
+        failures |= self._failures(calls, ended)
+        for rank, error in failures.items():
+            if isinstance(error, RayActorError):
+                raise RankDied(f"trainer rank {rank} on {self._processes[rank]} died: {_reason(error)}") from error
+        rank, error = next(iter(failures.items()))
+        error.add_note(f"first on trainer rank {rank} on {self._processes[rank]}")
+        raise error
+
+    @staticmethod
+    def _failures(calls: list[Any], ended: list[Any]) -> dict[int, Exception]:
+        failures: dict[int, Exception] = {}
+        for call in ended:
+            try:
+                ray.get(call)
+            except (RayActorError, RayTaskError) as error:
+                failures[calls.index(call)] = error
+        return failures
 
     def sft_step(self, samples: list[Sample], step: int) -> StepStatistics:
         return self._all("sft_step", ray.put(samples), step)
@@ -62,7 +100,11 @@ class TrainerGroup:
             ray.kill(rank)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _process(worker: TrainerWorker) -> str:
+    return f"{socket.gethostname()} (pid {os.getpid()})"
+
+
+def _reason(error: RayActorError) -> str:
+    """Ray's last sentence about a death; what comes before repeats class, pid and address."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "exit type" in line or "node" in line.lower()), lines[0])

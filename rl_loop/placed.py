@@ -1,0 +1,41 @@
+"""Where a Ray actor runs: on the node that the launcher planned for it, or anywhere.
+
+A node of a cluster started by ``gptoss launch`` offers one custom resource for each place planned on it, such as
+``trainer_rank_3`` or ``rollout_worker_0``, and sets GPTOSS_PLACED for the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import ray
+
+TRAINER_RANK = "trainer_rank"
+ROLLOUT_WORKER = "rollout_worker"
+
+
+def is_placed() -> bool:
+    return "GPTOSS_PLACED" in os.environ
+
+
+def place_of(role: str, index: int) -> dict[str, Any]:
+    """Options for ``actor.options(...)``."""
+    return {"resources": {f"{role}_{index}": 1}} if is_placed() else {}
+
+
+def free_address() -> tuple[str, int]:
+    """An address of this node that the other nodes reach, and a port that is free on it."""
+    host = ray.util.get_node_ip_address() if is_placed() else "127.0.0.1"
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return host, probe.getsockname()[1]
+
+
+def master_address() -> tuple[str, int]:
+    """``free_address`` of the node of trainer rank 0."""
+    if not is_placed():
+        return free_address()
+    task = ray.remote(free_address).options(num_cpus=0, **place_of(TRAINER_RANK, 0))
+    return ray.get(task.remote())
