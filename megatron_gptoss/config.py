@@ -182,7 +182,17 @@ class ParallelConfig(StrictModel):
     pipeline: int = Field(1, gt=0)
     """Pipeline stages."""
     context: int = Field(1, gt=0)
-    """Context parallel size: ranks that share the tokens of one packed batch."""
+    """Context parallel size: ranks that share the tokens of one packed batch. Any size; a power of two if in doubt."""
+    context_scheme_full: Literal["auto", "all_to_all", "all_gather"] = "auto"
+    """How full-attention layers communicate under context parallelism; auto takes what the cost model finds cheapest
+    for each row (``gptoss plan`` prints it)."""
+    context_scheme_window: Literal["auto", "all_to_all", "halo"] = "auto"
+    """The same for sliding-window layers."""
+    context_bandwidth: float = Field(300.0, gt=0)
+    """GB/s that a GPU sends to its context-parallel peers, for the cost model. The default is NVLink between H200s;
+    set it to what the network between nodes gives where context-parallel ranks are spread over nodes."""
+    attention_tflops: float = Field(525.0, gt=0)
+    """TFLOP/s of full attention on one GPU, for the cost model. The default is flash-attn-4 on an H200."""
     expert: int = Field(1, gt=0)
     """Expert parallel size: ranks among which the experts of a layer are shared out."""
     recompute: tuple[Literal["moe_act", "layernorm", "core_attn", "moe"], ...] = ()
@@ -198,7 +208,9 @@ class ParallelConfig(StrictModel):
         dense = self.tensor * self.pipeline * self.context
         if self.world_size % dense:
             raise ValueError(
-                f"parallel.world_size ({self.world_size}) must be a multiple of tensor x pipeline x context ({dense})"
+                f"parallel.world_size ({self.world_size}) must be a multiple of tensor x pipeline x context "
+                f"({self.tensor} x {self.pipeline} x {self.context} = {dense}): use "
+                f"{max(1, self.world_size // dense) * dense} ranks, or another context; any context size can be split"
             )
         if self.world_size // self.pipeline % self.expert:
             raise ValueError(
@@ -210,10 +222,17 @@ class ParallelConfig(StrictModel):
             ("tensor", self.tensor, "vocab_size", model.vocab_size),
             ("pipeline", self.pipeline, "num_layers", model.num_layers),
             ("expert", self.expert, "num_experts", model.num_experts),
-            ("context", self.context, "num_attention_heads / tensor", model.num_attention_heads // self.tensor),
         ):
             if count % size:
                 raise ValueError(f"parallel.{key} ({size}) must divide {name} ({count})")
+        heads = model.num_attention_heads // self.tensor
+        for kind, other in (("full", "all_gather"), ("window", "halo")):
+            if heads % self.context and getattr(self, f"context_scheme_{kind}") == "all_to_all":
+                works = ", ".join(str(size) for size in range(1, self.context + 1) if heads % size == 0)
+                raise ValueError(
+                    f"parallel.context_scheme_{kind} all_to_all needs parallel.context ({self.context}) to divide "
+                    f"num_attention_heads / tensor ({heads}): use context {works}, or {other}, which takes any"
+                )
 
 
 class OptimizerConfig(StrictModel):

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_gptoss.context_parallel import ContextLayout, balanced_layout
+
 
 @dataclass
 class Sample:
@@ -54,6 +56,7 @@ class PackedBatch:
     max_seqlen: int
     old_log_probs: torch.Tensor | None = None  # float32 [T]
     routed_experts: torch.Tensor | None = None  # int16 [T, layers, top_k]
+    context_layout: ContextLayout | None = None  # of the row that this is one rank's part of; None for a whole row
 
     @property
     def tokens(self) -> int:
@@ -67,24 +70,29 @@ class PackedBatch:
             max_seqlen_q=self.max_seqlen,
             max_seqlen_kv=self.max_seqlen,
             position_ids=self.position_ids,
+            context_layout=self.context_layout,
         )
 
-    def context_parallel_shard(self, rank: int, size: int) -> PackedBatch:
-        """The contiguous part of the tokens that one of ``size`` context-parallel ranks holds.
+    def context_layout_over(self, size: int) -> ContextLayout:
+        """Which of ``size`` context-parallel ranks holds which tokens of this row."""
+        return balanced_layout(tuple(self.cu_seqlens.tolist()), size)
 
-        ``cu_seqlens`` stays that of the whole row: attention needs to know all boundaries.
+    def context_parallel_shard(self, rank: int, size: int) -> PackedBatch:
+        """The tokens that one of ``size`` context-parallel ranks holds, as ``balanced_layout`` shares them out.
+
+        ``cu_seqlens`` stays that of the whole row. Values of all ranks' tokens, concatenated, come back into the order
+        of the row through ``context_layout.inverse``.
         """
         if size == 1:
             return self
-        if self.tokens % size:
-            raise ValueError(f"{self.tokens} packed tokens cannot be split over {size} context-parallel ranks")
-        part = slice(rank * self.tokens // size, (rank + 1) * self.tokens // size)
-
-        def local(name: str) -> Any:
-            value = getattr(self, name)
-            return value if value is None or name in ("cu_seqlens", "max_seqlen") else value[part]
-
-        return PackedBatch(**{f.name: local(f.name) for f in fields(self)})
+        layout = self.context_layout_over(size)
+        part = layout.part(rank).to(self.input_ids.device)
+        per_token: dict[str, Any] = {
+            f.name: value[part]
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), torch.Tensor) and f.name != "cu_seqlens"
+        }
+        return replace(self, context_layout=layout, **per_token)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         moved: dict[str, Any] = {
@@ -100,6 +108,7 @@ class PackedSequence(PackedSeqParams):
     """Megatron's description of a packed row, with the position of every local token in its own sequence."""
 
     position_ids: torch.Tensor | None = None
+    context_layout: ContextLayout | None = None
 
 
 def build_batch(samples: Sequence[Sample], align: int = 1) -> PackedBatch:
@@ -174,7 +183,8 @@ def pack(
         if len(sample.token_ids) - 1 > max_tokens:
             raise ValueError(
                 f"sample {sample.sample_id} has {len(sample.token_ids)} tokens, more than max_tokens_per_micro_batch "
-                f"({max_tokens}) allows"
+                f"({max_tokens}) allows; raise it to {len(sample.token_ids) - 1} or more and share the row over more "
+                f"ranks (parallel.context: each holds 1 / context of it)"
             )
     longest_first = sorted(numbered, key=lambda s: -len(s.token_ids))
     total = sum(len(s.token_ids) - 1 for s in numbered)

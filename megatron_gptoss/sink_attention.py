@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from gptoss_kernels.sink_attention import sink_attention
-from megatron_gptoss.context_parallel import heads_to_sequence, sequence_to_heads
+from megatron_gptoss.context_parallel import Machine, context_parallel_attention
 from megatron_gptoss.packing import PackedSequence
 from megatron_gptoss.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
@@ -46,6 +46,8 @@ class SinkAttention(DotProductAttention):
         self.window = config.window_size[0] + 1 if windowed else None
         self.rotary = RotaryEmbedding(config.gptoss)
         self.backend = config.attention_backend_name
+        self.scheme = config.context_scheme_full if self.window is None else config.context_scheme_window
+        self.machine = Machine(config.context_bandwidth, config.attention_rate)
         heads = config.num_attention_heads // self.tp_group.size()
         self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         if config.perform_initialization:
@@ -72,26 +74,33 @@ class SinkAttention(DotProductAttention):
         compute = torch.promote_types(query.dtype, torch.float32)
         cos, sin = self.rotary.cos_sin(packed_seq_params.position_ids, compute)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        sinks = self.softmax_offset
-        size = self.cp_group.size()
-        if size > 1:
-            # every rank needs whole kv heads: copy them when there are fewer than ranks
-            copies = size // math.gcd(size, key.shape[1])
-            key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-            query, key, value = (sequence_to_heads(x, self.cp_group) for x in (query, key, value))
-            # the other ranks' slices get zero gradient here; the data/context-parallel reduction adds each slice once
-            sinks = sinks.chunk(size)[self.cp_group.rank()]
-        out: Any = sink_attention(
-            query,
-            key,
-            value,
-            sinks,
-            cu_seqlens=packed_seq_params.cu_seqlens_q,
-            max_seqlen=packed_seq_params.max_seqlen_q,
-            window=self.window,
-            scale=self.scale,
-            backend=self.backend,
-        )
-        if size > 1:
-            out = heads_to_sequence(out, self.cp_group)
+        qkv = query, key, value
+        out: Any
+        if self.cp_group.size() == 1:
+            out = sink_attention(
+                *qkv,
+                self.softmax_offset,
+                cu_seqlens=packed_seq_params.cu_seqlens_q,
+                max_seqlen=packed_seq_params.max_seqlen_q,
+                window=self.window,
+                scale=self.scale,
+                backend=self.backend,
+            )
+        elif packed_seq_params.context_layout is None:
+            raise ValueError(
+                f"this rank shares its tokens with {self.cp_group.size() - 1} others (context parallelism): pass its "
+                "part of the row, PackedBatch.context_parallel_shard(rank, size)"
+            )
+        else:
+            out = context_parallel_attention(
+                *qkv,
+                self.softmax_offset,
+                packed_seq_params.context_layout,
+                self.cp_group,
+                self.window,
+                self.scale,
+                self.backend,
+                self.scheme,
+                self.machine,
+            )
         return out.flatten(1)

@@ -188,7 +188,7 @@ class PolicyTrainer:
             for i, shard in enumerate(values):
                 parts = [torch.empty_like(shard) for _ in range(cp_group.size())]
                 dist.all_gather(parts, shard.contiguous(), group=cp_group)
-                values[i] = torch.cat(parts)
+                values[i] = torch.cat(parts)[batches[i].context_layout_over(len(parts)).inverse.to(shard.device)]
         return self._from_last_stage(values)
 
     def _run(

@@ -17,6 +17,10 @@ class GptOssTransformerConfig(TransformerConfig):
 
     gptoss: ModelConfig = field(kw_only=True)
     attention_backend_name: str = "auto"
+    context_scheme_full: str = "auto"
+    context_scheme_window: str = "auto"
+    context_bandwidth: float = 0.0
+    attention_rate: float = 0.0
     position_embedding_type: str = "none"  # GPTModel reads it: positions enter in SinkAttention, not there
 
 
@@ -80,6 +84,10 @@ def build_transformer_config(
         "sequence_parallel": parallel.tensor > 1,
         "pipeline_model_parallel_size": parallel.pipeline,
         "context_parallel_size": parallel.context,
+        "context_scheme_full": parallel.context_scheme_full,
+        "context_scheme_window": parallel.context_scheme_window,
+        "context_bandwidth": parallel.context_bandwidth * 1e9,
+        "attention_rate": parallel.attention_tflops * 1e12,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": 1,
         # fusions that change numbers or need CUDA; bias_activation_fusion clamps before it adds the bias

@@ -77,18 +77,27 @@ def test_micro_batches_respect_the_limit_and_ranks_take_equally_many(
     assert all(batch.tokens <= limit for rank in per_rank for batch in rank)
 
 
-def test_context_parallel_shards_concatenate_to_the_row() -> None:
-    batch = build_batch(samples_of([9, 4, 6]), align=4)
-    shards = [batch.context_parallel_shard(rank, 4) for rank in range(4)]
-    for name in ("input_ids", "labels", "position_ids", "loss_mask", "routed_experts"):
-        assert torch.equal(torch.cat([getattr(shard, name) for shard in shards]), getattr(batch, name))
+@given(lengths, st.sampled_from([2, 3, 4, 8]))
+def test_context_parallel_shards_come_back_into_the_order_of_the_row(sizes: list[int], ranks: int) -> None:
+    batch = build_batch(samples_of(sizes), align=ranks)
+    shards = [batch.context_parallel_shard(rank, ranks) for rank in range(ranks)]
+    inverse = batch.context_layout_over(ranks).inverse
+    for name in ("input_ids", "labels", "position_ids", "loss_mask", "advantages", "sample_ids", "routed_experts"):
+        parts = [getattr(shard, name) for shard in shards]
+        assert len({len(part) for part in parts}) == 1
+        assert torch.equal(torch.cat(parts)[inverse], getattr(batch, name))
     assert all(torch.equal(shard.cu_seqlens, batch.cu_seqlens) for shard in shards)
 
 
 @pytest.mark.parametrize(
     ("samples", "limit", "data_parallel", "message"),
     [
-        ([Sample([1] * 12, [1] * 12)], 10, 1, "sample 0 has 12 tokens, more than max_tokens_per_micro_batch"),
+        (
+            [Sample([1] * 12, [1] * 12)],
+            10,
+            1,
+            "sample 0 has 12 tokens, more than max_tokens_per_micro_batch.*11 or more",
+        ),
         ([Sample([1, 2], [0, 1])], 10, 2, "1 samples cannot be shared out over 2"),
         ([Sample([1], [1])], 10, 1, "sample 0 has 1 tokens"),
         ([Sample([1, 2, 3], [0, 1])], 10, 1, "loss_mask has 2 entries for 3 tokens"),

@@ -1,0 +1,170 @@
+"""Window layers: a rank fetches only the window - 1 tokens before each of its runs, however long the runs are.
+
+Forward: all runs attend to themselves while the halo travels; then the first window - 1 rows of each run are computed
+again, with their halo, and replace what was there. Backward: those rows once more give their whole dQ and the halo's
+dK and dV, which travel home while the pass over all runs, called with the final O and LSE, gives the rest. The sink
+enters every row's softmax once, and its gradient comes from that one pass over all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from gptoss_kernels.sink_attention.passes import Segments, attention_backward, attention_forward
+from megatron_gptoss.context_parallel.layout import ContextLayout
+
+
+@dataclass(frozen=True)
+class HaloPlan:
+    """What one rank sends, receives and recomputes. All index tensors are int64 on the device."""
+
+    runs: Segments
+    """Every run by itself."""
+    border: Segments
+    """Per run with a halo: the halo and the run's first window - 1 rows."""
+    border_rows: torch.Tensor
+    """Which local tokens the border's tokens are; token 0 stands in for those of the halo."""
+    border_keys: torch.Tensor
+    """Which tokens of (received, then local) the border's tokens are."""
+    inside: torch.Tensor
+    """Which of the border's tokens are rows of a run."""
+    rows: torch.Tensor
+    """The local tokens that these are."""
+    halo: torch.Tensor
+    """Which of the border's tokens each received token is."""
+    sent: torch.Tensor
+    """The local tokens that other ranks' halos consist of, by receiving rank."""
+    send_counts: list[int]
+    receive_counts: list[int]
+
+
+def halo_plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -> HaloPlan:
+    return layout.cached(("halo", rank, window, device), lambda: _plan(layout, rank, window, device))
+
+
+def _halo_tokens(layout: ContextLayout, rank: int, window: int) -> list[torch.Tensor]:
+    """Per run of a rank that has one: where its halo's tokens stand in ``layout.order``."""
+    return [
+        layout.inverse[layout.row_indices(run._replace(start=max(0, run.start - window + 1), end=run.start))]
+        for run in layout.runs[rank]
+        if run.start > 0 and window > 1
+    ]
+
+
+def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -> HaloPlan:
+    share, size = layout.tokens_per_rank, layout.size
+    lengths = [run.end - run.start for run in layout.runs[rank]]
+    empty = [torch.empty(0, dtype=torch.int64)]
+    wanted = [torch.cat(_halo_tokens(layout, r, window) or empty) for r in range(size)]
+    sent = [tokens[tokens // share == rank] - rank * share for tokens in wanted]
+    mine = wanted[rank]
+    by_owner = torch.argsort(mine // share, stable=True)
+    arrival = torch.empty_like(by_owner).index_copy_(0, by_owner, torch.arange(len(mine)))
+    rows, keys, inside = list(empty), list(empty), list(empty)
+    border: list[int] = []
+    first = taken = 0
+    for run, length in zip(layout.runs[rank], lengths, strict=True):
+        halo, redone = min(run.start, window - 1), min(length, window - 1)
+        if halo:
+            local = torch.arange(first, first + redone)
+            rows += [torch.zeros(halo, dtype=torch.int64), local]
+            keys += [arrival[taken : taken + halo], local + len(mine)]
+            inside += [torch.arange(redone) + sum(border) + halo]
+            border.append(halo + redone)
+            taken += halo
+        first += length
+    key_index, inside_index, row_index = torch.cat(keys), torch.cat(inside), torch.cat(rows)
+    is_halo = key_index < len(mine)
+    halo_index = torch.empty_like(mine).index_copy_(0, key_index[is_halo], is_halo.nonzero()[:, 0])
+    return HaloPlan(
+        runs=Segments.of(lengths, lengths, device),
+        border=Segments.of(border, border, device),
+        border_rows=row_index.to(device),
+        border_keys=key_index.to(device),
+        inside=inside_index.to(device),
+        rows=row_index[inside_index].to(device),
+        halo=halo_index.to(device),
+        sent=torch.cat(sent).to(device),
+        send_counts=[len(tokens) for tokens in sent],
+        receive_counts=torch.bincount(mine // share, minlength=size).tolist(),
+    )
+
+
+class _HaloAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor,
+        plan: HaloPlan,
+        group: dist.ProcessGroup,
+        *settings: Any,
+    ) -> torch.Tensor:
+        received = q.new_empty(len(plan.halo), 2, *k.shape[1:])
+        sent = torch.stack((k[plan.sent], v[plan.sent]), dim=1)
+        work = dist.all_to_all_single(received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True)
+        o, lse = attention_forward(q, k, v, sinks, plan.runs, *settings)
+        work.wait()
+        border: tuple[torch.Tensor, ...] = ()
+        if len(plan.rows):
+            local = plan.border_keys.clamp(min=len(received)) - len(received)
+            is_halo = (plan.border_keys < len(received))[:, None, None]
+            from_halo = received[plan.border_keys.clamp(max=len(received) - 1)]
+            keys, values = (torch.where(is_halo, from_halo[:, i], x[local]) for i, x in enumerate((k, v)))
+            queries = q[plan.border_rows]
+            border_o, border_lse = attention_forward(queries, keys, values, sinks, plan.border, *settings)
+            o.index_copy_(0, plan.rows, border_o[plan.inside])
+            lse.index_copy_(0, plan.rows, border_lse[plan.inside])
+            border = queries, keys, values, border_o, border_lse
+        ctx.save_for_backward(q, k, v, sinks, o, lse, *border)
+        ctx.arguments = plan, group, settings
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, o, lse, *border = ctx.saved_tensors
+        plan, group, settings = ctx.arguments
+        grad_o = grad_o.contiguous()
+        home = q.new_empty(len(plan.halo), 2, *k.shape[1:])
+        border_dq = None
+        if border:
+            queries, keys, values, border_o, border_lse = border
+            # no gradient comes in through the halo's stand-in rows, so nothing goes out through them
+            border_grad = torch.zeros_like(border_o).index_copy_(0, plan.inside, grad_o[plan.rows])
+            border_dq, *halo_grads, _ = attention_backward(
+                queries, keys, values, sinks, border_o, border_lse, border_grad, plan.border, *settings
+            )
+            home = torch.stack([x[plan.halo] for x in halo_grads], dim=1)
+        returned = q.new_empty(len(plan.sent), 2, *k.shape[1:])
+        work = dist.all_to_all_single(returned, home, plan.send_counts, plan.receive_counts, group=group, async_op=True)
+        dq, dk, dv, dsinks = attention_backward(q, k, v, sinks, o, lse, grad_o, plan.runs, *settings)
+        if border_dq is not None:
+            dq.index_copy_(0, plan.rows, border_dq[plan.inside])
+        work.wait()
+        dk.index_add_(0, plan.sent, returned[:, 0])
+        dv.index_add_(0, plan.sent, returned[:, 1])
+        return dq, dk, dv, dsinks, None, None, None, None, None
+
+
+def halo_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    layout: ContextLayout,
+    group: dist.ProcessGroup,
+    window: int,
+    scale: float,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Sliding-window attention of this rank's tokens: O like q. Windows may be longer than runs."""
+    plan = halo_plan(layout, group.rank(), window, q.device)
+    return _HaloAttention.apply(q, k, v, sinks, plan, group, window, scale, backend)
