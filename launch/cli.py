@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from rl_loop.config import ConfigError, RlConfig, RunConfig, SftConfig, load_config
 from rl_loop.run_directory import RunDirectoryError, RunWriteError
@@ -22,6 +23,24 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="Agentic reinforcement learning for GPT-OSS on Megatron-Core.",
 )
+
+
+class LaunchGroup(typer.core.TyperGroup):
+    """``gptoss launch CONFIG`` beside ``gptoss launch status NAME``: what is no subcommand is a configuration."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["start", *args]
+        return super().parse_args(ctx, args)
+
+
+launch = typer.Typer(
+    cls=LaunchGroup,
+    no_args_is_help=True,
+    help="gptoss launch CONFIG [KEY=VALUE]... [--cluster NAME]: start a run in the background, here or on Slurm. "
+    "Options: gptoss launch start --help.",
+)
+app.add_typer(launch, name="launch")
 convert = typer.Typer(no_args_is_help=True, help="Hugging Face <-> Megatron checkpoints, without a GPU.")
 app.add_typer(convert, name="convert")
 
@@ -175,6 +194,80 @@ def convert_verify(
         result = verify(hf_dir, megatron_dir)
         print(result)
         raise typer.Exit(0 if result.equal else 1)
+
+
+Name = Annotated[str, typer.Argument(help="The name of the run: `name` of its configuration.")]
+
+
+@launch.command("start")
+def launch_start(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    cluster: Annotated[str, typer.Option(help="A YAML file, or one of configs/cluster.")] = "local",
+    nodes: Annotated[int | None, typer.Option(help="Replaces `nodes` of the cluster.")] = None,
+    sft: Annotated[bool, typer.Option("--sft", help="CONFIG is one of `gptoss sft`.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print script, placement and plan; change nothing.")
+    ] = False,
+) -> None:
+    """Check the cluster, copy the code as it is now, and start the run. It resumes by itself."""
+    with errors_in_one_line():
+        from launch import submit
+        from launch.cluster import load_cluster
+
+        where = load_cluster(cluster, nodes)
+        config = submit.on_cluster(load_config(path, SftConfig if sft else RlConfig, overrides), where)
+        if dry_run:
+            print(submit.dry_run(config, where))
+            return
+        started = submit.start(config, where)
+        print(f"{started.name}: {'job' if started.kind == 'slurm' else 'process'} {started.job} in {started.run_dir}")
+        print(f"gptoss launch status {started.name} | logs {started.name} --follow | cancel {started.name}")
+
+
+@launch.command("list")
+def launch_list() -> None:
+    """Runs that were launched from this machine."""
+    with errors_in_one_line():
+        from launch.jobs import known_launches
+
+        for run in known_launches():
+            print(f"{run.name:24} {run.submitted}  {run.kind:5}  {run.login + ':' if run.login else ''}{run.run_dir}")
+
+
+@launch.command("status")
+def launch_status(name: Name) -> None:
+    """State, step, attempts and the first error of each."""
+    with errors_in_one_line():
+        from launch import jobs
+
+        print(jobs.describe(jobs.find_launch(name)))
+
+
+@launch.command("logs")
+def launch_logs(
+    name: Name,
+    attempt: Annotated[str | None, typer.Option(help="As `status` names it; without it the newest.")] = None,
+    node: Annotated[str | None, typer.Option(help="The log of this node instead of the driver's.")] = None,
+    lines: Annotated[int, typer.Option(help="How many of the last lines.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on as lines are written.")] = False,
+) -> None:
+    """What the run said."""
+    with errors_in_one_line():
+        from launch import jobs
+
+        for line in jobs.logs(jobs.find_launch(name), attempt, node, lines, follow):
+            print(line, flush=follow)
+
+
+@launch.command("cancel")
+def launch_cancel(name: Name) -> None:
+    """End a run and what is queued for it."""
+    with errors_in_one_line():
+        from launch import jobs
+
+        jobs.cancel(jobs.find_launch(name))
+        print(f"{name}: cancelled; its checkpoints stay")
 
 
 def main() -> None:

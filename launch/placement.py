@@ -64,7 +64,7 @@ def describe(plans: list[NodePlan], config: RunConfig) -> str:
     """The placement as text, one node a line."""
     lines = []
     for plan in plans:
-        parts = [f"ranks {plan.ranks[0]}-{plan.ranks[-1]}"] if plan.ranks else []
+        parts = [f"ranks {plan.ranks[0]} to {plan.ranks[-1]}"] if plan.ranks else []
         if plan.workers:
             parts.append(f"engines {', '.join(map(str, plan.workers))}")
             parts.append(f"{len(plan.workers) * config.sandbox.workers} sandbox processes")

@@ -1,0 +1,207 @@
+"""What was launched, and what has become of it: list, status, logs, cancel.
+
+One JSON file per run under ``~/.local/state/gptoss`` remembers where it runs; everything else is asked of Slurm and
+read from the run directory, in one call to a shell on the login node, so that an answer takes no longer than that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from rl_loop.config import ConfigError
+
+ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED"}
+
+
+class ClusterError(ConfigError):
+    """The cluster did not answer as it should; the message says what was asked."""
+
+
+@dataclass
+class Launch:
+    """A run that was started with ``gptoss launch``."""
+
+    name: str
+    kind: str
+    login: str | None
+    run_dir: str
+    command: str
+    steps: int
+    job: str
+    """Number of the Slurm job, or process id of a local run."""
+    submitted: str
+
+    @property
+    def job_names(self) -> str:
+        """Of the Slurm job, and of its parts if it is heterogeneous."""
+        return ",".join(f"gptoss.{self.name}{part}" for part in ("", "-0", "-1"))
+
+    def save(self) -> None:
+        registry().mkdir(parents=True, exist_ok=True)
+        (registry() / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1))
+
+
+def registry() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "gptoss"
+
+
+def known_launches() -> list[Launch]:
+    """Newest last."""
+    files = sorted(registry().glob("*.json"), key=lambda path: path.stat().st_mtime)
+    return [Launch(**json.loads(path.read_text())) for path in files]
+
+
+def find_launch(name: str) -> Launch:
+    for launch in known_launches():
+        if launch.name == name:
+            return launch
+    names = ", ".join(launch.name for launch in known_launches()) or "none"
+    raise ConfigError(f"no run called {name!r} was launched from here; known: {names}")
+
+
+def shell(login: str | None, script: str, timeout: float = 60) -> str:
+    """Output of a bash script, here or on the login node. Raises ClusterError with what it complained about."""
+    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", login, "bash -s"] if login else ["bash", "-s"]
+    try:
+        run = subprocess.run(command, input=script, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"{login or 'this machine'} did not answer within {timeout:g} s") from None
+    if run.returncode:
+        raise ClusterError(f"{login or 'this machine'}: {run.stderr.strip() or f'exit status {run.returncode}'}")
+    return run.stdout
+
+
+STATUS = r"""
+cd {run_dir} 2>/dev/null || true
+echo '@queue'
+[ {kind} = slurm ] && timeout 20 squeue -h --me -n {names} -o '%i|%T|%M|%l|%D|%R'
+echo '@accounting'
+[ {kind} = slurm ] && timeout 20 sacct -nXP -S now-30days --name {names} -o JobID,State,Elapsed,End | tail -1
+for attempt in $(ls -1tr attempts 2>/dev/null); do
+    echo "@attempt $attempt"
+    cat attempts/$attempt/outcome.json 2>/dev/null
+    echo
+    cat attempts/$attempt/head.json 2>/dev/null
+done
+echo '@metrics'
+tail -n 1 metrics.jsonl 2>/dev/null
+true
+"""
+
+
+@dataclass
+class Status:
+    """What is known of a run right now."""
+
+    state: str
+    """RUNNING, PENDING, ... as Slurm calls it."""
+    detail: str
+    """Time, limit, nodes or the reason for waiting."""
+    step: int
+    """Training steps done."""
+    attempts: list[tuple[str, dict[str, object], dict[str, str]]]
+    """(attempt, its outcome or {{}}, its head.json or {{}}), oldest first."""
+
+
+def query(launch: Launch) -> Status:
+    """Ask the cluster and read the run directory."""
+    values = {"run_dir": launch.run_dir, "kind": launch.kind, "names": launch.job_names}
+    output = shell(launch.login, STATUS.format(**{key: shlex.quote(value) for key, value in values.items()}))
+    attempts: list[tuple[str, dict[str, object], dict[str, str]]] = []
+    queue: list[str] = []
+    accounting, step = "", 0
+    for title, lines in sections(output):
+        if title == "queue":
+            queue = lines
+        elif title == "accounting":
+            accounting = lines[0] if lines else ""
+        elif title == "metrics":
+            step = int(json.loads(lines[0])["step"]) + 1 if lines else 0
+        else:
+            records = [json.loads(line) for line in lines]
+            outcome: dict[str, object] = next((record for record in records if "result" in record), {})
+            head: dict[str, str] = next((record for record in records if "host" in record), {})
+            attempts.append((title.split()[1], outcome, head))
+    if launch.kind == "local":
+        running = psutil.pid_exists(int(launch.job))
+        state, detail = ("RUNNING" if running else "ENDED"), f"process {launch.job}"
+    elif queue:
+        number, state, elapsed, limit, nodes, reason = queue[0].split("|")
+        more = f", {len(queue) - 1} more in the queue" if len(queue) > 1 else ""
+        detail = f"job {number}, {elapsed} of {limit}, {nodes} nodes {reason}{more}"
+    elif accounting:
+        number, state, elapsed, end = accounting.split("|")
+        detail = f"job {number}, ran {elapsed}, ended {end}"
+    else:
+        state, detail = "UNKNOWN", f"Slurm knows no job called gptoss.{launch.name}"
+    return Status(state, detail, min(step, launch.steps), attempts)
+
+
+def describe(launch: Launch) -> str:
+    """``gptoss launch status``."""
+    status = query(launch)
+    lines = [
+        f"{launch.name}: {status.state} ({status.detail})",
+        f"  step {status.step} of {launch.steps}, in {launch.login + ':' if launch.login else ''}{launch.run_dir}",
+    ]
+    for number, outcome, head in status.attempts:
+        if outcome:
+            lines.append(f"  attempt {number}: {outcome['result']} at step {outcome['last_step']}; {outcome['why']}")
+            if outcome["error"]:
+                lines.append(f"    first error: {outcome['error']}")
+        elif head and (number, outcome, head) == status.attempts[-1]:
+            lines.append(f"  attempt {number}: Ray dashboard http://{head['host']}:{head['dashboard_port']}")
+        else:
+            lines.append(f"  attempt {number}: no outcome")
+    return "\n".join(lines)
+
+
+def logs(launch: Launch, attempt: str | None, node: str | None, lines: int, follow: bool) -> Iterator[str]:
+    """Lines of the driver's log, or of one node's, of the newest or a given attempt."""
+    which = shlex.quote(attempt) if attempt else "$(ls -1tr attempts 2>/dev/null | tail -1)"
+    file = f"{shlex.quote(node)}.log" if node else "driver.log"
+    folder = shlex.quote(f"{launch.run_dir}/")
+    script = (
+        f"cd {folder} && [ -d attempts ] || {{ echo 'no attempt has begun' >&2; exit 1; }}\n"
+        f"cd attempts/{which} || exit 1\n"
+        f'[ -f {file} ] || {{ echo "{file} is not there (yet); in $PWD:" $(ls) >&2; exit 1; }}\n'
+    )
+    if not follow:
+        yield from shell(launch.login, f"{script}tail -n {lines} {file}").splitlines()
+        return
+    command = f"{script}exec tail -n {lines} -F {file}"
+    process = subprocess.Popen(["ssh", launch.login, command] if launch.login else ["bash", "-c", command],
+                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        for line in process.stdout or ():
+            yield line.rstrip("\n")
+    finally:
+        process.terminate()
+
+
+def cancel(launch: Launch) -> None:
+    """End a run, and those that are chained to it. It gets the time that Slurm leaves (KillWait) to save."""
+    if launch.kind == "slurm":
+        shell(launch.login, f"timeout 20 scancel --me -n {shlex.quote(launch.job_names)}")
+    elif psutil.pid_exists(int(launch.job)):
+        os.kill(int(launch.job), signal.SIGTERM)
+
+
+def sections(output: str) -> list[tuple[str, list[str]]]:
+    """[(title, lines)] of a text with lines "@title"."""
+    sections: list[tuple[str, list[str]]] = []
+    for line in output.splitlines():
+        if line.startswith("@"):
+            sections.append((line[1:], []))
+        elif line.strip() and sections:
+            sections[-1][1].append(line)
+    return sections

@@ -1,0 +1,339 @@
+"""The program that runs once on every node of a job: checks the node, brings it into Ray and, on the head node, runs
+``gptoss rl`` until it ends or the time does.
+
+    python -m launch.node RUN_CONFIG CLUSTER_CONFIG COMMAND GROUP
+
+The nodes talk through files in the run directory (``launch.attempts``), so that a container needs nothing of Slurm.
+Slurm sends its signals to every process of a job, and Ray would die of them before a checkpoint is saved: Ray and the
+driver are started with these signals blocked, and only this program listens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from launch.attempts import Attempt, Outcome, Result, decide, earlier_outcomes, first_error, saved_steps
+from launch.cluster import ClusterConfig, load_cluster
+from launch.node_checks import check_node, odd_ones_out, slow_ones
+from launch.placement import place
+from rl_loop.config import RlConfig, RunConfig, SftConfig, load_config
+from rl_loop.run_directory import RunDirectory, read_json
+
+POLL_SECONDS = 0.5
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""SIGTERM: preempted or cancelled; SIGUSR1: the time limit is near."""
+PR_SET_PDEATHSIG = 1
+
+
+class Unfit(Exception):
+    """Nodes that are bad or missing: {node: reason}."""
+
+
+class Stopped(Exception):
+    """Slurm wants the nodes back before training has begun."""
+
+
+class AttemptEnded(Exception):
+    """The head node has written the outcome."""
+
+
+class NodeProgram:
+    """One node of one attempt. The head is the first node of group 0."""
+
+    def __init__(self, config: RunConfig, cluster: ClusterConfig, group: int) -> None:
+        self.config, self.cluster = config, cluster
+        environment = os.environ
+        self.name = environment.get("SLURMD_NODENAME", socket.gethostname())
+        environment["SLURMD_NODENAME"] = self.name
+        self.index = int(environment.get("SLURM_NODEID", 0)) + (cluster.nodes if group else 0)
+        self.names = environment.get("GPTOSS_NODES", self.name).split(",")
+        self.run = RunDirectory(config.directory)
+        self.attempt = Attempt(self.run.path / "attempts" / environment["GPTOSS_ATTEMPT"])
+        self.plan = place(config, cluster, isinstance(config, RlConfig))[self.index]
+        self.deadline = time.monotonic() + cluster.ready_seconds
+        self.scratch = Path("/tmp") / f"gptoss-ray-{environment['GPTOSS_ATTEMPT']}"
+        self.stop_requested = False
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def is_head(self) -> bool:
+        return self.index == 0
+
+    def main(self) -> int:
+        """Exit status of this node."""
+        self.attempt.create()
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._stop)
+        console = os.dup(1)
+        log = os.open(self.attempt.path / f"{self.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            if not self.is_head:
+                return self._serve()
+            outcome = self._lead()
+            lines = [f"{outcome.result}: {outcome.error}" if outcome.error else str(outcome.result), outcome.why]
+            os.write(console, ("\n".join(lines) + "\n").encode())
+            return 0 if outcome.result is Result.FINISHED else 1
+        finally:
+            self._clean_up()
+
+    # -- every node -----------------------------------------------------------------------------------------------
+
+    def _join(self) -> subprocess.Popen[bytes]:
+        """Check the node and bring it into Ray; returns the process that ends when this node's Ray does."""
+        self._report("checking")
+        check = check_node(self.cluster)
+        if check["problems"]:
+            self._report("bad", problem="; ".join(check["problems"]), **check)
+            self._wait(lambda: False)
+        self._wait(self.attempt.head.exists)
+        head = read_json(self.attempt.head)
+        if self.cluster.min_bandwidth is not None:
+            self._report("measuring", **check)
+            self._measure(head)
+        ray = self._start(ray_command(self, head), self.attempt.path / f"{self.name}.ray.log")
+        started = self.attempt.path / f"{self.name}.ray.log"
+        self._wait(lambda: "Ray runtime started" in started.read_text(errors="replace") or ray.poll() is not None)
+        if ray.poll() is not None:
+            self._report("bad", problem=f"Ray did not start: {last_line(started)}", **check)
+            self._wait(lambda: False)
+        self._report("ready", **check)
+        return ray
+
+    def _measure(self, head: dict[str, Any]) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.names)}",
+                   f"--node-rank={self.index}", f"--nproc-per-node={max(1, self.cluster.gpus_per_node)}",
+                   f"--master-addr={head['host']}", f"--master-port={head['check_port']}",
+                   "-m", "launch.bandwidth", str(self.attempt.path / "bandwidth.json")]  # fmt: skip
+        process = self._start(command, self.attempt.path / f"{self.name}.bandwidth.log")
+        self._wait(lambda: process.poll() is not None)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Until ``done``. Raises what ends the wait before: AttemptEnded, Stopped, and on the head Unfit."""
+        while not done():
+            if not self.is_head and self.attempt.outcome.exists():
+                raise AttemptEnded
+            if self.is_head and self.stop_requested:
+                raise Stopped
+            if self.is_head:
+                self._judge()
+            elif time.monotonic() > self.deadline + 60:
+                raise AttemptEnded  # the head should have decided by now; it is gone
+            time.sleep(POLL_SECONDS)
+
+    def _report(self, state: str, **values: Any) -> None:
+        self.attempt.report(self.name, state=state, **values)
+
+    def _start(self, command: list[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
+        """A child that Slurm's signals do not reach and that does not outlive this process."""
+        libc = ctypes.CDLL(None)
+
+        def in_child() -> None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+        with open(log, "ab") as output:
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=in_child,
+                env={**os.environ, **environment},
+            )  # fmt: skip
+        self.children.append(child)
+        return child
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop_requested = True
+
+    def _clean_up(self) -> None:
+        """End everything this node started, then keep Ray's logs."""
+        for child in self.children:
+            if child.poll() is None:
+                family = psutil.Process(child.pid).children(recursive=True)
+                for process in [*family, psutil.Process(child.pid)]:
+                    try:
+                        process.kill()
+                    except psutil.NoSuchProcess:
+                        continue
+        logs = self.scratch / "session_latest" / "logs"
+        shutil.copytree(logs, self.attempt.path / "ray" / self.name, ignore=lambda *_: ["old"], dirs_exist_ok=True) \
+            if logs.exists() else None  # fmt: skip
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    # -- all but the head -----------------------------------------------------------------------------------------
+
+    def _serve(self) -> int:
+        try:
+            ray = self._join()
+            while not self.attempt.outcome.exists():
+                if ray.poll() is not None:
+                    self._report("failed", problem=f"Ray ended with status {ray.returncode} on {self.name}")
+                    self._wait(lambda: False)
+                time.sleep(POLL_SECONDS)
+        except AttemptEnded:
+            pass
+        return 0
+
+    # -- the head -------------------------------------------------------------------------------------------------
+
+    def _lead(self) -> Outcome:
+        first = saved_steps(self.run)
+        outcome = Outcome(Result.FAILED, first_step=first)
+        try:
+            address = node_address()
+            base = self.cluster.ray_port
+            ports = [base, base + 3, base + 9] if base else free_ports(address, 3)
+            self.attempt.write_head(host=address, port=str(ports[0]), dashboard_port=str(ports[1]),
+                                    check_port=str(ports[2]))  # fmt: skip
+            self._join()
+            self._wait(lambda: all(r["state"] == "ready" for r in self._reports().values()) and not self._missing())
+            self._judge(complete=True)
+            status = self._drive(f"{address}:{ports[0]}")
+            if status == 0:
+                outcome.result = Result.FINISHED
+            elif status == 130 or self.stop_requested:
+                outcome.result = Result.INTERRUPTED
+            else:
+                outcome.error = self._why_failed(status)
+        except Stopped:
+            outcome.result = Result.INTERRUPTED
+        except Unfit as unfit:
+            reasons = unfit.args[0]
+            outcome.result, outcome.exclude = Result.BAD_NODES, sorted(reasons)
+            outcome.error = "; ".join(f"{node}: {reason}" for node, reason in sorted(reasons.items()))
+        except Exception as error:  # a fault of this program must not leave the other nodes waiting
+            outcome.error = f"{self.name}: {type(error).__name__}: {error}"
+        outcome.last_step = saved_steps(self.run)
+        self.attempt.write_outcome(decide(outcome, earlier_outcomes(self.run), self.cluster.retries))
+        return outcome
+
+    def _reports(self) -> dict[str, dict[str, Any]]:
+        return self.attempt.reports()
+
+    def _missing(self) -> list[str]:
+        return [name for name in self.names if name not in self._reports()]
+
+    def _judge(self, complete: bool = False) -> None:
+        """Raise Unfit once it is certain which nodes cannot take part."""
+        reports, missing = self._reports(), self._missing()
+        reasons = {node: report["problem"] for node, report in reports.items() if "problem" in report}
+        if time.monotonic() > self.deadline:
+            late = f"did not come up within {self.cluster.ready_seconds} s (cluster.ready_seconds)"
+            slow = {n: f"still {r['state']} after that time" for n, r in reports.items() if r["state"] == "checking"}
+            reasons |= dict.fromkeys(missing, late) or slow
+        elif missing:
+            return
+        if complete and self.cluster.gpus_per_node:
+            reasons |= odd_ones_out(reports)
+        measured = self.attempt.path / "bandwidth.json"
+        if complete and self.cluster.min_bandwidth is not None:
+            reasons |= slow_ones(read_json(measured), self.cluster.min_bandwidth)
+        if reasons:
+            raise Unfit(reasons)
+
+    def _drive(self, address: str) -> int:
+        """Run the training command; its exit status."""
+        config, _, command, _ = sys.argv[1:]
+        driver = self._start(
+            [sys.executable, "-m", "launch", command, config, "--resume"],
+            self.attempt.driver_log,
+            RAY_ADDRESS=address,
+            GPTOSS_PLACED="1",
+        )
+        while driver.poll() is None:
+            if self.stop_requested:
+                driver.send_signal(signal.SIGUSR1)  # again and again: it may not listen yet
+            for node, report in self._reports().items():
+                if report["state"] == "failed":
+                    time.sleep(5)  # the driver may know more
+                    self.lost = f"{node}: {report['problem']}"
+                    driver.kill()
+            time.sleep(POLL_SECONDS)
+        return driver.returncode
+
+    lost = ""
+
+    def _why_failed(self, status: int) -> str:
+        named = first_error(self.attempt.driver_log.read_text(errors="replace"))
+        if named or self.lost:
+            return named or self.lost
+        ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"the driver on {self.name} {ending}; see {self.attempt.driver_log}"
+
+
+def ray_command(node: NodeProgram, head: dict[str, Any]) -> list[str]:
+    """``ray start`` for this node."""
+    cluster, address = node.cluster, node_address()
+    command = [
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
+        f"--node-ip-address={address}", f"--node-name={node.name}",
+        f"--num-cpus={cluster.cpus_per_node or os.cpu_count()}", f"--num-gpus={cluster.gpus_per_node}",
+        f"--resources={json.dumps(node.plan.resources())}",
+    ]  # fmt: skip
+    if node.is_head:
+        command += [
+            "--head", f"--port={head['port']}", f"--temp-dir={node.scratch}", f"--dashboard-host={address}",
+            f"--dashboard-port={head['dashboard_port']}",
+        ]  # fmt: skip
+    else:
+        command.append(f"--address={head['host']}:{head['port']}")
+    if cluster.ray_port is None:
+        return [*command, "--min-worker-port=0", "--max-worker-port=0"]
+    names = ["node-manager-port", "object-manager-port", "", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
+             "runtime-env-agent-port", "metrics-export-port"]  # fmt: skip
+    command += [f"--{name}={cluster.ray_port + 1 + i}" for i, name in enumerate(names) if name]
+    return [*command, f"--min-worker-port={cluster.ray_port + 10}", f"--max-worker-port={cluster.ray_port + 999}"]
+
+
+def node_address() -> str:
+    """The address under which the other nodes reach this one."""
+    address = socket.gethostbyname(socket.gethostname())
+    if address not in ("127.0.0.1", "127.0.1.1"):  # what /etc/hosts says about itself on many machines
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # sends nothing: asks which interface would be used
+        except OSError:
+            return address
+        return probe.getsockname()[0]
+
+
+def free_ports(address: str, count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind((address, 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "no output"
+
+
+def main() -> None:
+    config_path, cluster_path, command, group = sys.argv[1:]
+    kind = RlConfig if command == RlConfig.command else SftConfig
+    config = load_config(Path(config_path), kind)
+    sys.exit(NodeProgram(config, load_cluster(cluster_path), int(group)).main())
+
+
+if __name__ == "__main__":
+    main()

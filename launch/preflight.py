@@ -1,0 +1,188 @@
+"""What would fail on the cluster, found before the job waits in a queue: one call to a shell on the login node."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.cluster import ClusterConfig
+from launch.jobs import ClusterError, sections, shell
+from rl_loop.config import ConfigError, RunConfig
+
+PROBE = r"""
+show() { echo "@$1"; shift; timeout 20 "$@" 2>&1; }
+slurm=$(command -v sbatch)
+echo "@sbatch"; echo "$slurm"
+if [ -n "$slurm" ]; then
+    show partitions sinfo -h -o '%R|%a|%l|%D|%G|%c|%m|%f'
+    show accounts sacctmgr -nP show assoc user="$(id -un)" format=account,qos
+    show pyxis sh -c 'srun --help 2>&1 | grep -c -- --container-image'
+fi
+echo "@shared_dir"
+{ mkdir -p SHARED && touch SHARED/.gptoss-preflight && rm SHARED/.gptoss-preflight; } 2>&1
+echo "@free"; df -Pk SHARED 2>/dev/null | awk 'NR == 2 {print $4}'
+echo "@python"; command -v PYTHON
+echo "@absent"; for path in PATHS; do [ -r "$path" ] || echo "$path"; done
+true
+"""
+
+
+@dataclass
+class Partition:
+    """One line of sinfo; nodes of different kinds give one line each."""
+
+    name: str
+    up: bool
+    time_limit: str
+    nodes: int
+    gres: str
+    cpus: int
+    memory: int
+    """MB of a node."""
+    features: str
+
+    @property
+    def gpus(self) -> dict[str, int]:
+        """type -> GPUs per node; the type is "" where Slurm knows none."""
+        found = re.findall(r"gpu(?::([^:,()]+))?:(\d+)", self.gres)
+        return {kind: int(count) for kind, count in found}
+
+    def __str__(self) -> str:
+        gpus = ", ".join(f"{count} GPUs {kind}".strip() for kind, count in self.gpus.items()) or "no GPUs"
+        return f"{self.name} ({self.nodes} nodes, {gpus}, {self.cpus} CPUs, limit {self.time_limit})"
+
+
+def check_before_queue(config: RunConfig, cluster: ClusterConfig) -> None:
+    """Raises ConfigError with every field that will not work, and what the cluster offers instead."""
+    local = cluster.container is None
+    named = _named_paths(config, cluster)
+    script = (
+        PROBE.replace("SHARED", shlex.quote(str(cluster.shared_dir.absolute())))
+        .replace("PYTHON", shlex.quote(cluster.python) if local else "true")
+        .replace("PATHS", " ".join(shlex.quote(str(path)) for _, path in named) or '""')
+    )
+    try:
+        answers = dict(sections(shell(cluster.login, script)))
+    except ClusterError as error:
+        raise ConfigError(f"preflight: cluster.login: {error}") from None
+    problems: list[str] = []
+    if cluster.kind == "slurm":
+        if not answers["sbatch"]:
+            where = cluster.login or "this machine"
+            raise ConfigError(
+                f"preflight: cluster.login: there is no sbatch on {where}; name a login node, or kind: local"
+            )
+        partitions = [_partition(line) for line in answers["partitions"] if line.count("|") == 7]
+        problems += slurm_problems(cluster, partitions, answers)
+    absent = set(answers["absent"]) - {""}
+    problems += [f"{key}: {path} does not exist or cannot be read there" for key, path in named if str(path) in absent]
+    if answers["shared_dir"]:
+        problems.append(f"cluster.shared_dir: {answers['shared_dir'][0]}")
+    free = int(answers["free"][0]) / 1e6 if answers["free"] else 0.0
+    if not answers["shared_dir"] and free < cluster.min_free_disk:
+        problems.append(f"cluster.shared_dir: {free:.0f} GB are free there, min_free_disk is {cluster.min_free_disk:g}")
+    if local and not answers["python"]:
+        problems.append(f"cluster.python: there is no {cluster.python} there")
+    if not problems and cluster.kind == "slurm":
+        problems += _ask_slurm(cluster)
+    if problems:
+        raise ConfigError("preflight:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def slurm_problems(cluster: ClusterConfig, partitions: list[Partition], answers: dict[str, list[str]]) -> list[str]:
+    """What Slurm's own description of the cluster rules out."""
+    accounts = [line.split("|") for line in answers.get("accounts", []) if "|" in line]
+    names = sorted({account for account, _ in accounts})
+    problems = []
+    if cluster.account and names and cluster.account not in names:
+        problems.append(f"cluster.account: {cluster.account!r} is not one of yours: {', '.join(names)}")
+    qualities = sorted({quality for _, listed in accounts for quality in listed.split(",") if quality})
+    if cluster.qos and accounts and cluster.qos not in qualities:
+        problems.append(f"cluster.qos: {cluster.qos!r} is not one of yours: {', '.join(qualities) or 'none'}")
+    if cluster.container and answers.get("pyxis") == ["0"]:
+        problems.append("cluster.container: srun has no --container-image here (pyxis is not installed); use python")
+    offers = ", ".join(str(partition) for partition in partitions)
+    fitting = [p for p in partitions if cluster.partition in (None, p.name)]
+    if not fitting:
+        return [*problems, f"cluster.partition: there is no {cluster.partition!r}; the cluster offers {offers}"]
+    if not any(p.up for p in fitting):
+        return [*problems, f"cluster.partition: {cluster.partition} is down; the cluster offers {offers}"]
+    nodes = cluster.nodes + cluster.rollout_nodes
+    wanted = cluster.gpus_per_node
+    checks = [
+        ("gpu_type", cluster.gpu_type, lambda p: not wanted or cluster.gpu_type in (None, *p.gpus)),
+        ("gpus_per_node", wanted, lambda p: wanted <= max(p.gpus.values(), default=0)),
+        ("cpus_per_node", cluster.cpus_per_node, lambda p: (cluster.cpus_per_node or 0) <= p.cpus),
+        ("memory_per_node", cluster.memory_per_node, lambda p: _megabytes(cluster.memory_per_node or "0") <= p.memory),
+        ("constraint", cluster.constraint,
+         lambda p: set(re.findall(r"[\w.-]+", cluster.constraint or "")) & set(p.features.split(","))
+         or not cluster.constraint),
+        ("time_limit", cluster.time_limit, lambda p: seconds(cluster.time_limit) <= seconds(p.time_limit)),
+    ]  # fmt: skip
+    for field, value, fits in checks:
+        remaining = [p for p in fitting if fits(p)]
+        if not remaining:
+            offer = ", ".join(map(str, fitting)) + (
+                f" with features {fitting[0].features}" if field == "constraint" else ""
+            )
+            return [*problems, f"cluster.{field}: {value} is more or other than there is: {offer}"]
+        fitting = remaining
+    if nodes > sum(p.nodes for p in fitting):
+        problems.append(f"cluster.nodes: {nodes} wanted, there are {', '.join(map(str, fitting))}")
+    return problems
+
+
+def seconds(time_limit: str) -> float:
+    """Of Slurm's [days-]hours:minutes:seconds (or minutes:seconds); infinite without a limit."""
+    if not re.fullmatch(r"[\d:-]+", time_limit):
+        return float("inf")
+    days, _, clock = time_limit.rpartition("-")
+    total = 0
+    for part in clock.split(":"):
+        total = total * 60 + int(part)
+    return int(days or 0) * 86_400 + total
+
+
+def _ask_slurm(cluster: ClusterConfig) -> list[str]:
+    """Slurm's own word, for what cannot be read from its lists."""
+    fields = ("account", "partition", "qos", "constraint", "exclude")
+    options = [f"--{field}={getattr(cluster, field)}" for field in fields if getattr(cluster, field)]
+    options += [f"--nodes={cluster.nodes + cluster.rollout_nodes}", f"--time={cluster.time_limit}", "--wrap=true"]
+    command = shlex.join(["sbatch", "--test-only", *options])
+    answer = shell(cluster.login, f"timeout 20 {command} 2>&1 || true").strip()
+    if "to start at" in answer:
+        return []
+    message = answer.splitlines()[-1] if answer else "no answer"
+    field = next((field for field in fields if field in message.lower()), "partition")
+    return [f"cluster.{field}: {message}"]
+
+
+def _partition(line: str) -> Partition:
+    name, up, limit, nodes, gres, cpus, memory, features = line.split("|")
+    return Partition(
+        name, up == "up", limit, int(nodes), gres, int(cpus.rstrip("+")), int(memory.rstrip("+")), features
+    )
+
+
+def _megabytes(memory: str) -> float:
+    factor = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}.get(memory[-1].upper(), 1)
+    return float(memory.rstrip("KMGTkmgt")) * factor
+
+
+def _named_paths(config: RunConfig, cluster: ClusterConfig) -> list[tuple[str, Path]]:
+    """(key, path) of everything that must exist on the cluster."""
+
+    def walk(value: Any, key: str) -> list[tuple[str, Path]]:
+        if isinstance(value, dict):
+            return [pair for name, item in value.items() for pair in walk(item, f"{key}.{name}" if key else name)]
+        return [(key, value)] if isinstance(value, Path) else []
+
+    found = walk(config.model_dump(exclude={"output_dir"}), "")
+    if cluster.container:
+        found += [("cluster.container.mounts", Path(m.split(":")[0])) for m in cluster.container.mounts]
+        if cluster.container.image.startswith("/"):
+            found.append(("cluster.container.image", Path(cluster.container.image)))
+    return found

@@ -1,0 +1,96 @@
+"""From a configuration and a cluster to a running job: what ``gptoss launch`` does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+from launch.cluster import ClusterConfig
+from launch.jobs import ACTIVE, Launch, known_launches, query, registry
+from launch.placement import describe, place
+from launch.preflight import check_before_queue
+from launch.snapshot import JOB_FOLDER, write_snapshot
+from rl_loop.config import ConfigError, RlConfig, RunConfig, dump_config
+
+
+def on_cluster[Config: RunConfig](config: Config, cluster: ClusterConfig) -> Config:
+    """``config`` with its relative paths below the cluster's shared directory."""
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: absolute(item) for key, item in value.items()}
+        return cluster.shared_dir.absolute() / value if isinstance(value, Path) else value
+
+    return type(config).model_validate(absolute(config.model_dump()))
+
+
+def dry_run(config: RunConfig, cluster: ClusterConfig) -> str:
+    """Everything that a launch would do, as text; nothing is written or asked of the cluster."""
+    plans = place(config, cluster, isinstance(config, RlConfig))
+    parts = [("placement", describe(plans, config)), ("memory plan", memory_plan(config, cluster))]
+    if cluster.kind == "slurm":
+        from launch.slurm_job import SlurmJob
+
+        parts.append(("sbatch script", SlurmJob(config, cluster, "SUBMITTED").script()))
+    parts.append(("configuration", dump_config(config)))
+    return "\n".join(f"# {title}\n{text.rstrip()}\n" for title, text in parts)
+
+
+def memory_plan(config: RunConfig, cluster: ClusterConfig) -> str:
+    """Predicted memory per GPU. The one place where a launch shows it."""
+    if not cluster.gpus_per_node:
+        return "  no GPUs"
+    return f"  {config.parallel.world_size} trainer ranks on {cluster.gpus_per_node} GPUs per node"
+
+
+def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
+    """Check everything that can be checked now, then start the run in the background. Raises ConfigError."""
+    for known in known_launches():
+        if known.name == config.name and (status := query(known)).state in ACTIVE:
+            raise ConfigError(
+                f"{config.name} is {status.state} ({status.detail}); `gptoss launch cancel {config.name}` ends it, "
+                "name=... starts another"
+            )
+    place(config, cluster, isinstance(config, RlConfig))
+    check_before_queue(config, cluster)
+    now = time.localtime()
+    stamp = time.strftime("%Y%m%d-%H%M%S", now)
+    if cluster.kind == "slurm":
+        from launch.slurm_job import SlurmJob
+
+        base = registry() / config.name if cluster.login else config.directory / "launch"
+        job = SlurmJob(config, cluster, stamp).submit(base)
+    else:
+        job = str(_start_here(config, cluster, stamp))
+    launch = Launch(
+        config.name, cluster.kind, cluster.login, str(config.directory), config.command, config.training.steps, job,
+        time.strftime("%Y-%m-%d %H:%M", now),
+    )  # fmt: skip
+    launch.save()
+    return launch
+
+
+def _start_here(config: RunConfig, cluster: ClusterConfig, stamp: str) -> int:
+    """The same program as on a cluster's node, from the same kind of snapshot, detached; its process id."""
+    folder = config.directory / "launch" / stamp
+    code = folder / "code"
+    code.mkdir(parents=True)
+    files = {"run.yaml": dump_config(config), "cluster.yaml": dump_config(cluster)}
+    with tarfile.open(write_snapshot(folder / "code.tar.gz", files)) as archive:
+        archive.extractall(code, filter="data")
+    environment = {
+        **os.environ,
+        **cluster.env,
+        "PYTHONPATH": f"{code}:{code}/kernels",
+        "GPTOSS_ATTEMPT": f"local-{stamp}",
+    }
+    arguments = [f"{JOB_FOLDER}/run.yaml", f"{JOB_FOLDER}/cluster.yaml", config.command, "0"]
+    with open(folder / "node.log", "ab") as output:
+        process = subprocess.Popen([cluster.python, "-m", "launch.node", *arguments], cwd=code, env=environment,
+                                   stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                                   start_new_session=True)  # fmt: skip
+    return process.pid
