@@ -90,7 +90,7 @@ class ContextLayout:
         return total - sum(Run(0, max(0, r.start - window), max(0, r.end - window)).work for r in self.runs[rank])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def balanced_layout(offsets: tuple[int, ...], size: int) -> ContextLayout:
     """Share out a row over ``size`` ranks. Raises ValueError when its tokens are no multiple of ``size``."""
     tokens = offsets[-1]

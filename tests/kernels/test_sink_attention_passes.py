@@ -1,0 +1,108 @@
+"""Forward and backward as plain functions: queries at the end of longer key ranges, keys in parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptoss_kernels.sink_attention.dispatch import why_not
+from gptoss_kernels.sink_attention.passes import Segments, attention_backward, attention_forward
+
+QUERIES, KEYS = [5, 40, 1, 7, 3], [9, 40, 33, 7, 100]
+
+
+def dense(leaves: list[torch.Tensor], queries: list[int], keys: list[int], scale: float) -> torch.Tensor:
+    """Segment by segment, with the whole matrix of scores and autograd."""
+    q, k, v, sinks = leaves
+    group = q.shape[1] // k.shape[1]
+    out = []
+    for x, key, value in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", x, key) * scale
+        hidden = torch.ones(len(x), len(key), dtype=torch.bool, device=x.device).triu(len(key) - len(x) + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        with_sink = torch.cat((scores, sinks[:, None, None].expand(-1, len(x), 1)), dim=-1).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", with_sink[..., :-1], value))
+    return torch.cat(out)
+
+
+def inputs(
+    heads: int, kv_heads: int, head_size: int, queries: list[int], keys: list[int], device: str = "cpu"
+) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = (sum(queries), heads), (sum(keys), kv_heads), (sum(keys), kv_heads), (sum(queries), heads)
+    q, k, v, grad_o = (torch.randn(*shape, head_size, dtype=torch.float64, device=device) for shape in shapes)
+    return [q, k, v, torch.randn(heads, dtype=torch.float64, device=device), grad_o]
+
+
+def test_queries_see_all_keys_up_to_their_own_place() -> None:
+    q, k, v, sinks, grad_o = inputs(4, 2, 8, QUERIES, KEYS)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    want = dense(leaves, QUERIES, KEYS, 0.3)
+    segments = Segments.of(QUERIES, KEYS, torch.device("cpu"))
+    o, lse = attention_forward(q, k, v, sinks, segments, None, 0.3)
+    torch.testing.assert_close(o, want.detach())
+    grads = attention_backward(q, k, v, sinks, o, lse, grad_o, segments, None, 0.3)
+    for got, exact in zip(grads, torch.autograd.grad(want, leaves, grad_o), strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_gradient() -> None:
+    length, near = 60, 25
+    q, k, v, sinks, grad_o = inputs(4, 2, 8, [length], [length])
+    whole = Segments.of([length], [length], q.device)
+    o, lse = attention_forward(q, k, v, sinks, whole, None, 0.3)
+    dq, dk, dv, dsinks = attention_backward(q, k, v, sinks, o, lse, grad_o, whole, None, 0.3)
+    # the last `near` tokens among themselves: exact shares of dQ, and all of their own dK and dV
+    last = slice(length - near, None)
+    part = Segments.of([near], [near], q.device)
+    shares = attention_backward(q[last], k[last], v[last], sinks, o[last], lse[last], grad_o[last], part, None, 0.3)
+    torch.testing.assert_close(shares[1], dk[last])
+    torch.testing.assert_close(shares[2], dv[last])
+    assert not torch.allclose(shares[0], dq[last])  # the earlier keys' share is missing, as it should
+    # the sink's gradient comes from the rows, whichever keys they were given
+    first = slice(0, length - near)
+    rest = Segments.of([length - near], [length - near], q.device)
+    others = attention_backward(
+        q[first], k[first], v[first], sinks, o[first], lse[first], grad_o[first], rest, None, 0.3
+    )
+    torch.testing.assert_close(shares[3] + others[3], dsinks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flash4", "window"])
+def test_gpu_backends_are_within_bf16_of_the_reference(backend: str) -> None:
+    window = 128 if backend == "window" else None
+    reason = why_not(backend, torch.device("cuda", 0), torch.bfloat16, 64, 8, 64, window)
+    if reason:
+        pytest.skip(reason)
+    keys = [1000, 129, 2048, 77]
+    queries = keys if window else [300, 129, 64, 1]
+    q, k, v, sinks, grad_o = (x.bfloat16() for x in inputs(64, 8, 64, queries, keys, "cuda"))
+    segments = Segments.of(queries, keys, q.device)
+    o, lse = attention_forward(q, k, v, sinks, segments, window, 0.125, backend)
+    got = o, lse, *attention_backward(q, k, v, sinks, o, lse, grad_o, segments, window, 0.125, backend)
+    exact = [x.double() for x in (q, k, v, sinks)]
+    o, lse = attention_forward(*exact, segments, window, 0.125, "reference")
+    want = o, lse, *attention_backward(*exact, o, lse, grad_o.double(), segments, window, 0.125, "reference")
+    for name, bound, x, y in zip(("o", "lse", "q", "k", "v", "s"), [3e-3] * 5 + [1e-2], got, want, strict=True):
+        assert (x.double() - y).norm() / y.norm() < bound, name
+
+
+@pytest.mark.gpu
+def test_a_slice_of_the_heads_needs_no_copy_first() -> None:
+    reason = why_not("flash4", torch.device("cuda", 0), torch.bfloat16, 64, 8, 64, None)
+    if reason:
+        pytest.skip(reason)
+    queries, keys = [300, 64], [1000, 64]
+    q, k, v, sinks, grad_o = (x.bfloat16() for x in inputs(64, 8, 64, queries, keys, "cuda"))
+    segments = Segments.of(queries, keys, q.device)
+    o, lse = attention_forward(q, k, v, sinks, segments, None, 0.125, "flash4")
+    heads, kv_heads = slice(16, 32), slice(2, 4)
+    part = q[:, heads], k[:, kv_heads].contiguous(), v[:, kv_heads].contiguous(), sinks[heads]
+    part_o, part_lse = attention_forward(*part, segments, None, 0.125, "flash4")
+    assert torch.equal(part_o, o[:, heads])
+    whole = attention_backward(q, k, v, sinks, o, lse, grad_o, segments, None, 0.125, "flash4")
+    grads = attention_backward(*part, part_o, part_lse, grad_o[:, heads], segments, None, 0.125, "flash4")
+    for x, y in zip(grads, (whole[0][:, heads], whole[1][:, kv_heads], whole[2][:, kv_heads]), strict=False):
+        assert (x.double() - y.double()).norm() / y.double().norm() < 3e-3

@@ -1,0 +1,240 @@
+"""Context parallelism: the layout of rows, every scheme against one rank, what is sent, what is chosen."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gptoss_kernels.sink_attention import sink_attention
+from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.context_parallel import AttentionShape, Machine, balanced_layout, candidates
+from megatron_gptoss.context_parallel.choose import choose_scheme, context_parallel_attention
+from tests.distributed import free_port, run_distributed
+
+H200 = Machine(bandwidth=300e9, rate=525e12)
+MODEL = ModelConfig(num_layers=2, num_experts=4, num_attention_heads=8, num_key_value_heads=2)
+GPTOSS = AttentionShape(heads=64, kv_heads=8, head_size=64)
+
+
+def layout_of(lengths: list[int], ranks: int) -> Any:
+    padding = -sum(lengths) % ranks
+    return balanced_layout((0, *accumulate(lengths + [padding] * (padding > 0))), ranks)
+
+
+# -- the layout -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(2, 9))
+def test_every_token_is_on_one_rank_and_every_rank_has_equally_many(lengths: list[int], ranks: int) -> None:
+    layout = layout_of(lengths, ranks)
+    tokens = layout.offsets[-1]
+    assert all(len(layout.part(rank)) == tokens // ranks for rank in range(ranks))
+    assert torch.equal(layout.order.sort().values, torch.arange(tokens))
+    assert torch.equal(layout.order[layout.inverse], torch.arange(tokens))
+    for rank, runs in enumerate(layout.runs):
+        assert torch.equal(torch.cat([layout.row_indices(run) for run in runs]), layout.part(rank))
+        for before, after in pairwise(runs):
+            assert before.sequence != after.sequence or before.end < after.start, "in order, and not adjacent"
+        whole = [r.end - r.start == layout.offsets[r.sequence + 1] - layout.offsets[r.sequence] for r in runs]
+        assert whole == sorted(whole), "shared sequences come first"
+        assert layout.shared[rank] == sum(r.end - r.start for r, alone in zip(runs, whole, strict=True) if not alone)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [16_384, 131_072])
+def test_ranks_get_equal_attention_work(ranks: int, tokens: int) -> None:
+    for seed in range(20):
+        draw, lengths, left = random.Random(seed), [], tokens
+        while left:  # agent episodes: most short, some very long
+            lengths.append(min(int(draw.lognormvariate(draw.choice([5.5, 6.5, 7.5]), 1)) + 20, left))
+            left -= lengths[-1]
+        layout = layout_of(lengths, ranks)
+        for window, bound in ((None, 1.03), (128, 1.08)):
+            work = [layout.pairs(rank, window) for rank in range(ranks)]
+            assert max(work) <= bound * sum(work) / ranks, (seed, window)
+
+
+def test_short_sequences_stay_whole_and_need_no_communication() -> None:
+    layout = layout_of([100] * 64, 4)
+    assert layout.shared == (0, 0, 0, 0)
+    for window in (None, 8):
+        best = candidates(layout, GPTOSS, window, H200)[0]
+        assert best.bytes_sent == 0
+
+
+def test_work_in_a_window_counts_the_keys_that_it_shows() -> None:
+    layout = layout_of([50, 3, 47], 2)
+    for rank in range(2):
+        pairs = sum(min(p + 1, 8) for run in layout.runs[rank] for p in range(run.start, run.end))
+        assert layout.pairs(rank, 8) == pairs
+
+
+# -- every scheme against one rank ------------------------------------------------------------------------------------
+
+HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 16
+PACKS = [
+    [64],  # crosses every boundary
+    [30, 1, 1, 5, 29, 3, 3, 8],
+    [9, 1, 2, 40, 1, 7, 4],
+    [1] * 8,
+    [3, 5],  # runs of one token, shorter than the windows
+    *[[random.Random(seed).choice([1, 2, 5, 17, 60]) for _ in range(9)] for seed in range(4)],
+]
+CASES = [(None, "all_gather"), (None, "all_to_all"), (1, "halo"), (8, "halo"), (50, "halo"), (7, "all_to_all")]
+
+
+def compare_and_count(rank: int, ranks: int, port: int) -> tuple[dict[str, float], dict[int, int]]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    result = compare_schemes(rank, ranks), count_bytes(rank, ranks)
+    dist.destroy_process_group()
+    return result
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[Any]:
+    return run_distributed(compare_and_count, 2, 2, free_port())
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[Any]:
+    return run_distributed(compare_and_count, 4, 4, free_port())
+
+
+def compare_schemes(rank: int, ranks: int) -> dict[str, float]:
+    """Largest error of O and all gradients relative to the largest value, per scheme."""
+    worst: dict[str, float] = {}
+    for lengths in PACKS:
+        layout = layout_of(lengths, ranks)
+        tokens = layout.offsets[-1]
+        torch.manual_seed(0)
+        sizes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        q, k, v, grad_o = (torch.randn(tokens, heads, HEAD_SIZE) for heads in sizes)
+        sinks = torch.randn(HEADS)
+        cu_seqlens, part = torch.tensor(layout.offsets), layout.part(rank)
+        for window, scheme in CASES:
+            whole = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+            out = sink_attention(*whole, cu_seqlens=cu_seqlens, max_seqlen=layout.longest, window=window)
+            grads = torch.autograd.grad(out, whole, grad_o)
+            want = [out[part], *(grad[part] for grad in grads[:3]), grads[3]]
+            local = [x[part].requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
+            out = context_parallel_attention(*local, layout, dist.group.WORLD, window, HEAD_SIZE**-0.5, scheme=scheme)
+            got = [out, *torch.autograd.grad(out, local, grad_o[part])]
+            dist.all_reduce(got[-1])  # each rank has its share of the sinks' gradient
+            for name, x, y in zip(("o", "dq", "dk", "dv", "dsinks"), got, want, strict=True):
+                key = f"{scheme} {name}"
+                worst[key] = max(worst.get(key, 0.0), float((x - y).abs().max() / y.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
+def test_every_scheme_equals_one_rank(ranks: str, request: pytest.FixtureRequest) -> None:
+    for worst, _ in request.getfixturevalue(ranks):
+        for name, error in worst.items():
+            assert error <= 1e-5, name
+
+
+# -- what is sent -----------------------------------------------------------------------------------------------------
+
+
+WINDOW, LENGTHS = 32, [1024, 4096, 8192]
+
+
+def count_bytes(rank: int, ranks: int) -> dict[int, int]:
+    """Bytes that this rank sends to others in forward and backward of a window layer, per length of the one sequence.
+
+    Whatever else would communicate is taken away.
+    """
+    exchange, sent = dist.all_to_all_single, []
+
+    def counted(output: torch.Tensor, given: torch.Tensor, out: list[int], splits: list[int], **options: Any) -> Any:
+        row = 2 * KV_HEADS * HEAD_SIZE * given.element_size()
+        assert given.numel() * given.element_size() == sum(splits) * row
+        sent.append((sum(splits) - splits[rank]) * row)
+        return exchange(output, given, out, splits, **options)
+
+    result = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_into_tensor", "all_gather", "all_reduce", "all_to_all", "batch_isend_irecv"):
+            patch.delattr(dist, name)
+        patch.setattr(dist, "all_to_all_single", counted)
+        for length in LENGTHS:
+            sent.clear()
+            q = torch.randn(length // ranks, HEADS, HEAD_SIZE, requires_grad=True)
+            k, v = (torch.randn(length // ranks, KV_HEADS, HEAD_SIZE, requires_grad=True) for _ in range(2))
+            inputs = q, k, v, torch.zeros(HEADS), layout_of([length], ranks), dist.group.WORLD
+            context_parallel_attention(*inputs, WINDOW, 0.25).sum().backward()
+            result[length] = sum(sent)
+    return result
+
+
+def test_a_window_layer_sends_its_window_however_long_the_sequence(two_ranks: list[Any], four_ranks: list[Any]) -> None:
+    token = 2 * KV_HEADS * HEAD_SIZE * 4  # a key and a value in fp32
+    border = (WINDOW - 1) * token
+    for ranks in (two_ranks, four_ranks):
+        for _, counts in ranks:
+            assert len(set(counts.values())) == 1, "O(window), not O(tokens)"
+    # two ranks hold chunks 0 and 3, and 1 and 2, which are one run: one border each way. Of what comes in over a border
+    # forward, the gradient goes out backward.
+    assert [counts[8192] for _, counts in two_ranks] == [2 * border] * 2
+    # four ranks: seven borders, one of them between chunks 3 and 4 of the same rank
+    assert sum(counts[8192] for _, counts in four_ranks) == 2 * 6 * border
+    predicted = candidates(layout_of([8192], 4), AttentionShape(HEADS, KV_HEADS, HEAD_SIZE, 4), WINDOW, H200)[0]
+    assert predicted.scheme == "halo"
+    assert predicted.bytes_sent == max(counts[8192] for _, counts in four_ranks)
+
+
+# -- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+def test_window_layers_take_the_halo_and_any_number_of_ranks_has_a_scheme() -> None:
+    for ranks in (2, 4, 8, 16):
+        layout = layout_of([131_072], ranks)
+        assert choose_scheme(layout, GPTOSS, 128, H200) == "halo"
+        assert choose_scheme(layout, GPTOSS, None, H200) in ("all_gather", "all_to_all")
+    assert choose_scheme(layout_of([131_072], 3), GPTOSS, None, H200) == "all_gather"
+
+
+def test_a_slow_network_takes_what_sends_least() -> None:
+    layout, slow = layout_of([32_768], 8), Machine(bandwidth=1e9, rate=525e12)
+    costs = candidates(layout, GPTOSS, None, slow)
+    assert costs[0].bytes_sent == min(cost.bytes_sent for cost in costs)
+
+
+def test_a_scheme_that_cannot_serve_a_layer_is_an_error_that_names_one_that_can() -> None:
+    shape = AttentionShape(heads=8, kv_heads=2, head_size=16)
+    with pytest.raises(ValueError, match=r"all_to_all cannot split full layers with 8 heads over 3.*use all_gather"):
+        choose_scheme(layout_of([30], 3), shape, None, H200, "all_to_all")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (
+            {"world_size": 3, "context": 3, "context_scheme_full": "all_to_all"},
+            r"context_scheme_full all_to_all needs parallel.context \(3\) to divide .*\(8\): use context 1, 2, or a",
+        ),
+        (
+            {"world_size": 3, "context": 3, "context_scheme_window": "all_to_all"},
+            r"context_scheme_window.*: use context 1, 2, or halo",
+        ),
+        ({"world_size": 6, "context": 4}, r"world_size \(6\).*\(1 x 1 x 4 = 4\): use 4 ranks"),
+    ],
+)
+def test_a_layout_that_cannot_be_split_is_named_with_one_that_can(parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**parallel).check_layout(MODEL)
+    ParallelConfig(world_size=3, context=3).check_layout(MODEL)
+
+
+def test_a_row_that_does_not_divide_names_the_padding_it_needs() -> None:
+    with pytest.raises(ValueError, match=r"19 packed tokens .* 4 context-parallel ranks; pad the row to 20 tokens"):
+        balanced_layout((0, 10, 19), 4)

@@ -1,0 +1,95 @@
+"""Whole models under context parallelism, alone and with every other kind: all gradients and log-probs of one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from converters.live import export_hf_weights, load_hf_weights
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import pack
+from megatron_gptoss.trainer import PolicyTrainer, alignment, data_parallel_slice
+from tests.distributed import free_port, run_distributed
+from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
+
+SAMPLES = documents([90, 5, 18, 41, 2, 3, 23, 12], seed=3)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "context 2": {"context": 2},
+    "context 4": {"context": 4},
+    "context 4, all-to-all": {"context": 4, "context_scheme_full": "all_to_all", "context_scheme_window": "all_to_all"},
+    "context 2, tensor 2": {"context": 2, "tensor": 2},
+    "context 2, tensor 2, expert 2": {"context": 2, "tensor": 2, "expert": 2},
+    "context 2, expert 4": {"context": 2, "expert": 4},
+    "context 2, pipeline 2": {"context": 2, "pipeline": 2},
+}
+# four ranks' runs are shorter than this window, two ranks' are longer
+WINDOWED: ModelConfig = TINY.model_copy(update={"sliding_window": 16})
+FORCED = {"context_scheme_full": "all_gather", "context_scheme_window": "halo"}
+
+
+def gradients(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
+    """All gradients by Hugging Face name (on rank 0), and the log-probs of every sample."""
+    distributed.initialize(parallel, rank, port=port)
+    try:
+        model = build_model(WINDOWED, parallel, torch.float32)
+        load_hf_weights(model, WINDOWED, hf_model(WINDOWED, std=0.15).state_dict().__getitem__)
+        trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
+        batches = data_parallel_slice(pack(SAMPLES, 256, parallel.data, alignment()))
+        tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
+        scores = {}
+        for batch, values in zip(batches, trainer.score(batches), strict=True):
+            for sample_id in batch.sample_ids[batch.sample_ids >= 0].unique().tolist():
+                scores[sample_id] = values[batch.sample_ids == sample_id]
+        step = trainer.train_step(batches, mean_cross_entropy(tokens), learning_rate=1e-9)
+        for parameter in model.parameters():
+            parameter.data = parameter.main_grad.clone()
+        named = {name: tensor.clone() for name, tensor in export_hf_weights(model, WINDOWED)}
+        return {"gradients": named, "scores": scores, "loss": step.sums["loss"]}
+    finally:
+        distributed.shutdown()
+
+
+def every_layout(rank: int, ports: list[int]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {
+        name: gradients(ParallelConfig(world_size=4, **(FORCED | layout)), rank, port)
+        for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Any]:
+    return gradients(ParallelConfig(), 0, free_port())
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict[str, Any]]:
+    return run_distributed(every_layout, 4, [free_port() for _ in LAYOUTS])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_gradients_of_a_model_equal_those_of_one_rank(
+    layout: str, one_rank: dict[str, Any], four_ranks: list[dict[str, Any]]
+) -> None:
+    got = four_ranks[0][layout]["gradients"]
+    assert got.keys() == one_rank["gradients"].keys()
+    for name, want in one_rank["gradients"].items():
+        error = float((got[name] - want).abs().max() / want.abs().max())
+        assert error <= 1e-5, f"gradient of {name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probs_come_back_in_the_order_of_the_samples(
+    layout: str, one_rank: dict[str, Any], four_ranks: list[dict[str, Any]]
+) -> None:
+    seen: dict[int, torch.Tensor] = {}
+    for rank in four_ranks:
+        assert rank[layout]["loss"] == pytest.approx(one_rank["loss"], rel=1e-6)
+        seen |= rank[layout]["scores"]
+    assert seen.keys() == one_rank["scores"].keys()
+    for sample_id, want in one_rank["scores"].items():
+        torch.testing.assert_close(seen[sample_id], want, atol=1e-4, rtol=1e-5)
