@@ -145,6 +145,20 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A run directory, such a
 
 
 @app.command()
+def plan(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    sft: Annotated[bool, typer.Option("--sft", help="CONFIG is one of `gptoss sft`.")] = False,
+) -> None:
+    """Say how the layout would run: how each kind of layer communicates under context parallelism, and why."""
+    with errors_in_one_line():
+        config = load_config(path, SftConfig if sft else RlConfig, overrides)
+        from launch.plan import attention_plan
+
+        print(attention_plan(config))
+
+
+@app.command()
 def doctor() -> None:
     """Check that this machine has everything a run needs, and say what to do where it does not."""
     from launch.doctor import print_doctor

@@ -1,0 +1,51 @@
+"""What ``gptoss plan`` prints, computed from the configuration alone."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from megatron_gptoss.context_parallel import AttentionShape, Machine, balanced_layout, candidates
+from rl_loop.config import RunConfig
+
+
+def attention_plan(config: RunConfig) -> str:
+    """Per kind of layer what each context-parallel scheme would send and cost, for a full row of longest episodes.
+
+    At run time the choice is made for every row by the same model, from the lengths that the row really has.
+    """
+    model, parallel = config.model, config.parallel
+    if parallel.context == 1:
+        return "context parallelism: none (parallel.context is 1); every rank attends to whole rows by itself"
+    limit, longest = config.training.max_tokens_per_micro_batch, config.rollout.max_tokens
+    lengths = [longest] * (limit // longest) + ([limit % longest] if limit % longest else [])
+    align = parallel.context * parallel.tensor
+    if padding := -limit % align:
+        lengths.append(padding)
+    layout = balanced_layout((0, *accumulate(lengths)), parallel.context)
+    shape = AttentionShape(
+        model.num_attention_heads // parallel.tensor,
+        model.num_key_value_heads // parallel.tensor,
+        model.head_size,
+        {"float32": 4, "bfloat16": 2}[config.dtype],
+    )
+    machine = Machine(parallel.context_bandwidth * 1e9, parallel.attention_tflops * 1e12)
+    lines = [
+        f"context parallelism over {parallel.context} ranks: {limit} tokens in {len(lengths)} sequences, "
+        f"{layout.tokens_per_rank} tokens per rank, {max(layout.shared)} of them of sequences that ranks share",
+        f"one layer, forward and backward, at {parallel.context_bandwidth:g} GB/s and {parallel.attention_tflops:g} "
+        "TFLOP/s:",
+        f"  {'layers':22}{'scheme':12}{'sent MB':>10}{'communication ms':>18}{'computation ms':>16}{'together ms':>13}",
+    ]
+    for kind, window, wanted in (
+        ("full_attention", None, parallel.context_scheme_full),
+        ("sliding_attention", model.sliding_window, parallel.context_scheme_window),
+    ):
+        found = candidates(layout, shape, window, machine)
+        chosen = found[0].scheme if wanted == "auto" else wanted
+        for cost in found:
+            lines.append(
+                f"  {model.layer_types.count(kind):3} {kind:18}{cost.scheme:12}{cost.bytes_sent / 1e6:10.2f}"
+                f"{cost.communication * 1e3:18.3f}{cost.computation * 1e3:16.3f}{cost.seconds * 1e3:13.3f}"
+                + ("  <- taken" + ("" if wanted == "auto" else " (set)") if cost.scheme == chosen else "")
+            )
+    return "\n".join(lines)

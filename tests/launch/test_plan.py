@@ -1,0 +1,50 @@
+"""``gptoss plan``: the communication of every kind of layer, with the numbers behind the choice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.plan import attention_plan
+from rl_loop.config import RlConfig, load_config
+
+CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
+LONG = [
+    "model=gpt-oss-20b",
+    "parallel.world_size=4",
+    "parallel.context=4",
+    "training.max_tokens_per_micro_batch=131072",
+    "rollout.max_tokens=131072",
+    "dtype=bfloat16",
+]
+
+
+def plan(*overrides: str) -> list[str]:
+    return attention_plan(load_config(CONFIG, RlConfig, list(overrides))).splitlines()
+
+
+def taken(lines: list[str]) -> list[list[str]]:
+    return [line.split() for line in lines if "<- taken" in line]
+
+
+def test_it_names_a_scheme_for_each_kind_of_layer_and_what_it_sends() -> None:
+    lines = plan(*LONG)
+    assert "131072 tokens in 1 sequences, 32768 tokens per rank" in lines[0]
+    full, window = taken(lines)
+    assert full[:2] == ["12", "full_attention"]
+    assert full[2] in ("all_gather", "all_to_all")
+    # two borders of 127 tokens, each with a key and a value of 8 heads of 64 in bf16, there and back
+    assert window[:4] == ["12", "sliding_attention", "halo", f"{2 * 2 * 127 * 2 * 8 * 64 * 2 / 1e6:.2f}"]
+
+
+def test_a_scheme_set_by_the_user_is_the_one_taken() -> None:
+    full, window = taken(plan(*LONG, "parallel.context_scheme_full=all_to_all"))
+    assert (full[2], window[2]) == ("all_to_all", "halo")
+    assert full[-1] == "(set)"
+
+
+@pytest.mark.parametrize("context", ["1", "3"])
+def test_any_context_size_has_a_plan(context: str) -> None:
+    lines = plan(f"parallel.world_size={context}", f"parallel.context={context}")
+    assert len(taken(lines)) == (0 if context == "1" else 2)
