@@ -17,6 +17,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -40,6 +41,7 @@ def _metadata() -> dict[str, Any]:
     return {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
     }
 
@@ -119,6 +121,7 @@ def latest_checkpoint(root: Path) -> Path | None:
     return path
 
 
+@torch.no_grad()
 def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     """Restore model and optimizer in place and return the saved training state. Collective; same layout as saved."""
     try:

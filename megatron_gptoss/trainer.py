@@ -13,7 +13,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import ParamGroupOverride, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_gptoss.config import OptimizerConfig
@@ -91,21 +92,24 @@ class PolicyTrainer:
                 # Transformer Engine adds weight gradients to Megatron's buffer inside the product. Not set through the
                 # configuration, which would ask for Apex on behalf of an output layer that we never call.
                 module.fuse_wgrad_accumulation = True
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            use_distributed_optimizer=on_gpu,
+            **(self._gpu_optimizer(config) if on_gpu and dtype == torch.bfloat16 else {}),
+        )
+        # a group of their own for the fp32 biases of the routers: Megatron confuses the order of a group of two dtypes
+        # when it saves the optimizer (start_wd only tells the groups apart)
+        router_biases = {ParamKey(name="*.router.bias"): ParamGroupOverride(start_wd=config.weight_decay)}
         self.optimizer = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.beta1,
-                adam_beta2=config.beta2,
-                adam_eps=config.eps,
-                clip_grad=config.clip_grad,
-                params_dtype=dtype,
-                bf16=dtype == torch.bfloat16,
-                **(self._gpu_optimizer(config) if on_gpu and dtype == torch.bfloat16 else {}),
-                use_distributed_optimizer=on_gpu,
-            ),
-            [self.model],
+            settings, [self.model], config_overrides=get_standard_config_overrides(settings) | router_biases
         )
 
     @staticmethod

@@ -1,0 +1,337 @@
+"""Training GPT-OSS on GPUs, measured. One case per call; under torchrun for several GPUs.
+
+    python benchmarks/train.py log-probs
+    python benchmarks/train.py step --layers 4 --length 4096 --sequences 4
+    torchrun --nproc_per_node 4 benchmarks/train.py step --expert 4 --length 4096 --sequences 4 --micro-batches 2
+    torchrun --nproc_per_node 4 benchmarks/train.py stock --expert 4
+
+Weights are random (normal with std 0.02, biases and sinks 0, norms 1), tokens uniform, routing what follows from them.
+Prints one JSON object; ``--out FILE`` appends it as a line. MFU is taken against a matrix product measured beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.log_probs import log_probs_and_entropy
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import PackedBatch, Sample, build_batch
+from megatron_gptoss.performance import forward_flops
+from megatron_gptoss.trainer import LossOutput, PolicyTrainer
+
+VOCAB = 201_088
+
+
+def milliseconds(call: Callable[[], Any], rounds: int = 5) -> float:
+    times = []
+    for _ in range(rounds + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times[1:])
+
+
+def matmul_ceiling() -> float:
+    """TFLOP/s of an 8192 x 8192 x 8192 bf16 product of random matrices through torch."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / milliseconds(lambda: a @ b, 20) / 1e9
+
+
+def log_probs_case(tokens: int = 32_768, hidden_size: int = 2880) -> dict[str, float]:
+    """Scoring and training through log_probs_and_entropy against the bare matrix products, 2,048 tokens at a time."""
+    hidden = torch.randn(tokens, hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.nn.Parameter(0.02 * torch.randn(VOCAB, hidden_size, device="cuda", dtype=torch.bfloat16))
+    buffers = {"main_grad": torch.zeros_like(weight, dtype=torch.float32), "grad_added_to_main_grad": False}
+    for name, value in buffers.items():
+        setattr(weight, name, value)
+    labels = torch.randint(0, VOCAB, (tokens,), device="cuda")
+
+    @torch.no_grad()
+    def score() -> None:
+        log_probs_and_entropy(hidden, weight, labels)
+
+    @torch.no_grad()
+    def score_products() -> None:
+        for chunk in hidden.split(2048):
+            chunk @ weight.t()
+
+    def train() -> None:
+        log_probs_and_entropy(hidden, weight, labels)[0].sum().backward()
+        hidden.grad = weight.grad = None
+
+    @torch.no_grad()
+    def train_products(again: bool) -> None:
+        for chunk in hidden.split(2048):
+            logits = chunk @ weight.t()
+            if again:
+                logits = chunk @ weight.t()
+            logits @ weight
+            logits.t() @ chunk
+
+    calls = {
+        "score": score,
+        "score_matmul": score_products,
+        "train": train,
+        "train_three_matmuls": lambda: train_products(False),
+        "train_four_matmuls": lambda: train_products(True),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    result: dict[str, float] = {}
+    for _ in range(5):  # in turn, so that clocks and temperature meet all of them
+        for name, call in calls.items():
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            times[name].append(milliseconds(call, 2))
+            result[f"{name}_extra_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+    return result | {f"{name}_ms": median(values) for name, values in times.items()}
+
+
+def random_weights(model: torch.nn.Module) -> None:
+    torch.manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1)
+            elif parameter.dim() == 1:
+                parameter.zero_()
+            else:
+                parameter.normal_(0, 0.02)
+            if "experts" not in name:
+                dist.broadcast(parameter.data, 0)
+
+
+def batches(count: int, sequences: int, length: int, rank: int) -> list[PackedBatch]:
+    generator = torch.Generator().manual_seed(rank)
+    rows = torch.randint(0, VOCAB, (count, sequences, length + 1), generator=generator).tolist()
+    return [build_batch([Sample(ids, [0] + [1] * length) for ids in row], align=8) for row in rows]
+
+
+def sft_loss(tokens: int) -> Callable[..., LossOutput]:
+    def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
+        total = -(log_probs * batch.loss_mask).sum() / tokens
+        return LossOutput(total, {"loss": total})
+
+    return loss
+
+
+class ExpertLoad:
+    """Tokens per expert of every layer, counted by hooks on the routers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.counts: list[torch.Tensor] = []
+        self.handles = [
+            module.register_forward_hook(lambda _m, _i, out: self.counts.append(out[1].sum(0).detach()))
+            for module in model.modules()
+            if type(module).__name__ == "GptOssRouter"
+        ]
+
+    def result(self, expert_parallel: int) -> dict[str, float]:
+        for handle in self.handles:
+            handle.remove()
+        counts = torch.stack(self.counts).float()
+        dist.all_reduce(counts)
+        ranks = counts.view(len(counts), expert_parallel, -1).sum(-1)
+        return {
+            "expert_load_max_over_mean": float((counts.amax(-1) / counts.mean(-1)).mean()),
+            "rank_load_max_over_mean": float((ranks.amax(-1) / ranks.mean(-1)).mean()),
+        }
+
+
+def measure_steps(step: Callable[[], Any], count: int, tokens_per_gpu: int, flops: float, ceiling: float) -> dict:
+    times = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    seconds = median(times[2:])
+    return {
+        "seconds": seconds,
+        "all_seconds": [round(x, 4) for x in times],
+        "tokens_per_second_per_gpu": tokens_per_gpu / seconds,
+        "tflops_per_gpu": flops / seconds / 1e12,
+        "mfu": flops / seconds / 1e12 / ceiling,
+        "ceiling_tflops": ceiling,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def profile_step(step: Callable[[], Any], path: Path) -> None:
+    """Write device time and count of every kernel of one step, longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        step()
+        torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        kernels = [event for event in trace.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+        kernels.sort(key=lambda event: -event.self_device_time_total)
+        rows = [f"{e.self_device_time_total / 1e3:9.2f} ms {e.count:6d} x {e.key[:160]}" for e in kernels]
+        path.write_text("\n".join(rows) + "\n")
+
+
+def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
+    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
+    parallel = ParallelConfig(
+        world_size=dist.get_world_size(), expert=args.expert, context=args.context, recompute=tuple(args.recompute)
+    )
+    model = build_model(
+        model_config, parallel, torch.bfloat16, moe_router_force_load_balancing=args.balanced, **json.loads(args.config)
+    )
+    random_weights(model)
+    optimizer = OptimizerConfig(gradient_dtype=args.gradients, moment_dtype=args.moments)
+    trainer = PolicyTrainer(model, optimizer)
+    data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rows = batches(args.micro_batches, args.sequences, args.length, data_rank)
+    tokens = data_size * sum(row.tokens for row in rows)
+    flops = 3 * forward_flops(model_config, [args.length] * args.sequences * args.micro_batches) / parallel.context
+    losses: list[float] = []
+
+    def step() -> None:
+        losses.append(trainer.train_step(rows, sft_loss(tokens), 1e-5).sums["loss"])
+
+    result = measure_steps(step, args.steps, tokens // dist.get_world_size(), flops, ceiling)
+    if args.profile:
+        profile_step(step, args.profile)
+    load = ExpertLoad(model)
+    trainer.score(rows[:1])
+    torch.cuda.reset_peak_memory_stats()
+    score = measure_steps(lambda: trainer.score(rows), 3, tokens // dist.get_world_size(), flops / 3, ceiling)
+    parameters = sum(p.numel() for p in model.parameters())
+    return {
+        **result,
+        **load.result(args.expert),
+        "score_seconds": score["seconds"],
+        "score_peak_gb": score["peak_gb"],
+        "parameters_per_gpu": parameters,
+        "losses": losses,
+    }
+
+
+def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
+    """Megatron as its examples run GPT-OSS: unpacked, Transformer Engine attention, logits held, one sequence a time.
+
+    The router's bias is bf16 there, which is numerically wrong but costs no time.
+    """
+    import contextlib
+
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    from megatron_gptoss.transformer_config import build_transformer_config
+
+    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
+    parallel = ParallelConfig(world_size=dist.get_world_size(), expert=args.expert)
+    config = build_transformer_config(
+        model_config, parallel, torch.bfloat16, activation_func=quick_gelu, bias_activation_fusion=True,
+        calculate_per_token_loss=False, moe_router_force_load_balancing=args.balanced, perform_initialization=False,
+    )  # fmt: skip
+    yarn = {
+        "yarn_rotary_scaling_factor": 32.0, "yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0, "yarn_mscale": None, "yarn_mscale_all_dim": None,
+        "yarn_correction_range_round_to_int": False, "position_embedding_type": "yarn",
+    }  # fmt: skip
+    for key, value in yarn.items():
+        setattr(config, key, value)
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=args.experts, moe_grouped_gemm=True)
+    module = GPTModel(
+        config, spec, VOCAB, args.length, position_embedding_type="yarn", rotary_base=150_000, parallel_output=False
+    )
+    module = module.cuda().bfloat16()
+    random_weights(module)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, grad_reduce_in_fp32=True
+    )
+    model = DistributedDataParallel(config, ddp, module)
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam", lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+        ),
+        [model],
+    )
+    ids = torch.randint(0, VOCAB, (args.micro_batches, 1, args.length), device="cuda")
+    positions = torch.arange(args.length, device="cuda")[None]
+
+    def step() -> None:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        for i, row in enumerate(ids):
+            with model.no_sync() if i < len(ids) - 1 else contextlib.nullcontext():
+                model(row, positions, None, labels=row.roll(-1, 1)).float().mean().backward()
+        finalize_model_grads([model])
+        optimizer.step()
+
+    flops = 3 * forward_flops(model_config, [args.length] * args.micro_batches)
+    return measure_steps(step, args.steps, args.micro_batches * args.length, flops, ceiling)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=["log-probs", "step", "stock"])
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--length", type=int, default=4096, help="tokens of every sequence")
+    parser.add_argument("--sequences", type=int, default=1, help="sequences packed into one micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--expert", type=int, default=1, help="expert parallel size")
+    parser.add_argument("--context", type=int, default=1, help="context parallel size")
+    parser.add_argument("--moments", default="fp32")
+    parser.add_argument("--gradients", default="fp32")
+    parser.add_argument("--recompute", nargs="*", default=[])
+    parser.add_argument("--balanced", action="store_true", help="route at random and evenly, for comparison only")
+    parser.add_argument("--config", default="{}", help="JSON of further TransformerConfig fields")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--profile", type=Path, help="file for the device times of one step by kernel")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    parallel = ParallelConfig(world_size=world_size, expert=args.expert, context=args.context)
+    distributed.initialize(parallel, rank, port=29_777)
+    ceiling = matmul_ceiling()
+    if args.case == "log-probs":
+        result: dict[str, Any] = log_probs_case()
+    else:
+        result = (step_case if args.case == "step" else stock_case)(args, ceiling)
+    gc.collect()
+    if rank == 0:
+        line = json.dumps(
+            {
+                "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
+                "gpus": world_size,
+                **result,
+            }
+        )
+        print(line, flush=True)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(line + "\n")
+    dist.barrier()
+    distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()
