@@ -191,7 +191,10 @@ def logs(launch: Launch, attempt: str | None, node: str | None, lines: int, foll
 def cancel(launch: Launch) -> None:
     """End a run, and those that are chained to it. It gets the time that Slurm leaves (KillWait) to save."""
     if launch.kind == "slurm":
-        shell(launch.login, f"timeout 20 scancel --me -n {shlex.quote(launch.job_names)}")
+        shell(
+            launch.login,
+            f"timeout 20 squeue -h --me -n {shlex.quote(launch.job_names)} -o %i | xargs -r timeout 20 scancel",
+        )
     elif psutil.pid_exists(int(launch.job)):
         os.kill(int(launch.job), signal.SIGTERM)
 

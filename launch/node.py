@@ -20,6 +20,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,6 +38,8 @@ from rl_loop.run_directory import RunDirectory, read_json
 POLL_SECONDS = 0.5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """SIGTERM: preempted or cancelled; SIGUSR1: the time limit is near."""
+RAY_STARTS = 3
+"""Ray gives itself 30 s to start, which a loaded machine may not do."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -106,14 +110,20 @@ class NodeProgram:
         if self.cluster.min_bandwidth is not None:
             self._report("measuring", **check)
             self._measure(head)
-        ray = self._start(ray_command(self, head), self.attempt.path / f"{self.name}.ray.log")
-        started = self.attempt.path / f"{self.name}.ray.log"
-        self._wait(lambda: "Ray runtime started" in started.read_text(errors="replace") or ray.poll() is not None)
-        if ray.poll() is not None:
-            self._report("bad", problem=f"Ray did not start: {last_line(started)}", **check)
-            self._wait(lambda: False)
-        self._report("ready", **check)
-        return ray
+        if (
+            not self.is_head
+        ):  # the others give up on a head that needs longer than 30 s, as one on a busy file system does
+            self._wait(lambda: self._reports().get(self.names[0], {}).get("state") == "ready")
+        log = self.attempt.path / f"{self.name}.ray.log"
+        for _ in range(RAY_STARTS):
+            ray = self._start(ray_command(self, head), log)
+            self._wait(partial(started_or_ended, ray, log))
+            if ray.poll() is None:
+                self._report("ready", **check)
+                return ray
+        self._report("bad", problem=f"Ray did not start: {last_line(log)}", **check)
+        self._wait(lambda: False)
+        raise AssertionError("the wait ends with an exception")
 
     def _measure(self, head: dict[str, Any]) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.names)}",
@@ -165,13 +175,11 @@ class NodeProgram:
             if child.poll() is None:
                 family = psutil.Process(child.pid).children(recursive=True)
                 for process in [*family, psutil.Process(child.pid)]:
-                    try:
+                    with suppress(psutil.NoSuchProcess):
                         process.kill()
-                    except psutil.NoSuchProcess:
-                        continue
         logs = self.scratch / "session_latest" / "logs"
-        shutil.copytree(logs, self.attempt.path / "ray" / self.name, ignore=lambda *_: ["old"], dirs_exist_ok=True) \
-            if logs.exists() else None  # fmt: skip
+        with suppress(OSError):  # also what copytree raises for single files; a log is not worth the outcome
+            shutil.copytree(logs, self.attempt.path / "ray" / self.name, dirs_exist_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     # -- all but the head -----------------------------------------------------------------------------------------
@@ -321,6 +329,10 @@ def free_ports(address: str, count: int) -> list[int]:
     finally:
         for probe in probes:
             probe.close()
+
+
+def started_or_ended(ray: subprocess.Popen[bytes], log: Path) -> bool:
+    return "Ray runtime started" in log.read_text(errors="replace") or ray.poll() is not None
 
 
 def last_line(log: Path) -> str:

@@ -156,8 +156,11 @@ def _ask_slurm(cluster: ClusterConfig) -> list[str]:
     if "to start at" in answer:
         return []
     message = answer.splitlines()[-1] if answer else "no answer"
-    field = next((field for field in fields if field in message.lower()), "partition")
-    return [f"cluster.{field}: {message}"]
+    words = message.lower().replace("node name", "exclude")  # nothing else of ours names nodes
+    field = next((field for field in fields if field in words), "partition")
+    return [
+        f"cluster.{field}: {message}; sinfo -N lists the nodes" if field == "exclude" else f"cluster.{field}: {message}"
+    ]
 
 
 def _partition(line: str) -> Partition:

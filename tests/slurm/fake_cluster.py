@@ -125,7 +125,9 @@ class FakeCluster:
             "create user slurm@localhost identified by 'slurm'; grant all on slurm.* to slurm@'127.0.0.1'; "
             "grant all on slurm.* to slurm@localhost")  # fmt: skip
         self._daemon("slurmdbd", "-D")
-        self._until(lambda: "Cluster" in self.run("sacctmgr", "show", "cluster", check=False), "slurmdbd does not start")
+        self._until(
+            lambda: "Cluster" in self.run("sacctmgr", "show", "cluster", check=False), "slurmdbd does not start"
+        )
         self.run("sacctmgr", "-i", "add", "cluster", "fake")
         self.run("sacctmgr", "-i", "add", "account", "team", "cluster=fake")
         self.run("sacctmgr", "-i", "add", "user", "root", "account=team")
@@ -211,8 +213,9 @@ JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=5
 PlugStackConfig={etc}/plugstack.conf
 {chr(10).join(nodes)}
-PartitionName=batch Nodes=ALL Default=YES MaxTime=1-00:00:00 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={GRACE_SECONDS}
-PartitionName=high Nodes=ALL MaxTime=1-00:00:00 State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=DEFAULT Nodes=ALL MaxTime=1-00:00:00 State=UP
+PartitionName=batch Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={GRACE_SECONDS}
+PartitionName=high PriorityTier=10 PreemptMode=OFF
 """)
 
 

@@ -1,0 +1,205 @@
+"""``gptoss launch`` against a real Slurm of four fake nodes on this machine. Needs root: ``make test-slurm``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.cluster import load_cluster
+from launch.preflight import check_before_queue
+from launch.submit import on_cluster
+from rl_loop.config import ConfigError, RlConfig, load_config
+from rl_loop.run_directory import RunDirectory, read_json, read_json_lines
+from tests.slurm.conftest import ROOT, SMALL, Lab, steps_done
+
+pytestmark = pytest.mark.slurm
+STEPS = "training.steps=8"
+
+
+def curve(run: RunDirectory) -> list[tuple[float, ...]]:
+    records = [record for record in read_json_lines(run.metrics) if "reward" in record]
+    assert any(record["grad_norm"] > 0 for record in records), "no step had anything to learn from"
+    return [tuple(record[name] for name in ("step", "reward", "loss", "grad_norm")) for record in records]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(lab: Lab) -> RunDirectory:
+    """A run over four nodes: one trainer rank on each of the first two, one engine on each of the others."""
+    began = time.monotonic()
+    run = lab.launch("uninterrupted", STEPS, nodes=4)
+    lab.until(lambda: steps_done(run) > 0, "the first training step")
+    print(f"\nfirst training step {time.monotonic() - began:.0f} s after `gptoss launch`")
+    lab.until(lambda: lab.outcomes(run), "the end of the run")
+    assert lab.outcomes(run)[0]["result"] == "finished"
+    return run
+
+
+def test_a_run_over_four_nodes_puts_every_part_where_it_was_planned(lab: Lab, uninterrupted: RunDirectory) -> None:
+    attempt = next((uninterrupted.path / "attempts").iterdir())
+    assert sorted(path.stem for path in (attempt / "nodes").iterdir()) == ["n1", "n2", "n3", "n4"]
+    assert len(curve(uninterrupted)) == 8
+    assert (uninterrupted.export / "model.safetensors").exists()
+    text = lab.gptoss("launch", "start", "configs/rl/tiny_retool.yaml", *SMALL, "--cluster",
+                      str(lab.cluster_file(nodes=4)), "--dry-run").stdout  # fmt: skip
+    assert "trainer 3   engines 1" in text
+
+
+def test_status_and_logs_answer_at_once(lab: Lab, uninterrupted: RunDirectory) -> None:
+    for arguments, expected in [(("status",), "step 8 of 8"), (("logs",), "step 8/8"), (("logs", "--node", "n3"), "")]:
+        began = time.monotonic()
+        done = lab.gptoss("launch", arguments[0], "uninterrupted", *arguments[1:])
+        seconds = time.monotonic() - began
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
+        assert seconds < 3
+    assert "uninterrupted" in lab.gptoss("launch", "list").stdout
+
+
+def test_preemption_and_the_time_limit_leave_the_curve_as_it_would_have_been(
+    lab: Lab, uninterrupted: RunDirectory
+) -> None:
+    run = lab.launch("interrupted", STEPS, "training.checkpoint_every=100", nodes=2)
+    lab.until(lambda: steps_done(run) >= 2, "two steps of the first attempt")
+    preemptor = lab.cluster.run(
+        "sbatch", "--parsable", "-p", "high", "-A", "team", "-N4", "--exclusive", "--wrap=sleep 1", "-o", "/dev/null"
+    )
+    lab.until(lambda: len(lab.outcomes(run)) == 1, "the first attempt to save and leave")
+    lab.until(lambda: preemptor not in lab.queue(), "the job of higher priority to run")
+    first = lab.outcomes(run)[0]
+    assert first["result"] == "interrupted"
+    assert 2 <= first["last_step"] < 8
+
+    lab.cluster.skip_requeue_delay()
+    lab.until(lambda: steps_done(run) > first["last_step"], "the second attempt to go on")
+    job = lab.cluster.run("squeue", "-h", "-n", "gptoss.interrupted", "-o", "%i")
+    lab.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # minutes; the notice comes 60 s before
+    lab.until(lambda: len(lab.outcomes(run)) == 2, "the second attempt to save and leave")
+    second = lab.outcomes(run)[1]
+    assert second["first_step"] == first["last_step"]
+
+    if second["result"] == "interrupted":
+        lab.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+        lab.cluster.skip_requeue_delay()
+        lab.until(lambda: len(lab.outcomes(run)) == 3, "the last attempt to finish")
+    assert second["result"] == "interrupted"
+    assert lab.outcomes(run)[-1]["result"] == "finished"
+    assert curve(run) == [pytest.approx(step, rel=1e-5, abs=1e-7) for step in curve(uninterrupted)]
+
+
+def test_a_killed_rank_is_the_first_error_within_a_minute(lab: Lab) -> None:
+    run = lab.launch("killed", "training.steps=500", nodes=2, retries=0)
+    lab.until(lambda: steps_done(run) >= 1, "the first step")
+    rank = next(
+        process for process in psutil.process_iter(["cmdline"])
+        if process.info["cmdline"] and process.info["cmdline"][0].startswith("ray::TrainerWorker")
+        and process.environ().get("SLURMD_NODENAME") == "n2"
+    )  # fmt: skip
+    os.kill(rank.pid, signal.SIGKILL)
+    began = time.monotonic()
+    lab.until(lambda: lab.outcomes(run) and not lab.state("killed"), "the job to end", seconds=60)
+    print(f"\nended {time.monotonic() - began:.0f} s after kill -9")
+    outcome = lab.outcomes(run)[0]
+    assert outcome["result"] == "failed"
+    assert f"trainer rank 1 on n2 (pid {rank.pid}) died" in str(outcome["error"])
+    status = lab.gptoss("launch", "status", "killed").stdout
+    assert "FAILED" in status
+    assert "trainer rank 1 on n2" in status
+
+
+def test_a_node_that_never_comes_up_is_named_and_left_out_of_the_next_attempt(lab: Lab, tmp_path: Path) -> None:
+    hanging = lab.shared / "python-that-hangs-on-n2"
+    hanging.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" = n2 ] && exec sleep 1000\nexec {sys.executable} "$@"\n')
+    hanging.chmod(0o755)
+    began = time.monotonic()
+    run = lab.launch("missing", STEPS, nodes=2, python=str(hanging), ready_seconds=10)
+    lab.until(lambda: lab.outcomes(run), "the verdict about the nodes", seconds=90)
+    assert time.monotonic() - began < 60
+    outcome = lab.outcomes(run)[0]
+    assert outcome["result"] == "bad nodes"
+    assert "n2: did not come up within 10 s" in str(outcome["error"])
+    assert outcome["exclude"] == ["n2"]
+    lab.until(lambda: "PENDING" in lab.state("missing"), "the requeue")
+    lab.until(lambda: "ExcNodeList=n2" in lab.cluster.run("scontrol", "show", "job"), "the exclusion", seconds=10)
+
+
+def test_two_nodes_in_containers_measure_their_bandwidth_before_training(lab: Lab) -> None:
+    scratch = lab.folder / "scratch"
+    scratch.mkdir()
+    (scratch / "present").touch()
+    container = {"image": "registry/gptoss:latest", "mounts": [f"{scratch}:/gptoss-scratch"]}
+    run = lab.launch("slow", STEPS, nodes=2, container=container, min_bandwidth=10_000)
+    lab.until(lambda: lab.outcomes(run), "the verdict about the nodes")
+    outcome = lab.outcomes(run)[0]
+    assert outcome["result"] == "bad nodes"
+    assert "n1: all-reduce between nodes at" in str(outcome["error"])
+    measured = read_json(next((run.path / "attempts").iterdir()) / "bandwidth.json")
+    assert measured.keys() == {"n1", "n2"}
+    assert measured["n1"]["between"] == measured["n2"]["between"] or min(m["between"] for m in measured.values()) > 0
+
+
+def test_cancel_ends_the_run_and_what_is_chained_to_it(lab: Lab) -> None:
+    lab.launch("cancelled", STEPS, nodes=2, chain=3)
+    assert len(lab.state("cancelled").splitlines()) == 3
+    lab.until(lambda: "RUNNING" in lab.state("cancelled"), "the first job to start", seconds=20)
+    assert lab.state("cancelled").count("RUNNING") == 1
+    again = lab.gptoss("launch", "configs/rl/tiny_retool.yaml", "name=cancelled", *SMALL, "--cluster",
+                       str(lab.cluster_file()))  # fmt: skip
+    assert "gptoss launch cancel cancelled" in again.stderr
+    assert lab.gptoss("launch", "cancel", "cancelled").returncode == 0
+    lab.until(lambda: not lab.state("cancelled"), "the queue to be empty", seconds=30)
+
+
+def test_trainer_and_rollout_nodes_of_a_heterogeneous_job_meet_in_one_ray(lab: Lab) -> None:
+    run = lab.launch("two_kinds", "training.steps=1", nodes=1, rollout_nodes=1)
+    lab.until(lambda: lab.outcomes(run), "the end of the run")
+    assert lab.outcomes(run)[0]["result"] == "finished"
+    assert len(list((run.path / "attempts").glob("*/nodes/*.json"))) == 2
+
+
+WRONG = [
+    ({"partition": "gpu"}, "cluster.partition: there is no 'gpu'; the cluster offers"),
+    ({"account": "nobody"}, "cluster.account: 'nobody' is not one of yours: root, team"),
+    ({"qos": "urgent"}, "cluster.qos: 'urgent' is not one of yours: normal"),
+    (
+        {"time_limit": "2-00:00:00"},
+        "cluster.time_limit: 2-00:00:00 is more or other than there is: batch (4 nodes, 8 GPUs",
+    ),
+    ({"nodes": 5}, "cluster.nodes: 5 wanted, there are batch (4 nodes"),
+    ({"gpus_per_node": 9}, "cluster.gpus_per_node: 9 is more or other than there is: batch (4 nodes, 8 GPUs h200"),
+    ({"gpus_per_node": 8, "gpu_type": "b200"}, "cluster.gpu_type: b200 is more or other than there is"),
+    ({"cpus_per_node": 64}, "cluster.cpus_per_node: 64 is more"),
+    ({"memory_per_node": "8G"}, "cluster.memory_per_node: 8G is more"),
+    ({"constraint": "nvlink"}, "cluster.constraint: nvlink is more or other"),
+    ({"exclude": "n99"}, "cluster.exclude: "),
+    ({"shared_dir": "/etc/hostname/below"}, "cluster.shared_dir: "),
+    ({"python": "/nowhere/python"}, "cluster.python: there is no /nowhere/python"),
+    ({"min_free_disk": 1e9}, "GB are free there, min_free_disk is"),
+    ({"container": {"image": "/nowhere/image.sqsh"}}, "cluster.container.image: /nowhere/image.sqsh does not exist"),
+    ({"container": {"image": "x", "mounts": ["/nowhere:/data"]}}, "cluster.container.mounts: /nowhere does not exist"),
+    ({"login": "nobody@localhost:1"}, "cluster.login: "),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_preflight_names_the_field_and_what_there_is_instead(lab: Lab, change: dict[str, object], message: str,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setenv("SLURM_CONF", lab.cluster.env["SLURM_CONF"])
+    cluster = load_cluster(str(lab.cluster_file(**change)))
+    config = on_cluster(load_config(ROOT / "configs/rl/tiny_retool.yaml", RlConfig, SMALL), cluster)
+    with pytest.raises(ConfigError) as raised:
+        check_before_queue(config, cluster)
+    assert message in str(raised.value)
+
+
+def test_preflight_finds_weights_that_are_not_on_the_cluster(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", lab.cluster.env["SLURM_CONF"])
+    cluster = load_cluster(str(lab.cluster_file()))
+    config = on_cluster(load_config(ROOT / "configs/rl/tiny_retool.yaml", RlConfig, []), cluster)
+    with pytest.raises(ConfigError, match=f"initial_weights: {lab.shared}/runs/tiny_retool_sft does not exist"):
+        check_before_queue(config, cluster)
