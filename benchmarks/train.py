@@ -30,7 +30,7 @@ from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, Sample, build_batch
-from megatron_gptoss.performance import forward_flops
+from megatron_gptoss.performance import forward_flops, matmul_ceiling
 from megatron_gptoss.trainer import LossOutput, PolicyTrainer
 
 VOCAB = 201_088
@@ -46,12 +46,6 @@ def milliseconds(call: Callable[[], Any], rounds: int = 5) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     return median(times[1:])
-
-
-def matmul_ceiling() -> float:
-    """TFLOP/s of an 8192 x 8192 x 8192 bf16 product of random matrices through torch."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / milliseconds(lambda: a @ b, 20) / 1e9
 
 
 def log_probs_case(tokens: int = 32_768, hidden_size: int = 2880) -> dict[str, float]:

@@ -254,6 +254,8 @@ class OptimizerConfig(StrictModel):
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "cosine"] = "constant"
     """What follows the warm-up; cosine falls to a tenth of the peak at the last step."""
+    on_non_finite: Literal["skip", "stop"] = "skip"
+    """What a gradient with NaN or infinity does: skip the step with a warning, or stop the run; both name it."""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """On GPUs: dtype in which gradients are added up over micro-batches and ranks. bf16 saves 2 bytes per parameter and
     loses digits with every micro-batch."""

@@ -1,8 +1,12 @@
-"""How much arithmetic a training step is: the formula behind every TFLOP/s and MFU that is reported."""
+"""How much arithmetic a training step is, and how much the GPU can do: behind every TFLOP/s and MFU reported."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from statistics import median
+
+import torch
 
 from megatron_gptoss.config import ModelConfig
 
@@ -32,3 +36,18 @@ def forward_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
     windows = [model.sliding_window if kind == "sliding_attention" else None for kind in model.layer_types]
     pairs = sum(attended_pairs(length, window) for window in windows for length in lengths)
     return 2 * per_token * sum(lengths) + 4 * queries * pairs
+
+
+@functools.cache
+def matmul_ceiling(size: int = 8192, rounds: int = 10) -> float:
+    """TFLOP/s of a bf16 product of two random size x size matrices on the current GPU, measured once (0.05 s)."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(rounds + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        a @ b
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * size**3 / median(times[2:]) / 1e9

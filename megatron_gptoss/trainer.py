@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +22,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.log_probs import log_probs_and_entropy, most_likely_tokens, whole_hidden_states
 from megatron_gptoss.packing import PackedBatch
+from megatron_gptoss.performance import forward_flops, matmul_ceiling
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -53,6 +58,15 @@ class StepStatistics:
     """Global L2 norm before clipping."""
     learning_rate: float
     parameters_updated: bool
+    not_finite: str | None = None
+    """Which parameters have a gradient that is not finite, when there is one; the step was skipped."""
+    seconds: float = 0.0
+    """Wall-clock time of the step, of the slowest rank."""
+    tokens_per_second_per_gpu: float = 0.0
+    tflops_per_gpu: float = 0.0
+    """Of the model's arithmetic, ``performance.forward_flops`` three times over; nothing is counted twice."""
+    mfu: float | None = None
+    """The same as a share of a large bf16 matrix product on this machine; None on CPUs."""
 
 
 def learning_rate_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -137,8 +151,10 @@ class PolicyTrainer:
     ) -> StepStatistics:
         """One optimizer step over this data-parallel rank's micro-batches. Collective; ranks pass equally many.
 
-        A step whose gradient is not finite changes nothing and says so in ``parameters_updated``.
+        A step whose gradient is not finite changes nothing and says so, or raises FloatingPointError where
+        ``on_non_finite`` is "stop".
         """
+        started = time.perf_counter()
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -152,12 +168,19 @@ class PolicyTrainer:
 
         outputs = self._run(batches, head, loss, forward_only=False)
         sums, maxima = self._reduce(outputs)
-        grad_norm, updated = math.nan, False
+        statistics = StepStatistics(sums, maxima, math.nan, learning_rate, parameters_updated=False)
         if self._gradients_are_finite():
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             updated, grad_norm, _ = self.optimizer.step()
-        return StepStatistics(sums, maxima, float(grad_norm), learning_rate, bool(updated))
+            statistics.parameters_updated, statistics.grad_norm = bool(updated), float(grad_norm)
+        else:
+            statistics.not_finite = self._where_gradients_are_not_finite()
+            if self.config.on_non_finite == "stop":
+                raise FloatingPointError(statistics.not_finite)
+            logger.warning("optimizer step skipped: %s", statistics.not_finite)
+        self._measure(statistics, batches, started)
+        return statistics
 
     def _gradients_are_finite(self) -> bool:
         # the largest magnitude needs no temporary, and NaN is the maximum of anything
@@ -166,6 +189,38 @@ class PolicyTrainer:
         finite = torch.stack(largest).isfinite().all().int()
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite)
+
+    def _where_gradients_are_not_finite(self) -> str:
+        names = [
+            f"{name} (rank {dist.get_rank()})"
+            for name, parameter in self.module.named_parameters()
+            if not parameter.main_grad.isfinite().all()
+        ]
+        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, names)
+        first = next(names for names in everyone if names)
+        last = next(names for names in reversed(everyone) if names)
+        return (
+            f"the gradients of {sum(map(len, everyone))} parameters are not finite, from {first[0]} to {last[-1]}; "
+            "the backward pass carries NaN towards the input, so look at the last one first"
+        )
+
+    def _measure(self, statistics: StepStatistics, batches: Sequence[PackedBatch], started: float) -> None:
+        """Speed of the step from what all data-parallel ranks did in it."""
+        device = next(self.module.parameters()).device
+        lengths = [length for batch in batches for length in batch.cu_seqlens.diff().tolist()]
+        work = torch.tensor(
+            [sum(lengths), 3 * forward_flops(self.module.config.gptoss, lengths)], dtype=torch.double, device=device
+        )
+        dist.all_reduce(work, group=parallel_state.get_data_parallel_group())
+        # the optimizer has waited for the gradient norm; what is left to wait for is its own kernels
+        seconds = torch.tensor(time.perf_counter() - started, dtype=torch.double, device=device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        statistics.seconds = float(seconds)
+        tokens, flops = (work / (dist.get_world_size() * seconds)).tolist()
+        statistics.tokens_per_second_per_gpu, statistics.tflops_per_gpu = tokens, flops / 1e12
+        if device.type == "cuda":
+            statistics.mfu = statistics.tflops_per_gpu / matmul_ceiling()
 
     def score(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[torch.Tensor]:
         """log p(labels) of every micro-batch, [tokens] each, on every rank of the data-parallel slice. Collective."""

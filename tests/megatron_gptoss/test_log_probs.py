@@ -1,19 +1,13 @@
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_gptoss import distributed, log_probs
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.log_probs import log_probs_and_entropy, most_likely_tokens
 from tests.distributed import free_port, run_distributed
+from tests.megatron_gptoss.allocations import Allocations
 
 HIDDEN, VOCAB, TOKENS, TEMPERATURE = 6, 300, 50, 0.7
 
@@ -74,36 +68,6 @@ def test_the_weight_gradient_goes_to_megatrons_buffer_once_per_backward_pass() -
     assert buffered.grad_added_to_main_grad
 
 
-class Allocations(TorchDispatchMode):
-    """Bytes of all storages that operations made and that are still alive, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live, self.peak, self.known = 0, 0, set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known:
-                    self.known.add(storage._cdata)
-                    self.live += storage.nbytes()
-                    weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.live)
-        return out
-
-    def _freed(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.live -= size
-
-
-@contextmanager
-def counted() -> Iterator[Allocations]:
-    with Allocations() as allocations:
-        yield allocations
-
-
 def test_no_pass_holds_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_probs, "CHUNK_TOKENS", 64)
     monkeypatch.setattr(log_probs, "CHUNK_COLUMNS", 1024)
@@ -111,9 +75,9 @@ def test_no_pass_holds_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch)
     hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
     weight = torch.randn(vocab, HIDDEN, requires_grad=True)
     labels = torch.randint(0, vocab, (tokens,))
-    with counted() as plain:
+    with Allocations() as plain:
         (hidden @ weight.t()).log_softmax(-1).gather(1, labels[:, None]).sum().backward()
-    with counted() as ours:
+    with Allocations() as ours:
         sum(x.sum() for x in log_probs_and_entropy(hidden, weight, labels)).backward()
     block = 64 * 1024 * 4
     assert plain.peak > 2 * tokens * vocab * 4

@@ -1,0 +1,81 @@
+"""What a training step says about itself, and what it and a scoring pass keep in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from converters.live import load_hf_weights
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import build_batch
+from megatron_gptoss.performance import attended_pairs, forward_flops
+from megatron_gptoss.trainer import PolicyTrainer
+from tests.distributed import free_port
+from tests.megatron_gptoss.allocations import Allocations
+from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    distributed.initialize(ParallelConfig(), port=free_port())
+    yield
+    distributed.shutdown()
+
+
+def policy(**settings: object) -> PolicyTrainer:
+    model = build_model(TINY, ParallelConfig())
+    load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
+    return PolicyTrainer(model, OptimizerConfig(**settings))
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, None), (50, None), (5, 8), (50, 8)])
+def test_attended_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
+    row, column = torch.arange(length)[:, None], torch.arange(length)[None]
+    mask = (column <= row) & (column > row - (window or length))
+    assert attended_pairs(length, window) == mask.sum()
+
+
+def test_flops_of_the_20b_model_are_two_per_active_parameter_and_the_attention() -> None:
+    model = ModelConfig(num_layers=24, num_experts=32)
+    active = 3_608_307_264  # published, the embedding table left out
+    parameters_that_do_not_multiply = 24 * (2 * 2880 + 64 + 5120 + 2880 + 32 + 4 * (5760 + 2880)) + 2880
+    attention = 4 * 4096 * sum(attended_pairs(1000, w) for w in [128, None] * 12)
+    assert forward_flops(model, [1000]) == 1000 * 2 * (active - parameters_that_do_not_multiply) + attention
+
+
+def test_a_step_reports_its_speed() -> None:
+    batch = build_batch(documents([20, 13]))
+    step = policy().train_step([batch], mean_cross_entropy(31), 1e-3)
+    assert step.seconds > 0
+    assert step.tokens_per_second_per_gpu == pytest.approx(31 / step.seconds)
+    assert step.tflops_per_gpu == pytest.approx(3 * forward_flops(TINY, [19, 12]) / step.seconds / 1e12)
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_skipped_or_stops_the_run() -> None:
+    batch = build_batch(documents([20, 13]))
+
+    def poisoned_step(**settings: str) -> object:
+        trainer = policy(**settings)
+        trainer.module.decoder.layers[1].mlp.router.bias.data[0] = torch.nan
+        return trainer.train_step([batch], mean_cross_entropy(31), 1e-3)
+
+    step = poisoned_step()
+    assert not step.parameters_updated
+    assert "from embedding.word_embeddings.weight (rank 0)" in step.not_finite
+    with pytest.raises(FloatingPointError, match="parameters are not finite"):
+        poisoned_step(on_non_finite="stop")
+
+
+def test_a_scoring_pass_needs_far_less_memory_than_a_training_step() -> None:
+    trainer = policy()
+    batch = build_batch(documents([1001, 1001]))
+    trainer.train_step([batch], mean_cross_entropy(2000), 1e-6)  # whatever is allocated once
+    with Allocations() as scoring:
+        trainer.score([batch])
+    with Allocations() as training:
+        trainer.train_step([batch], mean_cross_entropy(2000), 1e-6)
+    assert scoring.peak < training.peak / 2
