@@ -10,13 +10,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from transformers import GptOssForCausalLM
 
 from rl_loop.engines.cached_attention import Segment, StepLayout
-from rl_loop.engines.protocol import GenerateRequest, GenerateResult
-from rl_loop.engines.row_cache import NO_ROUTE, PrefixStore, RowCache, common_prefix
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, check_routes
+from rl_loop.engines.row_cache import PrefixStore, RowCache, common_prefix
 from rl_loop.engines.sampling import sample, sampling_log_probs
 from rl_loop.trajectory import FinishReason, WeightVersionSpan
 
@@ -250,7 +249,9 @@ class BatchedGeneration:
         try:
             checked = None
             if sequence.request.return_routed_experts:
-                checked = _check_routes(_join_routes(sequence.earlier_routes, routes), self._config.num_local_experts)
+                joined = _join_routes(sequence.earlier_routes, routes)
+                if joined is not None:
+                    checked = check_routes(joined.numpy(), self._config.num_local_experts)
             result = GenerateResult(
                 output_ids=sequence.tokens[len(sequence.request.input_ids) :],
                 output_log_probs=sequence.log_probs,
@@ -330,21 +331,3 @@ def _join_routes(earlier: torch.Tensor | None, routes: torch.Tensor | None) -> t
     if earlier is None or routes is None:
         return routes if earlier is None else earlier
     return torch.cat([earlier, routes[len(earlier) :]])
-
-
-def _check_routes(routes: torch.Tensor | None, experts: int) -> np.ndarray | None:
-    """int16 [tokens, layers, top_k] as numpy. Raises RuntimeError naming the layer whose router left no real choice."""
-    if routes is None:
-        return None
-    array = routes.numpy()
-    top_k = array.shape[2]
-    for layer in range(array.shape[1]):
-        chosen = array[:, layer]
-        # the top-k experts of a token differ from one another, so zeros in all places are a buffer nobody filled
-        empty = top_k > 1 and not chosen.any(axis=1).all()
-        if empty or chosen.min(initial=0) <= NO_ROUTE or chosen.max(initial=0) >= experts:
-            raise RuntimeError(
-                f"routed experts of layer {layer} were not recorded or are no expert numbers (all zero, negative or "
-                f">= {experts} for some token): its router did not run as expected"
-            )
-    return array

@@ -25,10 +25,17 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
+    """``request_id`` is unique; the agent loop names requests ``EPISODE/turn/tokens of the turn so far``."""
+
     request_id: str
     input_ids: list[int]
     sampling: SamplingParams
     return_routed_experts: bool = False
+
+    @property
+    def episode(self) -> str:
+        """What the requests of one episode share, each of which continues the tokens of the one before."""
+        return self.request_id.rsplit("/", 2)[0]
 
 
 @dataclass
@@ -79,3 +86,18 @@ class RolloutEngine(Protocol):
         ...
 
     async def wake(self) -> None: ...
+
+
+def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:
+    """``routes`` int16 [tokens, layers, top_k]. Raises RuntimeError naming the layer that made no real choice."""
+    for layer in range(routes.shape[1]):
+        chosen = routes[:, layer]
+        # the top-k experts of a token differ from one another, so zeros in all places are a buffer nobody filled
+        empty = routes.shape[2] > 1 and not chosen.any(axis=1).all()
+        if empty or chosen.min(initial=0) < 0 or chosen.max(initial=0) >= experts:
+            raise RuntimeError(
+                f"routed experts of layer {layer} were not recorded or are no expert numbers (all zero, negative or "
+                f">= {experts} for some token): its router did not run as expected. In SGLang the triton_kernel MoE "
+                "backend does this; triton does not"
+            )
+    return routes

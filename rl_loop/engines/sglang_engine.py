@@ -1,0 +1,314 @@
+"""RolloutEngine over many SGLang servers: routing, continuation after faults, exact tokens, log-probs and versions.
+
+A turn is streamed. Whatever ends the stream early, its tokens so far are kept: after an ``abort`` they are the answer,
+and after the death of a server the turn goes on from them on another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, check_routes
+from rl_loop.engines.sglang_client import RequestRejected, ServerFailed, SglangClient
+from rl_loop.engines.sglang_server import ServerState, ServerStatus
+from rl_loop.trajectory import FinishReason, WeightVersionSpan
+
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+STREAM_INTERVAL = 32  # tokens per chunk: what a death can cost a turn
+MAX_FAULTS = 20  # of one request; more are not the servers' bad luck
+REMEMBERED_EPISODES = 100_000
+
+
+@dataclass(eq=False)
+class _Turn:
+    """A request on its way, and what it has so far."""
+
+    request: GenerateRequest
+    result: GenerateResult = field(default_factory=lambda: GenerateResult([], [], FinishReason.ABORT))
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    client: SglangClient | None = None
+    rid: str = ""
+
+    @property
+    def room(self) -> int:
+        return self.request.sampling.max_new_tokens - len(self.result.output_ids)
+
+    def body(self) -> dict[str, object]:
+        sampling = self.request.sampling
+        self.rid = f"{self.request.request_id}#{uuid.uuid4().hex[:12]}"
+        return {
+            "rid": self.rid,
+            "input_ids": self.request.input_ids + self.result.output_ids,
+            "sampling_params": {
+                "max_new_tokens": self.room,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "sampling_seed": sampling.seed,
+                "stream_interval": STREAM_INTERVAL,
+            },
+            "return_logprob": True,
+            "return_routed_experts": self.request.return_routed_experts,
+            "stream": True,
+        }
+
+
+class SglangEngine:
+    """``servers`` tells the state of all servers; it is asked again when a second has passed or a server failed.
+
+    ``num_layers``, ``top_k``, ``num_experts`` say how routed experts are to be read. A server that does not hold policy
+    weights ``oldest_version`` or later is not used, and an answer that was made with other weights is thrown away.
+    """
+
+    def __init__(
+        self,
+        servers: Callable[[], Awaitable[list[ServerStatus]]],
+        *,
+        num_layers: int,
+        top_k: int,
+        num_experts: int,
+        idle_seconds: float = 300.0,
+        wait_seconds: float = 1800.0,
+        abort_seconds: float = 5.0,
+    ) -> None:
+        self._servers, self._routes_shape, self._num_experts = servers, (-1, num_layers, top_k), num_experts
+        self._idle_seconds, self._wait_seconds, self._abort_seconds = idle_seconds, wait_seconds, abort_seconds
+        self.oldest_version = 0
+        self.faults = 0
+        """Failures of servers that requests have met so far."""
+        self._known: list[ServerStatus] = []
+        self._asked = -math.inf
+        self._asking = asyncio.Lock()
+        self._clients: dict[str, SglangClient] = {}
+        self._load: Counter[str] = Counter()
+        self._homes: OrderedDict[str, str] = OrderedDict()  # episode -> server that has its prefix cached
+        self._turns: dict[str, _Turn] = {}
+        self._open = asyncio.Event()
+        self._open.set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Sample one continuation. Raises ValueError for a request that no server takes, RuntimeError naming the last
+        fault after ``MAX_FAULTS`` of them or if no server held the policy for ``wait_seconds``."""
+        if request.request_id in self._turns:
+            raise ValueError(f"request {request.request_id} is already running: request ids must be unique")
+        turn = self._turns[request.request_id] = _Turn(request)
+        sampling = asyncio.ensure_future(self._sample(turn))
+        aborting = asyncio.ensure_future(self._give_up(turn))
+        try:
+            await asyncio.wait({sampling, aborting}, return_when=asyncio.FIRST_COMPLETED)
+            if sampling.done():
+                sampling.result()
+            elif request.return_routed_experts:  # they come with the last token, which will not come
+                return GenerateResult([], [], FinishReason.ABORT)
+            return turn.result
+        finally:
+            del self._turns[request.request_id]
+            for task in (sampling, aborting):
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    async def _give_up(self, turn: _Turn) -> None:
+        """Ends some seconds after the turn was aborted, whatever its server does about it."""
+        await turn.aborted.wait()
+        if turn.client is not None:
+            with suppress(ServerFailed, RequestRejected):
+                body = {"rid": turn.rid, "abort_all": False}
+                await turn.client.call("/abort_request", body, seconds=self._abort_seconds)
+                await asyncio.sleep(self._abort_seconds)
+
+    async def _sample(self, turn: _Turn) -> None:
+        faults = 0
+        while True:
+            server = await self._route(turn.request.episode)
+            if turn.aborted.is_set():
+                return
+            self._load[server.url] += 1
+            try:
+                await self._stream(turn, server)
+                if turn.request.return_routed_experts and turn.result.output_ids and turn.result.routed_experts is None:
+                    raise RequestRejected(
+                        f"{server.url} returned no routed experts for request {turn.request.request_id}: does it run "
+                        "with --enable-return-routed-experts?"
+                    )
+                return
+            except ServerFailed as failure:
+                faults += 1
+                self.faults += 1
+                self._asked = -math.inf
+                self._homes.pop(turn.request.episode, None)
+                if faults == MAX_FAULTS:
+                    raise RuntimeError(
+                        f"request {turn.request.request_id} met {faults} faults, the last: {failure}"
+                    ) from failure
+                await asyncio.sleep(min(1.0, 0.01 * 2**faults))
+            finally:
+                turn.client = None
+                self._load[server.url] -= 1
+
+    async def _route(self, episode: str) -> ServerStatus:
+        """The episode's own server, else the one that has least to do."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._wait_seconds
+        while True:
+            await self._open.wait()
+            await self._ask()
+            fit = {s.url: s for s in self._known if s.state is ServerState.SYNCED and self._is_fresh(s.version)}
+            home = self._homes.get(episode)
+            if fit:
+                if home not in fit:
+                    home = min(fit, key=lambda url: self._load[url])
+                self._homes[episode] = home
+                self._homes.move_to_end(episode)
+                if len(self._homes) > REMEMBERED_EPISODES:
+                    self._homes.popitem(last=False)
+                return fit[home]
+            if loop.time() > deadline:
+                states = "; ".join(f"{s.url or 'a server'} is {s.state} {s.fault}" for s in self._known)
+                raise RuntimeError(
+                    f"no SGLang server held policy weights {self.oldest_version} or later for {self._wait_seconds:.0f} "
+                    f"seconds: {states}"
+                )
+            await asyncio.sleep(0.1)
+
+    async def _ask(self) -> None:
+        async with self._asking:
+            now = asyncio.get_running_loop().time()
+            if now > self._asked + 1:
+                self._asked = now
+                self._known = await self._servers()
+
+    def _is_fresh(self, version: int | None) -> bool:
+        return version is not None and version >= self.oldest_version
+
+    def _client(self, url: str) -> SglangClient:
+        if url not in self._clients:
+            self._clients[url] = SglangClient(url, self._idle_seconds)
+        return self._clients[url]
+
+    async def _stream(self, turn: _Turn, server: ServerStatus) -> None:
+        """Let ``server`` go on with the turn to its end. Raises ServerFailed; what came before is kept."""
+        result = turn.result
+        begin = len(result.output_ids)
+        turn.client = self._client(server.url)
+        async for chunk in turn.client.generate(turn.body()):
+            meta = chunk["meta_info"]
+            tokens, version = self._checked(chunk, meta, len(result.output_ids) - begin, server)
+            finish = meta.get("finish_reason")
+            if finish is not None and finish["type"] == "abort" and (finish.get("status_code") or 0) >= 500:
+                raise ServerFailed(f"{server.url}: {finish.get('message')}")
+            if finish is not None and turn.request.return_routed_experts:
+                rows = len(turn.request.input_ids) + len(result.output_ids) + len(tokens) - 1
+                result.routed_experts = self._routes(meta, rows) if rows and "routed_experts" in meta else None
+            result.output_ids += [token for _, token in tokens]
+            result.output_log_probs += [log_prob for log_prob, _ in tokens]
+            _extend(result.weight_versions, len(tokens), version)
+            if not begin:
+                result.cached_tokens = meta.get("cached_tokens", result.cached_tokens)
+            if finish is not None:
+                result.finish_reason = FINISH_REASONS[finish["type"]]
+                return
+        raise ServerFailed(f"{server.url}: the answer has no finish reason")
+
+    def _checked(
+        self, chunk: dict[str, object], meta: dict[str, object], have: int, server: ServerStatus
+    ) -> tuple[list[tuple[float, int]], int]:
+        """(log-prob, token) of a chunk and its weight version."""
+        version = str(meta.get("weight_version"))
+        if not version.isdigit() or not self._is_fresh(int(version)):
+            raise ServerFailed(
+                f"{server.url} answered with weights {version!r}, the policy is {self.oldest_version} or later"
+            )
+        ids: list[int] = chunk["output_ids"]  # type: ignore[assignment]
+        total = meta["completion_tokens"]
+        if total == have:  # a waiting request that is aborted repeats its last token
+            return [], int(version)
+        entries: list[list[float]] = meta["output_token_logprobs"]  # type: ignore[assignment]
+        tokens = [(float(entry[0]), int(entry[1])) for entry in entries]
+        if have + len(ids) != total or [token for _, token in tokens] != ids:
+            raise ServerFailed(
+                f"{server.url}: {len(ids)} tokens and {len(tokens)} log-probs after {have} of {total} do not fit: does "
+                "it run with --incremental-streaming-output?"
+            )
+        if not all(math.isfinite(log_prob) for log_prob, _ in tokens):
+            raise ServerFailed(f"{server.url}: a log-prob is not finite: weights {version} are broken or overflow")
+        return tokens, int(version)
+
+    def _routes(self, meta: dict[str, str], tokens: int) -> np.ndarray:
+        """int16 [tokens, layers, top_k]. Raises RuntimeError if there are routes that no router chose."""
+        flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
+        routes = flat.reshape(self._routes_shape).astype(np.int16)
+        if len(routes) != tokens:
+            raise ServerFailed(f"routed experts of {len(routes)} tokens came back, expected {tokens}")
+        return check_routes(routes, self._num_experts)
+
+    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """From any server that holds the policy. Only at temperature 1: SGLang scores prompts at no other one."""
+        if temperature != 1:
+            raise ValueError(f"SGLang scores at temperature 1 only, not {temperature}")
+        server = await self._route("")
+        return await score_on(self._client(server.url), input_ids)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        for name, turn in self._turns.items():
+            if request_id in (None, name):
+                turn.aborted.set()
+
+    async def pause(self) -> None:
+        self._open.clear()
+        await self.abort()
+
+    async def resume(self) -> None:
+        self._open.set()
+
+    async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """The servers take their weights from the trainer (``weight_sender``); now older answers are refused."""
+        self.oldest_version = version
+        self._asked = -math.inf
+
+    async def sleep(self) -> None:
+        """Servers are put to sleep by who owns them; the engine only stops asking them."""
+        await self.pause()
+
+    async def wake(self) -> None:
+        await self.resume()
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+
+async def score_on(client: SglangClient, input_ids: list[int]) -> list[float]:
+    """log p(input_ids[i] | input_ids[:i]) for i >= 1 at temperature 1, past the prefix cache. Raises ServerFailed."""
+    if len(input_ids) < 2:
+        return []
+    body = {
+        "input_ids": input_ids,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    entries = (await client.call("/generate", body))["meta_info"]["input_token_logprobs"]
+    if [entry[1] for entry in entries] != input_ids:
+        raise ServerFailed(f"{client.url}: the scored tokens are not those that were sent")
+    return [float(entry[0]) for entry in entries[1:]]
+
+
+def _extend(spans: list[WeightVersionSpan], tokens: int, version: int) -> None:
+    if not tokens:
+        return
+    end = spans[-1].end if spans else 0
+    if spans and spans[-1].version == version:
+        spans[-1] = WeightVersionSpan(spans[-1].start, end + tokens, version)
+    else:
+        spans.append(WeightVersionSpan(end, end + tokens, version))

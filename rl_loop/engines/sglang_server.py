@@ -1,0 +1,209 @@
+"""One SGLang server: its process, its health and whether it holds the policy. ``sglang_fleet`` makes Ray actors of it.
+
+    DEAD -> STARTING -> STALE -> SYNCED
+      ^________|__________|________|      the process ended, was silent or did not finish taking weights
+
+Only a SYNCED server serves. A process that is started again is another *incarnation*: what was known about the one
+before, such as its weights, does not hold for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rl_loop.engines.sglang_client import SglangClient
+
+MAX_FAILURES = 5
+"""Starts that failed one after the other, after which a server is given up."""
+MAX_BACK_OFF = 60.0  # seconds
+PR_SET_PDEATHSIG = 1
+
+
+class ServerState(StrEnum):
+    DEAD = "dead"  # no process, or one that is being killed
+    STARTING = "starting"  # not healthy yet
+    STALE = "stale"  # healthy, but its weights are not the policy
+    SYNCED = "synced"  # healthy and holds policy weights ``version``
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """``incarnation`` counts processes; ``version``: of the weights if SYNCED; ``fault``: how the last one ended."""
+
+    url: str
+    state: ServerState
+    incarnation: int = 0
+    version: int | None = None
+    fault: str = ""
+    given_up: bool = False
+
+
+class SglangServer:
+    """Keeps one server process alive. All methods run on one event loop and return at once, except ``stop``.
+
+    ``command(host, port)`` is the argument vector of a process; ``environment`` its whole environment; what it prints
+    goes to ``log``. ``start_seconds``: until then it must be healthy. ``health_seconds``: between two checks, and the
+    time for one.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[str, int], list[str]],
+        environment: dict[str, str],
+        log: Path,
+        *,
+        host: str = "127.0.0.1",
+        start_seconds: float = 1200.0,
+        health_seconds: float = 30.0,
+        back_off: float = 1.0,
+    ) -> None:
+        self._command, self._environment, self._log, self._host = command, environment, log, host
+        self._start_seconds, self._health_seconds, self._back_off = start_seconds, health_seconds, back_off
+        self._status = ServerStatus("", ServerState.DEAD)
+        self._syncing = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def status(self) -> ServerStatus:
+        return self._status
+
+    async def process_id(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def begin_sync(self, incarnation: int) -> bool:
+        """From now on its weights are in doubt. False if it is no longer that incarnation."""
+        if not self._is_alive(incarnation):
+            return False
+        self._syncing = True  # a paused server answers no health check
+        self._change(state=ServerState.STALE, version=None)
+        return True
+
+    async def end_sync(self, incarnation: int, version: int | None) -> bool:
+        """It holds weights ``version``; None: nobody knows what it holds, and it is started anew."""
+        if not self._is_alive(incarnation):
+            return False
+        self._syncing = False
+        if version is None:
+            self._change(fault="a weight sync failed half-way")
+            self._kill()
+        else:
+            self._change(state=ServerState.SYNCED, version=version)
+        return True
+
+    async def stop(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._supervisor
+        self._kill()
+
+    def _is_alive(self, incarnation: int) -> bool:
+        healthy = self._status.state in (ServerState.STALE, ServerState.SYNCED)
+        return healthy and self._status.incarnation == incarnation and self._running()
+
+    def _running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _change(self, **fields: Any) -> None:
+        self._status = ServerStatus(**{**vars(self._status), **fields})
+
+    async def _supervise(self) -> None:
+        failures = 0
+        while True:
+            fault = await self._one_incarnation()
+            was_healthy = self._status.state in (ServerState.STALE, ServerState.SYNCED)
+            failures = 1 if was_healthy else failures + 1
+            self._kill()
+            fault = self._status.fault or fault
+            given_up = failures >= MAX_FAILURES
+            self._change(state=ServerState.DEAD, version=None, fault=f"{fault}{self._tail()}", given_up=given_up)
+            if given_up:
+                return
+            await asyncio.sleep(min(MAX_BACK_OFF, self._back_off * 2 ** (failures - 1)))
+
+    async def _one_incarnation(self) -> str:
+        """Run a process until it fails; returns how it did."""
+        port = _free_port(self._host)
+        url = f"http://{self._host}:{port}"
+        client = SglangClient(url)
+        self._syncing = False
+        self._status = ServerStatus(url, ServerState.STARTING, self._status.incarnation + 1)
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("ab") as log:
+                command = self._command(self._host, port)
+                self._process = subprocess.Popen(
+                    command,
+                    env=self._environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent,
+                )
+            deadline = asyncio.get_running_loop().time() + self._start_seconds
+            while not await client.healthy(self._health_seconds):
+                if not self._running():
+                    return f"the process ended with status {self._process.returncode} while it started"
+                if asyncio.get_running_loop().time() > deadline:
+                    return f"not healthy within {self._start_seconds:.0f} seconds"
+                await asyncio.sleep(min(1.0, self._health_seconds / 4))
+            self._change(state=ServerState.STALE)
+            return await self._until_failure(client)
+        except OSError as error:
+            return f"{command[0]}: {error}"
+        finally:
+            await client.close()
+
+    async def _until_failure(self, client: SglangClient) -> str:
+        loop = asyncio.get_running_loop()
+        checked = loop.time()
+        while self._running():
+            await asyncio.sleep(min(0.2, self._health_seconds))
+            if self._syncing or loop.time() < checked + self._health_seconds:
+                continue
+            if not await client.healthy(self._health_seconds) and not self._syncing:
+                return f"no answer to a health check within {self._health_seconds:.0f} seconds"
+            checked = loop.time()
+        return f"the process ended with status {self._process.returncode if self._process else None}"
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _tail(self) -> str:
+        """The end of the log, for people."""
+        with suppress(OSError):
+            with self._log.open("rb") as log:
+                log.seek(max(0, self._log.stat().st_size - 2000))
+                lines = log.read().decode(errors="replace").strip().splitlines()[-3:]
+            return f"; {self._log} ends with: {' | '.join(lines)}"
+        return ""
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
