@@ -1,10 +1,11 @@
 # make demo   sets everything up and trains a tiny GPT-OSS to use Python: SFT, then RL (runs/tiny_retool/report.html)
 # make test   sets everything up and runs the tests that need neither GPU nor Slurm
+# make test-slurm   as root: the launcher against a real Slurm of four nodes on this machine (installs it)
 # make lint   ruff, mypy and the dependency rule
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean-venv
+.PHONY: help setup demo test test-slurm lint clean-venv
 
 GPTOSS := .venv/bin/gptoss
 # The rooms whose annotations are checked; all of them.
@@ -24,6 +25,11 @@ demo: setup
 # One thread per process: the models are tiny and several tests start two processes.
 test: setup
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow" --timeout=300 --durations=10
+
+# One machine plays four nodes, so the tests take turns; a loaded machine needs the longer limit.
+test-slurm: setup
+	@tests/slurm/install.sh
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/slurm -m slurm --timeout=600 --durations=10 -s
 
 lint: setup
 	.venv/bin/ruff check .

@@ -39,7 +39,7 @@ def test_help_explains_every_command(command: list[str]) -> None:
         ("parallel.tensor=2", "parallel.world_size (1) must be a multiple"),
         ("rollout.max_tokens=100000", "rollout.max_tokens (100000) exceeds"),
         ("model=huge", "model: there is no"),
-        ("tasks.train_path=x.jsonl", "train_path and held_out_path go together"),
+        ("tasks.sources.retool.train_path=x.jsonl", "train_path needs held_out_path"),
         ("steps", "expected key=value"),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     good = '{"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}'
     tasks.write_text(good + '\n{"task_id": \n')
     result = gptoss(
-        "sft", SFT, f"tasks.train_path={tasks}", f"tasks.held_out_path={tasks}",
+        "sft", SFT, f"tasks.sources.retool.train_path={tasks}", f"tasks.sources.retool.held_out_path={tasks}",
         f"output_dir={tmp_path}", "name=x", timeout=120,
     )  # fmt: skip
     assert result.returncode == 1

@@ -1,0 +1,275 @@
+"""What ``gptoss launch`` decides and prints, without Slurm; against a real one: tests/slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import snapshot
+from launch.attempts import Outcome, Result, decide, first_error
+from launch.cluster import ClusterConfig, load_cluster
+from launch.node import node_address
+from launch.node_checks import check_node, odd_ones_out, slow_ones
+from launch.placement import place
+from launch.preflight import Partition, seconds
+from rl_loop.config import ConfigError, RlConfig, load_config
+from rl_loop.run_directory import read_json
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+EXAMPLES = [
+    ("gpt-oss-20b_2x8", "slurm", ()),
+    ("gpt-oss-120b_8x8", "slurm_container", ("--nodes", "8")),
+]
+
+
+def gptoss(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launch", *arguments], cwd=ROOT, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "cluster", "more"), EXAMPLES)
+def test_a_dry_run_of_each_example_is_as_reviewed(config: str, cluster: str, more: tuple[str, ...],
+                                                  tmp_path: Path) -> None:  # fmt: skip
+    """After a wanted change: ``UPDATE_GOLDEN=1 pytest tests/launch/test_launch.py`` and read the difference."""
+    done = gptoss("launch", f"configs/rl/{config}.yaml", "--cluster", cluster, *more, "--dry-run",
+                  XDG_STATE_HOME=str(tmp_path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+    launching, _, configuration = done.stdout.partition("# configuration\n")
+    placement = launching[: launching.index("# memory plan")]
+    text = placement + launching[launching.index("# sbatch script") :]
+    golden = GOLDEN / f"{config}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(configuration)
+    assert load_config(resolved, RlConfig).initial_weights == Path(f"/shared/gptoss/models/{config.rpartition('_')[0]}")
+
+
+def test_the_sbatch_script_is_valid_bash() -> None:
+    for golden in GOLDEN.glob("*.txt"):
+        script = golden.read_text().partition("# sbatch script\n")[2]
+        assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_path: Path) -> None:
+    def run(*arguments: str) -> str:
+        done = gptoss("launch", *arguments, XDG_STATE_HOME=str(tmp_path / "state"), OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def until(text: str, limit: float) -> str:
+        deadline = time.monotonic() + limit
+        while text not in (answer := run("status", "background")):
+            logs = [log.read_text(errors="replace")[-800:] for log in tmp_path.rglob("*.log")]
+            assert time.monotonic() < deadline, (answer, logs)
+            time.sleep(0.5)
+        return answer
+
+    start = ["configs/sft/tiny_retool.yaml", "--sft", "name=background", f"output_dir={tmp_path}"]
+    # steps enough to be cancelled within; the second start finds the run nearly complete
+    run(*start, "training.steps=100000", "training.max_tokens_per_micro_batch=512", "model.num_layers=2")
+    directory = tmp_path / "background"
+    deadline = time.monotonic() + 100
+    while not (directory / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline, run("status", "background")
+        time.sleep(0.2)
+    run("cancel", "background")
+    answer = until("ENDED", 60)
+    assert "interrupted at step" in answer
+    outcome = read_json(next(directory.glob("attempts/*/outcome.json")))
+    done = int(outcome["last_step"])
+    assert done >= 1
+    run(*start, f"training.steps={done + 1}", "training.max_tokens_per_micro_batch=512", "model.num_layers=2")
+    answer = until("finished", 100)
+    assert f"finished at step {done + 1}" in answer
+    assert "step 1/" in run("logs", "background", "--attempt", next(iter(sorted(
+        path.name for path in (directory / "attempts").iterdir()))), "--lines", "100000")  # fmt: skip
+    assert "background" in run("list")
+
+
+@pytest.mark.parametrize(
+    ("changes", "cluster", "message"),
+    [
+        ((), {"nodes": 1, "gpus_per_node": 8}, "need 16 GPUs, cluster.nodes x gpus_per_node (1 x 8) offers 8"),
+        ((), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 4}, "parallel.world_size (8) need 8 GPUs"),
+        (("rollout.workers=9",), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 8}, "rollout.workers (9)"),
+        ((), {"nodes": 12, "gpus_per_node": 8}, "nothing would run on trainer 9, trainer 10, trainer 11"),
+    ],
+)  # fmt: skip
+def test_a_run_that_does_not_fit_names_the_keys(
+    changes: tuple[str, ...], cluster: dict[str, int], message: str
+) -> None:
+    config = load_config(ROOT / "configs/rl/gpt-oss-20b_2x8.yaml", RlConfig, list(changes))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        place(config, ClusterConfig(kind="slurm", shared_dir=Path("/shared"), **cluster), uses_rollouts=True)
+
+
+def test_ranks_are_contiguous_and_engines_fill_what_is_free() -> None:
+    config = load_config(ROOT / "configs/rl/gpt-oss-20b_2x8.yaml", RlConfig, ["rollout.workers=4", "parallel.expert=2",
+                                                                             "parallel.world_size=12"])  # fmt: skip
+    plans = place(config, ClusterConfig(kind="slurm", shared_dir=Path("/s"), nodes=2, gpus_per_node=8), True)
+    assert [plan.ranks for plan in plans] == [list(range(8)), [8, 9, 10, 11]]
+    assert [plan.workers for plan in plans] == [[], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ("kind: slurm\nshared_dir: runs\n", "shared_dir (runs) must be an absolute path"),
+        ("kind: slurm\nshared_dir: /s\npartitions: gpu\n", "partitions: unknown key"),
+        ("kind: slurm\nshared_dir: /s\nlogin: host\n", "login (host) must be user@host"),
+        ("kind: slurm\nshared_dir: /s\nenv: {path: x}\n", "env.path"),
+        ("kind: slurm\nshared_dir: /s\ntime_limit: 4h\n", "time_limit"),
+        ("kind: local\nnodes: 2\n", "kind local is one machine"),
+    ],
+)
+def test_a_wrong_cluster_file_names_the_key(yaml: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml)
+    with pytest.raises(ConfigError) as raised:
+        load_cluster(str(file))
+    assert message in str(raised.value)
+    assert "clusters in configs/cluster: local, single_node, slurm, slurm_container" in gptoss(
+        "launch", "configs/rl/tiny_retool.yaml", "--cluster", "mars"
+    ).stderr  # fmt: skip
+
+
+FAILED, INTERRUPTED, BAD = Result.FAILED, Result.INTERRUPTED, Result.BAD_NODES
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "again", "why"),
+    [
+        ([], (Result.FINISHED, 0, 9), False, "the run is complete"),
+        ([], (FAILED, 0, 0), True, "goes on from step 0"),
+        ([(FAILED, 0, 0)], (FAILED, 0, 0), False, "two attempts in a row came no further than step 0"),
+        ([(FAILED, 0, 5)], (FAILED, 5, 5), True, "goes on from step 5"),
+        ([(FAILED, 0, 5), (INTERRUPTED, 5, 5)], (INTERRUPTED, 5, 5), False, "no further than step 5"),
+        ([(FAILED, i, i + 1) for i in range(3)], (FAILED, 3, 4), False, "failed 4 times, cluster.retries is 3"),
+        ([(INTERRUPTED, i, i + 1) for i in range(9)], (INTERRUPTED, 9, 10), True, "goes on from step 10"),
+        ([], (BAD, 0, 0), True, "once more without them"),
+        ([(BAD, 0, 0), (INTERRUPTED, 0, 4)], (BAD, 4, 4), False, "already replaced once"),
+    ],
+)
+def test_the_retry_budget_ends_when_nothing_moves(
+    earlier: list[tuple[Result, int, int]], now: tuple[Result, int, int], again: bool, why: str
+) -> None:
+    def outcome(values: tuple[Result, int, int]) -> Outcome:
+        return Outcome(values[0], first_step=values[1], last_step=values[2])
+
+    decided = decide(outcome(now), [outcome(values) for values in earlier], retries=3)
+    assert (decided.requeue, why in decided.why) == (again, True)
+
+
+RAY_ERROR = """step 1/3  reward 0.1
+Traceback (most recent call last):
+  File "rl_loop/trainer_worker.py", line 80, in ready
+KeyError: 'handled'
+Traceback (most recent call last):
+  File "launch/__main__.py", line 5, in <module>
+ray.exceptions.RayTaskError(ValueError): ray::TrainerWorker.rl_step() (pid=7, ip=10.0.0.2)
+  File "rl_loop/trainer_worker.py", line 80, in rl_step
+ValueError: no token to learn from
+first on trainer rank 3 on n2 (pid 7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        (RAY_ERROR, "ValueError: no token to learn from (first on trainer rank 3 on n2 (pid 7))"),
+        ("Traceback (most recent call last):\n  x\nrl_loop.trainer_group.RankDied: rank 1 on n2 (pid 5) died: gone\n",
+         "rank 1 on n2 (pid 5) died: gone"),
+        ("gptoss: checkpoint /x cannot be loaded: no\n", "checkpoint /x cannot be loaded: no"),
+        ("step 1/3\n", ""),
+    ],
+)  # fmt: skip
+def test_the_first_error_is_the_root_exception_with_rank_and_host(log: str, error: str) -> None:
+    assert first_error(log) == error
+
+
+def cluster_of_gpus(tmp_path: Path, **changes: object) -> ClusterConfig:
+    return ClusterConfig.model_validate(
+        {"kind": "slurm", "shared_dir": tmp_path, "gpus_per_node": 2, "min_free_disk": 0, **changes}
+    )
+
+
+def fake_nvidia_smi(folder: Path, lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'E'\n{lines}\nE\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_a_node_with_a_busy_or_missing_gpu_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, "0, H200, 570, 1980, 4\n1, H200, 570, 1980, 4", monkeypatch)
+    check = check_node(cluster_of_gpus(tmp_path))
+    assert check == {"facts": {"GPU": "H200", "driver": "570", "SM clock": "1980"}, "problems": []}
+    fake_nvidia_smi(tmp_path, "0, H200, 570, 1980, 40960", monkeypatch)
+    problems = check_node(cluster_of_gpus(tmp_path, min_free_disk=1e9))["problems"]
+    assert "1 GPUs visible, cluster.gpus_per_node is 2" in problems
+    assert "GPU 0 holds 40960 MiB of another job" in problems
+    assert any("cluster.min_free_disk is 1e+09" in problem for problem in problems)
+
+
+def test_a_node_with_another_driver_or_clock_is_named() -> None:
+    reports = {f"n{i}": {"facts": {"driver": "570", "SM clock": "1980"}} for i in range(4)}
+    reports["n2"] = {"facts": {"driver": "550", "SM clock": "1980"}}
+    assert odd_ones_out(reports) == {"n2": "driver is 550, elsewhere 570"}
+
+
+def test_the_node_that_is_slow_with_both_neighbours_is_named() -> None:
+    measured = {"n1": {"within": 400.0, "between": 45.0}, "n2": {"within": 400.0, "between": 3.0}}
+    assert slow_ones(measured, 20) == {"n2": "all-reduce between nodes at 3.00 GB/s, cluster.min_bandwidth is 20"}
+    assert slow_ones({"n1": {"within": None, "between": None}}, 20) == {}
+
+
+def test_a_snapshot_holds_what_is_not_committed_and_the_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(project), *identity, *arguments], check=True, capture_output=True)
+
+    git("init")
+    (project / "kept.py").write_text("old\n")
+    (project / "removed.py").write_text("x\n")
+    (project / ".gitignore").write_text("runs/\n")
+    git("add", "-A")
+    git("commit", "-m", "first")
+    (project / "kept.py").write_text("new\n")
+    (project / "removed.py").unlink()
+    (project / "untracked.py").write_text("y\n")
+    (project / "runs").mkdir()
+    (project / "runs/large").write_text("z\n")
+    monkeypatch.setattr(snapshot, "PROJECT", project)
+    with tarfile.open(snapshot.write_snapshot(tmp_path / "code.tar.gz", {"run.yaml": "name: x\n"})) as archive:
+        archive.extractall(tmp_path / "code", filter="data")
+    code = tmp_path / "code"
+    assert (code / "kept.py").read_text() == "new\n"
+    assert sorted(path.name for path in code.iterdir()) == [".gitignore", ".gptoss", "kept.py", "untracked.py"]
+    assert "+new" in (code / ".gptoss/git.txt").read_text()
+    assert (code / ".gptoss/run.yaml").read_text() == "name: x\n"
+
+
+def test_slurm_formats_are_understood() -> None:
+    gpus = Partition("p", True, "1:00", 1, "gpu:h100:4(S:0-1),gpu:a100:2", 8, 1000, "").gpus
+    assert gpus == {"h100": 4, "a100": 2}
+    assert Partition("p", True, "1:00", 1, "gpu:8", 8, 1000, "").gpus == {"": 8}
+    assert [seconds(text) for text in ("1-02:00:00", "30:00", "infinite")] == [93_600, 1800, float("inf")]
+    assert re.fullmatch(r"[\d.]+", node_address())
