@@ -213,12 +213,15 @@ class PolicyTrainer:
             [sum(lengths), 3 * forward_flops(self.module.config.gptoss, lengths)], dtype=torch.double, device=device
         )
         dist.all_reduce(work, group=parallel_state.get_data_parallel_group())
-        # the optimizer has waited for the gradient norm; what is left to wait for is its own kernels
+        tokens, flops = work.tolist()  # which waits for everything before it on the GPU
         seconds = torch.tensor(time.perf_counter() - started, dtype=torch.double, device=device)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         statistics.seconds = float(seconds)
-        tokens, flops = (work / (dist.get_world_size() * seconds)).tolist()
-        statistics.tokens_per_second_per_gpu, statistics.tflops_per_gpu = tokens, flops / 1e12
+        gpu_seconds = dist.get_world_size() * statistics.seconds
+        statistics.tokens_per_second_per_gpu, statistics.tflops_per_gpu = (
+            tokens / gpu_seconds,
+            flops / gpu_seconds / 1e12,
+        )
         if device.type == "cuda":
             statistics.mfu = statistics.tflops_per_gpu / matmul_ceiling()
 
