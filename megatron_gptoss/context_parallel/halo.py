@@ -8,6 +8,7 @@ enters every row's softmax once, and its gradient comes from that one pass over 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,7 @@ class HaloPlan:
     border: Segments
     """Per run with a halo: the halo and the run's first window - 1 rows."""
     border_rows: torch.Tensor
-    """Which local tokens the border's tokens are; token 0 stands in for those of the halo."""
-    border_keys: torch.Tensor
-    """Which tokens of (received, then local) the border's tokens are."""
+    """Which local tokens the border's tokens are; token 0 stands in where the halo's go."""
     inside: torch.Tensor
     """Which of the border's tokens are rows of a run."""
     rows: torch.Tensor
@@ -63,36 +62,58 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
     wanted = [torch.cat(_halo_tokens(layout, r, window) or empty) for r in range(size)]
     sent = [tokens[tokens // share == rank] - rank * share for tokens in wanted]
     mine = wanted[rank]
-    by_owner = torch.argsort(mine // share, stable=True)
-    arrival = torch.empty_like(by_owner).index_copy_(0, by_owner, torch.arange(len(mine)))
-    rows, keys, inside = list(empty), list(empty), list(empty)
+    rows, places, inside = list(empty), list(empty), list(empty)
     border: list[int] = []
-    first = taken = 0
+    first = 0
     for run, length in zip(layout.runs[rank], lengths, strict=True):
         halo, redone = min(run.start, window - 1), min(length, window - 1)
         if halo:
-            local = torch.arange(first, first + redone)
-            rows += [torch.zeros(halo, dtype=torch.int64), local]
-            keys += [arrival[taken : taken + halo], local + len(mine)]
-            inside += [torch.arange(redone) + sum(border) + halo]
+            rows += [torch.zeros(halo, dtype=torch.int64), torch.arange(first, first + redone)]
+            places.append(torch.arange(halo) + sum(border))
+            inside.append(torch.arange(redone) + sum(border) + halo)
             border.append(halo + redone)
-            taken += halo
         first += length
-    key_index, inside_index, row_index = torch.cat(keys), torch.cat(inside), torch.cat(rows)
-    is_halo = key_index < len(mine)
-    halo_index = torch.empty_like(mine).index_copy_(0, key_index[is_halo], is_halo.nonzero()[:, 0])
+    row_index, inside_index = torch.cat(rows), torch.cat(inside)
     return HaloPlan(
         runs=Segments.of(lengths, lengths, device),
         border=Segments.of(border, border, device),
         border_rows=row_index.to(device),
-        border_keys=key_index.to(device),
         inside=inside_index.to(device),
         rows=row_index[inside_index].to(device),
-        halo=halo_index.to(device),
+        halo=torch.cat(places)[torch.argsort(mine // share, stable=True)].to(device),  # they arrive by owner
         sent=torch.cat(sent).to(device),
         send_counts=[len(tokens) for tokens in sent],
         receive_counts=torch.bincount(mine // share, minlength=size).tolist(),
     )
+
+
+class _Beside:
+    """A second stream for small kernels that must not queue behind large ones: forks where it is made, until ``join``.
+
+    What is allocated within belongs to that stream; every later fork waits for the first stream, so nothing is reused
+    too early. Does nothing on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = _second_stream(device) if device.type == "cuda" else None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def __enter__(self) -> None:
+        self.context = torch.cuda.stream(self.stream)
+        self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.context.__exit__(*error)
+
+    def join(self) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class _HaloAttention(torch.autograd.Function):
@@ -110,19 +131,21 @@ class _HaloAttention(torch.autograd.Function):
         received = q.new_empty(len(plan.halo), 2, *k.shape[1:])
         sent = torch.stack((k[plan.sent], v[plan.sent]), dim=1)
         work = dist.all_to_all_single(received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True)
-        o, lse = attention_forward(q, k, v, sinks, plan.runs, *settings)
-        work.wait()
         border: tuple[torch.Tensor, ...] = ()
-        if len(plan.rows):
-            local = plan.border_keys.clamp(min=len(received)) - len(received)
-            is_halo = (plan.border_keys < len(received))[:, None, None]
-            from_halo = received[plan.border_keys.clamp(max=len(received) - 1)]
-            keys, values = (torch.where(is_halo, from_halo[:, i], x[local]) for i, x in enumerate((k, v)))
-            queries = q[plan.border_rows]
-            border_o, border_lse = attention_forward(queries, keys, values, sinks, plan.border, *settings)
+        beside = _Beside(q.device)
+        o, lse = attention_forward(q, k, v, sinks, plan.runs, *settings)
+        with beside:
+            work.wait()
+            if len(plan.rows):
+                queries, keys, values = (x.index_select(0, plan.border_rows) for x in (q, k, v))
+                keys.index_copy_(0, plan.halo, received[:, 0])
+                values.index_copy_(0, plan.halo, received[:, 1])
+                border_o, border_lse = attention_forward(queries, keys, values, sinks, plan.border, *settings)
+                border = queries, keys, values, border_o, border_lse
+        beside.join()
+        if border:
             o.index_copy_(0, plan.rows, border_o[plan.inside])
             lse.index_copy_(0, plan.rows, border_lse[plan.inside])
-            border = queries, keys, values, border_o, border_lse
         ctx.save_for_backward(q, k, v, sinks, o, lse, *border)
         ctx.arguments = plan, group, settings
         return o
@@ -133,19 +156,24 @@ class _HaloAttention(torch.autograd.Function):
         q, k, v, sinks, o, lse, *border = ctx.saved_tensors
         plan, group, settings = ctx.arguments
         grad_o = grad_o.contiguous()
-        home = q.new_empty(len(plan.halo), 2, *k.shape[1:])
-        border_dq = None
-        if border:
-            queries, keys, values, border_o, border_lse = border
-            # no gradient comes in through the halo's stand-in rows, so nothing goes out through them
-            border_grad = torch.zeros_like(border_o).index_copy_(0, plan.inside, grad_o[plan.rows])
-            border_dq, *halo_grads, _ = attention_backward(
-                queries, keys, values, sinks, border_o, border_lse, border_grad, plan.border, *settings
-            )
-            home = torch.stack([x[plan.halo] for x in halo_grads], dim=1)
         returned = q.new_empty(len(plan.sent), 2, *k.shape[1:])
-        work = dist.all_to_all_single(returned, home, plan.send_counts, plan.receive_counts, group=group, async_op=True)
+        border_dq = None
+        beside = _Beside(q.device)
+        with beside:
+            home = q.new_empty(0, 2, *k.shape[1:])
+            if border:
+                queries, keys, values, border_o, border_lse = border
+                # no gradient comes in through the halo's stand-in rows, so nothing goes out through them
+                border_grad = torch.zeros_like(border_o).index_copy_(0, plan.inside, grad_o[plan.rows])
+                border_dq, *halo_grads, _ = attention_backward(
+                    queries, keys, values, sinks, border_o, border_lse, border_grad, plan.border, *settings
+                )
+                home = torch.stack([x[plan.halo] for x in halo_grads], dim=1)
+            work = dist.all_to_all_single(
+                returned, home, plan.send_counts, plan.receive_counts, group=group, async_op=True
+            )
         dq, dk, dv, dsinks = attention_backward(q, k, v, sinks, o, lse, grad_o, plan.runs, *settings)
+        beside.join()
         if border_dq is not None:
             dq.index_copy_(0, plan.rows, border_dq[plan.inside])
         work.wait()
