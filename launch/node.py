@@ -262,7 +262,10 @@ class NodeProgram:
             RAY_ADDRESS=address,
             GPTOSS_PLACED="1",
         )
+        discovery = self.scratch / "prom_metrics_service_discovery.json"  # Ray keeps it up to date
         while driver.poll() is None:
+            if discovery.exists():
+                shutil.copyfile(discovery, self.attempt.path / "prometheus.json")
             if self.stop_requested:
                 driver.send_signal(signal.SIGUSR1)  # again and again: it may not listen yet
             for node, report in self._reports().items():

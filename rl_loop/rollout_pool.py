@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from rl_loop.config import RunConfig
 from rl_loop.environments import Task
+from rl_loop.observers import RolloutCounters
 from rl_loop.placed import ROLLOUT_WORKER, place_of
 from rl_loop.rollout_worker import RolloutWorker
 from rl_loop.trajectory import TrajectoryGroup
@@ -45,6 +46,7 @@ class RolloutPool:
         self._threads = max(1, (os.cpu_count() or 1) // config.rollout.workers)
         self._weights: tuple[Any, int] | None = None
         self._restarts = 0
+        self._counters = RolloutCounters()
         self._workers = [self._start(index) for index in range(config.rollout.workers)]
 
     def _start(self, index: int) -> Any:
@@ -95,6 +97,7 @@ class RolloutPool:
             number, index = running.pop(reference)
             try:
                 results[number] = ray.get(reference)
+                self._counters.count(index, results[number])
             except RayActorError as death:
                 lost = [number] + [n for n, i in running.values() if i == index]
                 running = {ref: (n, i) for ref, (n, i) in running.items() if i != index}

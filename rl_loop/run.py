@@ -123,6 +123,7 @@ class Interrupted(Exception):
 def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: bool) -> Iterator[Session]:
     """Everything that a training run starts, and stops again: directory, Ray, trainer ranks, metrics, signals."""
     run = start_run(config.directory, dump_config(config), resume=resume, overwrite=overwrite)
+    from rl_loop.observers import step_listeners
     from rl_loop.tasks import TaskSource  # these import torch and Ray; a wrong directory should not wait for them
     from rl_loop.trainer_group import TrainerGroup
 
@@ -132,7 +133,9 @@ def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: 
         state = (trainer.resume() if resume else None) or {"step": 0, "seconds": 0.0}
         first, interrupt = int(state["step"]), Interrupt()
         with show(config.name, config.training.steps, first) as progress:
-            writer = MetricsWriter(run, first - 1 if resume else None, listeners=[progress.step])
+            writer = MetricsWriter(
+                run, first - 1 if resume else None, listeners=[progress.step, *step_listeners(config)]
+            )
             with interrupt.installed(lambda: progress.note("stopping after this step; Ctrl-C again stops at once")):
                 tasks = TaskSource(config)
                 yield Session(

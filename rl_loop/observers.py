@@ -1,0 +1,79 @@
+"""Where a run's numbers go besides its own directory: Prometheus through Ray, and Weights & Biases if asked for.
+
+Every node of a Ray cluster serves what is recorded here beside Ray's own metrics; ``gptoss launch`` puts the list of
+addresses into ``attempts/*/prometheus.json`` of the run, in the form of Prometheus' file_sd.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ray.util.metrics import Counter, Gauge
+
+from rl_loop.config import ConfigError, RunConfig, dump_config
+from rl_loop.trajectory import TrajectoryGroup
+
+Listener = Callable[[int, dict[str, float]], None]
+
+
+class RolloutCounters:
+    """Totals per rollout worker: its engine's sampled tokens, its episodes, and its sandbox's calls and failures."""
+
+    def __init__(self) -> None:
+        self._counters = {
+            name: Counter(f"gptoss_rollout_{name}", description=text, tag_keys=("worker",))
+            for name, text in (
+                ("sampled_tokens", "tokens that the engine sampled"),
+                ("episodes", "finished episodes"),
+                ("tool_calls", "calls of tools"),
+                ("tool_errors", "calls of tools that failed"),
+            )
+        }
+
+    def count(self, worker: int, group: TrajectoryGroup) -> None:
+        for trajectory in group.trajectories:
+            self._add("sampled_tokens", worker, sum(trajectory.loss_mask))
+            self._add("episodes", worker, 1)
+            self._add("tool_calls", worker, trajectory.tool_calls)
+            self._add("tool_errors", worker, trajectory.tool_errors)
+
+    def _add(self, name: str, worker: int, value: int) -> None:
+        if value:  # Ray refuses a zero
+            self._counters[name].inc(value, tags={"worker": str(worker)})
+
+
+def prometheus_listener(run_name: str) -> Listener:
+    """Every metric of a step as a gauge ``gptoss_NAME``."""
+    gauges: dict[str, Gauge] = {}
+
+    def listen(step: int, values: dict[str, float]) -> None:
+        for name, value in {"step": float(step), **values}.items():
+            if name not in gauges:
+                metric = "gptoss_" + re.sub(r"\W", "_", name)
+                gauges[name] = Gauge(metric, description=f"{name} of the newest step", tag_keys=("run",))
+            gauges[name].set(value, tags={"run": run_name})
+
+    return listen
+
+
+def wandb_listener(config: RunConfig) -> Listener:
+    """The same curves at Weights & Biases; a resumed run continues its own."""
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError("WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it") from None
+    run: Any = wandb.init(name=config.name, id=config.name, resume="allow", config={"yaml": dump_config(config)})
+
+    def listen(step: int, values: dict[str, float]) -> None:
+        run.log(values, step=step)
+
+    return listen
+
+
+def step_listeners(config: RunConfig) -> list[Listener]:
+    """WANDB_PROJECT in the environment, wandb's own variable, switches Weights & Biases on."""
+    listeners = [prometheus_listener(config.name)]
+    return [*listeners, wandb_listener(config)] if "WANDB_PROJECT" in os.environ else listeners
