@@ -2,7 +2,7 @@
 
     ids = prompt
     repeat: sample a turn from ids; append exactly what was sampled; let the environment act on it;
-            append what the tool answered
+            append what tools answered or the user said
 
 Nothing is rendered twice. The loss mask is 1 exactly on what was sampled.
 """
@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -32,6 +33,12 @@ class EpisodeLimits:
     """Tokens in all, prompt and tool output included."""
     seconds: float
     """Wall-clock time."""
+    max_tool_calls: int | None = None
+    """Calls to tools in all."""
+    max_sampled_tokens: int | None = None
+    """Tokens that the policy writes in all its turns."""
+    mask_truncated: bool = False
+    """Whether an episode that a limit ended is left out of training instead of counting as a failure."""
 
 
 async def run_episode(
@@ -58,45 +65,60 @@ async def run_episode(
         )
     episode = Trajectory(task_id, [], [], [])
     _append(episode, harmony, "prompt", prompt)
-    unread: list[int] = []  # what tools answered; part of the episode once a turn was sampled from it
+    end = partial(_end, episode, limits)
+    result = StepResult()
+    unread: list[int] = []  # what tools answered or the user said; part of the episode once a turn was sampled from it
     for turn in range(limits.max_turns):
         prefix = episode.token_ids + unread
-        room = min(sampling.max_new_tokens, limits.max_tokens - len(prefix))
+        room, limit = _room(episode, len(prefix), limits, sampling.max_new_tokens)
         if room <= 0:
-            return _end(episode, environment.unfinished(), FinishReason.LENGTH)
+            return end(environment.unfinished(), limit)
         params = replace(sampling, max_new_tokens=room, stop_token_ids=harmony.stop_token_ids)
         request = GenerateRequest(f"{task_id}/{seed}/{turn}", prefix, params, routed_experts)
         sampled = await _sample(engine, request, deadline)
         if not sampled.output_ids:
-            return _end(episode, environment.unfinished(), FinishReason.LENGTH)
+            return end(environment.unfinished(), sampled.finish_reason)
         if unread:
-            _append(episode, harmony, "tool", unread)
+            _append(episode, harmony, "tool" if result.tool_outputs else "user", unread)
         _append(episode, harmony, "assistant", sampled.output_ids, sampled)
         if sampled.finish_reason is not FinishReason.STOP:
-            return _end(episode, environment.unfinished(), sampled.finish_reason)
+            stopped = sampled.finish_reason
+            return end(environment.unfinished(), limit if stopped is FinishReason.LENGTH else stopped)
         messages = harmony.parse(sampled.output_ids)
         if isinstance(messages, FormatError):
-            return _end(episode, environment.illegal(messages.reason), FinishReason.FORMAT_ERROR)
+            return end(environment.illegal(messages.kind), FinishReason.FORMAT_ERROR)
         result = await environment.step(messages)
         episode.tool_calls += result.tool_calls
         episode.tool_errors += result.tool_errors
         if result.done:
             reason = FinishReason.FORMAT_ERROR if result.format_error else FinishReason.STOP
-            return _end(episode, result, reason)
-        unread = harmony.render_tool_outputs(result.tool_outputs)
-    return _end(episode, environment.unfinished(), FinishReason.MAX_TURNS)
+            return end(result, reason)
+        if limits.max_tool_calls is not None and episode.tool_calls >= limits.max_tool_calls:
+            return end(environment.unfinished(), FinishReason.MAX_TOOL_CALLS)
+        unread = harmony.render_observation(result.tool_outputs, result.user)
+    return end(environment.unfinished(), FinishReason.MAX_TURNS)
+
+
+def _room(episode: Trajectory, used: int, limits: EpisodeLimits, turn: int) -> tuple[int, FinishReason]:
+    """How many tokens the next turn may have, and which limit says so."""
+    rooms = [(turn, FinishReason.LENGTH), (limits.max_tokens - used, FinishReason.MAX_CONTEXT)]
+    if limits.max_sampled_tokens is not None:
+        rooms.append((limits.max_sampled_tokens - episode.sampled_tokens, FinishReason.MAX_SAMPLED_TOKENS))
+    return min(rooms, key=lambda room: room[0])
 
 
 async def _sample(engine: RolloutEngine, turn: GenerateRequest, deadline: float) -> GenerateResult:
     """One turn, resumed from its own tokens as often as the engine aborts it (to take new weights, say).
 
-    Out of time, it ends with what there is, perhaps nothing, and FinishReason.LENGTH.
+    Out of time, it ends with what there is, perhaps nothing, and FinishReason.TIMEOUT.
     """
     whole = GenerateResult([], [], FinishReason.ABORT)
     while whole.finish_reason is FinishReason.ABORT:
         done = len(whole.output_ids)
-        if done == turn.sampling.max_new_tokens or time.monotonic() >= deadline:
+        if done == turn.sampling.max_new_tokens:
             return replace(whole, finish_reason=FinishReason.LENGTH)
+        if time.monotonic() >= deadline:
+            return replace(whole, finish_reason=FinishReason.TIMEOUT)
         name = f"{turn.request_id}/{done}"
         # the rest of an aborted turn must not see the random numbers of its beginning again
         left = replace(turn.sampling, max_new_tokens=turn.sampling.max_new_tokens - done, seed=_seed_of(name))
@@ -157,8 +179,10 @@ def _append(
     episode.turns.append(Turn(role, start, len(episode), harmony.decode(ids)))
 
 
-def _end(episode: Trajectory, result: StepResult, reason: FinishReason) -> Trajectory:
+def _end(episode: Trajectory, limits: EpisodeLimits, result: StepResult, reason: FinishReason) -> Trajectory:
     episode.finish_reason = reason
+    episode.excluded = limits.mask_truncated and episode.truncated
+    episode.answer, episode.format_error = result.answer, result.format_error
     episode.reward, episode.reward_parts = result.reward, result.reward_parts
     episode.validate()
     return episode

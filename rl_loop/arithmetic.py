@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,13 +42,22 @@ class Problem:
         return int(eval(self.expression, {"__builtins__": {}}))
 
 
-def problem(split: Split, seed: int, index: int) -> Problem:
+@dataclass(frozen=True)
+class Answer:
+    """Of a program, as rl_loop.environments.base.Execution."""
+
+    output: str
+    exit_code: int
+    error: str | None = None
+
+
+def problem(split: Split, seed: int, index: int, numbers: range = NUMBERS) -> Problem:
     """Problem ``index`` (from 0, without end) of a split."""
     for attempt in range(1000):
         rng = random.Random(f"{seed}/{split}/{index}/{attempt}")
         text, expression = rng.choice(TEMPLATES)
-        numbers = {name: rng.choice(NUMBERS) for name in "abc"}
-        found = Problem(text.format(**numbers), expression.format(**numbers))
+        drawn = {name: rng.choice(numbers) for name in "abc"}
+        found = Problem(text.format(**drawn), expression.format(**drawn))
         if split_of(found.expression) == split:
             return found
     raise RuntimeError(f"no problem {index} of split {split} found")  # 1000 misses in a row do not happen
@@ -67,3 +78,20 @@ def vocabulary_text() -> str:
     lines += ["I know.", "Use python.", "Again."]
     lines += ["  File \"<sandbox>\", line 1\n    print(\n         ^\nSyntaxError: '(' was never closed\n"]
     return "\n".join(lines)
+
+
+def guess(answer: int, rng: random.Random) -> int:
+    """A number of about the right size."""
+    return rng.randint(answer // 2, 2 * answer) if answer > 0 else rng.randint(2 * answer, -answer)
+
+
+async def interpret(code: str) -> Answer:
+    """What Python answers to the programs of the scripted policy, without running anything."""
+    if code.startswith("x="):
+        return Answer("", 0)
+    expression = re.fullmatch(r"print\(([-+*() 0-9]*)\)", code)
+    if expression is not None:
+        with suppress(SyntaxError):
+            return Answer(f"{Problem('', expression[1]).answer}\n", 0)
+    text = f"  File \"<sandbox>\", line 1\n    {code}\n         ^\nSyntaxError: '(' was never closed\n"
+    return Answer(text, 1)

@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
 from rl_loop.demonstrations import DemonstrationConfig
-from rl_loop.environments.retool import INSTRUCTIONS, RewardConfig
+from rl_loop.environments import RewardConfig, environment_class
 from rl_loop.harmony import PromptConfig
 from rl_loop.sandbox.config import SandboxConfig
 
@@ -24,25 +24,76 @@ class ConfigError(ValueError):
     """A configuration file or an override is wrong; the message names the file and every key."""
 
 
-class TaskConfig(StrictModel):
-    """Where tasks come from: two JSONL files, or without them a generator of arithmetic problems."""
+class PassRateConfig(StrictModel):
+    """Training tasks by how often a policy solved them: those that it always or never solves teach nothing."""
 
-    train_path: Path | None = None
-    """Training tasks, one JSON object a line; null for generated arithmetic."""
-    held_out_path: Path | None = None
-    """The tasks on which accuracy is measured; never trained on. Goes together with train_path."""
-    instructions: str | None = INSTRUCTIONS
-    """Of generated tasks: the developer message; null for none."""
-    seed: int = 0
-    """Of the generator, and of the order of a task file."""
-    held_out_tasks: int = Field(128, gt=0)
-    """How many held-out tasks an evaluation uses."""
+    episodes: Path
+    """What ``gptoss eval`` wrote on the same tasks; tasks that are not in it are kept."""
+    minimum: float = Field(0.05, ge=0, le=1)
+    """Smallest share of correct episodes."""
+    maximum: float = Field(0.95, ge=0, le=1)
+    """Largest share of correct episodes."""
+
+
+class SourceConfig(StrictModel):
+    """Tasks of one environment: from data, or generated where it can generate."""
+
+    environment: str
+    """A name that ``rl_loop.environments`` knows, or MODULE:CLASS."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the environment: the fields of its ``Options``."""
+    train_path: str | None = None
+    """A .jsonl or .parquet file, or hub:NAME:SPLIT; null for generated tasks. Shuffled anew in each epoch."""
+    held_out_path: str | None = None
+    """The tasks on which accuracy is measured; training tasks that share a prompt or 13 words with them are dropped."""
+    weight: float = Field(1.0, ge=0)
+    """Share of the training tasks, relative to the other sources; 0 only evaluates."""
+    pass_rate: PassRateConfig | None = None
+    """Leave out training tasks that are too easy or too hard; needs train_path."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.train_path is None) != (self.held_out_path is None):
-            raise ValueError("train_path and held_out_path go together: give both or none")
+        if self.train_path is not None and self.held_out_path is None:
+            raise ValueError("train_path needs held_out_path: accuracy is measured on tasks that are not trained on")
+        if self.held_out_path is not None and self.train_path is None and self.weight > 0:
+            raise ValueError("held_out_path without train_path: give train_path, or weight 0 to evaluate only")
+        if self.pass_rate is not None and self.train_path is None:
+            raise ValueError("pass_rate filters the tasks of train_path, which is not given")
+        environment_class(self.environment).Options.model_validate(self.options)
         return self
+
+
+class TaskConfig(StrictModel):
+    """What is trained on and measured: a mixture of sources."""
+
+    sources: dict[str, SourceConfig] = Field(
+        default_factory=lambda: {"retool": SourceConfig(environment="retool")}, min_length=1
+    )
+    """By a name of your choice."""
+    seed: int = 0
+    """Of generators, and of the order of data."""
+    held_out_tasks: int = Field(128, gt=0)
+    """How many held-out tasks of each source an evaluation uses."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not any(source.weight > 0 for source in self.sources.values()):
+            raise ValueError("no source has a weight above 0")
+        return self
+
+
+class EvaluationConfig(StrictModel):
+    """How ``gptoss eval`` measures."""
+
+    samples_per_task: int = Field(1, gt=0)
+    """Episodes of each held-out task: what avg@k, pass@k and maj@k are computed from, for k = 1, 2, 4, ... up to it."""
+    endpoint: str | None = None
+    """Address of an OpenAI-compatible server whose completions return token ids, such as http://host:8000/v1; null for
+    an engine of our own with the weights given."""
+    endpoint_model: str = "default"
+    """The model's name there."""
+    concurrency: int = Field(64, gt=0)
+    """Episodes at a time with an endpoint."""
 
 
 class RolloutConfig(StrictModel):
@@ -66,8 +117,14 @@ class RolloutConfig(StrictModel):
     """Sampled tokens per turn."""
     max_tokens: int = Field(8192, gt=0)
     """Tokens of a whole episode, prompt and tool outputs included."""
+    max_tool_calls: int | None = Field(None, gt=0)
+    """Tool calls of a whole episode; null for no limit."""
+    max_sampled_tokens: int | None = Field(None, gt=0)
+    """Sampled tokens of a whole episode; null for no limit but max_tokens."""
     episode_seconds: float = Field(600.0, gt=0)
     """Wall-clock limit of one episode."""
+    truncated_episodes: Literal["penalise", "mask"] = "penalise"
+    """What a limit ends counts as a failure, or is left out of training (but not of the group's mean)."""
     max_batch_size: int = Field(64, gt=0)
     """Sequences that one embedded engine decodes together."""
     routed_experts: bool = False
@@ -123,8 +180,8 @@ class RunConfig(StrictModel):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
     vocabulary: Literal["gptoss", "tiny"] = "gptoss"
-    """Token ids. ``gptoss``: the 201,088 of the released models. ``tiny``: those that the generated arithmetic tasks
-    need, cut from the same vocabulary, and the Harmony special tokens; for models that train on a laptop."""
+    """Token ids. ``gptoss``: the 201,088 of the released models. ``tiny``: those that generated tasks and their
+    demonstrations need, cut from the same vocabulary, and the Harmony special tokens; for models of a laptop."""
     prompt: PromptConfig = PromptConfig()
     """The Harmony system message."""
     tasks: TaskConfig = TaskConfig()
@@ -139,6 +196,8 @@ class RunConfig(StrictModel):
     """Episodes; of a supervised run only for its evaluation at the end."""
     sandbox: SandboxConfig = SandboxConfig()
     """Limits of model-written code."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """How ``gptoss eval`` measures."""
     reward: RewardConfig = RewardConfig()
     """What an episode earns."""
 

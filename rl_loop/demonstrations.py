@@ -1,96 +1,89 @@
-"""Demonstrations for supervised fine-tuning: whole episodes in the exact tokens of a rollout, with their loss mask.
-
-A mixture that leaves reinforcement learning something to do: many demonstrations answer from the head, mostly wrongly,
-some call Python, some call it with a mistake first.
-"""
+"""Demonstrations for supervised fine-tuning: whole episodes of a scripted policy in the exact tokens of a rollout."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Self
+import asyncio
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from rl_loop.arithmetic import Problem
-from rl_loop.harmony import Harmony, ParsedMessage, ToolOutput
+from rl_loop import arithmetic
+from rl_loop.environments import RewardConfig, Script, StepResult, Task, environment_class, make_environment
+from rl_loop.environments.base import Environment
+from rl_loop.harmony import Harmony
+from rl_loop.vocabulary import GptOssVocabulary, make_vocabulary
+
+if TYPE_CHECKING:
+    from rl_loop.config import RunConfig
+
+CORPUS_TASKS = 100
+"""Demonstrations that a tiny vocabulary is made for."""
 
 
 class DemonstrationConfig(BaseModel):
-    """The mixture of demonstrations; direct + tool + corrected must be 1."""
+    """The mixture of demonstrations."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    direct: float = Field(0.5, ge=0, le=1)
-    """Share answered from the head, without a tool."""
-    direct_correct: float = Field(0.1, ge=0, le=1)
-    """Of the direct answers, the share that is right."""
-    tool: float = Field(0.35, ge=0, le=1)
-    """Share with one correct call, then the answer."""
-    corrected: float = Field(0.15, ge=0, le=1)
-    """Share with a call that fails, a corrected call, then the answer."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        total = self.direct + self.tool + self.corrected
-        if abs(total - 1) > 1e-6:
-            raise ValueError(f"direct + tool + corrected must be 1, got {total}")
-        return self
+    careful: float = Field(0.5, ge=0, le=1)
+    """Share that solves its task; the others are careless and mostly fail, which leaves reinforcement learning
+    something to do."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Demonstration:
     """Token ids of an episode; the mask is 1 on what a policy would have sampled. Both of one length."""
 
-    token_ids: list[int]
-    loss_mask: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    result: StepResult | None = None
+
+    def add(self, ids: list[int], mask: int) -> None:
+        self.token_ids += ids
+        self.loss_mask += [mask] * len(ids)
 
 
-def demonstrate(
-    problem: Problem, prompt: Sequence[int], harmony: Harmony, mixture: DemonstrationConfig, rng: random.Random
-) -> Demonstration:
-    """One episode of a random kind on ``problem``; ``prompt`` are the ids that a rollout would start from."""
-    ids, mask = list(prompt), [0] * len(prompt)
-
-    def say(message: ParsedMessage, thought: str | None, end: Literal["<|return|>", "<|call|>"]) -> None:
-        thinking = [] if thought is None else [ParsedMessage("analysis", None, None, thought)]
-        turn = harmony.render_assistant([*thinking, message], end)
-        ids.extend(turn)
-        mask.extend([1] * len(turn))
-
-    def call(code: str, output: str, thought: str) -> None:
-        say(ParsedMessage("analysis", "python", "code", code), thought, "<|call|>")
-        answer = harmony.render_tool_outputs([ToolOutput("python", "analysis", output)])
-        ids.extend(answer)
-        mask.extend([0] * len(answer))
-
-    thought: str | None
-    kind = rng.random()
-    if kind < mixture.direct:
-        answer = problem.answer if rng.random() < mixture.direct_correct else _guess(problem.answer, rng)
-        thought = "I know."
-    else:
-        if kind < mixture.direct + mixture.corrected:
-            broken, error = _mistake(problem.expression, rng)
-            call(broken, error, "Use python.")
-            thought = "Again."
-        else:
-            thought = "Use python."
-        call(f"print({problem.expression})", f"{problem.answer}\n", thought)
-        answer, thought = problem.answer, None
-    say(ParsedMessage("final", None, None, rf"\boxed{{{answer}}}"), thought, "<|return|>")
-    return Demonstration(ids, mask)
+async def play(environment: Environment, script: Script, harmony: Harmony) -> Demonstration:
+    """The episode of a scripted policy. Raises ValueError if the script ends before the episode does."""
+    episode = Demonstration()
+    episode.add(harmony.render_prompt(environment.prompt(), environment.tools()), 0)
+    try:
+        messages = next(script)
+        while True:
+            calls = messages[-1].recipient is not None
+            episode.add(harmony.render_assistant(messages, "<|call|>" if calls else "<|return|>"), 1)
+            episode.result = await environment.step(messages)
+            if episode.result.done:
+                return episode
+            episode.add(harmony.render_observation(episode.result.tool_outputs, episode.result.user), 0)
+            messages = script.send(episode.result)
+    except StopIteration:
+        raise ValueError(f"the script of task {environment.task.task_id} ends before the episode does") from None
 
 
-def _guess(answer: int, rng: random.Random) -> int:
-    """A number of about the right size."""
-    return rng.randint(answer // 2, 2 * answer) if answer > 0 else rng.randint(2 * answer, -answer)
+def demonstrate(task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed: str) -> Demonstration:
+    """One demonstration of ``task``, a function of the arguments. No code runs: scripts call Python for sums."""
+    rng = Random(seed)
+    environment = make_environment(task, arithmetic.interpret, RewardConfig())
+    script = environment_class(task.environment).solve(task, rng, careless=rng.random() >= mixture.careful)
+    return asyncio.run(play(environment, script, harmony))
 
 
-def _mistake(expression: str, rng: random.Random) -> tuple[str, str]:
-    """A program with a mistake, and what the sandbox answers to it: nothing printed, or a syntax error."""
-    if rng.random() < 0.5:
-        return f"x={expression}", ""
-    code = f"print({expression}"
-    return code, f"  File \"<sandbox>\", line 1\n    {code}\n         ^\nSyntaxError: '(' was never closed\n"
+def harmony_of(config: RunConfig) -> Harmony:
+    """Rendering and parsing as a run does them. A tiny vocabulary is made for demonstrations of its generated tasks."""
+    return Harmony(make_vocabulary(config.vocabulary, config.model.vocab_size, lambda: _corpus(config)), config.prompt)
+
+
+def _corpus(config: RunConfig) -> str:
+    harmony = Harmony(GptOssVocabulary(), config.prompt)
+    lines = [arithmetic.vocabulary_text()]
+    for source in config.tasks.sources.values():
+        environment = environment_class(source.environment)
+        options = environment.Options.model_validate(source.options)
+        if source.train_path is None and source.environment != "retool":
+            for i in range(CORPUS_TASKS):
+                task = environment.generate("train", 0, i, options)
+                lines.append(harmony.decode(demonstrate(task, harmony, DemonstrationConfig(), str(i)).token_ids))
+    return "\n".join(lines)

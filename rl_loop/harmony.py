@@ -91,6 +91,8 @@ class ToolOutput:
 class FormatError:
     """The sampled ids are not what Harmony allows."""
 
+    kind: str
+    """Under which it is counted: "structure", "header", "role", "channel", "recipient"."""
     reason: str
 
 
@@ -130,12 +132,15 @@ class Harmony:
         )
         return self.vocabulary.from_harmony(ids)
 
-    def render_tool_outputs(self, outputs: Sequence[ToolOutput]) -> list[int]:
-        """Ids of what tools answer to the assistant, ending where the assistant begins again."""
+    def render_observation(self, outputs: Sequence[ToolOutput], user: str | None = None) -> list[int]:
+        """Ids of what tools answer to the assistant and of what the user then says, ending where the assistant begins
+        again."""
         ids: list[int] = []
         for output in outputs:
             message = Message.from_author_and_content(Author.new(Role.TOOL, output.tool), output.text)
             ids += harmony_encoding().render(message.with_channel(output.channel).with_recipient("assistant"))
+        if user is not None:
+            ids += harmony_encoding().render(Message.from_role_and_content(Role.USER, user))
         return self.vocabulary.from_harmony(ids) + self._assistant_header
 
     def render_assistant(self, messages: Sequence[ParsedMessage], end: Literal["<|return|>", "<|call|>"]) -> list[int]:
@@ -155,7 +160,7 @@ class Harmony:
         return ids
 
     def parse(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
-        """The messages of one sampled assistant turn, of which only the last may call a tool.
+        """The messages of one sampled assistant turn: thoughts and comments, then calls to tools or a final answer.
 
         ``ids`` are those after ``<|start|>assistant``, the stop token included. A recipient is whatever the policy
         wrote: the environment says which tools there are.
@@ -163,26 +168,24 @@ class Harmony:
         harmony_ids = self.vocabulary.to_harmony(ids)
         # openai-harmony takes special tokens inside a message for text and inside a header for a recipient
         if fault := _fault_of_structure(harmony_ids):
-            return FormatError(fault)
+            return FormatError("structure", fault)
         try:
             parsed = harmony_encoding().parse_messages_from_completion_tokens(harmony_ids, Role.ASSISTANT)
         except (HarmonyError, ValueError) as error:
-            return FormatError(f"not a Harmony message: {error}")
+            return FormatError("header", f"not a Harmony message: {error}")
         messages = []
         for message in parsed:
             if message.author.role is not Role.ASSISTANT:
-                return FormatError(f"a message of role {message.author.role.value}")
+                return FormatError("role", f"a message of role {message.author.role.value}")
             if message.channel not in CHANNELS:
-                return FormatError(f"channel {message.channel!r}")
+                return FormatError("channel", f"channel {message.channel!r}")
             text = "".join(getattr(part, "text", "") for part in message.content)
             messages.append(ParsedMessage(message.channel, message.recipient, message.content_type, text))
-        if any(message.recipient is not None for message in messages[:-1]):
-            return FormatError("a message to a tool is not the last of its turn")
-        last, calls = messages[-1], harmony_ids[-1] == special_id("<|call|>")
-        if calls != (last.recipient is not None):
-            return FormatError("<|call|> without a recipient" if calls else "a message to a tool without <|call|>")
-        if calls and last.channel == "final":
-            return FormatError("a tool call on the channel final")
+        calls = [message for message in messages if message.recipient is not None]
+        if (harmony_ids[-1] == special_id("<|call|>")) != (messages[-1].recipient is not None):
+            return FormatError("recipient", "<|call|> ends a message to a tool, and nothing else")
+        if calls and (messages[-1].recipient is None or any(message.channel == "final" for message in messages)):
+            return FormatError("recipient", "a tool call together with a final answer")
         return messages
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -9,13 +9,12 @@ import os
 import torch
 
 from rl_loop.agent import EpisodeLimits, run_episode
-from rl_loop.config import RunConfig
+from rl_loop.config import RolloutConfig, RunConfig
+from rl_loop.demonstrations import harmony_of
 from rl_loop.engines import SamplingParams
 from rl_loop.environments import Task, make_environment
-from rl_loop.harmony import Harmony
 from rl_loop.sandbox import PythonSandbox
 from rl_loop.trajectory import TrajectoryGroup
-from rl_loop.vocabulary import make_vocabulary
 
 
 class RolloutWorker:
@@ -28,7 +27,7 @@ class RolloutWorker:
         from rl_loop.engines.transformers_engine import TransformersEngine
 
         self.config = config
-        self.harmony = Harmony(make_vocabulary(config.vocabulary, config.model.vocab_size), config.prompt)
+        self.harmony = harmony_of(config)
         self.engine = TransformersEngine.from_config(
             GptOssConfig(**config.model.to_hf_config()),
             dtype=getattr(torch, config.dtype),
@@ -49,9 +48,7 @@ class RolloutWorker:
     async def run_group(self, task: Task, seeds: tuple[int, ...], temperature: float) -> TrajectoryGroup:
         """One episode per seed, all at the same time."""
         rollout = self.config.rollout
-        limits = EpisodeLimits(
-            max_turns=rollout.max_turns, max_tokens=rollout.max_tokens, seconds=rollout.episode_seconds
-        )
+        limits = episode_limits(rollout)
         sampling = SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p)
         episodes = [
             run_episode(
@@ -74,3 +71,15 @@ class RolloutWorker:
     async def close(self) -> None:
         await self.sandbox.close()
         self.engine.close()
+
+
+def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:
+    """As a run's configuration says."""
+    return EpisodeLimits(
+        rollout.max_turns,
+        rollout.max_tokens,
+        rollout.episode_seconds,
+        rollout.max_tool_calls,
+        rollout.max_sampled_tokens,
+        rollout.truncated_episodes == "mask",
+    )

@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from collections import Counter, defaultdict
+from functools import lru_cache
+from pathlib import Path
 
 from megatron_gptoss.packing import Sample
 from rl_loop import arithmetic
-from rl_loop.config import RunConfig
-from rl_loop.demonstrations import DemonstrationConfig, demonstrate
-from rl_loop.environments import Task, TaskFileError, read_tasks
-from rl_loop.harmony import Harmony
-from rl_loop.vocabulary import make_vocabulary
+from rl_loop.config import RunConfig, SourceConfig, TaskConfig
+from rl_loop.demonstrations import DemonstrationConfig, demonstrate, harmony_of
+from rl_loop.environments import RewardConfig, Task, TaskFileError, environment_class, make_environment
+from rl_loop.environments.task_file import TaskData
+
+BLOCK = 64
+"""Training positions within which sources have exactly their shares."""
+SHARED_WORDS = 13
+"""As many words in a row in a held-out prompt contaminate a training task (the n-gram of GPT-3, arXiv 2005.14165)."""
 
 
 class TaskSource:
-    """Random access by position, so that a resumed run goes on where it was. Raises TaskFileError for a bad file."""
+    """Random access by position, so that a resumed run goes on where it was. Raises TaskFileError for bad data."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config.tasks
-        vocabulary = make_vocabulary(config.vocabulary, config.model.vocab_size)
-        self.harmony = Harmony(vocabulary, config.prompt)
-        self._train: list[Task] = []
-        if self.config.train_path is not None and self.config.held_out_path is not None:
-            self._train = read_tasks(self.config.train_path)
-            self._held_out = read_tasks(self.config.held_out_path)[: self.config.held_out_tasks]
-            shared = {t.messages[-1]["content"] for t in self._train} & {
-                t.messages[-1]["content"] for t in self._held_out
-            }
-            if shared:
-                raise TaskFileError(
-                    f"{len(shared)} tasks of {self.config.held_out_path} are in {self.config.train_path} too, such as "
-                    f"{sorted(shared)[0][:80]!r}: accuracy on them would mean nothing"
-                )
-        else:
-            count = self.config.held_out_tasks
-            self._held_out = [self._task(arithmetic.problem("held_out", self.config.seed, i), i) for i in range(count)]
+        self.harmony = harmony_of(config)
+        self.sources = {name: Source(name, source, config.tasks) for name, source in config.tasks.sources.items()}
+        self._held_out = [task for source in self.sources.values() for task in source.held_out]
+        held_out = [_text(task) for task in self._held_out]
+        for source in self.sources.values():
+            if source.config.weight > 0:
+                source.decontaminate(held_out)
+        self._shares = _shares([source.config.weight for source in self.sources.values()])
 
     def train(self, position: int, count: int) -> list[Task]:
-        """Training tasks ``position`` .. ``position + count - 1`` without end. A file is shuffled each epoch."""
+        """Training tasks ``position`` .. ``position + count - 1`` without end: sources mixed by weight, data shuffled
+        in each epoch."""
         return [self._train_task(i) for i in range(position, position + count)]
 
     def held_out(self) -> list[Task]:
         return self._held_out
 
     def prompt_ids(self, task: Task) -> list[int]:
-        return self.harmony.render_prompt(task.messages)
+        environment = make_environment(task, arithmetic.interpret, RewardConfig())
+        return self.harmony.render_prompt(environment.prompt(), environment.tools())
 
     def canary(self) -> list[int]:
         """A real text of the domain: the first held-out prompt and its answer."""
@@ -53,27 +55,106 @@ class TaskSource:
         return self.prompt_ids(task) + answer
 
     def demonstrations(self, position: int, count: int, mixture: DemonstrationConfig) -> list[Sample]:
-        """Demonstrations on generated training problems, as samples to learn from."""
+        """Demonstrations on training tasks, as samples to learn from."""
         samples = []
-        for i in range(position, position + count):
-            problem = arithmetic.problem("train", self.config.seed, i)
-            prompt = self.prompt_ids(self._task(problem, i))
-            demonstration = demonstrate(
-                problem, prompt, self.harmony, mixture, random.Random(f"{self.config.seed}/{i}")
-            )
-            samples.append(Sample(demonstration.token_ids, demonstration.loss_mask))
+        for i, task in enumerate(self.train(position, count), start=position):
+            shown = demonstrate(task, self.harmony, mixture, f"{self.config.seed}/{i}")
+            samples.append(Sample(shown.token_ids, shown.loss_mask))
         return samples
 
     def _train_task(self, position: int) -> Task:
-        if not self._train:
-            return self._task(arithmetic.problem("train", self.config.seed, position), position)
-        epoch, offset = divmod(position, len(self._train))
-        order = list(range(len(self._train)))
-        random.Random(f"{self.config.seed}/{epoch}").shuffle(order)
-        return self._train[order[offset]]
+        block, place = divmod(position, BLOCK)
+        order = [number for number, share in enumerate(self._shares) for _ in range(share)]
+        random.Random(f"{self.config.seed}/mixture/{block}").shuffle(order)
+        number = order[place]
+        index = block * self._shares[number] + order[:place].count(number)
+        return list(self.sources.values())[number].train(index)
 
-    def _task(self, problem: arithmetic.Problem, index: int) -> Task:
-        messages = [{"role": "user", "content": problem.text}]
-        if self.config.instructions is not None:
-            messages.insert(0, {"role": "developer", "content": self.config.instructions})
-        return Task(f"{arithmetic.split_of(problem.expression)}-{index}", messages, str(problem.answer))
+
+class Source:
+    """The tasks of one entry of ``tasks.sources``."""
+
+    def __init__(self, name: str, config: SourceConfig, tasks: TaskConfig) -> None:
+        self.name, self.config, self.seed = name, config, tasks.seed
+        self.environment = environment_class(config.environment)
+        self.options = self.environment.Options.model_validate(config.options)
+        self._excluded: frozenset[str] = frozenset()
+        self._data: TaskData | None = None
+        if config.train_path is not None:
+            self._data = TaskData(config.train_path, name, self.environment, self.options)
+            if config.pass_rate is not None:
+                rates, limits = pass_rates(config.pass_rate.episodes), config.pass_rate
+                wanted = (rates.get(task_id, limits.minimum) for task_id in self._data.task_ids)
+                self._data.keep([limits.minimum <= rate <= limits.maximum for rate in wanted])
+        if config.held_out_path is not None:
+            self.held_out = TaskData(config.held_out_path, name, self.environment, self.options)[: tasks.held_out_tasks]
+        else:
+            self.held_out = [self._generated("held_out", i) for i in range(tasks.held_out_tasks)]
+
+    def decontaminate(self, held_out: list[str]) -> None:
+        """From now on no training task has one of these prompts, and none of data shares SHARED_WORDS words in a row
+        with one, unless so many do that the words are those of a form."""
+        self._excluded = frozenset(held_out)
+        if self._data is None:
+            return
+        theirs = {run for prompt in held_out for run in _runs_of_words(prompt)}
+        texts = [_text(task) for task in self._data]
+        shared = [_runs_of_words(text) & theirs for text in texts]
+        counts = Counter(run for runs in shared for run in runs)
+        rare = {run for run, count in counts.items() if count <= max(10, len(texts) // 100)}
+        self._data.keep([t not in self._excluded and rare.isdisjoint(s) for t, s in zip(texts, shared, strict=True)])
+
+    def train(self, index: int) -> Task:
+        if self._data is None:
+            for attempt in range(1000):
+                task = self._generated("train", index + (attempt << 32))
+                if _text(task) not in self._excluded:
+                    return task
+            raise TaskFileError(f"tasks.sources.{self.name}: the generator gives hardly any task that is not held out")
+        epoch, offset = divmod(index, len(self._data))
+        return self._data[_order(len(self._data), f"{self.seed}/{epoch}")[offset]]
+
+    def _generated(self, split: str, index: int) -> Task:
+        try:
+            return self.environment.generate(split, self.seed, index, self.options)  # type: ignore[arg-type]
+        except NotImplementedError as error:
+            raise TaskFileError(f"tasks.sources.{self.name}: {error}") from None
+
+
+def _runs_of_words(text: str) -> set[str]:
+    """All runs of SHARED_WORDS words; of a shorter text, the text."""
+    words = re.findall(r"\w+|[^\w\s]", text.lower())
+    return {" ".join(words[i : i + SHARED_WORDS]) for i in range(max(1, len(words) - SHARED_WORDS + 1))}
+
+
+def pass_rates(episodes: Path) -> dict[str, float]:
+    """Share of correct episodes by task_id, of a file that ``gptoss eval`` wrote. Raises TaskFileError."""
+    found: dict[str, list[float]] = defaultdict(list)
+    try:
+        with episodes.open(encoding="utf-8") as lines:
+            for line in lines:
+                record = json.loads(line)
+                found[record["task_id"]].append(record["reward_parts"]["correct"])
+    except (OSError, ValueError, KeyError) as error:
+        raise TaskFileError(f"{episodes}: not the episodes of an evaluation: {error!r}") from None
+    return {task_id: sum(values) / len(values) for task_id, values in found.items()}
+
+
+def _text(task: Task) -> str:
+    return task.messages[-1]["content"]
+
+
+@lru_cache(maxsize=8)
+def _order(count: int, seed: str) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def _shares(weights: list[float]) -> list[int]:
+    """Whole numbers in proportion to ``weights`` that add up to BLOCK (largest remainders)."""
+    exact = [BLOCK * weight / sum(weights) for weight in weights]
+    shares = [int(share) for share in exact]
+    for i in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[: BLOCK - sum(shares)]:
+        shares[i] += 1
+    return shares

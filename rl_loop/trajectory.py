@@ -16,10 +16,18 @@ class FinishReason(StrEnum):
     """Why sampling, or a whole episode, ended."""
 
     STOP = "stop"  # a stop token was sampled / the agent gave its final answer
-    LENGTH = "length"  # the token budget of the turn or of the episode ran out
+    LENGTH = "length"  # the token budget of the turn ran out
+    MAX_CONTEXT = "max_context"  # the token budget of the episode, prompt and tool output included, ran out
+    MAX_SAMPLED_TOKENS = "max_sampled_tokens"  # the budget of sampled tokens of the episode ran out
     MAX_TURNS = "max_turns"  # the agent used all its turns without a final answer
+    MAX_TOOL_CALLS = "max_tool_calls"  # the agent used all its tool calls without a final answer
+    TIMEOUT = "timeout"  # the wall-clock time of the episode ran out
     FORMAT_ERROR = "format_error"  # the sampled tokens are not a legal Harmony message
     ABORT = "abort"  # the caller stopped it; partial tokens are kept
+
+
+TRUNCATED = frozenset(FinishReason) - {FinishReason.STOP, FinishReason.FORMAT_ERROR}
+"""A limit, not the agent, ended the episode."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,9 @@ class WeightVersionSpan:
 
 @dataclass(frozen=True)
 class Turn:
-    """One contiguous piece of a trajectory: the prompt, what the policy sampled, or what a tool answered."""
+    """One contiguous piece of a trajectory: prompt, what the policy sampled, what tools answered, or the user said."""
 
-    role: str  # "prompt", "assistant" or "tool"
+    role: str  # "prompt", "assistant", "tool" or "user"
     start: int  # token range [start, end) in the trajectory
     end: int
     text: str  # decoded for people; never fed back to a model
@@ -63,6 +71,12 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     tool_calls: int = 0
     tool_errors: int = 0
+    format_error: str | None = None
+    """Which kind of illegal message ended the episode, see ``rl_loop.harmony.FormatError``."""
+    excluded: bool = False
+    """Not to be trained on: a limit cut it short, and the configuration masks such episodes."""
+    answer: str | None = None
+    """The final answer in a form in which equal answers are equal text."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -70,6 +84,10 @@ class Trajectory:
     @property
     def sampled_tokens(self) -> int:
         return sum(self.loss_mask)
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason in TRUNCATED
 
     @property
     def assistant_turns(self) -> int:

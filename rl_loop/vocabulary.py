@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -188,12 +188,11 @@ class TinyVocabulary:
         return [directory / name for name in files]
 
 
-def make_vocabulary(kind: Literal["gptoss", "tiny"], size: int) -> Vocabulary:
-    """The vocabulary of a model with ``size`` ids. Raises ValueError if that is not its size."""
+def make_vocabulary(kind: Literal["gptoss", "tiny"], size: int, corpus: Callable[[], str]) -> Vocabulary:
+    """The vocabulary of a model with ``size`` ids; the tiny one is made for ``corpus``. Raises ValueError if that is
+    not its size."""
     if kind == "tiny":
-        from rl_loop.arithmetic import vocabulary_text
-
-        return TinyVocabulary(size, vocabulary_text())
+        return TinyVocabulary(size, corpus())
     vocabulary = GptOssVocabulary()
     if size != vocabulary.size:
         raise ValueError(f"model.vocab_size is {size}, but vocabulary 'gptoss' has {vocabulary.size} ids")

@@ -62,10 +62,11 @@ if [ "$(cat $stamp 2>/dev/null)" != "$key" ] || ! .venv/bin/python -c '' 2>/dev/
         "$python" -m venv .venv || die "could not create .venv with $python; see the message above"
     fi
     rm -f $stamp
-    # -qq keeps errors and drops warnings. --only-binary: every package has a wheel, so nothing is compiled here.
+    # -qq keeps errors and drops warnings. --only-binary: nothing but what has no wheel is built here.
+    without_wheel=cellpylib,langdetect,pycosat,zss
     pip=(.venv/bin/python -m pip install -qq --no-input --disable-pip-version-check --root-user-action=ignore --no-deps)
     say "installing $(grep -c '^[a-z]' requirements.txt) pinned packages (5 GB, one to a few minutes)"
-    "${pip[@]}" --only-binary :all: --require-hashes -r requirements.txt ||
+    "${pip[@]}" --only-binary :all: --no-binary "$without_wheel" --require-hashes -r requirements.txt ||
         die "pip could not install requirements.txt; see its message above (run make again to continue)"
     "${pip[@]}" --no-build-isolation --editable . || die "pip could not install this project; see its message above"
     printf '%s\n' "$key" >$stamp

@@ -1,19 +1,29 @@
-"""Environments: what an agent acts in. Writing one needs neither Ray nor Megatron.
+"""Environments: what an agent acts in. Writing one needs neither Ray nor Megatron; docs/environments.md shows how."""
 
-Write a class with the methods of ``base.Environment`` (``retool.py`` is the example to copy) and name it in
-``registry.ENVIRONMENTS``.
-"""
-
-from rl_loop.environments.base import Environment, StepResult, Task
-from rl_loop.environments.registry import ENVIRONMENTS, make_environment
-from rl_loop.environments.task_file import TaskFileError, read_tasks
+from rl_loop.environments.base import (
+    Environment,
+    EnvironmentOptions,
+    RewardConfig,
+    Script,
+    StepResult,
+    Task,
+    ToolError,
+    UnknownTool,
+)
+from rl_loop.environments.registry import ENVIRONMENTS, environment_class, make_environment
+from rl_loop.environments.task_file import TaskFileError
 
 __all__ = [
     "ENVIRONMENTS",
     "Environment",
+    "EnvironmentOptions",
+    "RewardConfig",
+    "Script",
     "StepResult",
     "Task",
     "TaskFileError",
+    "ToolError",
+    "UnknownTool",
+    "environment_class",
     "make_environment",
-    "read_tasks",
 ]

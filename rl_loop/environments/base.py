@@ -1,13 +1,18 @@
-"""The interface between the agent loop and an environment."""
+"""What an environment is: where its tasks come from, how an episode goes, and how a script would solve it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from random import Random
+from typing import Any, ClassVar, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
 
 from rl_loop.harmony import ParsedMessage, Tool, ToolOutput
+
+Split = Literal["train", "held_out"]
 
 
 @dataclass(frozen=True)
@@ -19,8 +24,9 @@ class Task:
     """The prompt: {"role": "developer" or "user", "content": text}."""
     ground_truth: str
     environment: str = "retool"
-    """A name in ``registry.ENVIRONMENTS``."""
+    """A name in ``registry.ENVIRONMENTS``, or ``module:Class``."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    """Whatever the environment needs besides. "category", if given, is a row of the evaluation's table."""
 
     def to_json(self) -> str:
         """One line of a task file."""
@@ -29,39 +35,184 @@ class Task:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a turn of the agent led to. ``reward_parts`` and ``reward`` count when ``done``."""
+    """What a turn of the agent led to. ``reward``, ``reward_parts`` and ``answer`` count when ``done``."""
 
     tool_outputs: list[ToolOutput] = field(default_factory=list)
-    """What the agent observes before its next turn."""
+    """What tools answer, in the order of the calls."""
+    user: str | None = None
+    """What the user says next."""
     done: bool = False
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     """What the reward is made of, for the metrics; "correct" (0 or 1) is always there."""
+    answer: str | None = None
+    """The final answer in a form in which equal answers are equal text: what maj@k counts."""
     tool_calls: int = 0
     tool_errors: int = 0
     format_error: str | None = None
     """Why the turn cannot be acted on, if it cannot; the episode then ends."""
 
 
-class Environment(Protocol):
-    """The world of one episode; a new object for every episode."""
+Script = Generator[list[ParsedMessage], StepResult, None]
+"""A policy that is a program: yields the messages of a turn and gets what they led to."""
+
+
+class Execution(Protocol):
+    """What running a program gave; rl_loop.sandbox.ExecutionResult is one."""
+
+    @property
+    def output(self) -> str: ...
+
+    @property
+    def exit_code(self) -> int: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+
+Execute = Callable[[str], Awaitable[Execution]]
+"""Runs untrusted Python."""
+
+
+class RewardConfig(BaseModel):
+    """What an episode earns. Environments score an episode; 0 is what doing nothing scores and 1 is perfect."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    correct: float = 1.0
+    """Reward of score 1; scores between 0 and 1 earn in proportion."""
+    wrong: float = -1.0
+    """Reward of score 0, and of an episode without an answer."""
+    format_error: float = -1.0
+    """The sampled tokens are not a legal Harmony message, or call a tool that does not exist."""
+    tool_use: bool = False
+    """ReTool only: a wrong episode that called tools earns up to 0.4 more, 0.1 for every two calls, so that a policy
+    that is always wrong learns to try them."""
+
+
+class EnvironmentOptions(BaseModel):
+    """Base of an environment's ``Options``: what ``tasks.sources.NAME.options`` may say."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class ToolError(Exception):
+    """A call that failed; the message is what the agent is told."""
+
+
+class UnknownTool(Exception):
+    """The agent called something that does not exist; a format error, which ends the episode."""
+
+
+class Environment:
+    """The world of one episode; a new object for every episode.
+
+    A subclass says what its tasks are (``generate``, or ``from_record`` for files, or both), what a final answer earns
+    (``answer``), and if it has tools, what they are (``tools``) and do (``call``).
+    """
+
+    Options: ClassVar[type[EnvironmentOptions]] = EnvironmentOptions
+
+    def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
+        self.task, self.execute, self.reward = task, execute, reward
+
+    # ---- tasks
+
+    @classmethod
+    def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
+        """Task ``index`` (from 0, without end) of a split: a function of the arguments and nothing else."""
+        raise NotImplementedError(f"{cls.__name__} generates no tasks: give train_path and held_out_path")
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
+        """The task that a row of a data set is, None to leave it out; ``name`` is unique to the row. Raises KeyError or
+        ValueError if it is no such row."""
+        raise ValueError("a task needs task_id, messages and ground_truth")
+
+    @classmethod
+    def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
+        """A script that solves ``task``, or one that looks like it and mostly fails if ``careless``. Episodes of such
+        scripts are the demonstrations of supervised fine-tuning."""
+        raise NotImplementedError(f"{cls.__name__} has no scripted policy to make demonstrations with")
+
+    # ---- an episode
 
     def prompt(self) -> list[dict[str, str]]:
         """The messages that the agent starts from: {"role": "developer" or "user", "content": text}."""
-        ...
+        return self.task.messages
 
     def tools(self) -> Sequence[Tool]:
         """The functions that the developer message describes; the built-in ``python`` is none of them."""
-        ...
+        return ()
+
+    async def call(self, tool: str, arguments: str) -> str | StepResult:
+        """Run one tool call: what the agent is told, or the end of the episode. ``tool`` is the recipient as sampled.
+        Raises ToolError or UnknownTool."""
+        raise UnknownTool
+
+    async def answer(self, text: str) -> StepResult:
+        """What the text on the channel ``final`` leads to: ``finished``, or another message of the user."""
+        raise NotImplementedError
 
     async def step(self, messages: Sequence[ParsedMessage]) -> StepResult:
-        """Act on the messages of one assistant turn; only the last may call a tool."""
-        ...
+        """Act on the messages of one assistant turn: calls to tools, or an answer."""
+        calls = [message for message in messages if message.recipient is not None]
+        if not calls:
+            if messages[-1].channel != "final":
+                return self.illegal("unanswered")
+            return await self.answer(messages[-1].text)
+        outputs: list[ToolOutput] = []
+        errors = 0
+        for message in calls:
+            assert message.recipient is not None
+            try:
+                text = await self.call(message.recipient, message.text)
+            except ToolError as error:
+                text, errors = str(error), errors + 1
+            except UnknownTool:
+                return self.illegal("unknown_tool")
+            if isinstance(text, StepResult):
+                return replace(text, tool_calls=len(outputs) + 1, tool_errors=errors)
+            outputs.append(ToolOutput(message.recipient, message.channel, text))
+        return StepResult(outputs, tool_calls=len(outputs), tool_errors=errors)
 
     def unfinished(self) -> StepResult:
         """The reward when the episode ends without a final answer: out of turns, tokens or time."""
-        ...
+        return self.finished(0.0)
 
-    def illegal(self, reason: str) -> StepResult:
-        """The reward when what was sampled is not a legal Harmony message."""
-        ...
+    def illegal(self, kind: str) -> StepResult:
+        """The reward when what was sampled is not a legal Harmony message or calls a tool that does not exist."""
+        parts = {"correct": 0.0, "format_error": 1.0}
+        return StepResult(done=True, reward=self.reward.format_error, reward_parts=parts, format_error=kind)
+
+    def finished(self, score: float, answer: str | None = None, **parts: float) -> StepResult:
+        """The end of an episode with ``score`` (1 is perfect, 0 what doing nothing scores)."""
+        reward = self.reward.wrong + (self.reward.correct - self.reward.wrong) * score
+        all_parts = {"correct": float(score >= 1), "format_error": 0.0, "score": score, **parts}
+        return StepResult(done=True, reward=reward, reward_parts=all_parts, answer=answer)
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The JSON object that a function is called with. Raises ToolError."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the arguments are not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise ToolError("the arguments must be a JSON object")
+    return arguments
+
+
+# ---- what scripts say
+
+
+def think(text: str) -> ParsedMessage:
+    return ParsedMessage("analysis", None, None, text)
+
+
+def final(text: str) -> ParsedMessage:
+    return ParsedMessage("final", None, None, text)
+
+
+def function_call(name: str, /, **arguments: Any) -> ParsedMessage:
+    return ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", json.dumps(arguments))

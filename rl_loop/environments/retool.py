@@ -1,104 +1,133 @@
 r"""ReTool (arXiv 2504.11536): a mathematical problem, a Python interpreter, the answer in \boxed{}.
 
-The reward is +1 for an equivalent answer and -1 for any other; errors of the interpreter are answers like any other,
-so that the agent can correct itself, and are not punished.
+The reward is that of a correct answer or that of a wrong one; errors of the interpreter are answers like any other, so
+that the agent can correct itself, and are not punished.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from random import Random
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from rl_loop import arithmetic
+from rl_loop.environments.base import (
+    Environment,
+    EnvironmentOptions,
+    Script,
+    Split,
+    StepResult,
+    Task,
+    ToolError,
+    UnknownTool,
+    arguments_of,
+    final,
+    think,
+)
+from rl_loop.harmony import ParsedMessage
+from rl_loop.rewards.math_answer import is_correct, is_number, last_boxed, normalised
 
-from rl_loop.environments.base import StepResult, Task
-from rl_loop.harmony import ParsedMessage, Tool, ToolOutput
-from rl_loop.rewards.math_answer import is_correct
-
+MARK = "\x1eoutput"
+"""Printed between what ran before and what is new."""
 INSTRUCTIONS = r"Use python. Answer in \boxed{}."
 
 
-class Execution(Protocol):
-    """What running a program gave; rl_loop.sandbox.ExecutionResult is one."""
-
-    @property
-    def output(self) -> str: ...
-
-    @property
-    def exit_code(self) -> int: ...
-
-    @property
-    def error(self) -> str | None: ...
+class ReToolOptions(EnvironmentOptions):
+    instructions: str | None = INSTRUCTIONS
+    """The developer message; null for none."""
+    numeric_only: bool = True
+    """Of files: leave out problems whose answer is not a number, which math-verify judges best."""
+    stateful: bool = False
+    """The interpreter keeps its variables within an episode: the programs that ran well so far run again before every
+    new one, unseen. They should then be deterministic and quick."""
 
 
-Execute = Callable[[str], Awaitable[Execution]]
+class ReToolEnvironment(Environment):
+    """Tools are ``python`` (plain code, as GPT-OSS knows it) and ``functions.python`` (JSON with a key "code")."""
 
+    Options = ReToolOptions
 
-class RewardConfig(BaseModel):
-    """What an episode earns."""
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._calls = 0
+        self._history = ""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    @classmethod
+    def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
+        problem = arithmetic.problem(split, seed, index)
+        metadata = {"expression": problem.expression, "stateful": options.stateful}
+        return Task(f"{split}-{index}", _messages(problem.text, options), str(problem.answer), "retool", metadata)
 
-    correct: float = 1.0
-    """Final answer equivalent to the ground truth."""
-    wrong: float = -1.0
-    """Any other final answer, or none."""
-    format_error: float = -1.0
-    """The sampled tokens are not a legal Harmony message, or call a tool that does not exist."""
+    @classmethod
+    def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
+        """DAPO-Math-17k ({"prompt": messages, "reward_model": {"ground_truth"}}), AIME and the like ({"problem" or
+        "question", "answer"})."""
+        if "reward_model" in record:
+            question, wanted = record["prompt"][-1]["content"], record["reward_model"]["ground_truth"]
+        else:
+            found = {key.lower(): value for key, value in record.items()}
+            question, wanted = found.get("problem") or found["question"], str(found["answer"])
+        if options.numeric_only and not is_number(wanted):
+            return None
+        return Task(name, _messages(question, options), wanted, "retool", {"stateful": options.stateful})
 
+    @classmethod
+    def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
+        """Calls Python, sometimes after a mistake; careless, it answers from the head and is right one time in ten."""
+        expression = task.metadata["expression"]
+        answer = task.ground_truth
+        if careless:
+            if rng.random() >= 0.1:
+                answer = str(arithmetic.guess(int(answer), rng))
+            yield [think("I know."), final(rf"\boxed{{{answer}}}")]
+            return
+        if rng.random() < 0.22:
+            yield [think("Use python."), _python(rng.choice([f"x={expression}", f"print({expression}"]))]
+            yield [think("Again."), _python(f"print({expression})")]
+        else:
+            yield [think("Use python."), _python(f"print({expression})")]
+        yield [final(rf"\boxed{{{answer}}}")]
 
-class ReToolEnvironment:
-    """One episode."""
+    async def answer(self, text: str) -> StepResult:
+        # sympy may take its time over an odd answer: not on the event loop
+        correct = await asyncio.to_thread(is_correct, text, self.task.ground_truth)
+        return self._judged(correct, last_boxed(text))
 
-    def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
-        self._task, self._execute, self._reward = task, execute, reward
-
-    def prompt(self) -> list[dict[str, str]]:
-        return self._task.messages
-
-    def tools(self) -> Sequence[Tool]:
-        return ()
-
-    async def step(self, messages: Sequence[ParsedMessage]) -> StepResult:
-        last = messages[-1]
-        if last.recipient is None:
-            if last.channel != "final":
-                return self.illegal("the turn ends without a tool call or a final answer")
-            # sympy may take its time over an odd answer: not on the event loop
-            correct = await asyncio.to_thread(is_correct, last.text, self._task.ground_truth)
-            return self._finished(correct)
-        code = _python_code(last)
-        if code is None:
-            return self.illegal(f"there is no tool {last.recipient!r}")
-        execution = await self._execute(code)
-        text = execution.output if execution.error is None else f"{execution.output}\n{execution.error}".lstrip("\n")
-        failed = execution.exit_code != 0 or execution.error is not None
-        answer = ToolOutput(last.recipient, last.channel, text)
-        return StepResult([answer], tool_calls=1, tool_errors=int(failed))
+    async def call(self, tool: str, arguments: str) -> str:
+        if tool == "python":
+            code = arguments
+        elif tool == "functions.python":
+            given = arguments_of(arguments).get("code")
+            if not isinstance(given, str):
+                raise ToolError('functions.python takes JSON like {"code": "print(1)"}')
+            code = given
+        else:
+            raise UnknownTool
+        self._calls += 1
+        program = f"{self._history}print({MARK!r})\n{code}" if self._history else code
+        execution = await self.execute(program)
+        output = execution.output.rpartition(f"{MARK}\n")[2]
+        if execution.exit_code != 0 or execution.error is not None:
+            raise ToolError(output if execution.error is None else f"{output}\n{execution.error}".lstrip("\n"))
+        if self.task.metadata.get("stateful"):
+            self._history += f"{code}\n"
+        return output
 
     def unfinished(self) -> StepResult:
-        return self._finished(correct=False)
+        return self._judged(False, None)
 
-    def illegal(self, reason: str) -> StepResult:
-        parts = {"correct": 0.0, "format_error": 1.0}
-        return StepResult(done=True, reward=self._reward.format_error, reward_parts=parts, format_error=reason)
-
-    def _finished(self, correct: bool) -> StepResult:
-        reward = self._reward.correct if correct else self._reward.wrong
-        return StepResult(done=True, reward=reward, reward_parts={"correct": float(correct), "format_error": 0.0})
+    def _judged(self, correct: bool, answer: str | None) -> StepResult:
+        shaping = 0.0 if correct or not self.reward.tool_use else min(0.4, 0.1 * (self._calls // 2))
+        scale = self.reward.correct - self.reward.wrong
+        return self.finished(float(correct) + (shaping / scale if scale else 0.0), normalised(answer))
 
 
-def _python_code(message: ParsedMessage) -> str | None:
-    """The program of a call to ``python`` (plain code) or ``functions.python`` (JSON with a key "code")."""
-    if message.recipient == "python":
-        return message.text
-    if message.recipient == "functions.python":
-        try:
-            code = json.loads(message.text)["code"]
-        except (ValueError, KeyError, TypeError):
-            # said to the agent by the interpreter itself, as any other mistake in a call
-            return 'raise ValueError(\'arguments of functions.python must be JSON like {"code": "print(1)"}\')'
-        return code if isinstance(code, str) else repr(code)
-    return None
+def _messages(question: str, options: ReToolOptions) -> list[dict[str, str]]:
+    messages = [{"role": "user", "content": question}]
+    if options.instructions is not None:
+        messages.insert(0, {"role": "developer", "content": options.instructions})
+    return messages
+
+
+def _python(code: str) -> ParsedMessage:
+    return ParsedMessage("analysis", "python", "code", code)

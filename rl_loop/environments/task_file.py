@@ -1,51 +1,141 @@
-"""Task files: JSONL, one task a line."""
+"""Task data: JSONL and Parquet files, and data sets of the Hugging Face hub, read row by row where they are."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
-from rl_loop.environments.base import Task
-from rl_loop.environments.registry import ENVIRONMENTS
+from rl_loop.environments.base import Environment, Task
+from rl_loop.environments.registry import environment_class
 
 
 class TaskFileError(ValueError):
-    """A task file cannot be used; the message names the file and, if one is to blame, the line."""
+    """Task data cannot be used; the message names the file and, if one is to blame, the line."""
 
 
-def read_tasks(path: Path) -> list[Task]:
-    """The tasks of a JSONL file in its order; empty lines are skipped. Raises TaskFileError."""
-    try:
-        # not splitlines: that would also split at characters that JSON allows inside a string
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskFileError(f"{path}: cannot be read: {error}") from None
-    tasks: list[Task] = []
-    seen: set[str] = set()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            task = _task_of(json.loads(line))
+class TaskData(Sequence[Task]):
+    """The tasks of a file or a hub data set, in its order; only row positions stay in memory.
+
+    ``place``: a path (.jsonl, .parquet), or "hub:NAME:SPLIT" or "hub:NAME:CONFIGURATION:SPLIT". A row is a ``Task``
+    (task_id, messages, ground_truth, ...) or what ``environment.from_record`` reads; all are checked once, here. Raises
+    TaskFileError.
+    """
+
+    def __init__(self, place: str, name: str, environment: type[Environment], options: Any) -> None:
+        self._place, self._name, self._environment, self._options = place, name, environment, options
+        self._rows = _rows(place)
+        self._kept: list[int] = []
+        self.task_ids: list[str] = []
+        seen: set[str] = set()
+        for number in range(len(self._rows)):
+            task = self._read(number)
+            if task is None:
+                continue
             if task.task_id in seen:
-                raise ValueError(f"task_id {task.task_id!r} is there twice")
-        except (ValueError, RecursionError) as error:
+                raise TaskFileError(f"{self._where(number)}: task_id {task.task_id!r} is there twice")
+            seen.add(task.task_id)
+            self.task_ids.append(task.task_id)
+            self._kept.append(number)
+        if not self._kept:
+            raise TaskFileError(f"{place} holds no task")
+
+    def keep(self, wanted: Sequence[bool]) -> None:
+        """Leave out the tasks for which ``wanted`` is false. Raises TaskFileError if none is left."""
+        self._kept = [number for number, good in zip(self._kept, wanted, strict=True) if good]
+        self.task_ids = [task_id for task_id, good in zip(self.task_ids, wanted, strict=True) if good]
+        if not self._kept:
+            raise TaskFileError(f"{self._place}: no task is left after filtering by pass rate and held-out prompts")
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        task = self._read(self._kept[index])
+        if task is None:
+            raise TaskFileError(f"{self._place} has changed while it was in use")
+        return task
+
+    def _read(self, number: int) -> Task | None:
+        try:
+            record = self._rows[number]
+            if not isinstance(record, dict):
+                raise ValueError("a task must be a JSON object")
+            if {"messages", "task_id"} & set(record):
+                return checked_task(record, self._name)
+            task = self._environment.from_record(record, f"{self._name}-{number}", self._options)
+            return None if task is None else checked_task(vars(task), self._name)
+        except (ValueError, KeyError, RecursionError, AttributeError, TypeError, IndexError) as error:
             kind = "not JSON: " if isinstance(error, json.JSONDecodeError) else ""
-            raise TaskFileError(f"{path}, line {number}: {kind}{error}") from None
-        seen.add(task.task_id)
-        tasks.append(task)
-    if not tasks:
-        raise TaskFileError(f"{path} holds no task")
-    return tasks
+            kind = f"{self._environment.__name__} misses " if isinstance(error, KeyError) else kind
+            raise TaskFileError(f"{self._where(number)}: {kind}{error}") from None
+
+    def _where(self, number: int) -> str:
+        line = self._rows.lines[number] if isinstance(self._rows, JsonLines) else number + 1
+        return f"{self._place}, line {line}"
 
 
-def _task_of(record: Any) -> Task:
-    """Raises ValueError saying what is wrong."""
-    if not isinstance(record, dict):
-        raise ValueError("a task must be a JSON object")
+class JsonLines(Sequence[Any]):
+    """The values of a JSONL file; empty lines are skipped."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self.lines: list[int] = []
+        self._offsets: list[int] = []
+        offset = 0
+        for number, line in enumerate(self._file, start=1):
+            if line.strip():
+                self.lines.append(number)
+                self._offsets.append(offset)
+            offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: Any) -> Any:
+        self._file.seek(self._offsets[index])
+        return json.loads(self._file.readline().decode("utf-8"))
+
+
+class ParquetRows(Sequence[Any]):
+    """The rows of a Parquet file, memory-mapped."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow.parquet
+
+        self._table = pyarrow.parquet.read_table(path, memory_map=True)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+
+def _rows(place: str) -> Sequence[Any]:
     try:
-        task = Task(**record)
+        if place.startswith("hub:"):
+            from datasets import load_dataset
+
+            *name, split = place.removeprefix("hub:").split(":")
+            return load_dataset(*name, split=split)  # memory-mapped too
+        path = Path(place)
+        return ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path)
+    except Exception as error:  # whatever pyarrow and the hub raise
+        raise TaskFileError(f"{place}: cannot be read: {error}") from None
+
+
+def checked_task(record: dict[str, Any], environment: str) -> Task:
+    """``environment`` is that of a record which names none. Raises ValueError saying what is wrong."""
+    try:
+        task = Task(**{"environment": environment} | record)
     except TypeError as error:
         raise ValueError(str(error).replace("Task.__init__() ", "")) from None
     if not all(isinstance(text, str) for text in (task.task_id, task.ground_truth, task.environment)):
@@ -54,8 +144,7 @@ def _task_of(record: Any) -> Task:
         raise ValueError('messages must be a list of {"role": "developer" or "user", "content": text}')
     if not isinstance(task.metadata, dict):
         raise ValueError("metadata must be an object")
-    if task.environment not in ENVIRONMENTS:
-        raise ValueError(f"there is no environment {task.environment!r}; known: {', '.join(sorted(ENVIRONMENTS))}")
+    environment_class(task.environment)
     for text in (task.task_id, task.ground_truth, *(message["content"] for message in task.messages)):
         text.encode()  # UnicodeEncodeError is a ValueError: half a surrogate pair cannot be tokenised
     return task

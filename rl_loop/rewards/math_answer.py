@@ -24,6 +24,12 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def is_number(text: str) -> bool:
+    """Whether it is a plain number or a fraction of two."""
+    parts = text.strip().strip("$").replace(",", "").split("/")
+    return len(parts) <= 2 and all(PLAIN_NUMBER.fullmatch(part.strip()) for part in parts)
+
+
 def is_correct(answer: str, ground_truth: str) -> bool:
     r"""Whether the last \boxed{} of ``answer`` equals ``ground_truth``, as math-verify sees it.
 
@@ -36,3 +42,12 @@ def is_correct(answer: str, ground_truth: str) -> bool:
     if PLAIN_NUMBER.fullmatch(given) and PLAIN_NUMBER.fullmatch(wanted):
         return Decimal(given) == Decimal(wanted)
     return equivalent(given, wanted)
+
+
+def normalised(answer: str | None) -> str | None:
+    """Equal text for answers that are written alike: without blanks and dollar signs, numbers in one form."""
+    if answer is None:
+        return None
+    text = "".join(answer.split()).strip("$").replace(r"\dfrac", r"\frac").replace(r"\!", "")
+    number = text.replace(",", "")
+    return format(Decimal(number).normalize(), "f") if PLAIN_NUMBER.fullmatch(number) else text

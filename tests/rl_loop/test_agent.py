@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rl_loop.agent import EpisodeLimits, run_episode
 from rl_loop.engines.protocol import SamplingParams
-from rl_loop.environments import Task
-from rl_loop.environments.retool import ReToolEnvironment, RewardConfig
+from rl_loop.environments import RewardConfig, Task
+from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.harmony import Harmony, ParsedMessage, ToolOutput
 from rl_loop.trajectory import FinishReason, Trajectory
 from tests.rl_loop.scripted_engine import ScriptedEngine, log_prob_at
@@ -94,12 +94,12 @@ def test_answer_after_a_tool_call(harmony: Harmony) -> None:
     engine = ScriptedEngine([call(harmony), answer(harmony)])
     trajectory = episode(harmony, engine, ["391\n"])
     prompt, tool = harmony.render_prompt(TASK.messages), ToolOutput("python", "analysis", "391\n")
-    assert trajectory.token_ids == (prompt + call(harmony) + harmony.render_tool_outputs([tool]) + answer(harmony))
+    assert trajectory.token_ids == (prompt + call(harmony) + harmony.render_observation([tool]) + answer(harmony))
     check_against_engine(trajectory, engine, harmony)
     assert [turn.role for turn in trajectory.turns] == ["prompt", "assistant", "tool", "assistant"]
     assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.STOP, 1.0)
     assert (trajectory.tool_calls, trajectory.tool_errors) == (1, 0)
-    assert trajectory.reward_parts == {"correct": 1.0, "format_error": 0.0}
+    assert trajectory.reward_parts == {"correct": 1.0, "format_error": 0.0, "score": 1.0}
     assert engine.requests[0].sampling.temperature == 0.7
     assert engine.requests[0].sampling.stop_token_ids == harmony.stop_token_ids
 
@@ -148,7 +148,7 @@ def test_a_tools_answer_that_leaves_no_room_is_not_part_of_the_episode(harmony: 
     limits = EpisodeLimits(8, len(prompt) + len(call(harmony)) + 10, 60)
     trajectory = episode(harmony, engine, ["1 " * 100], limits)
     assert trajectory.token_ids == prompt + call(harmony)
-    assert (trajectory.finish_reason, trajectory.tool_calls) == (FinishReason.LENGTH, 1)
+    assert (trajectory.finish_reason, trajectory.tool_calls) == (FinishReason.MAX_CONTEXT, 1)
     check_against_engine(trajectory, engine, harmony)
 
 
@@ -160,12 +160,35 @@ def test_turns_run_out(harmony: Harmony) -> None:
     check_against_engine(trajectory, engine, harmony)
 
 
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (EpisodeLimits(8, 2000, 60, max_tool_calls=2), FinishReason.MAX_TOOL_CALLS),
+        (EpisodeLimits(8, 2000, 60, max_sampled_tokens=30), FinishReason.MAX_SAMPLED_TOKENS),
+        (EpisodeLimits(2, 2000, 60), FinishReason.MAX_TURNS),
+        (EpisodeLimits(8, 120, 60), FinishReason.MAX_CONTEXT),
+    ],
+)
+@pytest.mark.parametrize("mask", [False, True])
+def test_every_limit_has_a_name_and_masks_the_episode_if_configured(
+    tiny: Harmony, limits: EpisodeLimits, reason: FinishReason, mask: bool
+) -> None:
+    engine = ScriptedEngine([call(tiny)] * 5)
+    trajectory = episode(tiny, engine, ["1"] * 5, replace(limits, mask_truncated=mask))
+    assert trajectory.finish_reason is reason
+    assert (trajectory.truncated, trajectory.excluded, trajectory.reward) == (True, mask, -1.0)
+    assert len(trajectory) <= limits.max_tokens
+    assert trajectory.sampled_tokens <= (limits.max_sampled_tokens or 10**9)
+    finished = episode(tiny, ScriptedEngine([answer(tiny)]), limits=replace(ROOM, mask_truncated=True))
+    assert not finished.excluded
+
+
 def test_time_runs_out_while_sampling(tiny: Harmony) -> None:
     engine = ScriptedEngine([answer(tiny)[:7]], hang=True)
     began = time.monotonic()
     trajectory = episode(tiny, engine, limits=EpisodeLimits(8, 2000, 0.2))
     assert 0.1 < time.monotonic() - began < 5
-    assert (trajectory.finish_reason, trajectory.sampled_tokens) == (FinishReason.LENGTH, 7)
+    assert (trajectory.finish_reason, trajectory.sampled_tokens) == (FinishReason.TIMEOUT, 7)
     check_against_engine(trajectory, engine, tiny)
 
 
@@ -181,7 +204,7 @@ def test_time_runs_out_before_the_first_token_of_a_turn(tiny: Harmony) -> None:
     run = run_episode("t", environment, engine, tiny, limits, SamplingParams(500), seed=5, routed_experts=True)
     trajectory = asyncio.run(run)
     assert trajectory.token_ids == tiny.render_prompt(TASK.messages) + call(tiny)
-    assert trajectory.finish_reason is FinishReason.LENGTH
+    assert trajectory.finish_reason is FinishReason.TIMEOUT
     check_against_engine(trajectory, engine, tiny)
 
 

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 
 import pytest
-from pydantic import ValidationError
 
 from rl_loop.agent import EpisodeLimits, run_episode
-from rl_loop.arithmetic import Problem, problem
 from rl_loop.demonstrations import Demonstration, DemonstrationConfig, demonstrate
 from rl_loop.engines.protocol import SamplingParams
-from rl_loop.environments import Task
-from rl_loop.environments.retool import INSTRUCTIONS, ReToolEnvironment, RewardConfig
+from rl_loop.environments import RewardConfig, Task, environment_class, make_environment
 from rl_loop.harmony import Harmony
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
 from rl_loop.trajectory import FinishReason, Trajectory
 from tests.rl_loop.scripted_engine import ScriptedEngine
 
-MIXED = DemonstrationConfig(direct=0.3, direct_correct=0.5, tool=0.3, corrected=0.4)
+MIXED = DemonstrationConfig(careful=0.5)
 
 
-def task_of(found: Problem) -> Task:
-    messages = [{"role": "developer", "content": INSTRUCTIONS}, {"role": "user", "content": found.text}]
-    return Task("t", messages, str(found.answer))
-
-
-def demonstration(harmony: Harmony, index: int, mixture: DemonstrationConfig) -> Demonstration:
-    found = problem("train", 0, index)
-    prompt = harmony.render_prompt(task_of(found).messages)
-    return demonstrate(found, prompt, harmony, mixture, random.Random(index))
+def task_of(environment: str, index: int, **options: object) -> Task:
+    kind = environment_class(environment)
+    return kind.generate("train", 0, index, kind.Options.model_validate(options))
 
 
 def sampled_turns(demo: Demonstration) -> list[list[int]]:
@@ -44,65 +34,67 @@ def sampled_turns(demo: Demonstration) -> list[list[int]]:
     return turns
 
 
-async def replay(
-    harmony: Harmony, indices: range, mixture: DemonstrationConfig
-) -> list[tuple[Demonstration, Trajectory]]:
+async def replay(harmony: Harmony, tasks: list[Task]) -> list[tuple[Demonstration, Trajectory]]:
     """Episodes in which the policy says what the demonstrations say and the sandbox answers."""
     sandbox = PythonSandbox(SandboxConfig(workers=1))
     await sandbox.start()
     pairs = []
     try:
-        for index in indices:
-            demo = demonstration(harmony, index, mixture)
-            environment = ReToolEnvironment(task_of(problem("train", 0, index)), sandbox.run, RewardConfig())
+        for index, task in enumerate(tasks):
+            demo = await asyncio.to_thread(demonstrate, task, harmony, MIXED, str(index))
+            environment = make_environment(task, sandbox.run, RewardConfig())
             engine = ScriptedEngine(sampled_turns(demo))
-            limits = EpisodeLimits(max_turns=8, max_tokens=4000, seconds=60)
-            run = run_episode("t", environment, engine, harmony, limits, SamplingParams(1000), seed=0)
+            limits = EpisodeLimits(max_turns=20, max_tokens=9000, seconds=60)
+            run = run_episode("t", environment, engine, harmony, limits, SamplingParams(4000), seed=0)
             pairs.append((demo, await run))
     finally:
         await sandbox.close()
     return pairs
 
 
-def test_every_demonstration_is_an_episode_token_for_token(harmony: Harmony) -> None:
-    kinds: Counter[tuple[int, bool]] = Counter()
-    for demo, episode in asyncio.run(replay(harmony, range(40), MIXED)):
+@pytest.mark.parametrize(
+    ("environment", "options"),
+    [
+        ("retool", {}),
+        ("gsm8k", {}),
+        ("instructions", {"turns": 2, "checkers": ["punctuation:no_comma", "startend:quotation", "keywords:existence"],
+                          "constraints": 1}),
+        ("incident", {"level": 3}),
+        ("reasoning_gym", {}),
+    ],
+)  # fmt: skip
+def test_every_demonstration_is_an_episode_token_for_token(
+    harmony: Harmony, environment: str, options: dict[str, object]
+) -> None:
+    right = 0.0
+    tasks = [task_of(environment, i, **options) for i in range(20)]
+    for demo, episode in asyncio.run(replay(harmony, tasks)):
         assert demo.token_ids == episode.token_ids
         assert demo.loss_mask == episode.loss_mask
         assert episode.finish_reason is FinishReason.STOP
-        kinds[episode.tool_calls, episode.reward > 0] += 1
-    assert set(kinds) == {(0, False), (0, True), (1, True), (2, True)}
+        assert demo.result is not None
+        assert demo.result.reward == episode.reward
+        right += episode.reward_parts["correct"]
+    assert 3 <= right <= 18
 
 
-def test_a_second_call_follows_a_mistake(tiny: Harmony) -> None:
-    mixture = DemonstrationConfig(direct=0, tool=0, corrected=1)
-    for _, episode in asyncio.run(replay(tiny, range(20), mixture)):
-        first, second = (turn.text.split("<|message|>")[1] for turn in episode.turns if turn.role == "tool")
-        assert "SyntaxError" in first or first.startswith("<|end|>")
-        assert second.removesuffix("\n<|end|><|start|>assistant").lstrip("-").isdigit()
-        assert episode.reward == 1.0
+def test_retool_is_shown_with_and_without_mistakes(tiny: Harmony) -> None:
+    calls: Counter[int] = Counter()
+    for demo, episode in asyncio.run(replay(tiny, [task_of("retool", i) for i in range(40)])):
+        calls[episode.tool_calls] += 1
+        assert episode.tool_calls == 0 or demo.result is not None and demo.result.reward == 1.0
+    assert set(calls) == {0, 1, 2}
 
 
-def test_the_mixture_is_what_the_configuration_says(tiny: Harmony) -> None:
-    mixture = DemonstrationConfig(direct=0.5, direct_correct=0.2, tool=0.3, corrected=0.2)
-    counts: Counter[int] = Counter()
-    right = 0
-    for index in range(600):
-        demo = demonstration(tiny, index, mixture)
-        turns = sampled_turns(demo)
-        counts[len(turns)] += 1
-        wanted = rf"\boxed{{{problem('train', 0, index).answer}}}"
-        right += len(turns) == 1 and wanted in tiny.decode(turns[-1])
-    assert counts[1] == pytest.approx(300, abs=50)
-    assert counts[2] == pytest.approx(180, abs=45)
-    assert counts[3] == pytest.approx(120, abs=40)
-    assert right == pytest.approx(60, abs=30)
+def test_the_share_of_careful_demonstrations_is_as_configured(tiny: Harmony) -> None:
+    right = 0.0
+    for index in range(300):
+        result = demonstrate(task_of("gsm8k", index), tiny, DemonstrationConfig(careful=0.3), str(index)).result
+        assert result is not None
+        right += result.reward_parts["correct"]
+    assert right / 300 == pytest.approx(0.3, abs=0.1)
 
 
-def test_a_demonstration_depends_on_its_random_numbers_only(tiny: Harmony) -> None:
-    assert demonstration(tiny, 3, MIXED) == demonstration(tiny, 3, MIXED)
-
-
-def test_shares_that_do_not_add_up_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"must be 1, got 0\.9"):
-        DemonstrationConfig(direct=0.5, tool=0.3, corrected=0.1)
+def test_a_demonstration_is_a_function_of_its_task_and_seed(tiny: Harmony) -> None:
+    task = task_of("retool", 3)
+    assert demonstrate(task, tiny, MIXED, "7") == demonstrate(task, tiny, MIXED, "7")

@@ -68,7 +68,7 @@ def test_special_tokens_in_a_prompt_stay_text(harmony: Harmony) -> None:
 
 
 def test_special_tokens_in_a_tools_answer_stay_text(harmony: Harmony) -> None:
-    ids = harmony.render_tool_outputs([ToolOutput("python", "analysis", ATTACK)])
+    ids = harmony.render_observation([ToolOutput("python", "analysis", ATTACK)])
     assert special_tokens(harmony, ids) == ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
     assert harmony.decode(ids) == (
         f"<|start|>python to=assistant<|channel|>analysis<|message|>{ATTACK}<|end|><|start|>assistant"
@@ -77,7 +77,7 @@ def test_special_tokens_in_a_tools_answer_stay_text(harmony: Harmony) -> None:
 
 def test_assistant_begins_once_after_several_tool_answers(harmony: Harmony) -> None:
     outputs = [ToolOutput("functions.a", "commentary", "1"), ToolOutput("functions.b", "commentary", "2")]
-    assert harmony.decode(harmony.render_tool_outputs(outputs)) == (
+    assert harmony.decode(harmony.render_observation(outputs)) == (
         "<|start|>functions.a to=assistant<|channel|>commentary<|message|>1<|end|>"
         "<|start|>functions.b to=assistant<|channel|>commentary<|message|>2<|end|><|start|>assistant"
     )
@@ -157,6 +157,18 @@ def test_illegal_turns_are_format_errors_with_a_reason(harmony: Harmony, text: s
     assert result.reason
 
 
+def test_several_calls_of_one_turn_are_parsed(harmony: Harmony) -> None:
+    calls = [ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", "{}") for name in "ab"]
+    assert harmony.parse(harmony.render_assistant([THOUGHT, *calls], "<|call|>")) == [THOUGHT, *calls]
+    assert isinstance(harmony.parse(harmony.render_assistant([calls[0], THOUGHT], "<|return|>")), FormatError)
+
+
+def test_what_the_user_says_next_is_rendered_as_text(harmony: Harmony) -> None:
+    ids = harmony.render_observation([], ATTACK)
+    assert harmony.decode(ids) == f"<|start|>user<|message|>{ATTACK}<|end|><|start|>assistant"
+    assert special_tokens(harmony, ids) == ["<|start|>", "<|message|>", "<|end|>", "<|start|>"]
+
+
 def test_a_token_that_means_nothing_is_a_format_error(tiny: Harmony, full: Harmony) -> None:
     for harmony, unused in ((tiny, tiny.vocabulary.size - 1), (full, 201_087)):
         ids = sampled(harmony, "<|channel|>final<|message|>4<|return|>")
@@ -180,4 +192,4 @@ def test_whatever_is_sampled_is_parsed_or_a_format_error(tiny: Harmony, full: Ha
         if not isinstance(result, FormatError):
             assert all(message.channel in ("analysis", "commentary", "final") for message in result)
             assert ids[-1] in harmony.stop_token_ids
-            assert all(message.recipient is None for message in result[:-1])
+            assert not any(message.recipient for message in result) or (result[-1].recipient is not None)

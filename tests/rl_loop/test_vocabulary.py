@@ -157,4 +157,4 @@ def test_a_vocabulary_too_small_for_its_tasks_says_how_large_it_must_be() -> Non
 
 def test_a_model_of_another_size_than_its_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.vocab_size is 1000, but vocabulary 'gptoss' has 201088"):
-        make_vocabulary("gptoss", 1000)
+        make_vocabulary("gptoss", 1000, str)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rl_loop.environments import ENVIRONMENTS, Environment, StepResult, Task, make_environment
-from rl_loop.environments.retool import ReToolEnvironment, RewardConfig
+from rl_loop.environments import Environment, RewardConfig, StepResult, Task, make_environment
+from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.harmony import ParsedMessage, ToolOutput
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
 
@@ -82,7 +82,47 @@ def test_bad_arguments_of_the_function_are_told_to_the_agent(arguments: str) -> 
 def test_final_answer_is_compared_and_ends_the_episode(text: str, reward: float) -> None:
     result = step(final(text))
     assert (result.done, result.reward, result.format_error) == (True, reward, None)
-    assert result.reward_parts == {"correct": float(reward > 0), "format_error": 0.0}
+    assert (result.reward_parts["correct"], result.reward_parts["format_error"]) == (float(reward > 0), 0.0)
+
+
+def test_variables_last_within_an_episode_if_it_is_stateful() -> None:
+    programs = ["x = 40\nprint('no')", "x += 1", "1 / 0", "x + 1"]
+
+    async def outputs(stateful: bool) -> list[str]:
+        sandbox = PythonSandbox(SandboxConfig(workers=1, timeout_seconds=5))
+        await sandbox.start()
+        task = Task("t", TASK.messages, "42", metadata={"stateful": stateful})
+        environment = make_environment(task, sandbox.run, REWARD)
+        found = [(await environment.step([python(code)])).tool_outputs[0].text for code in programs]
+        await sandbox.close()
+        return found
+
+    first, second, third, fourth = asyncio.run(outputs(True))
+    assert (first, second, fourth) == ("no\n", "", "42\n")
+    assert "ZeroDivisionError" in third
+    assert "NameError" in asyncio.run(outputs(False))[3]
+
+
+def test_several_calls_of_a_turn_are_answered_in_order() -> None:
+    async def body(environment: Environment) -> StepResult:
+        return await environment.step([python("1"), function('{"code": "2"}'), python("3/0")])
+
+    result = asyncio.run(in_sandbox(body))
+    assert [output.text for output in result.tool_outputs[:2]] == ["1\n", "2\n"]
+    assert (result.tool_calls, result.tool_errors) == (3, 1)
+
+
+def test_wrong_episodes_that_used_tools_earn_a_little_more_if_configured() -> None:
+    async def body(_: Environment) -> list[float]:
+        rewards = []
+        for calls in (0, 2, 20):
+            environment = make_environment(TASK, _.execute, RewardConfig(tool_use=True))
+            for _n in range(calls):
+                await environment.step([python("1")])
+            rewards.append((await environment.step([final("?")])).reward)
+        return rewards
+
+    assert asyncio.run(in_sandbox(body)) == pytest.approx([-1.0, -0.9, -0.6])
 
 
 @pytest.mark.parametrize(
@@ -91,6 +131,7 @@ def test_final_answer_is_compared_and_ends_the_episode(text: str, reward: float)
         ParsedMessage("analysis", "browser", None, "x"),
         ParsedMessage("commentary", "functions.other", None, "{}"),
         ParsedMessage("analysis", "", None, "print(1)"),
+        ParsedMessage("analysis", "assistant", None, "x"),
         ParsedMessage("analysis", None, None, "I think so."),
         ParsedMessage("commentary", None, None, "Working on it."),
     ],
@@ -122,6 +163,5 @@ def test_the_event_loop_goes_on_while_an_answer_is_compared() -> None:
 
 def test_an_environment_that_does_not_exist_is_named() -> None:
     task = Task("t7", [], "", environment="chess")
-    with pytest.raises(ValueError, match="task t7: there is no environment 'chess'; known: retool"):
-        make_environment(task, lambda code: without_sandbox()._execute(code), REWARD)
-    assert set(ENVIRONMENTS) == {"retool"}
+    with pytest.raises(ValueError, match="task t7: there is no environment 'chess'; known: gsm8k, incident"):
+        make_environment(task, without_sandbox().execute, REWARD)

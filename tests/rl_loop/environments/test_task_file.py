@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_loop.environments import Task, TaskFileError, read_tasks
+from rl_loop.environments import Task, TaskFileError
+from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions
+from rl_loop.environments.task_file import TaskData
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+def read_tasks(path: Path) -> list[Task]:
+    return list(TaskData(str(path), "retool", ReToolEnvironment, ReToolOptions()))
+
+
 GOOD = {"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}
 
 

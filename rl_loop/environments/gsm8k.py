@@ -1,0 +1,56 @@
+r"""GSM8K (arXiv 2110.14168): word problems whose answer is an integer, single turn, from the head or with Python.
+
+Files and the hub give the real ones; without either, small word problems are generated.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from rl_loop import arithmetic
+from rl_loop.environments.base import Script, Split, StepResult, Task, UnknownTool, final, think
+from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions
+from rl_loop.rewards.math_answer import last_boxed, normalised
+
+
+class Gsm8kOptions(ReToolOptions):
+    instructions: str | None = r"Think, then answer in \boxed{}."
+    """The developer message; null for none."""
+    tools: bool = False
+    """Whether Python may be called; the system message describes it if ``prompt.python_tool`` is on."""
+    largest: int = 9
+    """Of generated problems: numbers go from 2 to this."""
+
+
+class Gsm8kEnvironment(ReToolEnvironment):
+    Options = Gsm8kOptions
+
+    @classmethod
+    def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
+        problem = arithmetic.problem(split, seed, index, range(2, options.largest + 1))
+        record = {"question": problem.text, "answer": f"#### {problem.answer}"}
+        return cls.from_record(record, f"{split}-{index}", options)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:
+        """{"question", "answer"} whose answer ends with "#### 1,234"."""
+        wanted = record["answer"].rpartition("####")[2].strip().replace(",", "")
+        messages = [{"role": "user", "content": record["question"]}]
+        if options.instructions is not None:
+            messages.insert(0, {"role": "developer", "content": options.instructions})
+        return Task(name, messages, wanted, "gsm8k", {"tools": options.tools})
+
+    @classmethod
+    def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
+        answer = str(arithmetic.guess(int(task.ground_truth), rng)) if careless else task.ground_truth
+        yield [think("I guess." if careless else "I work it out."), final(rf"\boxed{{{answer}}}")]
+
+    async def answer(self, text: str) -> StepResult:
+        given = normalised(last_boxed(text))
+        return self._judged(given is not None and given == normalised(self.task.ground_truth), given)
+
+    async def call(self, tool: str, arguments: str) -> str:
+        if not self.task.metadata.get("tools"):
+            raise UnknownTool
+        return await super().call(tool, arguments)

@@ -1,0 +1,190 @@
+"""Verifiable instruction following: answers must meet constraints that programs check (IFEval, arXiv 2311.07911).
+
+Prompts are composed from the IFEval checkers of if-verifiable that need no download; in later turns, as in Multi-IF,
+the user adds constraints and the earlier ones must still hold. IFEval and IFBench files are read as they are.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from random import Random
+from typing import Any
+
+from pydantic import Field
+
+from rl_loop.environments.base import Environment, EnvironmentOptions, Script, Split, StepResult, Task, final
+
+TOPICS = ("rivers", "bread", "trains", "clouds", "chess", "gardens", "winter", "maps", "owls", "tea", "boats", "stars")
+
+# How a text is made to meet a constraint, in the order in which they are applied. Those that a plain text meets leave
+# it alone; a task for which that fails is not given.
+SOLUTIONS: dict[str, Any] = {
+    "detectable_format:constrained_response": lambda text, **_: "My answer is yes.",
+    "keywords:existence": lambda text, keywords, **_: f"{text} {' '.join(keywords)}",
+    "keywords:frequency": lambda text, keyword, frequency, relation: text + f" {keyword}" * _least(frequency, relation),
+    "keywords:forbidden_words": lambda text, **_: text,
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: (
+        text + f" {letter}" * _least(let_frequency, let_relation)
+    ),
+    "length_constraints:number_words": lambda text, num_words, relation: text + " more" * _least(num_words, relation),
+    "length_constraints:number_paragraphs": lambda text, num_paragraphs: "\n***\n".join([text] * num_paragraphs),
+    "length_constraints:nth_paragraph_first_word": lambda text, num_paragraphs, nth_paragraph, first_word: "\n\n".join(
+        f"{first_word} {text}" if i + 1 == nth_paragraph else text for i in range(num_paragraphs)
+    ),
+    "detectable_content:number_placeholders": lambda text, num_placeholders: text + " [name]" * num_placeholders,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: text + "\n* so" * num_bullets,
+    "detectable_format:number_highlighted_sections": lambda text, num_highlights: text + " *so*" * num_highlights,
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: "\n".join(
+        f"{section_spliter} {i + 1}\n{text}" for i in range(num_sections)
+    ),
+    "detectable_content:postscript": lambda text, postscript_marker: f"{text}\n{postscript_marker} so",
+    "detectable_format:title": lambda text, **_: f"<<so>>\n{text}",
+    "combination:two_responses": lambda text, **_: f"{text}\n******\nor {text}",
+    "detectable_format:json_format": lambda text, **_: f'["{text}"]',
+    "startend:end_checker": lambda text, end_phrase: f"{text} {end_phrase}",
+    "change_case:english_lowercase": lambda text, **_: text.lower(),
+    "change_case:english_capital": lambda text, **_: text.upper(),
+    "punctuation:no_comma": lambda text, **_: text.replace(",", ""),
+    "startend:quotation": lambda text, **_: f'"{text}"',
+}
+
+
+def _least(count: int, relation: str) -> int:
+    return count if relation == "at least" else 0
+
+
+class InstructionOptions(EnvironmentOptions):
+    constraints: int = Field(2, gt=0)
+    """New constraints per turn of the user."""
+    turns: int = Field(1, gt=0)
+    """Turns of the user."""
+    checkers: list[str] = Field(default_factory=lambda: list(SOLUTIONS))
+    """IFEval constraints to choose from."""
+
+
+class InstructionEnvironment(Environment):
+    """``task.metadata["turns"]``: per turn of the user its new constraints, [name, arguments]."""
+
+    Options = InstructionOptions
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._turn = 0
+        self._scores: list[tuple[float, float]] = []
+
+    @classmethod
+    def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
+        for attempt in range(1000):
+            rng = Random(f"{split}/{seed}/{index}/{attempt}")
+            topic = rng.choice(TOPICS)
+            names = _compatible(options.checkers, options.constraints * options.turns, rng)
+            described = [_constraint(name, rng.randrange(1 << 30)) for name in names]
+            parts = [described[i : i + options.constraints] for i in range(0, len(described), options.constraints)]
+            texts = [" ".join(text for _, _, text in part) for part in parts]
+            turns = [[[name, arguments] for name, arguments, _ in part] for part in parts]
+            follow_ups = [f"Now also: {text}" for text in texts[1:]]
+            messages = [{"role": "user", "content": f"Write about {topic}. {texts[0]}"}]
+            metadata = {"turns": turns, "user": follow_ups, "topic": topic}
+            task = Task(f"{split}-{index}", messages, "", "instructions", metadata)
+            known = [constraint for turn in turns for constraint in turn]
+            if len(names) == options.constraints * options.turns and all(
+                _check(constraint, _solution(topic, known[:end]), "")[0]
+                for end in range(options.constraints, len(known) + 1, options.constraints)
+                for constraint in known[:end]
+            ):
+                return task
+        raise ValueError(f"no {options.constraints} x {options.turns} constraints of {options.checkers} go together")
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:
+        """{"key", "prompt", "instruction_id_list", "kwargs"}, as IFEval and IFBench publish."""
+        arguments = [{k: v for k, v in given.items() if v is not None} for given in record["kwargs"]]
+        constraints = [list(pair) for pair in zip(record["instruction_id_list"], arguments, strict=True)]
+        for constraint, _ in constraints:
+            _registry(constraint)
+        metadata = {"turns": [constraints], "user": []}
+        return Task(name, [{"role": "user", "content": record["prompt"]}], "", "instructions", metadata)
+
+    @classmethod
+    def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
+        """Meets every constraint; careless, it forgets about half of them."""
+        known: list[Any] = []
+        for turn in task.metadata["turns"]:
+            known += [constraint for constraint in turn if not careless or rng.random() < 0.5]
+            yield [final(_solution(task.metadata["topic"], known))]
+
+    async def answer(self, text: str) -> StepResult:
+        turns = self.task.metadata["turns"]
+        self._turn += 1
+        known = [constraint for turn in turns[: self._turn] for constraint in turn]
+        checked = [_check(constraint, text, self.task.messages[-1]["content"]) for constraint in known]
+        self._scores.append((sum(s for s, _ in checked) / len(known), sum(loose for _, loose in checked) / len(known)))
+        if self._turn < len(turns):
+            return StepResult(user=self.task.metadata["user"][self._turn - 1])
+        return self.unfinished()
+
+    def unfinished(self) -> StepResult:
+        """Turns that were not answered count as 0."""
+        turns = len(self.task.metadata["turns"])
+        strict, loose = (sum(score[i] for score in self._scores) / turns for i in (0, 1))
+        return self.finished(strict, strict=float(strict >= 1), loose=float(loose >= 1), partial_loose=loose)
+
+
+@cache
+def _registries() -> tuple[dict[str, Any], dict[str, Any]]:
+    import langdetect  # with if-verifiable, an extra: pip install 'megatron-gptoss[environments]'
+    from if_verifiable.ifeval.instructions_registry import INSTRUCTION_CONFLICTS, INSTRUCTION_DICT, conflict_make
+
+    langdetect.DetectorFactory.seed = 0
+    return INSTRUCTION_DICT, conflict_make(INSTRUCTION_CONFLICTS)
+
+
+def _registry(name: str) -> dict[str, Any]:
+    """The checkers among which ``name`` is. Raises ValueError."""
+    if name in _registries()[0]:
+        return _registries()[0]
+    from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT  # tries to download NLTK data
+
+    if name not in INSTRUCTION_DICT:
+        raise ValueError(f"neither IFEval nor IFBench has a constraint {name!r}")
+    return dict(INSTRUCTION_DICT)
+
+
+def _check(constraint: list[Any], text: str, prompt: str) -> tuple[bool, bool]:
+    """Strict and loose: does ``text`` meet one constraint? A checker that fails on a text is not met by it."""
+    from if_verifiable.common import evaluate_instructions
+
+    name, arguments = constraint
+    try:
+        results, _ = evaluate_instructions(text, [name], [arguments], prompt, _registry(name))
+    except Exception:
+        return False, False
+    return (results[0].strict_pass, results[0].loose_pass) if results else (False, False)
+
+
+def _constraint(name: str, seed: int) -> tuple[str, dict[str, Any], str]:
+    """Name, arguments and text of a constraint, a function of the seed."""
+    checker = _registries()[0][name](name)
+    state = random.getstate()  # the checkers draw what they are not told from the global generator
+    try:
+        random.seed(seed)
+        text = checker.build_description()
+        return name, checker.get_instruction_args() or {}, text
+    finally:
+        random.setstate(state)
+
+
+def _compatible(names: list[str], count: int, rng: Random) -> list[str]:
+    conflicts, chosen = _registries()[1], list[str]()
+    for name in rng.sample(names, len(names)):
+        if len(chosen) < count and not any(name in conflicts[other] for other in chosen):
+            chosen.append(name)
+    return chosen
+
+
+def _solution(topic: str, constraints: list[Any]) -> str:
+    text = f"This is a note about {topic}."
+    for name, arguments in sorted(constraints, key=lambda constraint: list(SOLUTIONS).index(constraint[0])):
+        text = SOLUTIONS[name](text, **arguments)
+    return text
