@@ -255,7 +255,7 @@ def transformer_engine(groups: dict[int, Any]) -> list[dict[str, Any]]:
                 module = DotProductAttention(
                     HEADS, HEAD_SIZE, num_gqa_groups=KV_HEADS, attention_dropout=0.0, qkv_format="bshd",
                     attn_mask_type="causal", window_size=(127, 0) if window else (-1, 0), softmax_type="learnable",
-                ).cuda().bfloat16()  # fmt: skip
+                ).cuda()  # fmt: skip
                 if size > 1:
                     module.set_context_parallel_group(group, list(range(4)), stream, "a2a")
                 local = tokens // size
