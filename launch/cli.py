@@ -149,12 +149,14 @@ def plan(
     path: ConfigFile,
     overrides: Overrides = None,
     sft: Annotated[bool, typer.Option("--sft", help="CONFIG is one of `gptoss sft`.")] = False,
+    gpu_gb: Annotated[float, typer.Option("--gpu-gb", help="Memory of one GPU that training may use.")] = 135.0,
 ) -> None:
-    """Say how the layout would run: how each kind of layer communicates under context parallelism, and why."""
+    """Say how the layout would run: the memory of a GPU, and how layers communicate under context parallelism."""
     with errors_in_one_line():
         config = load_config(path, SftConfig if sft else RlConfig, overrides)
-        from launch.plan import attention_plan
+        from launch.plan import attention_plan, memory_plan
 
+        print(memory_plan(config, gpu_gb))
         print(attention_plan(config))
 
 

@@ -62,7 +62,7 @@ class NodeProgram:
         self.config, self.cluster = config, cluster
         environment = os.environ
         self.name = environment.get("SLURMD_NODENAME", socket.gethostname())
-        environment["SLURMD_NODENAME"] = self.name
+        environment |= {"SLURMD_NODENAME": self.name, "GPTOSS_PLACED": "1"}  # Ray's workers inherit both
         self.index = int(environment.get("SLURM_NODEID", 0)) + (cluster.nodes if group else 0)
         self.names = environment.get("GPTOSS_NODES", self.name).split(",")
         self.run = RunDirectory(config.directory)
@@ -260,7 +260,6 @@ class NodeProgram:
             [sys.executable, "-m", "launch", command, config, "--resume"],
             self.attempt.driver_log,
             RAY_ADDRESS=address,
-            GPTOSS_PLACED="1",
         )
         discovery = self.scratch / "prom_metrics_service_discovery.json"  # Ray keeps it up to date
         while driver.poll() is None:

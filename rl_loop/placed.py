@@ -1,12 +1,14 @@
 """Where a Ray actor runs: on the node that the launcher planned for it, or anywhere.
 
 A node of a cluster started by ``gptoss launch`` offers one custom resource for each place planned on it, such as
-``trainer_rank_3`` or ``rollout_worker_0``, and sets GPTOSS_PLACED for the driver.
+``trainer_rank_3`` or ``rollout_worker_0``, and all its processes have GPTOSS_PLACED in their environment.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 from typing import Any
 
@@ -23,6 +25,16 @@ def is_placed() -> bool:
 def place_of(role: str, index: int) -> dict[str, Any]:
     """Options for ``actor.options(...)``."""
     return {"resources": {f"{role}_{index}": 1}} if is_placed() else {}
+
+
+def outlive_sigterm(actor: Any) -> None:
+    """Called in an actor's process on a cluster: Slurm sends SIGTERM to every process when it wants the nodes back, and
+    Ray's workers would end before the checkpoint is saved. ``launch.node`` decides when they do.
+
+    Through libc, because Python sets signal handlers only in the main thread, where no method of an async actor runs.
+    """
+    if is_placed():
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_IGN)))
 
 
 def free_address() -> tuple[str, int]:

@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from rl_loop.config import RunConfig
 from rl_loop.environments import Task
 from rl_loop.observers import RolloutCounters
-from rl_loop.placed import ROLLOUT_WORKER, place_of
+from rl_loop.placed import ROLLOUT_WORKER, outlive_sigterm, place_of
 from rl_loop.rollout_worker import RolloutWorker
 from rl_loop.trajectory import TrajectoryGroup
 
@@ -53,7 +53,9 @@ class RolloutPool:
         actor = ray.remote(RolloutWorker)
         concurrency = self._config.rollout.max_batch_size * 4
         options = {"num_cpus": 0, "max_concurrency": concurrency, **place_of(ROLLOUT_WORKER, index)}
-        return actor.options(**options).remote(self._config, self._threads)
+        worker = actor.options(**options).remote(self._config, self._threads)
+        worker.__ray_call__.remote(outlive_sigterm)
+        return worker
 
     @property
     def restarts(self) -> int:

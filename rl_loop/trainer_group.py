@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from megatron_gptoss.packing import Sample
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.config import AlgorithmConfig, RunConfig
-from rl_loop.placed import TRAINER_RANK, master_address, place_of
+from rl_loop.placed import TRAINER_RANK, master_address, outlive_sigterm, place_of
 from rl_loop.trainer_worker import TrainerWorker
 
 
@@ -101,6 +101,7 @@ class TrainerGroup:
 
 
 def _process(worker: TrainerWorker) -> str:
+    outlive_sigterm(worker)
     return f"{socket.gethostname()} (pid {os.getpid()})"
 
 
