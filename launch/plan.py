@@ -66,8 +66,8 @@ def memory_plan(config: RunConfig, gigabytes: float) -> str:
     if not fitting:
         part, size = max(asdict(memory).items(), key=lambda entry: entry[1])
         lines.append(
-            f"no layout of {parallel.world_size} GPUs fits; most goes to the {part} ({size / 1e9:.1f} GB). To try, in this "
-            "order: parallel.recompute=[moe_act,layernorm], optimizer.moment_dtype=bf16, a smaller "
+            f"no layout of {parallel.world_size} GPUs fits; most goes to the {part} ({size / 1e9:.1f} GB). To try, in "
+            "this order: parallel.recompute=[moe_act,layernorm], optimizer.moment_dtype=bf16, a smaller "
             "training.max_tokens_per_micro_batch, optimizer.gradient_dtype=bf16, more GPUs"
         )
         return "\n".join(lines)

@@ -1,0 +1,48 @@
+"""The memory prediction against what GPUs used (docs/performance.md, "Training on GPUs")."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_gptoss import memory
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.memory import layouts_that_fit, parameters_per_gpu, predict, worst_stage
+
+GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
+GPT_OSS_120B = ModelConfig(num_layers=36, num_experts=128)
+BF16_MOMENTS = OptimizerConfig(moment_dtype="bf16")
+THRIFTY = ParallelConfig(recompute=("moe_act", "layernorm"))
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "tokens", "recompute", "measured"),
+    [(4, 32, 16_384, (), 82.4), (4, 8, 16_384, (), 43.8), (4, 32, 32_768, ("moe_act",), 90.0)],
+)
+def test_measured_peaks_of_one_gpu_are_predicted_within_two_percent(
+    layers: int, experts: int, tokens: int, recompute: tuple[str, ...], measured: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "EXPERT_LOAD", 1.0)  # no expert parallelism
+    model = ModelConfig(num_layers=layers, num_experts=experts)
+    total = predict(model, ParallelConfig(recompute=recompute), OptimizerConfig(), tokens).total
+    assert total / 1e9 == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize(("model", "total"), [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)])
+def test_parameters_are_those_of_the_published_models(model: ModelConfig, total: int) -> None:
+    assert sum(parameters_per_gpu(model, ParallelConfig())) == total
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus"),
+    [(GPT_OSS_20B, 4), (GPT_OSS_20B, 8), (GPT_OSS_20B, 16), (GPT_OSS_120B, 16), (GPT_OSS_120B, 32), (GPT_OSS_120B, 64)],
+)
+def test_both_models_fit_where_they_should(model: ModelConfig, gpus: int) -> None:
+    layouts = layouts_that_fit(model, gpus, BF16_MOMENTS, 16_384, 135, THRIFTY)
+    assert layouts
+    for layout, needed in layouts:
+        assert layout.world_size == gpus
+        assert needed == worst_stage(model, layout, BF16_MOMENTS, 16_384)
+
+
+def test_120b_does_not_fit_on_eight_gpus() -> None:
+    assert not layouts_that_fit(GPT_OSS_120B, 8, BF16_MOMENTS, 16_384, 135, THRIFTY)
