@@ -19,7 +19,7 @@ import psutil
 
 from rl_loop.config import ConfigError
 
-ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED"}
+ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"}
 
 
 class ClusterError(ConfigError):

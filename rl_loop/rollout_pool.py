@@ -53,7 +53,7 @@ class RolloutPool:
         actor = ray.remote(RolloutWorker)
         concurrency = self._config.rollout.max_batch_size * 4
         options = {"num_cpus": 0, "max_concurrency": concurrency, **place_of(ROLLOUT_WORKER, index)}
-        worker = actor.options(**options).remote(self._config, self._threads)
+        worker: Any = actor.options(**options).remote(self._config, self._threads)
         worker.__ray_call__.remote(outlive_sigterm)
         return worker
 
