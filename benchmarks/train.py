@@ -6,7 +6,8 @@
     torchrun --nproc_per_node 4 benchmarks/train.py stock --expert 4
 
 Weights are random (normal with std 0.02, biases and sinks 0, norms 1), tokens uniform, routing what follows from them.
-Prints one JSON object; ``--out FILE`` appends it as a line. MFU is taken against a matrix product measured beforehand.
+``--also "step ARGUMENTS"`` runs a further case in the same processes. Prints a JSON object per case; ``--out FILE``
+appends them as lines. MFU is taken against a matrix product measured beforehand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import gc
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +186,17 @@ def profile_step(step: Callable[[], Any], path: Path) -> None:
         path.write_text("\n".join(rows) + "\n")
 
 
+def release(trainer: PolicyTrainer) -> None:
+    """Give back what the next case needs, whatever still refers to it."""
+    tensors = [b.grad_data for b in trainer.model.buffers + trainer.model.expert_parallel_buffers]
+    tensors += [b.param_data for b in trainer.model.buffers + trainer.model.expert_parallel_buffers]
+    for part in trainer.optimizer.chained_optimizers:
+        tensors += [tensor for state in part.optimizer.state.values() for tensor in state.values()]
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            tensor.untyped_storage().resize_(0)
+
+
 def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
     parallel = ParallelConfig(
@@ -212,6 +225,7 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     score = measure_steps(lambda: trainer.score(rows), 3, tokens // dist.get_world_size(), flops / 3, ceiling)
     parameters = sum(p.numel() for p in model.parameters())
+    release(trainer)
     return {
         **result,
         **load.result(args.expert),
@@ -283,7 +297,7 @@ def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     return measure_steps(step, args.steps, args.micro_batches * args.length, flops, ceiling)
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=["log-probs", "step", "stock"])
     parser.add_argument("--layers", type=int, default=24)
@@ -301,30 +315,40 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--profile", type=Path, help="file for the device times of one step by kernel")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    parser.add_argument("--also", action="append", default=[], help="a further case, as one string")
+    return parser
+
+
+def run(args: argparse.Namespace, port: int) -> None:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    parallel = ParallelConfig(world_size=world_size, expert=args.expert, context=args.context)
-    distributed.initialize(parallel, rank, port=29_777)
-    ceiling = matmul_ceiling()
-    if args.case == "log-probs":
-        result: dict[str, Any] = log_probs_case()
-    else:
-        result = (step_case if args.case == "step" else stock_case)(args, ceiling)
-    gc.collect()
+    started = time.perf_counter()
+    distributed.initialize(
+        ParallelConfig(world_size=world_size, expert=args.expert, context=args.context), rank, port=port
+    )
+    torch.cuda.reset_peak_memory_stats()
+    case = {"log-probs": lambda *_: log_probs_case(), "step": step_case, "stock": stock_case}[args.case]
+    result = case(args, matmul_ceiling())
+    given = {k: v for k, v in vars(args).items() if not isinstance(v, Path) and k != "also"}
     if rank == 0:
         line = json.dumps(
-            {
-                "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
-                "gpus": world_size,
-                **result,
-            }
+            {"arguments": given, "gpus": world_size, **result, "wall_seconds": time.perf_counter() - started}
         )
         print(line, flush=True)
         if args.out:
             with args.out.open("a") as file:
                 file.write(line + "\n")
+    gc.collect()
+    torch.cuda.empty_cache()
     dist.barrier()
     distributed.shutdown()
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    run(args, port=29_777)
+    for index, further in enumerate(args.also):
+        out = ["--out", str(args.out)] if args.out else []
+        run(arguments().parse_args([*shlex.split(further), *out]), port=29_778 + index)
 
 
 if __name__ == "__main__":
