@@ -125,14 +125,22 @@ def evaluate(
     weights: Annotated[
         Path | None, typer.Option(help="A Hugging Face directory; without it the config's initial_weights.")
     ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the episodes go, JSONL; RUNS/NAME.evaluation.jsonl if not given.")
+    ] = None,
+    baseline: Annotated[Path | None, typer.Option(help="Episodes of another evaluation to compare with.")] = None,
 ) -> None:
-    """Held-out accuracy of a checkpoint: the tasks, tools and rewards of CONFIG, one episode per task."""
+    """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by category."""
     with errors_in_one_line():
         config = load_config(path, RlConfig, overrides)
-        from rl_loop.evaluation import evaluate_checkpoint
+        from launch.evaluation_table import print_evaluation
+        from rl_loop.evaluation import evaluate as run_evaluation
+        from rl_loop.evaluation import read_evaluation
 
-        for name, value in evaluate_checkpoint(config, weights).items():
-            print(f"{name:24} {value:.4f}")
+        earlier = read_evaluation(baseline) if baseline is not None else []
+        file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
+        print_evaluation(run_evaluation(config, weights, file), earlier)
+        print(f"episodes: {file}")
 
 
 @app.command()

@@ -11,6 +11,7 @@ driver are started with these signals blocked, and only this program listens.
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import json
 import os
 import shutil
@@ -207,6 +208,8 @@ class NodeProgram:
             ports = [base, base + 3, base + 9] if base else free_ports(address, 3)
             self.attempt.write_head(host=address, port=str(ports[0]), dashboard_port=str(ports[1]),
                                     check_port=str(ports[2]))  # fmt: skip
+            packages = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
+            (self.attempt.path / "environment.txt").write_text("\n".join(packages) + "\n")
             self._join()
             self._wait(lambda: all(r["state"] == "ready" for r in self._reports().values()) and not self._missing())
             self._judge(complete=True)

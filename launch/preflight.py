@@ -175,13 +175,19 @@ def _megabytes(memory: str) -> float:
     return float(memory.rstrip("KMGTkmgt")) * factor
 
 
+def is_path(value: Any, key: str) -> bool:
+    """Whether a value of a configuration is a file or directory; data may also be on the Hub ("hub:...")."""
+    named = key.endswith("_path") and isinstance(value, str) and not value.startswith("hub:")
+    return isinstance(value, Path) or named
+
+
 def _named_paths(config: RunConfig, cluster: ClusterConfig) -> list[tuple[str, Path]]:
     """(key, path) of everything that must exist on the cluster."""
 
     def walk(value: Any, key: str) -> list[tuple[str, Path]]:
         if isinstance(value, dict):
             return [pair for name, item in value.items() for pair in walk(item, f"{key}.{name}" if key else name)]
-        return [(key, value)] if isinstance(value, Path) else []
+        return [(key, Path(value))] if is_path(value, key) else []
 
     found = walk(config.model_dump(exclude={"output_dir"}), "")
     if cluster.container:

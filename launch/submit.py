@@ -6,13 +6,12 @@ import os
 import subprocess
 import tarfile
 import time
-from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
 from launch.jobs import ACTIVE, Launch, known_launches, query, registry
 from launch.placement import describe, place
-from launch.preflight import check_before_queue
+from launch.preflight import check_before_queue, is_path
 from launch.snapshot import JOB_FOLDER, write_snapshot
 from rl_loop.config import ConfigError, RlConfig, RunConfig, dump_config
 
@@ -20,10 +19,10 @@ from rl_loop.config import ConfigError, RlConfig, RunConfig, dump_config
 def on_cluster[Config: RunConfig](config: Config, cluster: ClusterConfig) -> Config:
     """``config`` with its relative paths below the cluster's shared directory."""
 
-    def absolute(value: Any) -> Any:
+    def absolute(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
-            return {key: absolute(item) for key, item in value.items()}
-        return cluster.shared_dir.absolute() / value if isinstance(value, Path) else value
+            return {name: absolute(item, name) for name, item in value.items()}
+        return str(cluster.shared_dir.absolute() / value) if is_path(value, key) else value
 
     return type(config).model_validate(absolute(config.model_dump()))
 
