@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,3 +42,13 @@ def build_model(
             share_embeddings_and_output_weights=False,
             parallel_output=True,
         ).to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+
+
+PARTS = {"attention": ("self_attention.", ".input_layernorm."), "experts": (".mlp.", ".pre_mlp_layernorm.")}
+
+
+def freeze(model: GPTModel, parts: Sequence[str]) -> None:
+    """Let the named PARTS of every layer keep their weights. Before the trainer is made."""
+    for name, parameter in model.named_parameters():
+        if any(piece in name for part in parts for piece in PARTS[part]):
+            parameter.requires_grad = False

@@ -18,6 +18,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_gptoss.context_parallel import ContextLayout, balanced_layout
 
+GRAFTED = -1
+"""As ``staleness``: the token was put here from another context."""
+
 
 @dataclass
 class Sample:
@@ -32,10 +35,27 @@ class Sample:
     rollout_log_probs: Sequence[float] | None = None
     old_log_probs: Sequence[float] | None = None
     """Of the trainer's policy when the batch was sampled; None when the batch is used for one update only."""
+    reference_log_probs: Sequence[float] | None = None
+    """Of the frozen policy that a KL penalty refers to."""
+    values: Sequence[float] | None = None
+    """The critic's, before the update."""
+    returns: Sequence[float] | None = None
+    staleness: Sequence[int] | None = None
+    """How many weight versions before the current one a token was sampled with, or GRAFTED; None: all current."""
     routed_experts: np.ndarray | None = None
-    """int16 [len - 1, layers, top_k]"""
+    """int16 [len - 1, layers, top_k]; -1 where the trainer is to choose for itself"""
     sample_id: int = -1
     """Where the sample stood in the caller's list; set by ``pack``."""
+
+
+OPTIONAL = {
+    "old_log_probs": torch.float32,
+    "reference_log_probs": torch.float32,
+    "values": torch.float32,
+    "returns": torch.float32,
+    "staleness": torch.int32,
+}
+"""Columns that a batch has if any of its samples has them; the others then count as 0."""
 
 
 @dataclass
@@ -54,7 +74,11 @@ class PackedBatch:
     sample_ids: torch.Tensor  # int64 [T]: Sample.sample_id of each token, -1 in the padding tail
     cu_seqlens: torch.Tensor  # int32 [n + 1]
     max_seqlen: int
-    old_log_probs: torch.Tensor | None = None  # float32 [T]
+    old_log_probs: torch.Tensor | None = None  # float32 [T], and so are the next three
+    reference_log_probs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    staleness: torch.Tensor | None = None  # int32 [T]
     routed_experts: torch.Tensor | None = None  # int16 [T, layers, top_k]
     context_layout: ContextLayout | None = None  # of the row that this is one rank's part of; None for a whole row
 
@@ -117,7 +141,7 @@ def build_batch(samples: Sequence[Sample], align: int = 1) -> PackedBatch:
     for sample, length in zip(samples, lengths, strict=True):
         if length < 1:
             raise ValueError(f"sample {sample.sample_id} has {length + 1} tokens; at least 2 are needed to predict one")
-        for name in ("loss_mask", "advantages", "rollout_log_probs", "old_log_probs"):
+        for name in ("loss_mask", "advantages", "rollout_log_probs", *OPTIONAL):
             values = getattr(sample, name)
             if values is not None and len(values) != length + 1:
                 raise ValueError(f"sample {sample.sample_id}: {name} has {len(values)} entries for {length + 1} tokens")
@@ -133,22 +157,27 @@ def build_batch(samples: Sequence[Sample], align: int = 1) -> PackedBatch:
         row = np.concatenate([*values, np.full(padding, fill)])
         return torch.from_numpy(row).to(dtype)
 
-    def optional(name: str) -> torch.Tensor:
+    def optional(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         values = [getattr(s, name) for s in samples]
         parts = [
             np.zeros(n) if v is None else np.asarray(v[1:], dtype=np.float64)
             for v, n in zip(values, lengths, strict=True)
         ]
-        return column(parts, torch.float32)
+        return column(parts, dtype)
 
     routed = None
     with_routes = [s.routed_experts for s in samples if s.routed_experts is not None]
     if with_routes:
         if len(with_routes) != len(samples):
             raise ValueError("some samples carry routed_experts and some do not; a batch needs all or none")
-        tail = np.zeros((padding, *with_routes[0].shape[1:]), dtype=np.int16)
+        tail = np.full((padding, *with_routes[0].shape[1:]), -1, dtype=np.int16)
         routed = torch.from_numpy(np.concatenate([*with_routes, tail]).astype(np.int16))
     ids = [np.asarray(s.token_ids, dtype=np.int64) for s in samples]
+    columns: dict[str, Any] = {
+        name: optional(name, dtype)
+        for name, dtype in OPTIONAL.items()
+        if any(getattr(s, name) is not None for s in samples)
+    }
     batch = PackedBatch(
         input_ids=column([x[:-1] for x in ids], torch.int64),
         labels=column([x[1:] for x in ids], torch.int64),
@@ -159,8 +188,8 @@ def build_batch(samples: Sequence[Sample], align: int = 1) -> PackedBatch:
         sample_ids=column([np.full(n, s.sample_id) for s, n in zip(samples, lengths, strict=True)], torch.int64, -1),
         cu_seqlens=torch.tensor([0, *np.cumsum(segments)], dtype=torch.int32),
         max_seqlen=max(segments),
-        old_log_probs=optional("old_log_probs") if samples[0].old_log_probs is not None else None,
         routed_experts=routed,
+        **columns,
     )
     if batch.tokens != total:
         raise ValueError(f"packed {batch.tokens} tokens, expected {total}")

@@ -6,6 +6,8 @@ import torch
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_gptoss.routing_replay import LayerReplay
+
 
 class GptOssRouter(TopKRouter):
     """Steps around two faults of megatron-core 0.19.2 and around its insistence on CUDA.
@@ -13,6 +15,8 @@ class GptOssRouter(TopKRouter):
     With ``moe_router_dtype="fp32"`` and a bf16 bias, Transformer Engine's product returns wrong logits, as far off as
     without any bias. ``TopKRouter.gating`` moves CPU weights to a GPU.
     """
+
+    replay: LayerReplay | None = None
 
     def reset_parameters(self) -> None:
         super().reset_parameters()  # which casts the bias to the model's dtype
@@ -25,10 +29,15 @@ class GptOssRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if logits.dtype != torch.float64:
+        if noise := self.config.router_noise:
+            logits = logits + noise * torch.randn_like(logits)
+        given = self.replay.take() if self.replay is not None else None
+        if logits.dtype != torch.float64 and given is None and self.replay is None:
             return super().routing(logits, padding_mask)
         # Megatron takes this softmax in fp32 always, which would cap an fp64 comparison at 1e-7
         logits = logits.flatten(0, -2)
-        chosen, experts = logits.topk(self.topk, dim=-1)
-        probs = torch.zeros_like(logits).scatter(1, experts, chosen.softmax(dim=-1))
+        experts = logits.topk(self.topk, dim=-1).indices
+        if self.replay is not None:
+            experts = self.replay.replaced(experts, given)
+        probs = torch.zeros_like(logits).scatter(1, experts, logits.gather(1, experts).softmax(dim=-1))
         return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)

@@ -75,11 +75,12 @@ class SinkAttention(DotProductAttention):
         cos, sin = self.rotary.cos_sin(packed_seq_params.position_ids, compute)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         qkv = query, key, value
+        sinks = self.softmax_offset if self.config.sink_gradient else self.softmax_offset.detach()
         out: Any
         if self.cp_group.size() == 1:
             out = sink_attention(
                 *qkv,
-                self.softmax_offset,
+                sinks,
                 cu_seqlens=packed_seq_params.cu_seqlens_q,
                 max_seqlen=packed_seq_params.max_seqlen_q,
                 window=self.window,
@@ -94,7 +95,7 @@ class SinkAttention(DotProductAttention):
         else:
             out = context_parallel_attention(
                 *qkv,
-                self.softmax_offset,
+                sinks,
                 packed_seq_params.context_layout,
                 self.cp_group,
                 self.window,

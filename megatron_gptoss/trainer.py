@@ -23,6 +23,7 @@ from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.log_probs import log_probs_and_entropy, most_likely_tokens, whole_hidden_states
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.performance import forward_flops, matmul_ceiling
+from megatron_gptoss.routing_replay import RoutingReplay
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ class LossOutput:
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-LossFunction = Callable[[torch.Tensor, torch.Tensor, PackedBatch], LossOutput]
-"""(log_probs [tokens], entropy [tokens], batch) -> LossOutput"""
+LossFunction = Callable[..., LossOutput]
+"""(log_probs [tokens], entropy [tokens], batch) -> LossOutput; of a critic (values [tokens], batch) -> LossOutput"""
 
 Head = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, PackedBatch], torch.Tensor]
 """(hidden [tokens, hidden_size], output weight of this rank, tensor-parallel group, batch) -> the model's output"""
@@ -79,12 +80,102 @@ def learning_rate_at(step: int, config: OptimizerConfig, total_steps: int) -> fl
     return config.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
-class PolicyTrainer:
-    """Megatron's data-parallel wrapper, schedule and optimizer around one model part."""
+class Scorer:
+    """Megatron's forward schedule around one model part."""
+
+    def __init__(self, model: GPTModel) -> None:
+        self.module = model
+        self.model: Any = model
+        self.replay: RoutingReplay | None = None
+        """Set, the routers take the experts that a batch brings along."""
+
+    def score(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[torch.Tensor]:
+        """log p(labels) of every micro-batch, [tokens] each, on every rank of the data-parallel slice. Collective."""
+
+        def head(hidden: torch.Tensor, weight: torch.Tensor, group: Any, batch: PackedBatch) -> torch.Tensor:
+            return log_probs_and_entropy(hidden, weight, batch.labels, temperature, group)[0]
+
+        return self._evaluate(batches, head)
+
+    def most_likely(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """The token that greedy decoding would choose at every position: int64 [tokens] per micro-batch. Collective."""
+        return self._evaluate(batches, lambda hidden, weight, group, _: most_likely_tokens(hidden, weight, group))
+
+    @torch.no_grad()
+    def _evaluate(self, batches: Sequence[PackedBatch], head: Head) -> list[torch.Tensor]:
+        self.model.eval()
+
+        def collect(values: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return values.new_zeros(()), torch.ones((), dtype=torch.int), values
+
+        values = self._run(batches, head, collect, forward_only=True)
+        cp_group = parallel_state.get_context_parallel_group()
+        if parallel_state.is_pipeline_last_stage() and cp_group.size() > 1:
+            for i, shard in enumerate(values):
+                parts = [torch.empty_like(shard) for _ in range(cp_group.size())]
+                dist.all_gather(parts, shard.contiguous(), group=cp_group)
+                values[i] = torch.cat(parts)[batches[i].context_layout_over(len(parts)).inverse.to(shard.device)]
+        return self._from_last_stage(values)
+
+    def _run(
+        self, batches: Sequence[PackedBatch], head: Head, loss: Callable[..., Any], forward_only: bool
+    ) -> list[Any]:
+        device = next(self.module.parameters()).device
+
+        def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch = self._shard(next(batches)).to(device)
+
+            def head_of_batch(hidden_states: torch.Tensor, output_layer: Any, **_: Any) -> torch.Tensor:
+                hidden = whole_hidden_states(hidden_states, output_layer)
+                return head(hidden, output_layer.weight, output_layer.tp_group, batch)
+
+            if self.replay is not None:
+                self.replay.give(batch.routed_experts)
+            output = model(
+                batch.input_ids[None],
+                batch.position_ids[None],
+                None,
+                packed_seq_params=batch.packed_seq_params(),
+                output_processor=head_of_batch,
+            )
+            return output, lambda output: loss(output, batch)
+
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=self.model,
+            num_microbatches=len(batches),
+            seq_length=max(batch.tokens for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        if self.replay is not None:
+            self.replay.check_consumed()
+        return outputs
+
+    @staticmethod
+    def _shard(batch: PackedBatch) -> PackedBatch:
+        return batch.context_parallel_shard(
+            parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        )
+
+    @staticmethod
+    def _from_last_stage(values: list[Any]) -> list[Any]:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() == 1:
+            return values
+        box = [values]
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(box, src=last, group=group)
+        return box[0]
+
+
+class PolicyTrainer(Scorer):
+    """Megatron's data-parallel wrapper and optimizer around one model part."""
 
     def __init__(self, model: GPTModel, config: OptimizerConfig) -> None:
+        super().__init__(model)
         self.config = config
-        self.module = model
         dtype = model.config.params_dtype
         on_gpu = torch.cuda.is_available()
         sums_in_fp32 = dtype != torch.float64 and not (on_gpu and config.gradient_dtype == "bf16")
@@ -159,15 +250,14 @@ class PolicyTrainer:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def head(hidden: torch.Tensor, weight: torch.Tensor, group: Any, batch: PackedBatch) -> torch.Tensor:
-            return torch.stack(log_probs_and_entropy(hidden, weight, batch.labels, temperature, group))
-
         def loss(values: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, LossOutput]:
-            output = loss_function(values[0], values[1], batch)
+            output = loss_function(*values, batch)
             return output.loss, torch.ones((), dtype=torch.int), output
 
-        outputs = self._run(batches, head, loss, forward_only=False)
+        outputs = self._run(batches, self._training_head(temperature), loss, forward_only=False)
         sums, maxima = self._reduce(outputs)
+        if self.replay is not None:
+            sums |= self.replay.agreement()
         statistics = StepStatistics(sums, maxima, math.nan, learning_rate, parameters_updated=False)
         if self._gradients_are_finite():
             for group in self.optimizer.param_groups:
@@ -181,6 +271,14 @@ class PolicyTrainer:
             logger.warning("optimizer step skipped: %s", statistics.not_finite)
         self._measure(statistics, batches, started)
         return statistics
+
+    def _training_head(self, temperature: float) -> Head:
+        """What ``loss_function`` gets: log-probs and entropy, [2, tokens]."""
+
+        def head(hidden: torch.Tensor, weight: torch.Tensor, group: Any, batch: PackedBatch) -> torch.Tensor:
+            return torch.stack(log_probs_and_entropy(hidden, weight, batch.labels, temperature, group))
+
+        return head
 
     def _gradients_are_finite(self) -> bool:
         # the largest magnitude needs no temporary, and NaN is the maximum of anything
@@ -225,71 +323,6 @@ class PolicyTrainer:
         if device.type == "cuda":
             statistics.mfu = statistics.tflops_per_gpu / matmul_ceiling()
 
-    def score(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[torch.Tensor]:
-        """log p(labels) of every micro-batch, [tokens] each, on every rank of the data-parallel slice. Collective."""
-
-        def head(hidden: torch.Tensor, weight: torch.Tensor, group: Any, batch: PackedBatch) -> torch.Tensor:
-            return log_probs_and_entropy(hidden, weight, batch.labels, temperature, group)[0]
-
-        return self._evaluate(batches, head)
-
-    def most_likely(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-        """The token that greedy decoding would choose at every position: int64 [tokens] per micro-batch. Collective."""
-        return self._evaluate(batches, lambda hidden, weight, group, _: most_likely_tokens(hidden, weight, group))
-
-    @torch.no_grad()
-    def _evaluate(self, batches: Sequence[PackedBatch], head: Head) -> list[torch.Tensor]:
-        self.model.eval()
-
-        def collect(values: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            return values.new_zeros(()), torch.ones((), dtype=torch.int), values
-
-        values = self._run(batches, head, collect, forward_only=True)
-        cp_group = parallel_state.get_context_parallel_group()
-        if parallel_state.is_pipeline_last_stage() and cp_group.size() > 1:
-            for i, shard in enumerate(values):
-                parts = [torch.empty_like(shard) for _ in range(cp_group.size())]
-                dist.all_gather(parts, shard.contiguous(), group=cp_group)
-                values[i] = torch.cat(parts)[batches[i].context_layout_over(len(parts)).inverse.to(shard.device)]
-        return self._from_last_stage(values)
-
-    def _run(
-        self, batches: Sequence[PackedBatch], head: Head, loss: Callable[..., Any], forward_only: bool
-    ) -> list[Any]:
-        device = next(self.module.parameters()).device
-
-        def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-            batch = self._shard(next(batches)).to(device)
-
-            def head_of_batch(hidden_states: torch.Tensor, output_layer: Any, **_: Any) -> torch.Tensor:
-                hidden = whole_hidden_states(hidden_states, output_layer)
-                return head(hidden, output_layer.weight, output_layer.tp_group, batch)
-
-            output = model(
-                batch.input_ids[None],
-                batch.position_ids[None],
-                None,
-                packed_seq_params=batch.packed_seq_params(),
-                output_processor=head_of_batch,
-            )
-            return output, lambda output: loss(output, batch)
-
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=self.model,
-            num_microbatches=len(batches),
-            seq_length=max(batch.tokens for batch in batches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-
-    @staticmethod
-    def _shard(batch: PackedBatch) -> PackedBatch:
-        return batch.context_parallel_shard(
-            parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-        )
-
     def _reduce(self, outputs: list[LossOutput]) -> tuple[dict[str, float], dict[str, float]]:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         reduced: list[dict[str, float]] = []
@@ -303,16 +336,6 @@ class PolicyTrainer:
             reduced.append(values)
         sums, maxima = self._from_last_stage(reduced)
         return sums, maxima
-
-    @staticmethod
-    def _from_last_stage(values: list[Any]) -> list[Any]:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if group.size() == 1:
-            return values
-        box = [values]
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast_object_list(box, src=last, group=group)
-        return box[0]
 
 
 def data_parallel_slice(per_rank: Sequence[Sequence[PackedBatch]]) -> Sequence[PackedBatch]:

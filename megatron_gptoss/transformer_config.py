@@ -21,6 +21,8 @@ class GptOssTransformerConfig(TransformerConfig):
     context_scheme_window: str = "auto"
     context_bandwidth: float = 0.0
     attention_rate: float = 0.0
+    router_noise: float = 0.0
+    sink_gradient: bool = True
     position_embedding_type: str = "none"  # GPTModel reads it: positions enter in SinkAttention, not there
 
 

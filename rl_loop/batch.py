@@ -3,38 +3,165 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 
-from megatron_gptoss.packing import Sample
+from megatron_gptoss.packing import GRAFTED, Sample
+from megatron_gptoss.routing_replay import check_routes
 from megatron_gptoss.trainer import StepStatistics
-from rl_loop.algorithms.advantages import AdvantageEstimator, group_advantages
+from rl_loop.algorithms.advantages import (
+    gdpo_advantages,
+    generalized_advantages,
+    group_advantages,
+    overlong_penalty,
+    reinforce_advantages,
+    whiten,
+)
+from rl_loop.algorithms.config import AlgorithmConfig
+from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.metrics import Name, StepMetrics
-from rl_loop.trajectory import FinishReason, TrajectoryGroup
+from rl_loop.trajectory import FinishReason, Trajectory, TrajectoryGroup
 
 
-def advantages_of(groups: Sequence[TrajectoryGroup], estimator: AdvantageEstimator) -> list[list[float]]:
-    """One advantage per trajectory, group by group."""
-    return [
-        group_advantages(torch.tensor([t.reward for t in group.trajectories]), estimator).tolist() for group in groups
-    ]
+class OffPolicyError(RuntimeError):
+    """Tokens of older weights are about to be trained on as if they were sampled with the current ones."""
 
 
-def to_samples(groups: Sequence[TrajectoryGroup], advantages: Sequence[Sequence[float]]) -> list[Sample]:
-    """One sample per trajectory; every sampled token carries its trajectory's advantage."""
+def to_samples(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, version: int) -> list[Sample]:
+    """One sample per trajectory, in order, without advantages. ``version``: of the trainer's weights.
+
+    Raises OffPolicyError if the configuration says on-policy and a token was sampled with older weights.
+    """
     samples = []
-    for group, group_values in zip(groups, advantages, strict=True):
-        for trajectory, advantage in zip(group.trajectories, group_values, strict=True):
-            trajectory.validate()
-            samples.append(
-                Sample(
-                    token_ids=trajectory.token_ids,
-                    loss_mask=trajectory.loss_mask,
-                    advantages=[advantage * m for m in trajectory.loss_mask],
-                    rollout_log_probs=trajectory.rollout_log_probs,
-                )
+    for trajectory in (t for group in groups for t in group.trajectories):
+        trajectory.validate()
+        staleness = _staleness(trajectory, version)
+        oldest = max(staleness, default=0)
+        if oldest > 0 and config.old_log_probs_from == "substitute":
+            raise OffPolicyError(
+                f"task {trajectory.task_id}: tokens sampled {oldest} weight versions ago would count as on-policy "
+                "(importance ratio 1). Set algorithm.max_staleness, and algorithm.old_log_probs to rollout or forward"
             )
+        routes = None
+        if config.routing_replay == "R3":
+            if trajectory.routed_experts is None:
+                raise ValueError(f"task {trajectory.task_id}: routing_replay R3, and the episode has no routes")
+            check_routes(trajectory.routed_experts, f"task {trajectory.task_id}")
+            routes = trajectory.routed_experts
+        samples.append(
+            Sample(
+                token_ids=trajectory.token_ids,
+                loss_mask=[0] * len(trajectory) if trajectory.excluded else trajectory.loss_mask,
+                rollout_log_probs=trajectory.rollout_log_probs,
+                staleness=staleness if any(staleness) else None,
+                routed_experts=routes,
+            )
+        )
     return samples
+
+
+def _staleness(trajectory: Trajectory, version: int) -> list[int]:
+    staleness = [0] * len(trajectory)
+    for span in trajectory.weight_versions:
+        staleness[span.start : span.end] = [version - span.version] * (span.end - span.start)
+    for start, end in trajectory.grafted:
+        staleness[start:end] = [GRAFTED] * (end - start)
+    return staleness
+
+
+def with_advantages(
+    samples: Sequence[Sample], groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, max_tokens: int
+) -> list[Sample]:
+    """The samples with advantages, and with returns where they have values. ``max_tokens``: longest possible episode.
+
+    A KL penalty in the reward is taken token by token where there is a critic, in sum otherwise.
+    """
+    lengths = [len(group.trajectories) for group in groups]
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = torch.tensor([_shaped_reward(t, config, max_tokens) for t in trajectories])
+    kl = config.kl.coefficient if config.kl and config.kl.place == "reward" else 0.0
+    penalties = [kl * _kl_of_tokens(s, config) if kl else torch.zeros(sum(s.loss_mask)) for s in samples]
+    if config.advantage == "gae":
+        return _with_generalized_advantages(samples, rewards, penalties, config)
+    rewards = rewards - torch.stack([penalty.sum() for penalty in penalties])
+    parts = rewards.split(lengths)
+    if config.advantage == "reinforce":
+        per_sample = reinforce_advantages(rewards)
+    elif config.advantage == "gdpo":
+        columns = torch.tensor([[_reward_part(t, name) for name in config.reward_weights] for t in trajectories])
+        weights = list(config.reward_weights.values())
+        per_sample = torch.cat([gdpo_advantages(part, weights) for part in columns.split(lengths)])
+    else:
+        per_sample = torch.cat([group_advantages(part, config.advantage) for part in parts])
+    tokens = torch.tensor([sum(sample.loss_mask) for sample in samples])
+    each = per_sample.repeat_interleave(tokens)
+    return _with_columns(samples, config, advantages=list(each.split(tokens.tolist())))
+
+
+def _shaped_reward(trajectory: Trajectory, config: AlgorithmConfig, max_tokens: int) -> float:
+    if config.overlong_buffer is None:
+        return trajectory.reward
+    return trajectory.reward + config.overlong_penalty * overlong_penalty(
+        len(trajectory), max_tokens, config.overlong_buffer
+    )
+
+
+def _reward_part(trajectory: Trajectory, name: str) -> float:
+    if name not in trajectory.reward_parts:
+        raise ValueError(
+            f"algorithm.reward_weights: no reward part {name!r}; there are {sorted(trajectory.reward_parts)}"
+        )
+    return trajectory.reward_parts[name]
+
+
+def _kl_of_tokens(sample: Sample, config: AlgorithmConfig) -> torch.Tensor:
+    """[sampled tokens]"""
+    on = torch.tensor(sample.loss_mask) > 0
+    rollout, reference = torch.tensor(sample.rollout_log_probs), torch.tensor(sample.reference_log_probs)
+    return kl_estimate(rollout[on], reference[on], config.kl.estimator if config.kl else "k1")
+
+
+def _with_generalized_advantages(
+    samples: Sequence[Sample], rewards: torch.Tensor, penalties: list[torch.Tensor], config: AlgorithmConfig
+) -> list[Sample]:
+    lengths = [len(penalty) for penalty in penalties]
+    token_rewards, values = torch.zeros(2, len(samples), max(lengths))
+    for i, (sample, penalty) in enumerate(zip(samples, penalties, strict=True)):
+        if lengths[i] == 0:
+            continue
+        token_rewards[i, : lengths[i]] = -penalty
+        token_rewards[i, lengths[i] - 1] += rewards[i]
+        values[i, : lengths[i]] = torch.tensor(sample.values)[torch.tensor(sample.loss_mask) > 0]
+    advantages, returns = generalized_advantages(token_rewards, values, config.gamma, config.gae_lambda)
+    return _with_columns(
+        samples,
+        config,
+        advantages=[row[:n] for row, n in zip(advantages, lengths, strict=True)],
+        returns=[row[:n] for row, n in zip(returns, lengths, strict=True)],
+    )
+
+
+def _with_columns(samples: Sequence[Sample], config: AlgorithmConfig, **columns: list[torch.Tensor]) -> list[Sample]:
+    """The samples with per-token columns that are given for their loss tokens only; advantages whitened if wanted."""
+    if config.whiten_advantages or config.advantage == "gdpo":
+        lengths = [len(part) for part in columns["advantages"]]
+        columns["advantages"] = list(whiten(torch.cat(columns["advantages"])).split(lengths))
+    out = []
+    for i, sample in enumerate(samples):
+        on = np.asarray(sample.loss_mask) > 0
+        rows: dict[str, Any] = {name: np.zeros(len(on)) for name in columns}
+        for name, row in rows.items():
+            row[on] = columns[name][i].numpy()
+        out.append(replace(sample, **rows))
+    return out
+
+
+def has_signal(group: TrajectoryGroup) -> bool:
+    """Whether the rewards differ: otherwise every group-relative advantage is 0."""
+    return len({trajectory.reward for trajectory in group.trajectories}) > 1
 
 
 def rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> None:
@@ -51,33 +178,71 @@ def rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> 
     mean(Name.TURNS, [float(e.assistant_turns) for e in episodes])
     mean(Name.RESPONSE_TOKENS, [float(e.sampled_tokens) for e in episodes])
     mean("rollout/tool_errors", [float(e.tool_errors) for e in episodes])
+    mean("rollout/purified_turns", [float(len(e.grafted)) for e in episodes])
     for reason in FinishReason:
         mean(f"finish/{reason}", [float(e.finish_reason is reason) for e in episodes])
-    silent = sum(len({t.reward for t in group.trajectories}) == 1 for group in groups)
+    for kind in {e.format_error for e in episodes if e.format_error is not None}:
+        mean(f"format_error/{kind}", [float(e.format_error == kind) for e in episodes])
+    for part in {part for e in episodes for part in e.reward_parts} - {"correct", "format_error"}:
+        having = [e.reward_parts[part] for e in episodes if part in e.reward_parts]
+        metrics.add_mean(f"reward/{part}", sum(having), len(having), "sequences")
+    silent = sum(not has_signal(group) for group in groups)
     metrics.add_mean("rollout/groups_without_signal", silent, len(groups), "groups")
 
 
 def training_metrics(metrics: StepMetrics, updates: Sequence[StepStatistics]) -> None:
-    """What the optimizer steps on those episodes were like."""
+    """What the policy's optimizer steps on those episodes were like."""
     for update in updates:
-        tokens = update.sums["tokens"]
-        for name, key in (
-            (Name.LOSS, "loss"),
-            (Name.ENTROPY, "entropy"),
-            (Name.CLIP_FRACTION, "clipped"),
-            ("ratio/mean", "ratio"),
-            (Name.LOGPROB_GAP, "logprob_gap"),
-            (Name.KL, "kl_k3"),
-            ("mismatch/kl_k1", "kl_k1"),
-            ("mismatch/kl_k2", "kl_k2"),
-            ("mismatch/prob_ratio", "prob_ratio"),
-            ("mismatch/chi_square", "chi_square"),
-            ("mismatch/log_perplexity_train", "log_perplexity_train"),
-            ("mismatch/log_perplexity_rollout", "log_perplexity_rollout"),
-        ):
-            metrics.add_mean(name, update.sums[key], tokens, "tokens")
-        metrics.add_max("mismatch/logprob_gap_max", update.maxima["logprob_gap_max"], "tokens")
+        sums, tokens, comparable = update.sums, update.sums["tokens"], update.sums["comparable"]
+        metrics.add_mean(Name.LOSS, sums["loss"], 1, "updates")
+        for name, key in ((Name.ENTROPY, "entropy"), (Name.CLIP_FRACTION, "clipped"), ("ratio/mean", "ratio")):
+            metrics.add_mean(name, sums[key], tokens, "tokens")
+        for key in MISMATCH:
+            metrics.add_mean(f"mismatch/{key}", sums[key], comparable, "tokens")
+        metrics.add_mean("mismatch/log_ppl_gap", sums["log_ppl_gap"], sums["sequences"], "sequences")
+        for key in ("logprob_gap_max", "log_ppl_gap_max"):
+            metrics.add_max(f"mismatch/{key}", update.maxima[key], "tokens")
+        metrics.add_mean("correction/weight", sums["correction_weight"], tokens, "tokens")
+        metrics.add_mean("correction/truncated", sums["truncated"], tokens, "tokens")
+        for key in (key for key in sums if key.startswith("dropped_")):
+            metrics.add_mean(f"correction/{key}", sums[key], tokens, "tokens")
+        if "kl_reference" in sums:
+            metrics.add_mean("kl_reference", sums["kl_reference"], tokens, "tokens")
+        if "routes_compared" in sums:
+            metrics.add_mean("routing/agreement", sums["routes_agreeing"], sums["routes_compared"], "routes")
         metrics.add_max("ratio/deviation_max", update.maxima["ratio_deviation"], "tokens")
         metrics.add_last(Name.GRAD_NORM, update.grad_norm)
         metrics.add_last(Name.LEARNING_RATE, update.learning_rate)
         metrics.add_sum("skipped_updates", float(not update.parameters_updated), "steps")
+
+
+MISMATCH = (
+    "logprob_gap",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "prob_ratio",
+    "chi_square",
+    "log_perplexity_train",
+    "log_perplexity_rollout",
+)
+
+
+def kl_without_replay(metrics: StepMetrics, samples: Sequence[Sample], log_probs: Sequence[Sequence[float]]) -> None:
+    """The mismatch that the trainer would have with the experts that it chooses itself; ``log_probs``: its scores."""
+    for sample, scored in zip(samples, log_probs, strict=True):
+        on = torch.tensor(sample.loss_mask) > 0
+        k3 = kl_estimate(torch.tensor(sample.rollout_log_probs)[on], torch.tensor(scored)[on], "k3")
+        metrics.add_mean("routing/kl_k3_without_replay", float(k3.sum()), int(on.sum()), "tokens")
+
+
+def critic_metrics(metrics: StepMetrics, updates: Sequence[StepStatistics]) -> None:
+    """What the critic's optimizer steps were like."""
+    for update in updates:
+        sums, tokens = update.sums, update.sums["tokens"]
+        metrics.add_mean("critic/loss", sums["loss"], 1, "updates")
+        metrics.add_mean("critic/clip_fraction", sums["clipped"], tokens, "tokens")
+        variance = sums["returns_square"] / tokens - (sums["returns"] / tokens) ** 2
+        if variance > 1e-12:
+            metrics.add_mean("critic/explained_variance", 1 - sums["error"] / tokens / variance, 1, "updates")
+        metrics.add_last("critic/grad_norm", update.grad_norm)

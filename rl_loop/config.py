@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from yaml import YAMLError
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
+from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from rl_loop.demonstrations import DemonstrationConfig
 from rl_loop.environments import RewardConfig, environment_class
 from rl_loop.harmony import PromptConfig
@@ -103,8 +104,8 @@ class RolloutConfig(StrictModel):
     """Rollout workers; each is a process with its own engine and sandbox."""
     tasks_per_step: int = Field(8, gt=0)
     """Tasks of one training step."""
-    samples_per_task: int = Field(8, gt=1)
-    """Episodes of each task; advantages compare them with one another."""
+    samples_per_task: int = Field(8, gt=0)
+    """Episodes of each task; group-relative advantages compare them with one another."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer computes its log-probs at the same temperature."""
     evaluation_temperature: float = Field(1.0, ge=0)
@@ -131,21 +132,6 @@ class RolloutConfig(StrictModel):
     """Record which experts the engine chose for every token."""
 
 
-class AlgorithmConfig(StrictModel):
-    """Advantages and the policy loss."""
-
-    advantage: Literal["grpo", "dr_grpo", "leave_one_out"] = "grpo"
-    """How a sample is compared with its group."""
-    mini_batches: int = Field(1, gt=0)
-    """Optimizer steps per batch of episodes. 1 is on-policy: the importance ratio is exactly 1."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    """Lower bound of the importance ratio is 1 - clip_low."""
-    clip_high: float = Field(0.28, ge=0)
-    """Upper bound of the importance ratio is 1 + clip_high."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Bound of the loss for negative advantages, as a multiple of the advantage; null for none."""
-
-
 class TrainingConfig(StrictModel):
     """The length of a run and what happens along the way."""
 
@@ -159,6 +145,22 @@ class TrainingConfig(StrictModel):
     """Older checkpoints are deleted."""
     episodes_in_report: int = Field(4, ge=0)
     """Whole episodes kept per step for the report."""
+
+
+class AblationConfig(StrictModel):
+    """Faults on purpose, for experiments that show what they do. Leave everything at its default to train a model."""
+
+    freeze: tuple[Literal["attention", "experts"], ...] = ()
+    """Parts that do not learn: attention with its sinks and norm, or the experts with their router and norm."""
+    sink_gradient: bool = True
+    """Whether the sinks get a gradient in the trainer."""
+    engine_sinks: bool = True
+    """Whether the engine's attention has sinks."""
+    engine_noise: float = Field(0.0, ge=0)
+    """The engine's weights are off by this times their standard deviation, anew at every weight sync."""
+    router_noise: float = Field(0.0, ge=0)
+    """Standard deviation of noise on the trainer's router logits in every forward pass, as of kernels whose sums have
+    no fixed order."""
 
 
 class RunConfig(StrictModel):
@@ -201,6 +203,9 @@ class RunConfig(StrictModel):
     reward: RewardConfig = RewardConfig()
     """What an episode earns."""
 
+    ablation: AblationConfig = AblationConfig()
+    """Faults on purpose."""
+
     @property
     def directory(self) -> Path:
         return self.output_dir / self.name
@@ -240,6 +245,18 @@ class RlConfig(RunConfig):
                 f"rollout.tasks_per_step x samples_per_task ({episodes}) gives fewer episodes than data-parallel ranks "
                 f"x algorithm.mini_batches ({self.parallel.data} x {self.algorithm.mini_batches})"
             )
+        if self.algorithm.advantage in GROUP_ADVANTAGES and self.rollout.samples_per_task == 1:
+            raise ValueError(
+                f"algorithm.advantage {self.algorithm.advantage} compares the samples of a task, and "
+                "rollout.samples_per_task is 1: use 2 or more, or advantage gae or reinforce"
+            )
+        if self.algorithm.routing_replay == "R3" and not self.rollout.routed_experts:
+            raise ValueError("algorithm.routing_replay R3 needs the engine's routes: set rollout.routed_experts")
+        if self.algorithm.critic and self.algorithm.critic.warmup_steps >= self.training.steps:
+            raise ValueError(
+                f"algorithm.critic.warmup_steps ({self.algorithm.critic.warmup_steps}) leaves none of the "
+                f"{self.training.steps} steps to the policy"
+            )
         return self
 
 
@@ -257,20 +274,22 @@ class SftConfig(RunConfig):
 def load_config[Config: RunConfig](path: Path, kind: type[Config], overrides: list[str] | None = None) -> Config:
     """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises ConfigError naming file and keys.
 
-    ``model: NAME`` stands for the file ``../model/NAME.yaml`` beside the configuration's own folder.
+    ``model: NAME`` stands for the file ``../model/NAME.yaml`` beside the configuration's own folder, and
+    ``algorithm: NAME`` likewise.
     """
     tree = read_yaml(path)
     changes = [_checked(item) for item in overrides or []]
-    named = [item.partition("=")[2] for item in changes if item.startswith("model=")] or [tree.get("model")]
-    if isinstance(named[-1], str):
-        file = path.parent.parent / "model" / f"{named[-1]}.yaml"
-        if not file.exists():
-            known = ", ".join(sorted(p.stem for p in file.parent.glob("*.yaml"))) or "none"
-            raise ConfigError(f"{path}: model: there is no {file}; models there: {known}")
-        tree["model"] = read_yaml(file)
+    for key in ("model", "algorithm"):
+        named = [item.partition("=")[2] for item in changes if item.startswith(f"{key}=")] or [tree.get(key)]
+        changes = [item for item in changes if not item.startswith(f"{key}=")]
+        if isinstance(named[-1], str):
+            file = path.parent.parent / key / f"{named[-1]}.yaml"
+            if not file.exists():
+                known = ", ".join(sorted(p.stem for p in file.parent.glob("*.yaml"))) or "none"
+                raise ConfigError(f"{path}: {key}: there is no {file}; those there: {known}")
+            tree[key] = read_yaml(file)
     try:
-        dotted = OmegaConf.from_dotlist([item for item in changes if not item.startswith("model=")])
-        raw = OmegaConf.to_container(OmegaConf.merge(tree, dotted), resolve=True)
+        raw = OmegaConf.to_container(OmegaConf.merge(tree, OmegaConf.from_dotlist(changes)), resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error}") from error
     return validated(path, kind, raw)

@@ -1,6 +1,6 @@
 """The closed loop.
 
-    weights v -> rollout workers -> episodes sampled with v -> rewards -> group advantages -> packed batch
+    weights v -> rollout workers -> episodes sampled with v -> rewards -> advantages -> packed batch
         ^                                                                                         |
         +------------- v + 1 <- optimizer step, importance ratio 1 because sampled with v <-------+
 
@@ -10,19 +10,33 @@ Everything random is derived from the seed and the step number, so a resumed run
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
-from rl_loop.batch import advantages_of, rollout_metrics, to_samples, training_metrics
+from rl_loop.ablation import engine_weights
+from rl_loop.batch import (
+    critic_metrics,
+    has_signal,
+    kl_without_replay,
+    rollout_metrics,
+    to_samples,
+    training_metrics,
+    with_advantages,
+)
 from rl_loop.canary import check_canary
 from rl_loop.config import RlConfig
 from rl_loop.environments import Task
-from rl_loop.evaluation import evaluation_figures, held_out_episodes
+from rl_loop.evaluation import evaluation_figures, held_out_requests
 from rl_loop.metrics import Name, StepMetrics
 from rl_loop.rollout_pool import GroupRequest, RolloutPool, RolloutsAbandoned
 from rl_loop.run import Session
-from rl_loop.run_directory import episode_record
-from rl_loop.trajectory import Trajectory
+from rl_loop.run_directory import episode_record, metric_curve, read_json_lines
+from rl_loop.trajectory import Trajectory, TrajectoryGroup
+
+DRIFT_STEPS = 10
+"""Steps at the start of a run that later ones are compared with."""
 
 
 class RlLoop:
@@ -31,6 +45,8 @@ class RlLoop:
     def __init__(self, config: RlConfig, session: Session, rollouts: RolloutPool) -> None:
         self.config, self.session, self.rollouts = config, session, rollouts
         self.trainer, self.tasks, self.progress = session.trainer, session.tasks, session.progress
+        earlier = read_json_lines(session.run.metrics) if session.run.metrics.exists() else []
+        self._first_gaps = metric_curve(earlier, Name.LOGPROB_GAP)[1][:DRIFT_STEPS]
 
     def train(self) -> int:
         """All steps that are left. Returns the number of steps done in all, fewer than wanted if interrupted."""
@@ -40,21 +56,34 @@ class RlLoop:
             metrics = StepMetrics(step)
             with self._timed("sync", metrics):
                 self.sync_weights(step, metrics)
-            if step % config.evaluate_every == 0:
-                with self._timed("evaluate", metrics):
-                    self.evaluate(step, metrics)
+            # held-out episodes run among those of the step, so that no worker waits for the last of them
+            held_out = self.held_out_requests() if step % config.evaluate_every == 0 else []
             try:
                 with self._timed("rollout", metrics):
-                    groups = self.rollouts.run(self.requests(step), lambda: session.interrupt.hurried)
+                    groups = self.collect(step, metrics, held_out)
             except RolloutsAbandoned:  # nothing of this step has changed the policy; it begins anew after the resume
                 if step > session.first_step:
                     session.save(step)
                 return step
+            if held_out:
+                self.record_evaluation(step, metrics, groups[: len(held_out)])
+                groups = groups[len(held_out) :]
+            with self._timed("prepare", metrics):
+                samples = to_samples(groups, config.algorithm, step)
+            with self._timed("estimate", metrics):
+                columns = self.trainer.estimates(samples) if config.algorithm.critic or config.algorithm.kl else {}
+                if config.algorithm.routing_replay != "none" and step % config.evaluate_every == 0:
+                    free = self.trainer.score([replace(sample, routed_experts=None) for sample in samples])
+                    kl_without_replay(metrics, samples, free)
+            with self._timed("prepare", metrics):
+                samples = [replace(sample, **_row(columns, i)) for i, sample in enumerate(samples)]
+                samples = with_advantages(samples, groups, config.algorithm, config.rollout.max_tokens)
             with self._timed("train", metrics):
-                samples = to_samples(groups, advantages_of(groups, config.algorithm.advantage))
                 updates = self.trainer.rl_step(samples, config.algorithm, step)
             rollout_metrics(metrics, groups)
-            training_metrics(metrics, updates)
+            training_metrics(metrics, updates.policy)
+            critic_metrics(metrics, updates.critic)
+            self._add_drift(metrics)
             seconds = time.monotonic() - began
             metrics.add_last(Name.STEP_SECONDS, seconds)
             tokens = sum(len(trajectory) for group in groups for trajectory in group.trajectories)
@@ -68,11 +97,30 @@ class RlLoop:
                 return step + 1
         return config.training.steps
 
-    def requests(self, step: int) -> list[GroupRequest]:
-        """The episodes of one training step."""
+    def collect(self, step: int, metrics: StepMetrics, also: Sequence[GroupRequest] = ()) -> list[TrajectoryGroup]:
+        """The groups of ``also`` and the episodes of one training step. With dynamic sampling, groups without signal
+        make room for those of further tasks; what is still missing after the last round is filled up with them."""
+        wanted, rounds = self.config.rollout.tasks_per_step, self.config.algorithm.dynamic_sampling_rounds
+        others: list[TrajectoryGroup] = []
+        kept: list[TrajectoryGroup] = []
+        silent: list[TrajectoryGroup] = []
+        for number in range(rounds):
+            requests = [*(() if number else also), *self.requests(step * rounds + number)]
+            groups = self.rollouts.run(requests, lambda: self.session.interrupt.hurried)
+            others += groups[: len(requests) - wanted]
+            for group in groups[len(requests) - wanted :]:
+                (kept if rounds == 1 or has_signal(group) else silent).append(group)
+            if len(kept) >= wanted:
+                break
+        if rounds > 1:
+            metrics.add_sum("rollout/groups_replaced", len(silent), "groups")
+        return others + (kept + silent)[:wanted]
+
+    def requests(self, block: int) -> list[GroupRequest]:
+        """The episodes of a block of ``tasks_per_step`` tasks; a step is one block unless it samples dynamically."""
         rollout = self.config.rollout
-        tasks = self.tasks.train(step * rollout.tasks_per_step, rollout.tasks_per_step)
-        return [self._request(task, step, i, rollout.samples_per_task) for i, task in enumerate(tasks)]
+        tasks = self.tasks.train(block * rollout.tasks_per_step, rollout.tasks_per_step)
+        return [self._request(task, block, i, rollout.samples_per_task) for i, task in enumerate(tasks)]
 
     def _request(self, task: Task, step: int, position: int, samples: int) -> GroupRequest:
         base = ((self.config.seed * 1_000_003 + step) * 1_000_003 + position) * 1_000
@@ -80,13 +128,17 @@ class RlLoop:
 
     def sync_weights(self, version: int, metrics: StepMetrics) -> None:
         """Bring the workers to the trainer's weights and make sure that both compute the same with them."""
-        self.rollouts.sync_weights(self.trainer.weights(), version)
+        weights = self.trainer.weights()
+        self.rollouts.sync_weights(engine_weights(weights, self.config.ablation, self.config.seed + version), version)
         gap = check_canary(self.trainer, self.rollouts, self.tasks.canary(), self.config, version)
         metrics.add_max("mismatch/canary_gap", gap, over="tokens")
 
-    def evaluate(self, step: int, metrics: StepMetrics) -> None:
+    def held_out_requests(self) -> list[GroupRequest]:
         """Held-out tasks, one episode each."""
-        episodes = held_out_episodes(self.rollouts, self.tasks, self.config.rollout.evaluation_temperature)
+        return held_out_requests(self.tasks, self.config.rollout.evaluation_temperature)
+
+    def record_evaluation(self, step: int, metrics: StepMetrics, groups: list[TrajectoryGroup]) -> None:
+        episodes = [group.trajectories[0] for group in groups]
         for name, value in evaluation_figures(episodes).items():
             metrics.add_mean(f"held_out/{name}", value * len(episodes), len(episodes), "sequences")
         self._record_episodes(episodes, step, "held_out")
@@ -96,8 +148,18 @@ class RlLoop:
         metrics = StepMetrics(self.config.training.steps)
         self.progress.phase("evaluate")
         self.sync_weights(self.config.training.steps, metrics)
-        self.evaluate(self.config.training.steps, metrics)
+        self.record_evaluation(self.config.training.steps, metrics, self.rollouts.run(self.held_out_requests()))
         return metrics
+
+    def _add_drift(self, metrics: StepMetrics) -> None:
+        """The mismatch as a multiple of what it was in the first steps of the run."""
+        gap = metrics.values().get(Name.LOGPROB_GAP)
+        if gap is None:  # the critic is warming up
+            return
+        if len(self._first_gaps) < DRIFT_STEPS:
+            self._first_gaps.append(gap)
+        if (before := sum(self._first_gaps) / len(self._first_gaps)) > 0:
+            metrics.add_last("mismatch/drift", gap / before)
 
     def _record_episodes(self, episodes: list[Trajectory], step: int, split: str) -> None:
         decode = self.tasks.harmony.decode_token
@@ -110,4 +172,8 @@ class RlLoop:
         self.progress.phase(phase)
         began = time.monotonic()
         yield
-        metrics.add_last(f"seconds/{phase}", time.monotonic() - began)
+        metrics.add_sum(f"seconds/{phase}", time.monotonic() - began, over="phases")
+
+
+def _row(columns: dict[str, list[Any]], index: int) -> dict[str, Any]:
+    return {name: rows[index] for name, rows in columns.items()}

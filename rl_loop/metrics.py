@@ -43,7 +43,7 @@ class Name:
     TOOL_CALL_RATE = "tool_call_rate"  # share of sequences with at least one tool call
     TURNS = "turns"  # assistant turns, mean over sequences
     RESPONSE_TOKENS = "response_tokens"  # sampled tokens, mean over sequences
-    LOSS = "loss"  # mean over sampled tokens
+    LOSS = "loss"  # as aggregated; of several optimizer steps the mean
     LOGPROB_GAP = "mismatch/logprob_gap"  # |log pi_train - log pi_rollout|, mean over sampled tokens, nats
     KL = "mismatch/kl_k3"  # k3 estimate of KL(rollout || train), mean over sampled tokens, nats
     CLIP_FRACTION = "clip_fraction"  # share of sampled tokens whose ratio was clipped

@@ -14,7 +14,7 @@ from megatron_gptoss.packing import Sample
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.config import AlgorithmConfig, RunConfig
 from rl_loop.placed import TRAINER_RANK, master_address, outlive_sigterm, place_of
-from rl_loop.trainer_worker import TrainerWorker
+from rl_loop.trainer_worker import RlUpdates, TrainerWorker
 
 
 class RankDied(RuntimeError):
@@ -77,7 +77,10 @@ class TrainerGroup:
     def sft_step(self, samples: list[Sample], step: int) -> StepStatistics:
         return self._all("sft_step", ray.put(samples), step)
 
-    def rl_step(self, samples: list[Sample], algorithm: AlgorithmConfig, step: int) -> list[StepStatistics]:
+    def estimates(self, samples: list[Sample]) -> dict[str, list[list[float]]]:
+        return self._all("estimates", ray.put(samples))
+
+    def rl_step(self, samples: list[Sample], algorithm: AlgorithmConfig, step: int) -> RlUpdates:
         return self._all("rl_step", ray.put(samples), algorithm, step)
 
     def score(self, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:

@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
 
 from converters.hf_directory import HfDirectory
 from converters.live import export_hf_weights, load_hf_weights
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint import latest_checkpoint, load_checkpoint, load_model_weights, save_checkpoint
-from megatron_gptoss.model import build_model
+from megatron_gptoss.critic import ValueTrainer, make_critic
+from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
+from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.trainer import (
     LossFunction,
     PolicyTrainer,
+    Scorer,
     StepStatistics,
     alignment,
     data_parallel_slice,
     learning_rate_at,
 )
-from rl_loop.algorithms.objectives import policy_objective, sft_objective
-from rl_loop.config import AlgorithmConfig, RunConfig
+from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
+from rl_loop.config import AlgorithmConfig, RlConfig, RunConfig
+
+CRITIC_CHECKPOINTS = "critic_checkpoints"
+"""Beside the policy's ``checkpoints`` in the run directory."""
+
+
+@dataclass
+class RlUpdates:
+    """The optimizer steps of one training step; none of the policy while the critic warms up."""
+
+    policy: list[StepStatistics]
+    critic: list[StepStatistics]
 
 
 class TrainerWorker:
@@ -35,44 +52,97 @@ class TrainerWorker:
         torch.set_num_threads(threads)
         self.config = config
         distributed.initialize(config.parallel, rank, master, port)
-        self.model = build_model(config.model, config.parallel, getattr(torch, config.dtype))
-        self._load_initial_weights()
+        self.algorithm = config.algorithm if isinstance(config, RlConfig) else AlgorithmConfig()
+        self.model = self._initial_model()
+        freeze(self.model, config.ablation.freeze)
         self.trainer = PolicyTrainer(self.model, config.optimizer)
+        if self.algorithm.routing_replay != "none":
+            self.trainer.replay = RoutingReplay(self.model)
+        self.reference = Scorer(self._initial_model()) if self.algorithm.kl else None
+        self.critic: ValueTrainer | None = None
+        if self.algorithm.critic:
+            self.critic = ValueTrainer(make_critic(self._initial_model()), self.algorithm.critic.optimizer)
 
-    def _load_initial_weights(self) -> None:
-        source = self.config.initial_weights
+    def _initial_model(self) -> GPTModel:
+        """This rank's part of the model that the run starts from."""
+        config, ablation = self.config, self.config.ablation
+        model = build_model(
+            config.model,
+            config.parallel,
+            getattr(torch, config.dtype),
+            router_noise=ablation.router_noise,
+            sink_gradient=ablation.sink_gradient,
+        )
+        source = config.initial_weights
         if source is None:
-            get = random_hf_weights(self.config.model, self.config.seed)
-            load_hf_weights(self.model, self.config.model, get)
+            load_hf_weights(model, config.model, random_hf_weights(config.model, config.seed))
         elif (source / "config.json").exists():
-            directory = HfDirectory(source)
-            load_hf_weights(self.model, self.config.model, directory.get)
+            load_hf_weights(model, config.model, HfDirectory(source).get)
         else:
-            checkpoints = source / "checkpoints"
-            load_model_weights(latest_checkpoint(checkpoints) or source, self.model)
+            load_model_weights(latest_checkpoint(source / "checkpoints") or source, model)
+        return model
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def sft_step(self, samples: list[Sample], step: int) -> StepStatistics:
         """One optimizer step on demonstrations."""
-        return self._update(samples, sft_objective(_loss_tokens(samples)), step)
+        return self._update(self.trainer, samples, sft_objective(_loss_tokens(samples)), step)
 
-    def rl_step(self, samples: list[Sample], algorithm: AlgorithmConfig, step: int) -> list[StepStatistics]:
-        """``algorithm.mini_batches`` optimizer steps on one batch of episodes; one means no second forward pass."""
-        count = algorithm.mini_batches
-        if count > 1:
+    def estimates(self, samples: list[Sample]) -> dict[str, list[list[float]]]:
+        """Per-token columns that advantages need, by the name of their field of Sample: the critic's values and the
+        reference policy's log-probs, as far as the algorithm has a use for them."""
+        scorers = {"values": self.critic, "reference_log_probs": self.reference}
+        return {name: self._scored(scorer, samples) for name, scorer in scorers.items() if scorer is not None}
+
+    def rl_step(self, samples: list[Sample], algorithm: AlgorithmConfig, step: int) -> RlUpdates:
+        """``algorithm.mini_batches`` optimizer steps on one batch of episodes, of the critic and of the policy.
+
+        Old log-probs are computed, in a second forward pass, only where the algorithm needs them.
+        """
+        replay = self.trainer.replay
+        if algorithm.old_log_probs_from == "forward":
+            if replay is not None and algorithm.routing_replay == "R2":
+                replay.start_recording()
             old = self.score(samples)
             samples = [replace(sample, old_log_probs=old[i]) for i, sample in enumerate(samples)]
-        statistics = []
-        for part in range(count):
-            mini_batch = samples[part::count]
-            objective = policy_objective(algorithm, _loss_tokens(mini_batch))
-            statistics.append(self._update(mini_batch, objective, step))
-        return statistics
+            if replay is not None and algorithm.routing_replay == "R2":
+                routes = self._recorded_routes(replay, samples)
+                samples = [replace(sample, routed_experts=routes[i]) for i, sample in enumerate(samples)]
+            if replay is not None:
+                replay.agreement()  # of the updates only
+        elif algorithm.old_log_probs_from == "rollout":
+            samples = [replace(sample, old_log_probs=sample.rollout_log_probs) for sample in samples]
+        updates = RlUpdates([], [])
+        critic, limit = algorithm.critic, self.config.rollout.max_tokens
+        for part in range(algorithm.mini_batches):
+            mini_batch = samples[part :: algorithm.mini_batches]
+            _loss_tokens(mini_batch)
+            if self.critic is not None:
+                plain = [replace(sample, routed_experts=None) for sample in mini_batch]
+                objective = value_objective(algorithm, mini_batch, limit)
+                updates.critic.append(self._update(self.critic, plain, objective, step))
+            if critic is None or step >= critic.warmup_steps:
+                context = parallel_state.get_context_parallel_group()
+                objective = policy_objective(algorithm, mini_batch, limit, context)
+                updates.policy.append(self._update(self.trainer, mini_batch, objective, step))
+        return updates
 
-    def _update(self, samples: list[Sample], objective: LossFunction, step: int) -> StepStatistics:
-        rate = learning_rate_at(step, self.config.optimizer, self.config.training.steps)
-        return self.trainer.train_step(self._batches(samples), objective, rate, self.config.rollout.temperature)
+    def _update(
+        self, trainer: PolicyTrainer, samples: list[Sample], objective: LossFunction, step: int
+    ) -> StepStatistics:
+        rate = learning_rate_at(step, trainer.config, self.config.training.steps)
+        return trainer.train_step(self._batches(samples), objective, rate, self.config.rollout.temperature)
+
+    def _recorded_routes(self, replay: RoutingReplay, samples: list[Sample]) -> list[np.ndarray]:
+        """Per sample int16 [len - 1, layers, top_k]: what the routers chose in the forward pass over ``samples``."""
+        batches = self._batches(samples)
+        routes = replay.recorded()
+        for i, batch in enumerate(batches):
+            if (size := parallel_state.get_context_parallel_world_size()) > 1:
+                routes[i] = routes[i][batch.context_layout_over(size).inverse.to(routes[i].device)]
+        shape = routes[0].shape[1:]
+        rows = self._in_order([r.flatten(1) for r in routes], batches, len(samples))
+        return [np.array(row[1:], dtype=np.int16).reshape(-1, *shape) for row in rows]
 
     def _batches(self, samples: list[Sample]) -> Sequence[PackedBatch]:
         parallel = self.config.parallel
@@ -81,8 +151,11 @@ class TrainerWorker:
 
     def score(self, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:
         """Per sample the log-prob of each of its tokens, 0.0 for the first; in the order of ``samples``."""
+        return self._scored(self.trainer, samples, temperature)
+
+    def _scored(self, scorer: Scorer, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:
         batches = self._batches(samples)
-        values = self.trainer.score(batches, temperature or self.config.rollout.temperature)
+        values = scorer.score(batches, temperature or self.config.rollout.temperature)
         return self._in_order(values, batches, len(samples))
 
     def most_likely(self, samples: list[Sample]) -> list[list[int]]:
@@ -109,13 +182,19 @@ class TrainerWorker:
         return named if dist.get_rank() == 0 else None
 
     def save(self, step: int, state: dict[str, Any]) -> str:
-        root = self.config.directory / "checkpoints"
-        return str(save_checkpoint(root, self.trainer, step, state, self.config.training.keep_checkpoints))
+        root, keep = self.config.directory, self.config.training.keep_checkpoints
+        if self.critic is not None:  # one more than of the policy, which is written last and decides what is the latest
+            save_checkpoint(root / CRITIC_CHECKPOINTS, self.critic, step, state, keep + 1)
+        return str(save_checkpoint(root / "checkpoints", self.trainer, step, state, keep))
 
     def resume(self) -> dict[str, Any] | None:
         """Load the newest checkpoint of the run; None if there is none."""
         path = latest_checkpoint(self.config.directory / "checkpoints")
-        return load_checkpoint(path, self.trainer) if path is not None else None
+        if path is None:
+            return None
+        if self.critic is not None:
+            load_checkpoint(self.config.directory / CRITIC_CHECKPOINTS / path.name, self.critic)
+        return load_checkpoint(path, self.trainer)
 
 
 def _loss_tokens(samples: list[Sample]) -> int:

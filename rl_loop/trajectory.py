@@ -75,6 +75,8 @@ class Trajectory:
     """Which kind of illegal message ended the episode, see ``rl_loop.harmony.FormatError``."""
     excluded: bool = False
     """Not to be trained on: a limit cut it short, and the configuration masks such episodes."""
+    grafted: list[tuple[int, int]] = field(default_factory=list)
+    """Token ranges [start, end) that were sampled in another context and put here (``rl_loop.purification``)."""
     answer: str | None = None
     """The final answer in a form in which equal answers are equal text."""
 

@@ -1,0 +1,150 @@
+"""Routing replay: the trainer uses experts that were chosen elsewhere, with its own gate values.
+
+    g_i = I_i exp(s_i) / sum_j I_j exp(s_j)
+
+I is 1 for the chosen experts and constant to autograd; the gradient goes through the scores s. Megatron-Core has a
+RouterReplay of its own, but one list of routers for all models of a process (a critic's would be among them) and one
+switch between forward and recomputation for all of them, which a pipeline that does both in turn cannot use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+class LayerReplay:
+    """The routes of one router: [tokens of this rank, top_k] for every micro-batch, in order, each used exactly once.
+
+    A recomputed layer routes twice: without gradients first, with gradients in the backward pass. Backward passes come
+    in the order of the forward passes, so a second queue serves them.
+    """
+
+    def __init__(self, router: Any, layer: int) -> None:
+        self.router, self.layer = router, layer
+        config = router.config
+        self.recomputed = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or [])
+        self.given: deque[torch.Tensor | None] = deque()
+        self.again: deque[torch.Tensor | None] = deque()
+        self.record: list[torch.Tensor] | None = None
+        self.agreeing: torch.Tensor | float = 0.0
+        self.compared: torch.Tensor | float = 0.0
+
+    def take(self) -> torch.Tensor | None:
+        """The routes of the micro-batch that now passes; None: the router chooses."""
+        repeated = self.recomputed and self.router.training and torch.is_grad_enabled()
+        queue = self.again if repeated else self.given
+        if not queue:
+            raise RuntimeError(f"routing replay: the router of layer {self.layer} routes a micro-batch twice")
+        routes = queue.popleft()
+        if self.recomputed and self.router.training and not repeated:
+            self.again.append(routes)
+        return routes
+
+    def replaced(self, own: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+        """own: int64 [tokens, top_k] -> the same with the rows that are given (not -1). Counts equal sets."""
+        chosen = own
+        if given is not None:
+            if given.shape != own.shape:
+                raise ValueError(
+                    f"routing replay: layer {self.layer} routes {tuple(own.shape)} [tokens, top_k] and was given "
+                    f"{tuple(given.shape)}"
+                )
+            is_given = given[:, :1] >= 0
+            same = (own.sort(dim=-1).values == given.sort(dim=-1).values).all(dim=-1)
+            self.agreeing += (same & is_given[:, 0]).sum()
+            self.compared += is_given.sum()
+            chosen = torch.where(is_given, given, own)
+        if self.record is not None:
+            self.record.append(chosen.to(torch.int16))
+        return chosen
+
+
+class RoutingReplay:
+    """Gives the routers of one model part their routes, records what they choose, and counts agreement."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.layers: list[LayerReplay] = []
+        for module in model.modules():
+            if isinstance(module, TopKRouter):
+                module.replay = LayerReplay(module, module.layer_number - 1)
+                self.layers.append(module.replay)
+
+    def give(self, routes: torch.Tensor | None) -> None:
+        """routes: int16 [tokens, layers, top_k] of the next micro-batch, this context-parallel rank's tokens and the
+        layers of the whole model; None lets the routers choose."""
+        if routes is not None:
+            size = parallel_state.get_tensor_model_parallel_world_size()  # sequence parallelism: a part of the tokens
+            routes = routes.tensor_split(size)[parallel_state.get_tensor_model_parallel_rank()].long()
+        for layer in self.layers:
+            layer.given.append(None if routes is None else routes[:, layer.layer])
+
+    def check_consumed(self) -> None:
+        """Raises RuntimeError if a route that was given has not been used."""
+        for layer in self.layers:
+            if layer.given or layer.again:
+                raise RuntimeError(
+                    f"routing replay: layer {layer.layer} left routes of {len(layer.given)} micro-batches unused, "
+                    f"and of {len(layer.again)} in recomputation"
+                )
+
+    def agreement(self) -> dict[str, float]:
+        """Since the last call, over all ranks: how many given (token, layer) routes there were, and how many the router
+        would have chosen itself. Collective."""
+        device = next(self.layers[0].router.parameters()).device
+        counts = torch.tensor(
+            [float(sum(x.agreeing for x in self.layers)), float(sum(x.compared for x in self.layers))],
+            dtype=torch.double,
+            device=device,
+        )
+        for layer in self.layers:
+            layer.agreeing = layer.compared = 0.0
+        dist.all_reduce(counts)
+        return {"routes_agreeing": float(counts[0]), "routes_compared": float(counts[1])}
+
+    def start_recording(self) -> None:
+        for layer in self.layers:
+            layer.record = []
+
+    def recorded(self) -> list[torch.Tensor]:
+        """int16 [tokens, layers, top_k] for every micro-batch since ``start_recording``: all layers, and the tokens in
+        the order in which context-parallel ranks hold them, on every rank. Collective."""
+        micro_batches = [
+            torch.stack(parts, dim=1) for parts in zip(*(x.record or [] for x in self.layers), strict=True)
+        ]
+        for layer in self.layers:
+            layer.record = None
+        groups = (
+            (parallel_state.get_tensor_model_parallel_group(), 0),
+            (parallel_state.get_context_parallel_group(), 0),
+            (parallel_state.get_pipeline_model_parallel_group(), 1),
+        )
+        return [_gathered(routes, groups) for routes in micro_batches]
+
+
+def _gathered(routes: torch.Tensor, groups: tuple[tuple[dist.ProcessGroup, int], ...]) -> torch.Tensor:
+    for group, dim in groups:
+        if group.size() > 1:
+            parts = [torch.empty_like(routes) for _ in range(group.size())]
+            dist.all_gather(parts, routes.contiguous(), group=group)
+            routes = torch.cat(parts, dim=dim)
+    return routes
+
+
+def check_routes(routes: np.ndarray, name: str) -> None:
+    """Raise ValueError naming the sample and token if routes [tokens, layers, top_k] name an expert twice, as a buffer
+    does that was allocated and never written (all zeros). Rows of -1 are no routes."""
+    ordered = np.sort(routes, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1) & (ordered[..., 0] >= 0)
+    if twice.any():
+        token, layer = (int(x) for x in np.argwhere(twice)[0])
+        raise ValueError(
+            f"{name}: {int(twice.sum())} of {twice.size} captured routes name an expert twice, the first at token "
+            f"{token}, layer {layer}: {routes[token, layer].tolist()}. The engine's capture buffer was not filled there"
+        )

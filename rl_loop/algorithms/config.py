@@ -1,0 +1,177 @@
+"""The algorithm of a run: every choice is one key, and choices that do not go together are refused with the reason.
+
+Needs neither torch nor Ray. ``configs/algorithm`` holds the combinations that papers have names for.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from megatron_gptoss.config import OptimizerConfig, StrictModel
+
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "leave_one_out", "gdpo")
+"""They compare a sample with the other samples of its task."""
+
+
+class CorrectionConfig(StrictModel):
+    """What is done about the engine sampling from a slightly different policy than the trainer's.
+
+    rho = pi_trainer / pi_rollout per token, always this way round.
+    """
+
+    weight: Literal["none", "token_tis", "sequence_tis", "sequence_mis", "icepop"] = "token_tis"
+    """token_tis: min(rho, cap). sequence_tis: min(product of rho over the sequence, cap). sequence_mis: the same, and 0
+    outside bounds. icepop: rho, and 0 outside bounds."""
+    cap: float = Field(2.0, gt=0)
+    """Largest weight of token_tis, sequence_tis and sequence_mis."""
+    bounds: tuple[float, float] | None = None
+    """Of sequence_mis (null: 0.5 to 2) and icepop (null: 0.5 to 5)."""
+    geometric_bounds: tuple[float, float] | None = None
+    """Keep a sequence if exp(mean log rho) lies within; usual are 0.999 and 1.001."""
+    k3_limit: float | None = Field(None, gt=0)
+    """Keep a sequence if the mean of rho - 1 - log rho is at most this; usual is 0.01."""
+    veto: float | None = Field(None, gt=0, lt=1)
+    """Drop a sequence with any rho below this; usual is 1e-4."""
+    off_policy_limit: float | None = Field(None, gt=0)
+    """Drop a sequence of negative advantage if the mean of log(pi_old / pi) exceeds this (OPSM); usual is 1e-4."""
+
+    @property
+    def active(self) -> bool:
+        """Whether anything looks at rho."""
+        return self.weight != "none" or any((self.geometric_bounds, self.k3_limit, self.veto))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.bounds and self.weight not in ("sequence_mis", "icepop"):
+            raise ValueError(f"correction.bounds belong to sequence_mis and icepop; weight is {self.weight}")
+        for name in ("bounds", "geometric_bounds"):
+            pair = getattr(self, name)
+            if pair and not 0 <= pair[0] <= 1 <= pair[1]:
+                raise ValueError(f"correction.{name} {pair} must hold 1, the ratio of equal policies")
+        return self
+
+
+class KlConfig(StrictModel):
+    """A penalty on leaving the initial weights, which are kept as a frozen reference policy."""
+
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With d = log pi - log pi_reference: d, d^2 / 2, exp(-d) - 1 + d (Schulman, "Approximating KL divergence")."""
+    place: Literal["loss", "reward"] = "loss"
+    """reward: taken from every sampled token's reward, with the engine's log-probs as pi."""
+    coefficient: float = Field(1e-3, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.place == "loss" and self.estimator == "k1":
+            raise ValueError("kl.estimator k1 does nothing in the loss: its gradient does not know the reference")
+        return self
+
+
+class CriticConfig(StrictModel):
+    """The value model of GAE: the policy's architecture with a scalar head, in the policy's parallel layout."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(lr=2e-6)
+    """Usually twice the policy's learning rate."""
+    warmup_steps: int = Field(20, ge=0)
+    """Steps at the start in which only the critic learns."""
+    value_clip: float = Field(0.5, gt=0)
+    """A value may leave its estimate before the step by at most this much with profit."""
+
+
+class AlgorithmConfig(StrictModel):
+    """Advantages, the policy loss and what keeps them honest."""
+
+    advantage: Literal["grpo", "dr_grpo", "leave_one_out", "gdpo", "reinforce", "gae"] = "grpo"
+    """What a sample is compared with: its group (grpo, dr_grpo, leave_one_out; gdpo for several rewards), the mean of
+    the batch (reinforce) or a value model (gae)."""
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """Of gdpo: reward part -> weight."""
+    whiten_advantages: bool = False
+    """Bring the advantages of the batch's sampled tokens to mean 0 and standard deviation 1; gdpo always does."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per sampled token, of gae."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """1 trusts returns, 0 the critic."""
+    critic: CriticConfig | None = None
+    """Goes together with gae."""
+    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    """ppo: clipped ratio per token. gspo: clipped ratio per sequence. cispo: the clipped ratio as a constant weight.
+    reinforce: no ratio."""
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """Lower bound of the importance ratio is 1 - clip_low."""
+    clip_high: float = Field(0.28, ge=0)
+    """Upper bound of the importance ratio is 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Of ppo: bound of the loss for negative advantages, as a multiple of the advantage; null for none."""
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    """How token losses become one number; always over the whole mini-batch. token-mean: DAPO. seq-mean-token-mean: GRPO
+    and GSPO. seq-mean-token-sum-norm: Dr. GRPO, sums divided by rollout.max_tokens."""
+    mini_batches: int = Field(1, gt=0)
+    """Optimizer steps per batch of episodes. 1 is on-policy."""
+    old_log_probs: Literal["auto", "substitute", "forward", "rollout"] = "auto"
+    """Denominator of the importance ratio. substitute: the new log-probs themselves, detached, so that the ratio is
+    exactly 1; on-policy only. forward: a forward pass of the trainer before the first update. rollout: the engine's,
+    which puts mismatch and staleness into the ratio. auto: substitute if mini_batches is 1, else forward."""
+    kl: KlConfig | None = None
+    """Null for no reference policy."""
+    entropy_bonus: float = Field(0.0, ge=0)
+    """Coefficient of the entropy in the loss."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Of the difference between engine and trainer."""
+    max_staleness: int = Field(0, ge=0)
+    """Tokens sampled with weights older than this many versions are left out of the loss."""
+    routing_replay: Literal["none", "R2", "R3"] = "none"
+    """Which experts the trainer uses. R2: those of its own forward pass for the old log-probs. R3: the engine's."""
+    dynamic_sampling_rounds: int = Field(1, gt=0)
+    """Above 1 (DAPO), groups in which all rewards are equal are replaced by new tasks, at most this many times
+    rollout.tasks_per_step tasks in all."""
+    overlong_buffer: int | None = Field(None, gt=0)
+    """Tokens before rollout.max_tokens over which a penalty on length rises from 0 to overlong_penalty (DAPO)."""
+    overlong_penalty: float = Field(1.0, gt=0)
+
+    @property
+    def old_log_probs_from(self) -> str:
+        """``old_log_probs`` with auto resolved."""
+        if self.old_log_probs != "auto":
+            return self.old_log_probs
+        return "substitute" if self.mini_batches == 1 else "forward"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        source = self.old_log_probs_from
+        refused = {
+            "advantage gae needs a value model: set algorithm.critic": self.advantage == "gae" and not self.critic,
+            f"a critic is of no use to advantage {self.advantage}: use gae or set algorithm.critic to null": (
+                self.critic is not None and self.advantage != "gae"
+            ),
+            "advantage gdpo needs algorithm.reward_weights, such as {correct: 1.0}": (
+                self.advantage == "gdpo" and not self.reward_weights
+            ),
+            f"reward_weights belong to gdpo; advantage is {self.advantage}": (
+                bool(self.reward_weights) and self.advantage != "gdpo"
+            ),
+            f"old_log_probs substitute makes the ratio 1 in all {self.mini_batches} mini-batches, though only the "
+            "first is on-policy: use forward, or mini_batches 1": source == "substitute" and self.mini_batches > 1,
+            "max_staleness above 0 with old_log_probs substitute calls stale tokens on-policy: use rollout, or forward "
+            "with a correction": source == "substitute" and self.max_staleness > 0,
+            "old_log_probs rollout already has the mismatch in its ratio; a correction would count it twice: set "
+            "correction.weight to none and its rejections to null": source == "rollout" and self.correction.active,
+            "policy_loss reinforce has no ratio: old_log_probs would be computed for nothing; leave it at auto with "
+            "mini_batches 1": self.policy_loss == "reinforce" and source == "forward" and not self.correction.active,
+            "correction.off_policy_limit looks at pi_old / pi, which is 1 with old_log_probs substitute": (
+                source == "substitute" and self.correction.off_policy_limit is not None
+            ),
+            "routing_replay R2 replays the routes of the forward pass for old log-probs, and there is none: use "
+            "old_log_probs forward, or R3": self.routing_replay == "R2" and source != "forward",
+            f"dual_clip belongs to policy_loss ppo, not {self.policy_loss}": (
+                self.dual_clip is not None and self.policy_loss != "ppo"
+            ),
+        }  # fmt: skip
+        for reason, applies in refused.items():
+            if applies:
+                raise ValueError(reason)
+        return self

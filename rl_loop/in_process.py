@@ -1,0 +1,84 @@
+"""A whole run in one process, without Ray: for experiments on small models and for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_gptoss import distributed
+from rl_loop.config import RlConfig, dump_config
+from rl_loop.loop import RlLoop
+from rl_loop.metrics import MetricsWriter
+from rl_loop.rollout_pool import GroupRequest
+from rl_loop.rollout_worker import RolloutWorker
+from rl_loop.run import Interrupt, Session
+from rl_loop.run_directory import start_run
+from rl_loop.tasks import TaskSource
+from rl_loop.trainer_worker import TrainerWorker
+from rl_loop.trajectory import TrajectoryGroup
+
+
+class LocalRollouts:
+    """What ``RlLoop`` wants of a RolloutPool, of one worker in this process."""
+
+    def __init__(self, config: RlConfig) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._worker = RolloutWorker(config, torch.get_num_threads())
+        self._do(self._worker.start())
+
+    def _do[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self._loop.run_until_complete(work)
+
+    def sync_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        self._do(self._worker.sync_weights(weights, version))
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        return [self._do(self._worker.score(token_ids, temperature))]
+
+    def run(
+        self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = lambda: False
+    ) -> list[TrajectoryGroup]:
+        async def all_groups() -> list[TrajectoryGroup]:
+            groups = [self._worker.run_group(r.task, r.seeds, r.temperature) for r in requests]
+            return list(await asyncio.gather(*groups))
+
+        return self._do(all_groups())
+
+    def close(self) -> None:
+        self._do(self._worker.close())
+        self._loop.close()
+
+
+class Silent:
+    """A progress display that shows nothing."""
+
+    def phase(self, name: str) -> None: ...
+
+    def note(self, message: str) -> None: ...
+
+    def step(self, step: int, values: dict[str, float]) -> None: ...
+
+
+@contextmanager
+def local_loop(config: RlConfig, rollouts: LocalRollouts | None = None, resume: bool = False) -> Iterator[RlLoop]:
+    """A loop over one trainer rank and one rollout worker, or over ``rollouts`` of the same model."""
+    run = start_run(config.directory, dump_config(config), resume=resume, overwrite=not resume)
+    trainer: Any = TrainerWorker(config, 0, "127.0.0.1", 0, torch.get_num_threads())
+    own = rollouts or LocalRollouts(config)
+    state = (trainer.resume() if resume else None) or {"step": 0}
+    first = int(state["step"])
+    writer = MetricsWriter(run, first - 1 if resume else None)
+    pool: Any = own
+    try:
+        session = Session(run, TaskSource(config), trainer, writer, Silent(), Interrupt(), first, 0.0, time.monotonic())
+        yield RlLoop(config, session, pool)
+    finally:
+        writer.close()
+        if rollouts is None:
+            own.close()
+        distributed.shutdown()
