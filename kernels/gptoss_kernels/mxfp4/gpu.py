@@ -36,27 +36,44 @@ def _dequantize_kernel(blocks, scales, out, count, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _encode(magnitude_bits, factor):
-    """bf16 magnitude bits and 2^(127 - scale) -> code 0..7, and whether the code is the value itself.
+def _encode(magnitudes, scale):
+    """Words of two bf16 magnitudes, their row's scale -> two codes 0..8 (8: too large), and whether both are exact.
 
     With e the exponent of the scaled magnitude x, clamped to 0..2, the e2m1 numbers near x are 2^(e-1) apart. Adding
-    1.5 * 2^(e+22) rounds x to a multiple of that, ties to even, and leaves the multiple in the sum's low bits.
+    1.5 * 2^(e+6) in bf16 rounds x to a multiple of that, ties to even, and leaves the multiple in the sum's low bits.
     """
-    value = (magnitude_bits << 16).to(tl.float32, bitcast=True)
-    x = tl.minimum(value * factor, 8.0)
-    binade = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000), 0x40800000)
-    anchor = (binade + 0x0B400000).to(tl.float32, bitcast=True)
-    moved = x + anchor
-    code = (moved.to(tl.int32, bitcast=True) & 15) + (binade >> 22) - 254
-    # a far too large scale underflows to 0, which is exact for zeros only
-    exact = (moved - anchor == x) & (code < 8) & ((code != 0) | (magnitude_bits == 0))
-    return tl.minimum(code, 7), exact
-
-
-@triton.jit
-def _factor(scale):
-    """2^(127 - scale); for 254 it is a subnormal."""
-    return tl.where(scale >= 254, 0x00400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
+    # 2^(127 - scale) and its inverse, subnormal at the ends, in both halves
+    factor = tl.where(scale >= 254, 0x0040, (254 - scale) << 7) * 0x10001
+    inverse = tl.where(scale == 0, 0x0040, scale << 7) * 0x10001
+    codes, values = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x, binade, anchor, zero, one, four, eight;
+        mov.b32 zero, 0x80008000;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 four, 0x40804080;
+        mov.b32 eight, 0x41004100;
+        fma.rn.bf16x2 x, $2, $3, zero;
+        min.bf16x2 x, x, eight;
+        and.b32 binade, x, 0x7F807F80;
+        max.bf16x2 binade, binade, one;
+        min.bf16x2 binade, binade, four;
+        add.u32 anchor, binade, 0x03400340;
+        fma.rn.bf16x2 x, x, one, anchor;
+        xor.b32 anchor, anchor, 0x80008000;
+        fma.rn.bf16x2 anchor, x, one, anchor;
+        fma.rn.bf16x2 $1, anchor, $4, zero;
+        and.b32 x, x, 0x000F000F;
+        shr.u32 binade, binade, 6;
+        add.u32 x, x, binade;
+        sub.u32 $0, x, 0x00FE00FE;
+        }""",
+        "=r,=r,r,r,r",
+        [magnitudes, factor[:, None], inverse[:, None]],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return codes, ((values ^ magnitudes) | (codes & 0x00080008)) == 0
 
 
 @triton.jit
@@ -66,35 +83,29 @@ def _quantize_kernel(pairs, hint, blocks, scales, count, HINT: tl.constexpr, ROW
     inside = row < count
     where = row[:, None] * 16 + tl.arange(0, 16)[None, :]
     word = tl.load(pairs + where, mask=inside[:, None], other=0)
-    low, high = word & 0x7FFF, (word >> 16) & 0x7FFF
+    magnitudes = word & 0x7FFF7FFF
     if HINT:
         scale = tl.load(hint + row, mask=inside, other=0).to(tl.int32)
-        factor = _factor(scale)[:, None]
-        low_code, low_exact = _encode(low, factor)
-        high_code, high_exact = _encode(high, factor)
-        keep = tl.min((low_exact & high_exact).to(tl.int32), 1)
+        codes, exact = _encode(magnitudes, scale)
+        keep = tl.min(exact.to(tl.int32), 1)
         if tl.min(keep, 0) == 0:
-            fresh_scale, fresh_low, fresh_high = _quantize_block(low, high)
-            scale = tl.where(keep == 1, scale, fresh_scale)
-            low_code = tl.where((keep == 1)[:, None], low_code, fresh_low)
-            high_code = tl.where((keep == 1)[:, None], high_code, fresh_high)
+            fresh = _round_up_scale(magnitudes)
+            scale = tl.where(keep == 1, scale, fresh)
+            codes, _ = _encode(magnitudes, scale)
     else:
-        scale, low_code, high_code = _quantize_block(low, high)
-    packed = low_code | ((word >> 12) & 0x8) | (high_code << 4) | ((word >> 24) & 0x80)
-    tl.store(blocks + where, packed.to(tl.uint8), mask=inside[:, None])
+        scale = _round_up_scale(magnitudes)
+        codes, _ = _encode(magnitudes, scale)
+    codes |= (word >> 12) & 0x00080008
+    tl.store(blocks + where, (codes | (codes >> 12)).to(tl.uint8), mask=inside[:, None])
     tl.store(scales + row, scale.to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _quantize_block(low, high):
-    """Scale 2^ceil(log2(amax / 6)) of every row, and the codes under it."""
-    amax = tl.max(tl.maximum(low, high), 1)
+def _round_up_scale(magnitudes):
+    """2^ceil(log2(amax / 6)) of every row, as a biased exponent."""
+    amax = tl.max(tl.maximum(magnitudes & 0xFFFF, magnitudes >> 16), 1)
     scale = tl.maximum((amax >> 7) - 2 + ((amax & 127) > 64).to(tl.int32), 1)
-    scale = tl.where(amax == 0, 0, scale)
-    factor = _factor(scale)[:, None]
-    low_code, _ = _encode(low, factor)
-    high_code, _ = _encode(high, factor)
-    return scale, low_code, high_code
+    return tl.where(amax == 0, 0, scale)
 
 
 ROWS = 128

@@ -1,9 +1,9 @@
-"""Our own kernels for sliding-window layers: CUDA C++ on tensor cores, forward and backward, native sink.
+"""Our own kernels for sliding-window layers on Hopper: CUDA C++ with warpgroup products, native sink, both directions.
 
-Query heads that share a kv head are packed into one tile, keys stay in a ring in shared memory while a block walks
-along its sequence, and the backward pass runs as two kernels that each own what they write (dQ; dK and dV): no atomics,
-so the result is deterministic, and every tile is aligned to its sequence's start, so a sequence's bits do not depend on
-what it is packed with.
+Query heads that share a kv head are packed into one tile, every key that a block's tiles see is in shared memory, and
+the backward pass runs as two kernels that each own what they write (dQ; dK and dV): no atomics, so the result is
+deterministic, and every tile is aligned to its sequence's start, so a sequence's bits do not depend on what it is packed
+with.
 """
 
 import functools
@@ -19,26 +19,22 @@ from gptoss_kernels.sink_attention.layout import PackedLayout
 
 SOURCES = Path(__file__).parent / "cuda"
 THREADS = 128
-TILE_ROWS = 128
-"""Positions x heads of a tile of the row-owning kernels."""
-CHUNK = 128
-"""Positions that one thread block of a row-owning kernel walks."""
-HOPPER_CHUNK = {"window_forward_hopper": 64, "window_backward_q_hopper": 32}
-"""Positions that one thread block of Hopper's row-owning kernels takes, all their keys in shared memory."""
+TILE_ROWS = 64
+"""Positions x heads of a tile."""
+CHUNK = {"window_forward": 64, "window_backward_q": 40}
+"""Positions that one thread block of a row-owning kernel takes, in whole tiles, all their keys in shared memory."""
 KEYS = 64
 """Keys that one thread block of the dK, dV kernel owns."""
-WAVE = 64
-"""Rows (positions x heads) of one step of the dK, dV kernel."""
-STAGES = 2
-HEAD_SIZES = (32, 64)
-MAX_WINDOW = 256
+STAGES = 3
+"""Tiles of queries that the dK, dV kernel holds."""
+HEAD_SIZE = 64
+"""The row of 128 bytes that the tiles' swizzle is made for."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """What a kernel is compiled for."""
 
-    head_size: int
     heads_per_kv: int
     window: int
 
@@ -48,47 +44,48 @@ class Shape:
         return next(g for g in (8, 4, 2, 1) if self.heads_per_kv % g == 0)
 
     @property
+    def halo(self) -> int:
+        """Keys held before a chunk."""
+        return (self.window - 1 + 15) // 16 * 16
+
+    @property
     def key_steps(self) -> int:
-        """Products of 48 keys that a tile of 64 rows takes in Hopper's row-owning kernels."""
-        halo = (self.window - 1 + 15) // 16 * 16
-        skipped = (halo - self.window + 1) // 8 * 8
-        return (halo - skipped + 64 // self.group + 47) // 48
+        """Products of 48 keys that a tile takes in the row-owning kernels."""
+        return (self.halo - self._skipped + TILE_ROWS // self.group + 47) // 48
+
+    @property
+    def _skipped(self) -> int:
+        return (self.halo - self.window + 1) // 8 * 8
+
+    def chunk(self, kernel: str) -> int:
+        tile = TILE_ROWS // self.group
+        return (CHUNK[kernel] + tile - 1) // tile * tile
 
     def held_keys(self, chunk: int) -> int:
         """Keys that such a kernel holds for a chunk of positions, as held.cuh computes it."""
-        halo = (self.window - 1 + 15) // 16 * 16
-        skipped = (halo - self.window + 1) // 8 * 8
-        return max(halo + chunk, (chunk - 64 // self.group + skipped + self.key_steps * 48 + 7) // 8 * 8)
-
-    def ring_bytes(self) -> int:
-        new = TILE_ROWS // self.group // 16
-        halo = (self.window - 1 + 15) // 16
-        return 2 * (halo + 2 * new) * 16 * self.head_size * 2
+        end = chunk - TILE_ROWS // self.group + self._skipped + self.key_steps * 48
+        return max(self.halo + chunk, (end + 7) // 8 * 8)
 
     def shared_bytes(self, kernel: str) -> int:
-        tile = TILE_ROWS * self.head_size * 2
-        if kernel == "window_forward":
-            return self.ring_bytes() + 2 * tile
-        if kernel in HOPPER_CHUNK:
-            tiles = 2 if kernel == "window_forward_hopper" else 4
-            return 2 * self.held_keys(HOPPER_CHUNK[kernel]) * self.head_size * 2 + tiles * 64 * self.head_size * 2 + 256
-        if kernel == "window_backward_q":
-            return self.ring_bytes() + 4 * tile + TILE_ROWS * 4
-        stages = 3 if kernel == "window_backward_kv_hopper" else STAGES
-        return stages * WAVE * (2 * self.head_size * 2 + 8) + 2 * KEYS * self.head_size * 2
+        tile = TILE_ROWS * HEAD_SIZE * 2
+        if kernel == "window_backward_kv":
+            return STAGES * (2 * tile + TILE_ROWS * 8) + 2 * KEYS * HEAD_SIZE * 2
+        tiles = 2 if kernel == "window_forward" else 3
+        return 2 * self.held_keys(self.chunk(kernel)) * HEAD_SIZE * 2 + tiles * tile + 256
 
 
 def why_not(device: torch.device, heads_per_kv: int, head_size: int, window: int | None) -> str | None:
     """Why the window kernels cannot take these bf16 shapes on this GPU; None when they can."""
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "the window kernels need a GPU of compute capability 8.0 or later"
-    if head_size not in HEAD_SIZES:
-        return f"q has head size {head_size}, the window kernels take {' and '.join(map(str, HEAD_SIZES))}"
-    if window is None or window > MAX_WINDOW:
-        return f"window is {window}, the window kernels take 1 to {MAX_WINDOW}"
-    needed = Shape(head_size, heads_per_kv, window).shared_bytes("window_backward_q")
-    if needed > nvrtc.shared_limit(device):
-        return f"window {window} with head size {head_size} needs {needed} bytes of shared memory"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"the window kernels are for Hopper (compute capability 9.0), {device} has {capability}"
+    if head_size != HEAD_SIZE:
+        return f"q has head size {head_size}, the window kernels take {HEAD_SIZE}"
+    if window is None:
+        return "window is None, the window kernels take short ones"
+    # the forward keeps all scores of a row in registers
+    if Shape(heads_per_kv, window).key_steps > 3:
+        return f"window {window} is too long for the window kernels with {heads_per_kv} query heads per kv head"
     return None
 
 
@@ -135,13 +132,12 @@ def window_forward(
     heads = q.shape[1]
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    shape = Shape(q.shape[2], heads // k.shape[1], window)
-    name, chunk = row_kernel("window_forward", shape, q.device)
-    items, count = _items(layout, chunk, q.device)
+    shape = Shape(heads // k.shape[1], window)
+    items, count = _items(layout, shape.chunk("window_forward"), q.device)
     if count:
-        kernel = _kernel(name, shape, q.device)
-        common = (q, k, v, sinks.float(), o, lse, items, heads, scale * 1.4426950408889634)
-        kernel(count * heads // shape.group, THREADS, *common, *(() if name in HOPPER_CHUNK else (chunk,)))
+        kernel = _kernel("window_forward", shape, q.device)
+        blocks = count * heads // shape.group
+        kernel(blocks, THREADS, q, k, v, sinks.float(), o, lse, items, heads, scale * 1.4426950408889634)
     return o, lse
 
 
@@ -159,21 +155,22 @@ def window_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v and the sinks, from contiguous tensors and the forward's O and LSE."""
     heads = q.shape[1]
-    shape = Shape(q.shape[2], heads // k.shape[1], window)
+    shape = Shape(heads // k.shape[1], window)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     row_stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
-    name, chunk = row_kernel("window_backward_q", shape, q.device)
-    items, count = _items(layout, chunk, q.device)
-    shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
-    if count:
-        kernel = _kernel(name, shape, q.device)
-        common = (q, k, v, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, scale)
-        kernel(count * heads // shape.group, THREADS, *common, *(() if name in HOPPER_CHUNK else (chunk,)))
-        suffix = "_hopper" if has_warpgroups(shape, q.device) else ""
-        kernel = _kernel(f"window_backward_kv{suffix}", shape, q.device)
-        items, count = _items(layout, KEYS, q.device)
-        kernel(count * k.shape[1], THREADS, q, k, v, row_stats, grad_o, grad_k, grad_v, items, heads, scale)
-    return grad_q, grad_k, grad_v, shares.sum(0).to(sinks.dtype)
+    grad_sinks = torch.empty(heads, dtype=torch.float32, device=q.device)
+    items, count = _items(layout, shape.chunk("window_backward_q"), q.device)
+    if not count:
+        grad_sinks.zero_()
+    else:
+        shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
+        rows = q, k, v, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, scale
+        _kernel("window_backward_q", shape, q.device)(count * heads // shape.group, THREADS, *rows)
+        keys, key_count = _items(layout, KEYS, q.device)
+        columns = q, k, v, row_stats, grad_o, grad_k, grad_v, keys, shares, count, grad_sinks, heads, scale
+        kernel = _kernel("window_backward_kv", shape, q.device)
+        kernel(key_count * k.shape[1], THREADS, *columns)
+    return grad_q, grad_k, grad_v, grad_sinks.to(sinks.dtype)
 
 
 def _items(layout: PackedLayout, length: int, device: torch.device) -> tuple[torch.Tensor, int]:
@@ -192,26 +189,6 @@ def _items(layout: PackedLayout, length: int, device: torch.device) -> tuple[tor
 
 
 @functools.cache
-def has_warpgroups(shape: Shape, device: torch.device) -> bool:
-    """Whether the kernels with Hopper's warpgroup products serve this: their tiles are 64 wide."""
-    return torch.cuda.get_device_capability(device) == (9, 0) and shape.head_size == 64
-
-
-@functools.cache
-def row_kernel(name: str, shape: Shape, device: torch.device) -> tuple[str, int]:
-    """The row-owning kernel (forward or dQ) for this shape, and the positions that one of its blocks takes."""
-    hopper = f"{name}_hopper"
-    fits = (
-        has_warpgroups(shape, device)
-        and 64 // shape.group <= HOPPER_CHUNK[hopper]
-        and shape.shared_bytes(hopper) <= nvrtc.shared_limit(device)
-        # the forward keeps all scores of a row in registers
-        and (name != "window_forward" or shape.key_steps <= 3)
-    )
-    return (hopper, HOPPER_CHUNK[hopper]) if fits else (name, CHUNK)
-
-
-@functools.cache
 def _kernel(name: str, shape: Shape, device: torch.device) -> nvrtc.Kernel:
     cubin = nvrtc.compile_cubin(SOURCES / f"{name}.cu", defines(name, shape), nvrtc.architecture(device))
     with torch.cuda.device(device):
@@ -220,12 +197,10 @@ def _kernel(name: str, shape: Shape, device: torch.device) -> nvrtc.Kernel:
 
 def defines(name: str, shape: Shape) -> dict[str, int]:
     """The macros that the sources are compiled with."""
-    return {
-        "HEAD_SIZE": shape.head_size,
+    macros = {
+        "HEAD_SIZE": HEAD_SIZE,
         "GROUP": shape.group,
         "GROUPS": shape.heads_per_kv // shape.group,
         "WINDOW": shape.window,
-        "WAVE": WAVE,
-        "CHUNK": HOPPER_CHUNK.get(name, CHUNK),
-        "STAGES": STAGES,
     }
+    return macros | ({"CHUNK": shape.chunk(name)} if name in CHUNK else {})

@@ -2,18 +2,10 @@
 // and one group of heads, with every key that those positions see in shared memory; tiles of 64 rows pass. Products take
 // STEP keys at a time. Everything is aligned to the start of the sequence.
 #pragma once
-#undef ROWS
-#define ROWS 64
 #include "rows.cuh"
 #include "warpgroup.cuh"
 
-#ifndef RESIDENT
-#define RESIDENT 3
-#endif
-#ifndef CHUNK
-#define CHUNK 32
-#endif
-
+constexpr int RESIDENT = 3;                                    // blocks per multiprocessor
 constexpr int HALO = (WINDOW - 1 + 15) / 16 * 16;              // keys held before the chunk
 constexpr int SKIP = (HALO - WINDOW + 1) / 8 * 8;              // of those, invisible to a tile's first position
 constexpr int STEP = 48;                                       // keys of a product
@@ -40,8 +32,10 @@ __device__ __forceinline__ void hold_keys(u32 keys, const bf16* k, const bf16* v
         }
     }
 }
-// How a row at position p sees the keys from key0 on, STEP of them: all, or those less than `reach` behind it.
-__device__ __forceinline__ bool all_visible(const Item& item, int p0, int key0) {
-    return key0 >= item.start && key0 > p0 + TILE - 1 - WINDOW && key0 + STEP - 1 <= p0;
-}
+// A row at position p sees the keys less than `reach` behind it.
 __device__ __forceinline__ u32 reach_of(const Item& item, int p) { return min(WINDOW, p - item.start + 1); }
+// Of a tile's columns `at` to `at` + 7 (of all its steps), where no key lies before the sequence: those that every row
+// sees, and those that none does.
+constexpr int FIRST = SKIP - HALO;                             // of column 0's key, counted from the tile's first position
+__device__ constexpr bool all_see(int at) { return FIRST + at + 7 <= 0 && FIRST + at > TILE - 1 - WINDOW; }
+__device__ constexpr bool none_sees(int at) { return FIRST + at >= TILE || FIRST + at + 7 <= -WINDOW; }

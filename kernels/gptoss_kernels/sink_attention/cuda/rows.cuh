@@ -3,9 +3,7 @@
 #pragma once
 #include "tile.cuh"
 
-#ifndef ROWS
-#define ROWS 128
-#endif
+constexpr int ROWS = 64;
 constexpr int THREADS = 128, WARP_ROWS = ROWS / 4;
 constexpr int TILE = ROWS / GROUP;                  // positions of a tile
 constexpr int HEADS_PER_KV = GROUP * GROUPS;

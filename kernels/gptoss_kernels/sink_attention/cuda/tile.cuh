@@ -35,10 +35,6 @@ __device__ __forceinline__ void load4(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
-__device__ __forceinline__ void load4_transposed(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
-}
 // Where this lane points ldmatrix inside sixteen tile rows, for k (or n) = 0; step s is at address ^ (s << 5).
 // Left operand (rows are rows), and right operand whose inner dimension is the rows (loaded transposed):
 __device__ __forceinline__ u32 lane_rows(int lane) { return chunk_address(lane & 15, lane >> 4); }
@@ -87,6 +83,21 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+// Word n of lane l of four neighbouring lanes becomes word l of lane n.
+__device__ __forceinline__ void transpose_quad(u32 (&w)[4], int lane) {
+#pragma unroll
+    for (int n = 0; n < 4; n += 2) {
+        const u32 other = __shfl_xor_sync(0xffffffffu, lane & 1 ? w[n] : w[n + 1], 1);
+        if (lane & 1) w[n] = other;
+        else w[n + 1] = other;
+    }
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        const u32 other = __shfl_xor_sync(0xffffffffu, lane & 2 ? w[n] : w[n + 2], 2);
+        if (lane & 2) w[n] = other;
+        else w[n + 2] = other;
+    }
 }
 template <int N> struct Constant { static constexpr int value = N; };
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }

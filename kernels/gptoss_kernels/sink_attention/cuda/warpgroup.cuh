@@ -32,11 +32,13 @@ __device__ __forceinline__ void warpgroup_rows(float (&c)[8][4], u64 left, u64 r
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " ACCUMULATOR_NAMES ", %32, %33, p, 1, 1, 0, 0;}"
                  : ACCUMULATORS(c) : "l"(left), "l"(right), "r"((int)add));
 }
-// c += left (registers) times sixteen rows of right: the rows are the inner dimension.
-__device__ __forceinline__ void warpgroup_inner(float (&c)[8][4], const u32 (&left)[4], u64 right) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " ACCUMULATOR_NAMES
-                 ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
-                 : ACCUMULATORS(c) : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));
+// c (+)= left (registers) times sixteen rows of right: the rows are the inner dimension.
+__device__ __forceinline__ void warpgroup_inner(float (&c)[8][4], const u32 (&left)[4], u64 right, bool add = true) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " ACCUMULATOR_NAMES
+                 ", {%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
+                 : ACCUMULATORS(c)
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"((int)add));
 }
 #define ACCUMULATORS_48(c)                                                                                                  \
     "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), \

@@ -1,27 +1,20 @@
-// dK and dV. A warp owns 16 keys, a block of four warps 64; rows of Q and dO stream past, WAVE at a time.
+// dK, dV and dsinks with Hopper's warpgroup products. A block of four warps owns 64 keys; rows of Q and dO stream past,
+// 64 at a time.
 // Grid: items of 64 keys * kv heads, blocks of 128 threads. Sums run in a fixed order, nothing is added from outside.
-#include "tile.cuh"
-
-#ifndef RESIDENT
-#define RESIDENT 3
-#endif
-#ifndef WAVE
-#define WAVE 64             // rows (positions x heads) of a step
-#endif
-#ifndef STAGES
-#define STAGES 2
-#endif
+#include "warpgroup.cuh"
 
 constexpr int THREADS = 128, KEYS = 64;
+constexpr int WAVE = 64, STAGES = 3;               // rows (positions x heads) of a step; of which two are used up late
 constexpr int HEADS_PER_KV = GROUP * GROUPS;
 constexpr int POSITIONS = WAVE / GROUP;
 constexpr u32 WAVE_BYTES = WAVE * ROW_BYTES, STAGE_BYTES = 2 * WAVE_BYTES, STATS_BYTES = WAVE * 8;
 struct Item { int start, end, first, unused; };    // sequence [start, end), this block's first key
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)   // three fit; asked for, the compiler orders its code worse
 window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16* __restrict__ v,
                    const float2* __restrict__ row_stats, const bf16* __restrict__ grad_o, bf16* __restrict__ grad_k,
-                   bf16* __restrict__ grad_v, const Item* __restrict__ items, int heads, float scale) {
+                   bf16* __restrict__ grad_v, const Item* __restrict__ items, const float* __restrict__ shares,
+                   int share_count, float* __restrict__ grad_sinks, int heads, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const u32 stages = shared_address(memory);                 // per stage Q, dO
     const u32 own = stages + STAGES * STAGE_BYTES;             // K, V of these keys; later dK, dV
@@ -46,6 +39,18 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
             copy16(own + row_address + i * PASS * ROW_BYTES, source_k + ahead, inside);
             copy16(own + KEYS * ROW_BYTES + row_address + i * PASS * ROW_BYTES, source_v + ahead, inside);
         }
+    }
+    // The items' shares of the sinks' gradient are summed on the side, in a fixed order.
+    for (int head = blockIdx.x; head < heads; head += gridDim.x) {
+        __shared__ float sums[4];
+        float sum = 0.f;
+        for (int i = thread; i < share_count; i += THREADS) sum += shares[(long long)i * heads + head];
+#pragma unroll
+        for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        if (lane == 0) sums[warp] = sum;
+        __syncthreads();
+        if (thread == 0) grad_sinks[head] = sums[0] + sums[1] + sums[2] + sums[3];
+        __syncthreads();
     }
     const long long row_source = ((long long)(row / GROUP) * heads + kv_head * HEADS_PER_KV + row % GROUP) * D + c * 8;
     const long long pass_stride = (long long)(PASS / GROUP) * heads * D;
@@ -79,83 +84,113 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
         }
         commit();
     };
-#pragma unroll
-    for (int t = 0; t < STAGES - 1; t++) fetch();
+    fetch();
 
-    u32 key[KSTEPS][4], value[KSTEPS][4];
-    float dk[CHUNKS][4] = {}, dv[CHUNKS][4] = {};
+    float dk[8][4], dv[8][4];                                  // set by the first products
     const int key0 = item.first + warp * 16;
-    const u32 at_columns = stages + lane_columns(lane), at_rows = stages + lane_rows(lane), at_stats = stats + (lane & 3) * 16;
+    const u32 at_stats = stats + (lane & 3) * 16;
+    const u64 key = describe(own), value = describe(own + KEYS * ROW_BYTES);
     int step = start, stage_number = 0;
     for (int t = 0; t < all; t++) {
-        wait<STAGES - 2>();
-        __syncthreads();                                       // step t has landed, and step t - 1 is used up
+        wait<0>();
+        publish_shared();
+        __syncthreads();                                       // step t has landed, and step t - 2 is used up
         fetch();
-        if (t == 0)
-#pragma unroll
-            for (int s = 0; s < KSTEPS; s++) {
-                const u32 address = (own + warp * 16 * ROW_BYTES + lane_rows(lane)) ^ (s << 5);
-                load4(key[s], address);
-                load4(value[s], address + KEYS * ROW_BYTES);
-            }
         const int p0 = item.first + step * POSITIONS;
+        const u64 rows_q = describe(stages + stage_number * STAGE_BYTES), rows_g = rows_q + (WAVE_BYTES >> 4);
+        const u32 stage_stats = at_stats + stage_number * STATS_BYTES;
+        constexpr u32 HALF = 32 * ROW_BYTES >> 4;              // the step's second 32 rows, in a descriptor
         // from this lane's first key to the position of its first column
         const int distance = p0 + 2 * (lane & 3) / GROUP - key0 - (lane >> 2);
-        const u32 stage_offset = stage_number * STAGE_BYTES;
-        auto differentiate = [&](auto masked) {
+        float x[8][4], dp[4][4];
+        u32 p[2][4], ds[2][4];
+        auto grad_probabilities = [&](int half) {
 #pragma unroll
-            for (int r = 0; r < WAVE; r += 16) {
-                float x[2][4] = {}, dp[2][4] = {};
-                const u32 columns = at_columns + stage_offset + r * ROW_BYTES, inner = at_rows + stage_offset + r * ROW_BYTES;
+            for (int s = 0; s < 4; s++) warpgroup_rows_32(dp, value + 2 * s, rows_g + half * HALF + 2 * s, s > 0);
+            warpgroup_commit();
+        };
+        auto probabilities_where = [&](int half, auto masked) {
 #pragma unroll
-                for (int s = 0; s < KSTEPS; s++) {
-                    u32 a[4], g[4];
-                    load4(a, columns ^ (s << 5));
-                    load4(g, (columns ^ (s << 5)) + WAVE_BYTES);
-                    multiply(x[0], key[s], a[0], a[1]);
-                    multiply(x[1], key[s], a[2], a[3]);
-                    multiply(dp[0], value[s], g[0], g[1]);
-                    multiply(dp[1], value[s], g[2], g[3]);
-                }
-                u32 p[4], ds[4];
+            for (int j = 0; j < 4; j++) {
+                // (LSE, delta) of this lane's two columns
+                const float4 pair = shared_load4f(stage_stats + half * 256 + j * 64);
 #pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    // (LSE, delta) of this lane's two columns
-                    const float4 pair = shared_load4f(at_stats + stage_number * STATS_BYTES + (r + n * 8) * 8);
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        float probability = exp2_approx(fmaf(x[n][e], scale_log2, -(e & 1 ? pair.z : pair.x)));
-                        if (decltype(masked)::value) {
-                            const int further = (r + n * 8) / GROUP + (GROUP == 1 ? e & 1 : 0) - (e >> 1) * 8;
-                            if ((u32)(distance + further) >= (u32)WINDOW) probability = 0.f;
-                        }
-                        x[n][e] = probability;
-                        dp[n][e] = probability * (dp[n][e] - (e & 1 ? pair.w : pair.y));
+                for (int e = 0; e < 4; e++) {
+                    float& value_of = x[half * 4 + j][e];
+                    value_of = exp2_approx(fmaf(value_of, scale_log2, -(e & 1 ? pair.z : pair.x)));
+                    if (decltype(masked)::value) {
+                        const int further = (half * 32 + j * 8) / GROUP + (GROUP == 1 ? e & 1 : 0) - (e >> 1) * 8;
+                        if ((u32)(distance + further) >= (u32)WINDOW) value_of = 0.f;
                     }
-                    p[2 * n] = pack(x[n][0], x[n][1]);
-                    p[2 * n + 1] = pack(x[n][2], x[n][3]);
-                    ds[2 * n] = pack(dp[n][0], dp[n][1]);
-                    ds[2 * n + 1] = pack(dp[n][2], dp[n][3]);
                 }
-#pragma unroll
-                for (int n = 0; n < KSTEPS; n++) {
-                    u32 a[4], g[4];
-                    load4_transposed(g, (inner ^ (n << 5)) + WAVE_BYTES);
-                    load4_transposed(a, inner ^ (n << 5));
-                    multiply(dv[2 * n], p, g[0], g[1]);
-                    multiply(dv[2 * n + 1], p, g[2], g[3]);
-                    multiply(dk[2 * n], ds, a[0], a[1]);
-                    multiply(dk[2 * n + 1], ds, a[2], a[3]);
-                }
+                p[j / 2][j % 2 * 2] = pack(x[half * 4 + j][0], x[half * 4 + j][1]);
+                p[j / 2][j % 2 * 2 + 1] = pack(x[half * 4 + j][2], x[half * 4 + j][3]);
             }
         };
-        if (p0 >= key0 + 15 && p0 + POSITIONS - 1 - key0 < WINDOW) differentiate(Constant<0>());
-        else if (p0 + POSITIONS > key0 && p0 < key0 + 15 + WINDOW) differentiate(Constant<1>());
+        auto probabilities = [&](int half) {
+            const int from = p0 + half * 32 / GROUP, to = p0 + (half * 32 + 31) / GROUP;
+            if (from >= key0 + 15 && to - key0 < WINDOW) probabilities_where(half, Constant<0>());
+            else if (to >= key0 && from < key0 + 15 + WINDOW) probabilities_where(half, Constant<1>());
+            else
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    p[j / 2][j % 2 * 2] = p[j / 2][j % 2 * 2 + 1] = 0;
+#pragma unroll
+                    for (int e = 0; e < 4; e++) x[half * 4 + j][e] = 0.f;
+                }
+        };
+        auto add_to_dv = [&](int half) {
+            warpgroup_fence();
+#pragma unroll
+            for (int s = 0; s < 2; s++)
+                warpgroup_inner(dv, p[s], rows_g + half * HALF + s * (16 * ROW_BYTES >> 4), t > 0 || half + s > 0);
+            warpgroup_commit();
+        };
+        auto add_to_dk = [&](int half) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float4 pair = shared_load4f(stage_stats + half * 256 + j * 64);
+#pragma unroll
+                for (int e = 0; e < 4; e++) dp[j][e] = x[half * 4 + j][e] * (dp[j][e] - (e & 1 ? pair.w : pair.y));
+                ds[j / 2][j % 2 * 2] = pack(dp[j][0], dp[j][1]);
+                ds[j / 2][j % 2 * 2 + 1] = pack(dp[j][2], dp[j][3]);
+            }
+            warpgroup_fence();
+#pragma unroll
+            for (int s = 0; s < 2; s++)
+                warpgroup_inner(dk, ds[s], rows_q + half * HALF + s * (16 * ROW_BYTES >> 4), t > 0 || half + s > 0);
+            warpgroup_commit();
+        };
+        // The tensor cores work on one half's products while this warp turns the other half's scores into probabilities,
+        // and on the last products of a step while it waits for the next one's rows.
+        warpgroup_fence();
+#pragma unroll
+        for (int s = 0; s < KSTEPS; s++) warpgroup_rows(x, key + 2 * s, rows_q + 2 * s, s > 0);
+        warpgroup_commit();
+        grad_probabilities(0);
+        warpgroup_wait<1>();                                   // and so the last step's products
+        settle(dv);
+        settle(dk);
+        settle(x);
+        probabilities(0);
+        warpgroup_wait<0>();
+        settle(dp);
+        add_to_dv(0);
+        add_to_dk(0);
+        grad_probabilities(1);
+        probabilities(1);
+        add_to_dv(1);
+        warpgroup_wait<1>();
+        settle(dp);
+        add_to_dk(1);
         if (++step == steps) step = 0;
         stage_number = stage_number + 1 == STAGES ? 0 : stage_number + 1;
     }
+    warpgroup_wait<0>();
+    settle(dv);
+    settle(dk);
     const u32 mine = own + warp * 16 * ROW_BYTES;
-    __syncwarp();
+    __syncthreads();
     stage(mine, dk, scale, scale, lane);
     stage(mine + KEYS * ROW_BYTES, dv, 1.f, 1.f, lane);
     __syncwarp();
