@@ -44,6 +44,8 @@ class ClusterConfig(StrictModel):
     """GPUs of each node; 0 for runs on CPUs."""
     gpu_type: str | None = None
     """The type as ``sinfo -o %G`` shows it, such as h200; null takes any."""
+    gpu_memory: float = Field(135.0, gt=0)
+    """GB of one GPU that training may use, for the memory plan of a dry run. The default is an H200's."""
     cpus_per_node: int | None = Field(None, gt=0)
     """CPUs of each node; null leaves it to Slurm (which gives one, unless exclusive)."""
     memory_per_node: str | None = None

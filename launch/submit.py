@@ -30,20 +30,17 @@ def on_cluster[Config: RunConfig](config: Config, cluster: ClusterConfig) -> Con
 def dry_run(config: RunConfig, cluster: ClusterConfig) -> str:
     """Everything that a launch would do, as text; nothing is written or asked of the cluster."""
     plans = place(config, cluster, isinstance(config, RlConfig))
-    parts = [("placement", describe(plans, config)), ("memory plan", memory_plan(config, cluster))]
+    parts = [("placement", describe(plans, config))]
+    if cluster.gpus_per_node:
+        from launch.plan import memory_plan  # imports torch
+
+        parts.append(("memory plan", memory_plan(config, cluster.gpu_memory)))
     if cluster.kind == "slurm":
         from launch.slurm_job import SlurmJob
 
         parts.append(("sbatch script", SlurmJob(config, cluster, "SUBMITTED").script()))
     parts.append(("configuration", dump_config(config)))
     return "\n".join(f"# {title}\n{text.rstrip()}\n" for title, text in parts)
-
-
-def memory_plan(config: RunConfig, cluster: ClusterConfig) -> str:
-    """Predicted memory per GPU. The one place where a launch shows it."""
-    if not cluster.gpus_per_node:
-        return "  no GPUs"
-    return f"  {config.parallel.world_size} trainer ranks on {cluster.gpus_per_node} GPUs per node"
 
 
 def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
