@@ -244,7 +244,9 @@ class NodeProgram:
         reasons = {node: report["problem"] for node, report in reports.items() if "problem" in report}
         if time.monotonic() > self.deadline:
             late = f"did not come up within {self.cluster.ready_seconds} s (cluster.ready_seconds)"
-            slow = {n: f"still {r['state']} after that time" for n, r in reports.items() if r["state"] == "checking"}
+            states = {node: report["state"] for node, report in reports.items() if report["state"] != "ready"}
+            busy = {node: state for node, state in states.items() if state == "checking"} or states
+            slow = {node: f"still {state} after {self.cluster.ready_seconds} s" for node, state in busy.items()}
             reasons |= dict.fromkeys(missing, late) or slow
         elif missing:
             return
@@ -263,6 +265,7 @@ class NodeProgram:
             [sys.executable, "-m", "launch", command, config, "--resume"],
             self.attempt.driver_log,
             RAY_ADDRESS=address,
+            TYPER_STANDARD_TRACEBACK="1",  # Python's own, which first_error reads
         )
         discovery = self.scratch / "prom_metrics_service_discovery.json"  # Ray keeps it up to date
         while driver.poll() is None:

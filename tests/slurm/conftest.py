@@ -55,7 +55,7 @@ class Lab:
             "time_limit": "00:30:00",
             "stop_before_end": 60,
             "min_free_disk": 0.5,
-            "ready_seconds": 120,
+            "ready_seconds": 300,
             "env": {"OMP_NUM_THREADS": "1"},
             **changes,
         }
@@ -80,7 +80,7 @@ class Lab:
         files = sorted((run.path / "attempts").glob("*/outcome.json"), key=lambda path: path.stat().st_mtime)
         return [read_json(path) for path in files]
 
-    def until(self, done: Callable[[], object], what: str, seconds: float = 120) -> None:
+    def until(self, done: Callable[[], object], what: str, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while not done():
             if time.monotonic() > deadline:

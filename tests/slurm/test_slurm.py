@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -106,7 +107,7 @@ def test_a_killed_rank_is_the_first_error_within_a_minute(lab: Lab) -> None:
     print(f"\nended {time.monotonic() - began:.0f} s after kill -9")
     outcome = lab.outcomes(run)[0]
     assert outcome["result"] == "failed"
-    assert f"trainer rank 1 on n2 (pid {rank.pid}) died" in str(outcome["error"])
+    assert re.search(rf"^trainer rank 1 on n2 \(pid {rank.pid}\) died: .*exit", str(outcome["error"]))
     status = lab.gptoss("launch", "status", "killed").stdout
     assert "FAILED" in status
     assert "trainer rank 1 on n2" in status
