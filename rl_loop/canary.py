@@ -21,9 +21,9 @@ def check_canary(
 ) -> float:
     """The largest mean |log-prob difference| over the workers, in nats. Raises CanaryError above the tolerance."""
     samples = [Sample(token_ids, [0] + [1] * (len(token_ids) - 1))] * config.parallel.data
-    expected = trainer.score(samples, config.rollout.temperature)[0][1:]
+    expected = trainer.score(samples, 1.0)[0][1:]
     worst = 0.0
-    for worker, scored in enumerate(rollouts.score(token_ids, config.rollout.temperature)):
+    for worker, scored in enumerate(rollouts.score(token_ids, 1.0)):
         gap = sum(abs(a - b) for a, b in zip(scored, expected, strict=True)) / len(expected)
         worst = max(worst, gap)
         if not gap <= config.canary_tolerance:  # also true for NaN

@@ -16,6 +16,7 @@ from yaml import YAMLError
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from rl_loop.demonstrations import DemonstrationConfig
+from rl_loop.engines.sglang_config import SglangConfig
 from rl_loop.environments import RewardConfig, environment_class
 from rl_loop.harmony import PromptConfig
 from rl_loop.sandbox.config import SandboxConfig
@@ -126,6 +127,10 @@ class RolloutConfig(StrictModel):
     """Wall-clock limit of one episode."""
     truncated_episodes: Literal["penalise", "mask"] = "penalise"
     """What a limit ends counts as a failure, or is left out of training (but not of the group's mean)."""
+    engine: Literal["transformers", "sglang"] = "transformers"
+    """``transformers`` is embedded in each worker; ``sglang`` runs servers on GPUs that all workers share."""
+    sglang: SglangConfig = SglangConfig()
+    """The servers of engine sglang."""
     max_batch_size: int = Field(64, gt=0)
     """Sequences that one embedded engine decodes together."""
     routed_experts: bool = False

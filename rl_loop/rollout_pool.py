@@ -19,6 +19,7 @@ from rl_loop.environments import Task
 from rl_loop.observers import RolloutCounters
 from rl_loop.placed import ROLLOUT_WORKER, outlive_sigterm, place_of
 from rl_loop.rollout_worker import RolloutWorker
+from rl_loop.sglang_fleet import SglangFleet, WeightSource
 from rl_loop.trajectory import TrajectoryGroup
 
 
@@ -47,13 +48,16 @@ class RolloutPool:
         self._weights: tuple[Any, int] | None = None
         self._restarts = 0
         self._counters = RolloutCounters()
+        self._fleet = SglangFleet(config) if config.rollout.engine == "sglang" else None
         self._workers = [self._start(index) for index in range(config.rollout.workers)]
 
     def _start(self, index: int) -> Any:
         actor = ray.remote(RolloutWorker)
         concurrency = self._config.rollout.max_batch_size * 4
         options = {"num_cpus": 0, "max_concurrency": concurrency, **place_of(ROLLOUT_WORKER, index)}
-        worker: Any = actor.options(**options).remote(self._config, self._threads)
+        worker: Any = actor.options(**options).remote(
+            self._config, self._threads, self._fleet.actors if self._fleet else None
+        )
         worker.__ray_call__.remote(outlive_sigterm)
         return worker
 
@@ -63,16 +67,28 @@ class RolloutPool:
 
     def ready(self) -> None:
         """Wait until every worker's engine and sandbox run; raises what went wrong in one."""
+        if self._fleet:
+            self._fleet.ready()
         ray.get([worker.start.remote() for worker in self._workers])
 
-    def sync_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
-        """Give all workers the policy ``weights`` (by Hugging Face name) under a version number."""
+    def sync_weights(self, weights: dict[str, torch.Tensor] | WeightSource, version: int) -> None:
+        """Give all engines the policy under a version number: tensors by Hugging Face name, or who sends them.
+
+        A source must keep what it has sent until the next call: servers that were restarted get it again.
+        """
+        if self._fleet:
+            self._fleet.sync(weights, version)
+            weights = {}
+        elif not isinstance(weights, dict):
+            weights = weights.weights()
         self._weights = (ray.put(weights), version)
         for index in range(len(self._workers)):
             self._call(index, "sync_weights", *self._weights)
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
-        """Log-probs of ``token_ids[1:]`` from every worker."""
+        """Log-probs of ``token_ids[1:]`` from every engine; servers know only temperature 1."""
+        if self._fleet:
+            return self._fleet.score(token_ids, temperature)
         return [self._call(index, "score", token_ids, temperature) for index in range(len(self._workers))]
 
     def run(
@@ -93,6 +109,8 @@ class RolloutPool:
             ended, _ = ray.wait(list(running), num_returns=1, timeout=1)
             if abandon():
                 raise RolloutsAbandoned
+            if self._fleet:
+                self._fleet.heal()
             if not ended:
                 continue
             reference = ended[0]
@@ -140,8 +158,15 @@ class RolloutPool:
         """Of the workers, for people (and tests) who want to look at or kill one."""
         return [self._call(index, "process_id") for index in range(len(self._workers))]
 
+    def sleep(self) -> None:
+        """No episodes until the next weight sync: servers on the trainer's GPUs give it their memory."""
+        if self._fleet:
+            self._fleet.sleep()
+
     def close(self) -> None:
         for worker in self._workers:
             with suppress(RayActorError, GetTimeoutError):
                 ray.get(worker.close.remote(), timeout=10)
             ray.kill(worker)
+        if self._fleet:
+            self._fleet.close()

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 import torch
 
 from rl_loop.agent import EpisodeLimits, run_episode
 from rl_loop.config import RolloutConfig, RunConfig
 from rl_loop.demonstrations import harmony_of
-from rl_loop.engines import SamplingParams
+from rl_loop.engines import RolloutEngine, SamplingParams
 from rl_loop.environments import Task, make_environment
 from rl_loop.sandbox import PythonSandbox
 from rl_loop.trajectory import TrajectoryGroup
@@ -20,19 +21,12 @@ from rl_loop.trajectory import TrajectoryGroup
 class RolloutWorker:
     """Runs whole episodes. ``start`` must have returned before anything else is called."""
 
-    def __init__(self, config: RunConfig, threads: int) -> None:
+    def __init__(self, config: RunConfig, threads: int, servers: list[Any] | None = None) -> None:
+        """``servers``: actors of SglangServer; without them the worker has an engine of its own."""
         torch.set_num_threads(threads)
-        from transformers import GptOssConfig
-
-        from rl_loop.engines.transformers_engine import TransformersEngine
-
         self.config = config
         self.harmony = harmony_of(config)
-        self.engine = TransformersEngine.from_config(
-            GptOssConfig(**config.model.to_hf_config()),
-            dtype=getattr(torch, config.dtype),
-            max_batch_size=config.rollout.max_batch_size,
-        )
+        self.engine = _embedded_engine(config) if servers is None else _engine_over(servers, config)
         self.sandbox = PythonSandbox(config.sandbox)
 
     async def start(self) -> None:
@@ -40,6 +34,7 @@ class RolloutWorker:
         await self.sandbox.start()
 
     async def sync_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        """``weights`` are empty where SGLang's servers have got them already."""
         await self.engine.sync_weights(weights.items(), version)
 
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:
@@ -70,7 +65,33 @@ class RolloutWorker:
 
     async def close(self) -> None:
         await self.sandbox.close()
-        self.engine.close()
+        await self.engine.close()
+
+
+def _embedded_engine(config: RunConfig) -> RolloutEngine:
+    from transformers import GptOssConfig
+
+    from rl_loop.engines.transformers_engine import TransformersEngine
+
+    return TransformersEngine.from_config(
+        GptOssConfig(**config.model.to_hf_config()),
+        dtype=getattr(torch, config.dtype),
+        max_batch_size=config.rollout.max_batch_size,
+    )
+
+
+def _engine_over(servers: list[Any], config: RunConfig) -> RolloutEngine:
+    from rl_loop.engines.sglang_engine import SglangEngine
+    from rl_loop.sglang_fleet import statuses
+
+    model = config.model
+    return SglangEngine(
+        lambda: statuses(servers),
+        num_layers=model.num_layers,
+        top_k=model.experts_per_token,
+        num_experts=model.num_experts,
+        wait_seconds=config.rollout.sglang.start_seconds,
+    )
 
 
 def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:

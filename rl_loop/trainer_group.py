@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from megatron_gptoss.packing import Sample
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.config import AlgorithmConfig, RunConfig
+from rl_loop.engines.weight_sender import SyncPlan
 from rl_loop.placed import TRAINER_RANK, master_address, outlive_sigterm, place_of
 from rl_loop.trainer_worker import RlUpdates, TrainerWorker
 
@@ -91,6 +92,9 @@ class TrainerGroup:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._all("weights")
+
+    def send_weights(self, plan: SyncPlan) -> dict[str, float]:
+        return self._all("send_weights", plan)
 
     def save(self, step: int, state: dict[str, Any]) -> str:
         return self._all("save", step, state)

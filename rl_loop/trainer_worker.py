@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,8 @@ from megatron_gptoss.trainer import (
 )
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.config import AlgorithmConfig, RlConfig, RunConfig
+from rl_loop.engines.weight_sender import SyncPlan, send_weights
+from rl_loop.placed import free_address
 
 CRITIC_CHECKPOINTS = "critic_checkpoints"
 """Beside the policy's ``checkpoints`` in the run directory."""
@@ -180,6 +183,20 @@ class TrainerWorker:
         """All weights by Hugging Face name on rank 0, None elsewhere."""
         named = {name: tensor.detach().clone() for name, tensor in export_hf_weights(self.model, self.config.model)}
         return named if dist.get_rank() == 0 else None
+
+    def send_weights(self, plan: SyncPlan) -> dict[str, float] | None:
+        """Send all weights from rank 0, where every other rank sends its own part, to the servers of ``plan``. Returns
+        bytes and seconds on rank 0. Raises SyncFailed there."""
+        dtype = getattr(torch, self.config.dtype)
+        stream = ((name, tensor.to(dtype)) for name, tensor in export_hf_weights(self.model, self.config.model))
+        try:
+            if dist.get_rank() == 0:
+                host, port = free_address()
+                return asyncio.run(send_weights(stream, self.config.model, replace(plan, host=host, port=port)))
+        finally:
+            for _ in stream:  # to its end, whatever happened: the other ranks are still sending
+                pass
+        return None
 
     def save(self, step: int, state: dict[str, Any]) -> str:
         root, keep = self.config.directory, self.config.training.keep_checkpoints

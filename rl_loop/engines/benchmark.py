@@ -100,7 +100,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         figures = await run(engine, arguments.episodes, arguments.group)
         print(json.dumps({"threads": torch.get_num_threads(), "decode_ms_per_step": round(decode, 3), **figures}))
     finally:
-        engine.close()
+        await engine.close()
 
 
 def main() -> None:

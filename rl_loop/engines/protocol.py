@@ -87,6 +87,10 @@ class RolloutEngine(Protocol):
 
     async def wake(self) -> None: ...
 
+    async def close(self) -> None:
+        """The engine is not used any more."""
+        ...
+
 
 def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:
     """``routes`` int16 [tokens, layers, top_k]. Raises RuntimeError naming the layer that made no real choice."""

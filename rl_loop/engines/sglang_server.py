@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class ServerState(StrEnum):
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """``incarnation`` counts processes; ``version``: of the weights if SYNCED; ``fault``: how the last one ended."""
+    """``incarnation`` is another for every process; ``version``: of the weights if SYNCED; ``fault``: how it ended."""
 
     url: str
     state: ServerState
@@ -52,9 +53,9 @@ class ServerStatus:
 class SglangServer:
     """Keeps one server process alive. All methods run on one event loop and return at once, except ``stop``.
 
-    ``command(host, port)`` is the argument vector of a process; ``environment`` its whole environment; what it prints
-    goes to ``log``. ``start_seconds``: until then it must be healthy. ``health_seconds``: between two checks, and the
-    time for one.
+    ``command(host, port)`` is the argument vector of a process; ``environment`` is added to this process's own; what it
+    prints goes to ``log``. ``reachable``: from other nodes. ``start_seconds``: until then it must be healthy.
+    ``health_seconds``: between two checks, and the time for one.
     """
 
     def __init__(
@@ -63,22 +64,25 @@ class SglangServer:
         environment: dict[str, str],
         log: Path,
         *,
-        host: str = "127.0.0.1",
+        reachable: bool = False,
         start_seconds: float = 1200.0,
         health_seconds: float = 30.0,
         back_off: float = 1.0,
     ) -> None:
-        self._command, self._environment, self._log, self._host = command, environment, log, host
+        self._command, self._log = command, log
+        own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        self._environment = own | environment
+        self._host = socket.gethostbyname(socket.gethostname()) if reachable else "127.0.0.1"
         self._start_seconds, self._health_seconds, self._back_off = start_seconds, health_seconds, back_off
         self._status = ServerStatus("", ServerState.DEAD)
         self._syncing = False
         self._process: subprocess.Popen[bytes] | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        self._supervisor = asyncio.create_task(self._supervise())
-
     async def status(self) -> ServerStatus:
+        """The first call starts the server."""
+        if self._supervisor is None:
+            self._supervisor = asyncio.create_task(self._supervise())
         return self._status
 
     async def process_id(self) -> int | None:
@@ -141,7 +145,7 @@ class SglangServer:
         url = f"http://{self._host}:{port}"
         client = SglangClient(url)
         self._syncing = False
-        self._status = ServerStatus(url, ServerState.STARTING, self._status.incarnation + 1)
+        self._status = ServerStatus(url, ServerState.STARTING, time.time_ns())
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("ab") as log:

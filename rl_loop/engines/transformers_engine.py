@@ -197,7 +197,7 @@ class TransformersEngine:
         module: torch.nn.Module = self._model
         module.to(device)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop the worker thread. Requests under way and later ones fail with RuntimeError."""
         self._finalizer()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from torch.multiprocessing import reductions, set_sharing_strategy
 from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
-from rl_loop.engines.sglang_client import ServerFailed, SglangClient
+from rl_loop.engines.sglang_client import SglangClient
 
 TransportName = Literal["nccl", "gloo", "cuda_ipc", "shared_memory", "disk"]
 Bucket = list[tuple[str, torch.Tensor]]
@@ -36,13 +37,17 @@ class SyncFailed(RuntimeError):
     """The servers may hold a mixture of old and new weights."""
 
 
+class WeightMismatch(ValueError):
+    """The weights are none of this model; the message names the tensor."""
+
+
 @dataclass(frozen=True)
 class SyncPlan:
     """Which servers get weights ``version``, and how.
 
     ``bucket_bytes`` bounds what sender and server hold besides their models, or the largest tensor if that is larger:
     the gate and up projections of one layer's experts, 1.06 GB in the 20B. ``directory`` is for ``disk`` and must be
-    seen by all. ``seconds``: for one bucket.
+    seen by all. ``seconds``: for one bucket. ``host``, ``port``: where the sender listens for a process group.
     """
 
     urls: tuple[str, ...]
@@ -50,16 +55,17 @@ class SyncPlan:
     transport: TransportName
     tensor_parallel: int = 1
     bucket_bytes: int = 1 << 30
+    directory: Path = Path("weights")
+    seconds: float = 120.0
     host: str = "127.0.0.1"
     port: int = 0
-    directory: Path | None = None
-    seconds: float = 120.0
 
 
 async def send_weights(
     named: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, plan: SyncPlan
 ) -> dict[str, float]:
-    """Returns bytes and seconds. Raises SyncFailed naming server or tensor; ``named`` is not read further then."""
+    """Returns bytes and seconds. Raises SyncFailed naming the server or WeightMismatch naming the tensor; ``named`` is
+    not read further then."""
     clients = [SglangClient(url, plan.seconds) for url in plan.urls]
     clock = asyncio.get_running_loop().time
     began = clock()
@@ -82,6 +88,7 @@ async def send_weights(
             for bucket in buckets(checked(named, config), plan.bucket_bytes):
                 await transport.send(bucket)
                 sent += sum(tensor.nbytes for _, tensor in bucket)
+            await transport.finish()
         await all_servers("/flush_cache", {})
         await all_servers("/update_weight_version", {"new_version": str(plan.version), "abort_all_requests": False})
         await all_servers("/continue_generation", {"torch_empty_cache": False})
@@ -89,6 +96,8 @@ async def send_weights(
         first: BaseException = errors
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
+        if isinstance(first, WeightMismatch):
+            raise first from None
         raise SyncFailed(f"weights {plan.version} did not reach all servers: {first}") from first
     finally:
         transport.close()
@@ -98,21 +107,21 @@ async def send_weights(
 
 
 def checked(named: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors. Raises ValueError at the first that is unknown, repeated or wrongly shaped, and at the end if
-    one is missing: SGLang itself answers "success" to names that it does not know."""
+    """The same tensors. Raises WeightMismatch at the first that is unknown, repeated or wrongly shaped, and at the end
+    if one is missing: SGLang itself answers "success" to names that it does not know."""
     missing = hf_shapes(config)
     known = set(missing)
     for name, tensor in named:
         if name not in known:
-            raise ValueError(f"tensor {name} is none of GPT-OSS with {config.num_layers} layers")
+            raise WeightMismatch(f"tensor {name} is none of GPT-OSS with {config.num_layers} layers")
         expected = missing.pop(name, None)
         if expected is None:
-            raise ValueError(f"tensor {name} came twice")
+            raise WeightMismatch(f"tensor {name} came twice")
         if tuple(tensor.shape) != tuple(expected):
-            raise ValueError(f"tensor {name} has shape {list(tensor.shape)}, the engine expects {list(expected)}")
+            raise WeightMismatch(f"tensor {name} has shape {list(tensor.shape)}, the engine expects {list(expected)}")
         yield name, tensor
     if missing:
-        raise ValueError(f"{len(missing)} tensors are missing, the first is {next(iter(missing))}")
+        raise WeightMismatch(f"{len(missing)} tensors are missing, the first is {next(iter(missing))}")
 
 
 def buckets(named: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[Bucket]:
@@ -137,6 +146,8 @@ class Transport(Protocol):
         """Returns when every server has loaded the bucket."""
         ...
 
+    async def finish(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -146,7 +157,7 @@ class Broadcast:
     def __init__(self, plan: SyncPlan, clients: list[SglangClient]) -> None:
         self._plan, self._clients = plan, clients
         self._group: Any = None
-        self._name = f"weights_{plan.version}_{plan.port}"
+        self._name = f"weights_{plan.version}_{uuid.uuid4().hex[:8]}"
 
     async def open(self) -> None:
         plan = self._plan
@@ -188,6 +199,10 @@ class Broadcast:
                 tasks.create_task(call)
             await asyncio.to_thread(self._broadcast, bucket)
 
+    async def finish(self) -> None:
+        for client in self._clients:
+            await client.call("/destroy_weights_update_group", {"group_name": self._name}, seconds=self._plan.seconds)
+
     def _broadcast(self, bucket: Bucket) -> None:
         for work in [self._group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]:
             work.wait()
@@ -217,6 +232,8 @@ class Handles:
         body = {"serialized_named_tensors": [payload] * self._plan.tensor_parallel, "flush_cache": False}
         await self._all_servers("/update_weights_from_tensor", body)
 
+    async def finish(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -240,8 +257,6 @@ async def _through_disk(
     plan: SyncPlan,
     all_servers: Callable[[str, dict[str, Any]], Awaitable[None]],
 ) -> int:
-    if plan.directory is None:
-        raise ServerFailed("weight sync through the disk needs a directory that trainer and servers share")
     await asyncio.to_thread(write_hf_directory, plan.directory, config, named, overwrite=True)
     await all_servers("/update_weights_from_disk", {"model_path": str(plan.directory), "flush_cache": False})
     return sum(file.stat().st_size for file in plan.directory.glob("*.safetensors"))

@@ -319,7 +319,7 @@ def test_closing_fails_requests_under_way_and_later_ones() -> None:
     async def main() -> None:
         _, running = start(engine)
         await started(engine)
-        await asyncio.to_thread(engine.close)
+        await engine.close()
         with pytest.raises(RuntimeError, match="closed"):
             await answer(running)
         with pytest.raises(RuntimeError, match="closed"):

@@ -1,0 +1,78 @@
+"""How SGLang servers are run: ``rollout.sglang`` of a configuration."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from megatron_gptoss.config import StrictModel
+
+
+class SglangConfig(StrictModel):
+    """Servers of SGLang 0.5.17, each a process of its own that may live in another Python environment."""
+
+    servers: int = Field(1, gt=0)
+    """Processes; rollout workers share all of them."""
+    tensor_parallel: int = Field(1, gt=0)
+    """GPUs of one server."""
+    python: str = sys.executable
+    """The interpreter that has SGLang installed. Its pins need not agree with the trainer's."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the servers, besides those of this process (PYTHONPATH is not passed on)."""
+    arguments: list[str] = Field(default_factory=list)
+    """Further arguments of ``sglang.launch_server``; of an option given twice the last counts."""
+    attention_backend: Literal["fa3", "triton", "fa4", "trtllm_mha", "intel_amx"] = "fa3"
+    """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton anywhere."""
+    memory_fraction: float = Field(0.85, gt=0, lt=1)
+    """Share of GPU memory for weights and key/value cache; with colocated about half of it."""
+    deterministic: bool = False
+    """The same tokens for the same seed whatever a request is batched with; slower."""
+    weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
+    """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on CPUs, disk if the trainer
+    can reach the servers by nothing but the run's directory."""
+    bucket_bytes: int = Field(1 << 30, gt=0)
+    """Weights on their way at a time: what trainer and server hold besides their models."""
+    colocated: bool = False
+    """Servers on the trainer's GPUs: they give their memory back while the trainer works."""
+    start_seconds: float = Field(1200.0, gt=0)
+    """Until then a started server must be healthy."""
+    health_seconds: float = Field(30.0, gt=0)
+    """Between two health checks, and the longest that one may take."""
+    sync_seconds: float = Field(120.0, gt=0)
+    """Longest that servers may take for one bucket."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.colocated and self.weight_sync == "nccl":
+            raise ValueError("colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU")
+        return self
+
+    def command(
+        self, index: int, model: Path, dtype: str, *, routed_experts: bool, seed: int
+    ) -> Callable[[str, int], list[str]]:
+        """(host, port) -> arguments of server ``index``: the config.json in ``model``, dummy weights."""
+        words: list[object] = [
+            self.python,
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            model,
+            "--load-format",
+            "dummy",
+        ]
+        words += ["--dtype", dtype, "--tp-size", self.tensor_parallel, "--random-seed", seed, "--skip-tokenizer-init"]
+        words += ["--attention-backend", self.attention_backend, "--moe-runner-backend", "triton"]
+        words += ["--mem-fraction-static", self.memory_fraction, "--incremental-streaming-output"]
+        words += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
+        if routed_experts:
+            words += ["--enable-return-routed-experts"]
+        if self.deterministic:
+            words += ["--enable-deterministic-inference"]
+        if self.colocated:
+            words += ["--enable-memory-saver", "--base-gpu-id", index * self.tensor_parallel]
+        words += self.arguments
+        return lambda host, port: [*map(str, words), "--host", host, "--port", str(port)]

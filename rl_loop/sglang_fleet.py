@@ -1,0 +1,225 @@
+"""The SGLang servers of a run as Ray actors: started, brought to the policy's weights, scored, put to sleep.
+
+A sync that fails anywhere leaves no server serving: those that took part are killed, come back with dummy weights as
+STALE and are synced again from the beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import ray
+import torch
+from ray.exceptions import RayActorError
+
+from rl_loop.config import RunConfig
+from rl_loop.engines.sglang_client import SglangClient
+from rl_loop.engines.sglang_engine import score_on
+from rl_loop.engines.sglang_server import ServerState, ServerStatus, SglangServer
+from rl_loop.engines.weight_sender import SyncFailed, SyncPlan, send_weights
+from rl_loop.placed import is_placed
+
+MAX_SYNCS = 3
+SAME_WEIGHTS = 0.02  # nats per token that two servers may differ on one text
+
+
+class WeightSource(Protocol):
+    """Who has the policy: the trainer."""
+
+    def weights(self) -> dict[str, torch.Tensor]: ...
+
+    def send_weights(self, plan: SyncPlan) -> dict[str, float]: ...
+
+
+async def statuses(actors: list[Any]) -> list[ServerStatus]:
+    """Of all servers; one whose actor is being restarted counts as dead."""
+    answers = await asyncio.gather(*(actor.status.remote() for actor in actors), return_exceptions=True)
+    return [
+        answer if isinstance(answer, ServerStatus) else ServerStatus("", ServerState.DEAD, fault=str(answer))
+        for answer in answers
+    ]
+
+
+class SglangFleet:
+    """``config.rollout.sglang.servers`` servers. Methods block; no two run at the same time."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._settings = config, config.rollout.sglang
+        settings, self._directory = self._settings, config.directory.absolute() / "engine"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        model = json.dumps(config.model.to_hf_config(dtype=config.dtype), indent=2)
+        (self._directory / "config.json").write_text(model)
+        wanted = settings.servers * settings.tensor_parallel
+        has_gpus = ray.cluster_resources().get("GPU", 0) >= wanted
+        options = {"num_cpus": 0, "max_restarts": -1}
+        options["num_gpus"] = settings.tensor_parallel if has_gpus and not settings.colocated else 0
+        actor = ray.remote(SglangServer)
+        self.actors: list[Any] = [
+            actor.options(**options).remote(
+                settings.command(
+                    index,
+                    self._directory,
+                    config.dtype,
+                    routed_experts=config.rollout.routed_experts,
+                    seed=config.seed,
+                ),
+                settings.env,
+                self._directory / f"server_{index}.log",
+                reachable=is_placed(),
+                start_seconds=settings.start_seconds,
+                health_seconds=settings.health_seconds,
+            )
+            for index in range(settings.servers)
+        ]
+        self._source: tuple[WeightSource | dict[str, torch.Tensor], int] | None = None
+        self._canary: tuple[list[int], list[float]] | None = None
+        self._asleep: set[int] = set()  # incarnations
+        self.last_sync: dict[str, float] = {}
+        """Bytes and seconds of the last weight sync."""
+
+    def ready(self) -> None:
+        """Wait until every server is healthy; raises RuntimeError with the end of its log if one cannot start."""
+        self._alive(lambda status: status.state in (ServerState.DEAD, ServerState.STARTING))
+
+    def _alive(self, wait_for: Callable[[ServerStatus], bool]) -> dict[Any, ServerStatus]:
+        """The healthy servers, at least one, when no other is one to ``wait_for``."""
+        while True:
+            known = dict(zip(self.actors, asyncio.run(statuses(self.actors)), strict=True))
+            for status in known.values():
+                if status.given_up:
+                    raise RuntimeError(f"an SGLang server does not start: {status.fault}")
+            alive = {a: s for a, s in known.items() if s.state in (ServerState.STALE, ServerState.SYNCED)}
+            if alive and not any(wait_for(status) for status in known.values()):
+                return alive
+            time.sleep(0.2)
+
+    def sync(self, source: WeightSource | dict[str, torch.Tensor], version: int) -> None:
+        """Give all healthy servers weights ``version``. Raises SyncFailed when it failed ``MAX_SYNCS`` times,
+        WeightMismatch (a ValueError) for weights that are none of this model."""
+        self._source, self._canary = (source, version), None
+        for attempt in range(MAX_SYNCS):
+            try:
+                return self._bring(self._alive(lambda _: False))
+            except SyncFailed:
+                if attempt + 1 == MAX_SYNCS:
+                    raise
+
+    def heal(self) -> None:
+        """Bring servers that were restarted to the weights of the last ``sync``, whose source must not have changed
+        since. They serve only if they score the canary as the others did."""
+        if self._source is None:
+            return
+        alive = self._alive(lambda _: False)
+        stale = {actor: status for actor, status in alive.items() if status.state is ServerState.STALE}
+        if stale:
+            try:
+                self._bring(stale)
+            except SyncFailed as failure:
+                if len(stale) == len(alive):
+                    raise
+                print(f"a restarted SGLang server stays out: {failure}")
+
+    def _bring(self, servers: dict[Any, ServerStatus]) -> None:
+        assert self._source is not None
+        source, version = self._source
+        begun = {a: s for a, s in servers.items() if _ask(a.begin_sync.remote(s.incarnation))}
+        held: int | None = None
+        try:
+            if not begun:
+                raise SyncFailed(f"weights {version}: every server died before the sync began")
+            urls = tuple(status.url for status in begun.values())
+            asleep = tuple(status.url for status in begun.values() if status.incarnation in self._asleep)
+            self._asleep.clear()
+            self._memory(asleep, "/resume_memory_occupation", ["weights"])
+            self.last_sync = self._send(source, urls, version)
+            self._memory(asleep, "/resume_memory_occupation", ["kv_cache", "cuda_graph"])
+            self._compare_with_canary(urls)
+            held = version
+        finally:
+            for actor, status in begun.items():
+                _ask(actor.end_sync.remote(status.incarnation, held))
+
+    def _send(
+        self, source: WeightSource | dict[str, torch.Tensor], urls: tuple[str, ...], version: int
+    ) -> dict[str, float]:
+        settings = self._settings
+        plan = SyncPlan(
+            urls,
+            version,
+            "disk" if isinstance(source, dict) else settings.weight_sync,  # this process has no GPU
+            settings.tensor_parallel,
+            settings.bucket_bytes,
+            self._directory / "weights",
+            settings.sync_seconds,
+        )
+        if isinstance(source, dict):
+            return asyncio.run(send_weights(source.items(), self._config.model, plan))
+        return source.send_weights(plan)
+
+    def _compare_with_canary(self, urls: tuple[str, ...]) -> None:
+        if self._canary is None:
+            return
+        tokens, expected = self._canary
+        for url, scores in zip(urls, self._score(urls, tokens), strict=True):
+            gap = sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(expected)
+            if not gap <= SAME_WEIGHTS:
+                raise SyncFailed(f"{url} was given the weights again, but differs by {gap:.2e} nats from the others")
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        """Log-probs of ``token_ids[1:]`` from every server that holds the policy. Raises ValueError unless at
+        temperature 1: SGLang scores prompts at no other one."""
+        if temperature != 1:
+            raise ValueError(f"SGLang scores at temperature 1 only, not {temperature}")
+        urls = tuple(s.url for s in self._alive(lambda _: False).values() if s.state is ServerState.SYNCED)
+        scores = self._score(urls, token_ids)
+        self._canary = (token_ids, scores[0])
+        return scores
+
+    def _score(self, urls: tuple[str, ...], token_ids: list[int]) -> list[list[float]]:
+        return self._at_all(urls, lambda client: score_on(client, token_ids))
+
+    def sleep(self) -> None:
+        """Free the servers' weights and caches if they share GPUs with the trainer; the next ``sync`` wakes them."""
+        if self._settings.colocated:
+            alive = self._alive(lambda _: False)
+            begun = [s for a, s in alive.items() if _ask(a.begin_sync.remote(s.incarnation))]
+            urls = tuple(status.url for status in begun)
+            self._asleep |= {status.incarnation for status in begun}
+            self._source = None  # what is lost now comes back with the next version only
+            self._at_all(urls, lambda client: client.call("/pause_generation", {"mode": "abort"}))
+            self._memory(urls, "/release_memory_occupation", ["kv_cache", "weights", "cuda_graph"])
+
+    def _memory(self, urls: tuple[str, ...], path: str, tags: list[str]) -> None:
+        seconds = self._settings.sync_seconds
+        self._at_all(urls, lambda client: client.call(path, {"tags": tags}, seconds=seconds))
+
+    @staticmethod
+    def _at_all[T](urls: tuple[str, ...], call: Callable[[SglangClient], Awaitable[T]]) -> list[T]:
+        async def one(url: str) -> T:
+            client = SglangClient(url)
+            try:
+                return await call(client)
+            finally:
+                await client.close()
+
+        async def everywhere() -> list[T]:
+            return list(await asyncio.gather(*map(one, urls)))
+
+        return asyncio.run(everywhere())
+
+    def close(self) -> None:
+        for actor in self.actors:
+            _ask(actor.stop.remote())
+            ray.kill(actor)
+
+
+def _ask(reference: Any) -> Any:
+    """The answer, None if the actor died."""
+    try:
+        return ray.get(reference, timeout=60)
+    except (RayActorError, TimeoutError):
+        return None
