@@ -111,9 +111,8 @@ class NodeProgram:
         if self.cluster.min_bandwidth is not None:
             self._report("measuring", **check)
             self._measure(head)
-        if (
-            not self.is_head
-        ):  # the others give up on a head that needs longer than 30 s, as one on a busy file system does
+        self._report("joining" if self.is_head else "waiting", **check)
+        if not self.is_head:  # Ray gives up on a head that needs longer than 30 s
             self._wait(lambda: self._reports().get(self.names[0], {}).get("state") == "ready")
         log = self.attempt.path / f"{self.name}.ray.log"
         for _ in range(RAY_STARTS):
