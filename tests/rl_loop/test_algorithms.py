@@ -1,120 +1,377 @@
+"""Advantages, losses and KL estimates against plain implementations of their formulas, in fp64."""
+
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Callable
+from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gptoss.packing import Sample, build_batch
-from rl_loop.algorithms.advantages import group_advantages
+from megatron_gptoss.packing import PackedBatch, Sample, build_batch
+from rl_loop.algorithms.advantages import (
+    gdpo_advantages,
+    generalized_advantages,
+    group_advantages,
+    overlong_penalty,
+    reinforce_advantages,
+    whiten,
+)
+from rl_loop.algorithms.aggregation import sample_weights
+from rl_loop.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
 from rl_loop.algorithms.mismatch import mismatch_sums
-from rl_loop.algorithms.objectives import policy_objective
-from rl_loop.algorithms.policy_loss import ppo_loss
-from rl_loop.config import AlgorithmConfig
+from rl_loop.algorithms.objectives import policy_objective, value_objective
+from rl_loop.algorithms.policy_loss import (
+    cispo_loss,
+    gspo_loss,
+    kl_estimate,
+    ppo_loss,
+    reinforce_loss,
+    value_loss,
+)
+from rl_loop.algorithms.sequences import Sequences
 
 rewards = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=2, max_size=12)
+EXACT = {"rel": 1e-6, "abs": 1e-6}
+
+
+def tensor(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# ---- advantages
 
 
 @given(rewards)
-def test_grpo_advantages_have_mean_zero_and_unit_spread(values: list[float]) -> None:
-    advantages = group_advantages(torch.tensor(values), "grpo")
-    assert abs(advantages.mean()) < 1e-5
-    if len(set(values)) > 1:
-        assert float(advantages.square().mean()) == pytest.approx(1, abs=1e-3)
-    else:
-        assert not advantages.any()
+def test_group_advantages_are_those_of_the_papers(values: list[float]) -> None:
+    mean, spread, n = statistics.fmean(values), statistics.pstdev(values), len(values)
+    got = {name: group_advantages(tensor(values), name).tolist() for name in ("grpo", "dr_grpo", "leave_one_out")}
+    assert got["grpo"] == pytest.approx([(v - mean) / (spread + 1e-6) for v in values], **EXACT)
+    assert got["dr_grpo"] == pytest.approx([v - mean for v in values], **EXACT)
+    others = [statistics.fmean(values[:i] + values[i + 1 :]) for i in range(n)]
+    assert got["leave_one_out"] == pytest.approx([v - o for v, o in zip(values, others, strict=True)], **EXACT)
+
+
+def test_a_group_of_one_or_of_equal_rewards_has_no_advantage() -> None:
+    assert group_advantages(tensor([1.0])).tolist() == [0.0]
+    assert not group_advantages(tensor([1.0, 1.0])).any()
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.5, 2.0])), min_size=2, max_size=8))
+def test_gdpo_normalises_every_reward_by_itself(parts: list[tuple[float, float]]) -> None:
+    weights = [1.0, -0.3]
+    want = [0.0] * len(parts)
+    for k, weight in enumerate(weights):
+        column = [p[k] for p in parts]
+        mean, spread = statistics.fmean(column), statistics.pstdev(column)
+        want = [w + weight * (c - mean) / (spread + 1e-6) for w, c in zip(want, column, strict=True)]
+    assert gdpo_advantages(tensor(parts), weights).tolist() == pytest.approx(want, **EXACT)
 
 
 @given(rewards)
-def test_leave_one_out_compares_each_sample_with_the_others_only(values: list[float]) -> None:
-    got = group_advantages(torch.tensor(values), "leave_one_out")
-    want = [v - sum(values[:i] + values[i + 1 :]) / (len(values) - 1) for i, v in enumerate(values)]
-    assert got.tolist() == pytest.approx(want, abs=1e-5)
+def test_reinforce_subtracts_the_mean_and_whitening_gives_unit_spread(values: list[float]) -> None:
+    mean, spread = statistics.fmean(values), statistics.pstdev(values)
+    assert reinforce_advantages(tensor(values)).tolist() == pytest.approx([v - mean for v in values], **EXACT)
+    assert whiten(tensor(values)).tolist() == pytest.approx([(v - mean) / (spread + 1e-8) for v in values], **EXACT)
 
 
-def test_dr_grpo_keeps_the_scale_of_the_rewards() -> None:
-    assert group_advantages(torch.tensor([1.0, -1.0, -1.0, -1.0]), "dr_grpo").tolist() == [1.5, -0.5, -0.5, -0.5]
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_generalized_advantages_are_the_discounted_sum_of_residuals(gamma: float, lam: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [5, 2, 7]
+    reward, value = torch.zeros(2, 3, 7, dtype=torch.float64)
+    for i, n in enumerate(lengths):
+        reward[i, :n], value[i, :n] = torch.randn(2, n, generator=generator, dtype=torch.float64)
+    advantages, returns = generalized_advantages(reward, value, gamma, lam)
+    for i, n in enumerate(lengths):
+        v = [*value[i, :n].tolist(), 0.0]
+        delta = [float(reward[i, t]) + gamma * v[t + 1] - v[t] for t in range(n)]
+        for t in range(n):
+            want = sum((gamma * lam) ** k * delta[t + k] for k in range(n - t))
+            assert advantages[i, t].item() == pytest.approx(want, **EXACT)
+            assert returns[i, t].item() == pytest.approx(want + v[t], **EXACT)
+        assert not advantages[i, n:].any()
 
 
-def test_a_group_of_one_has_no_advantage() -> None:
-    assert group_advantages(torch.tensor([1.0])).tolist() == [0.0]
+def test_without_discount_the_return_of_every_token_is_the_reward() -> None:
+    reward, value = tensor([[0.0, 0.0, 1.0]]), tensor([[0.3, 0.1, 0.9]])
+    advantages, returns = generalized_advantages(reward, value)
+    assert returns.tolist() == [pytest.approx([1.0, 1.0, 1.0])]
+    assert advantages.tolist() == [pytest.approx([0.7, 0.9, 0.1])]
 
 
-def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_reinforce() -> None:
-    log_probs = torch.tensor([-0.1, -3.0, -20.0], requires_grad=True)
-    advantages = torch.tensor([1.0, -2.0, 0.5])
-    result = ppo_loss(log_probs, None, advantages)
-    assert torch.equal(result.ratio, torch.ones(3))
+def test_the_overlong_penalty_rises_over_the_buffer() -> None:
+    assert [overlong_penalty(n, 100, 20) for n in (50, 80, 90, 100, 120)] == [0, 0, -0.5, -1, -1]
+
+
+# ---- policy losses
+
+LOG_PROBS = [-0.5, -1.2, -0.1, -2.0, -0.7, -3.0, -0.05]
+RATIOS = [0.05, 0.79, 0.81, 1.0, 1.27, 1.29, 9.0]
+ADVANTAGES = [1.5, -1.5, 0.5, -0.5, 2.0, -2.0, -1.0]
+OLD = [lp - math.log(r) for lp, r in zip(LOG_PROBS, RATIOS, strict=True)]
+SEQUENCE = [0, 0, 0, 1, 1, 1, 1]
+SEQUENCES = Sequences(torch.tensor(SEQUENCE), 2)
+SEQUENCE_ADVANTAGES = [1.5 if s == 0 else -0.5 for s in SEQUENCE]
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def plain_ppo(lp: list[float], dual_clip: float | None = None) -> list[float]:
+    losses = []
+    for new, old, a in zip(lp, OLD, ADVANTAGES, strict=True):
+        r = math.exp(new - old)
+        loss = max(-r * a, -clip(r, 0.8, 1.28) * a)
+        losses.append(min(loss, -dual_clip * a) if dual_clip and a < 0 else loss)
+    return losses
+
+
+def plain_gspo(lp: list[float]) -> list[float]:
+    losses = []
+    for i, own in enumerate(SEQUENCE):
+        members = [j for j, other in enumerate(SEQUENCE) if other == own]
+        s = math.exp(sum(lp[j] - OLD[j] for j in members) / len(members))
+        a = SEQUENCE_ADVANTAGES[i]
+        losses.append(max(-s * a, -clip(s, 0.4, 1.6) * a))
+    return losses
+
+
+def plain_cispo(lp: list[float]) -> list[float]:
+    constant = [clip(math.exp(a - b), 0.0, 1.28) for a, b in zip(LOG_PROBS, OLD, strict=True)]
+    return [-c * a * x for c, a, x in zip(constant, ADVANTAGES, lp, strict=True)]
+
+
+def plain_reinforce(lp: list[float]) -> list[float]:
+    return [-a * x for a, x in zip(ADVANTAGES, lp, strict=True)]
+
+
+MASK = torch.ones(7, dtype=torch.bool)
+LOSSES: dict[str, tuple[Callable[[list[float]], list[float]], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "ppo": (plain_ppo, lambda lp: ppo_loss(lp, tensor(OLD), tensor(ADVANTAGES), 0.2, 0.28).loss),
+    "ppo with dual clip": (
+        lambda lp: plain_ppo(lp, 3.0),
+        lambda lp: ppo_loss(lp, tensor(OLD), tensor(ADVANTAGES), 0.2, 0.28, 3.0).loss,
+    ),
+    "gspo": (
+        plain_gspo,
+        lambda lp: gspo_loss(lp, tensor(OLD), tensor(SEQUENCE_ADVANTAGES), MASK, SEQUENCES, 0.6, 0.6).loss,
+    ),
+    "cispo": (plain_cispo, lambda lp: cispo_loss(lp, tensor(OLD), tensor(ADVANTAGES), 1.0, 0.28).loss),
+    "reinforce": (plain_reinforce, lambda lp: reinforce_loss(lp, tensor(ADVANTAGES)).loss),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_policy_losses_and_their_gradients_are_those_of_the_formula(name: str) -> None:
+    plain, ours = LOSSES[name]
+    log_probs = tensor(LOG_PROBS).requires_grad_()
+    loss = ours(log_probs)
+    assert loss.tolist() == pytest.approx(plain(LOG_PROBS), **EXACT)
+    loss.sum().backward()
+    assert log_probs.grad is not None
+    for i in range(len(LOG_PROBS)):
+        shifted = [[x + h * (i == j) for j, x in enumerate(LOG_PROBS)] for h in (1e-6, -1e-6)]
+        difference = (sum(plain(shifted[0])) - sum(plain(shifted[1]))) / 2e-6
+        assert log_probs.grad[i].item() == pytest.approx(difference, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce"])
+def test_on_policy_every_loss_has_the_gradient_of_reinforce_and_clips_nothing(name: str) -> None:
+    log_probs = tensor(LOG_PROBS).requires_grad_()
+    advantages = tensor(SEQUENCE_ADVANTAGES)
+    result = {
+        "ppo": lambda: ppo_loss(log_probs, None, advantages),
+        "gspo": lambda: gspo_loss(log_probs, None, advantages, MASK, SEQUENCES),
+        "cispo": lambda: cispo_loss(log_probs, None, advantages),
+        "reinforce": lambda: reinforce_loss(log_probs, advantages),
+    }[name]()
+    assert torch.equal(result.ratio, torch.ones_like(result.ratio))
     assert not result.clipped.any()
     result.loss.sum().backward()
     assert torch.equal(log_probs.grad, -advantages)
 
 
-@pytest.mark.parametrize("advantage", [1.5, -1.5])
-@pytest.mark.parametrize("ratio", [0.05, 0.79, 0.81, 1.0, 1.27, 1.29, 9.0])
-@pytest.mark.parametrize("dual_clip", [None, 3.0])
-def test_off_policy_loss_equals_the_formula(advantage: float, ratio: float, dual_clip: float | None) -> None:
-    clipped = min(max(ratio, 1 - 0.2), 1 + 0.28)
-    want = max(-ratio * advantage, -clipped * advantage)
-    if dual_clip is not None and advantage < 0:
-        want = min(want, -dual_clip * advantage)
-    log_probs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    old = torch.zeros(1, dtype=torch.float64)
-    result = ppo_loss(log_probs, old, torch.tensor([advantage]), 0.2, 0.28, dual_clip)
-    assert result.loss.item() == pytest.approx(want)
-    result.loss.sum().backward()
-    active = want == pytest.approx(-ratio * advantage)
-    assert log_probs.grad.item() == pytest.approx(-ratio * advantage if active else 0.0)
-    assert result.clipped.item() == (not active)
+def test_the_value_loss_is_clipped_around_the_old_values() -> None:
+    new, old, returns = [0.0, 1.0, 3.0, -2.0], [0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 1.0, -3.0]
+    want = [max((v - r) ** 2, (clip(v, o - 0.5, o + 0.5) - r) ** 2) / 2 for v, o, r in zip(new, old, returns)]  # noqa: B905
+    loss, clipped = value_loss(tensor(new), tensor(old), tensor(returns), 0.5)
+    assert loss.tolist() == pytest.approx(want, **EXACT)
+    assert clipped.tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimators_are_those_of_their_definition(estimator: str) -> None:
+    d = [a - b for a, b in zip(LOG_PROBS, OLD, strict=True)]
+    want = {
+        "k1": d,
+        "k2": [x * x / 2 for x in d],
+        "k3": [math.exp(-x) - 1 + x for x in d],
+    }[estimator]
+    log_probs = tensor(LOG_PROBS).requires_grad_()
+    got = kl_estimate(log_probs, tensor(OLD), estimator)
+    assert got.tolist() == pytest.approx(want, **EXACT)
+    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, tensor(OLD), estimator), log_probs)
+
+
+def test_k1_and_k3_average_to_the_divergence() -> None:
+    p, q = tensor([0.5, 0.3, 0.2]), tensor([0.2, 0.5, 0.3])
+    divergence = (p * (p / q).log()).sum()
+    for estimator in ("k1", "k3"):
+        assert (p * kl_estimate(p.log(), q.log(), estimator)).sum() == pytest.approx(float(divergence))
+
+
+# ---- aggregation and objectives
+
+
+def test_aggregations_weigh_tokens_as_in_the_literature() -> None:
+    losses = [[1.0, 2.0, 3.0], [4.0], []]
+    want = {
+        "token-mean": 10 / 4,
+        "seq-mean-token-mean": (2.0 + 4.0) / 2,
+        "seq-mean-token-sum": (6.0 + 4.0) / 2,
+        "seq-mean-token-sum-norm": (6.0 + 4.0) / 2 / 100,
+    }
+    for name, total in want.items():
+        weights = sample_weights(torch.tensor([len(x) for x in losses]), name, 100)
+        got = sum(float(w) * sum(x) for w, x in zip(weights, losses, strict=True))
+        assert got == pytest.approx(total, abs=1e-12), name
+
+
+def samples(lengths: tuple[int, ...] = (5, 9, 3, 6), seed: int = 0) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def row(n: int) -> list[float]:
+        return torch.randn(n, generator=generator).tolist()
+
+    def below_zero(n: int) -> list[float]:
+        return [-abs(x) for x in row(n)]
+
+    return [
+        Sample(
+            list(range(n)),
+            [0, 0] + [1] * (n - 2),
+            advantages=[row(1)[0]] * n,
+            rollout_log_probs=below_zero(n),
+            old_log_probs=below_zero(n),
+            reference_log_probs=below_zero(n),
+            values=row(n),
+            returns=row(n),
+            staleness=[i % 3 - 1 for i in range(n)],
+        )
+        for n in lengths
+    ]
+
+
+def in_fp64(batch: PackedBatch) -> PackedBatch:
+    columns = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    floats = {k: v.double() for k, v in columns.items() if torch.is_tensor(v) and v.is_floating_point()}
+    return replace(batch, **floats)
+
+
+CONFIGS = {
+    "ppo": AlgorithmConfig(mini_batches=2, dual_clip=3.0, max_staleness=1, kl=KlConfig(), entropy_bonus=0.01),
+    "gspo": AlgorithmConfig(mini_batches=2, policy_loss="gspo", aggregation="seq-mean-token-mean"),
+    "cispo": AlgorithmConfig(mini_batches=2, policy_loss="cispo", aggregation="seq-mean-token-sum-norm"),
+    "sequence mis": AlgorithmConfig.model_validate(
+        {
+            "mini_batches": 2,
+            "correction": {
+                "weight": "sequence_mis",
+                "bounds": (0.01, 100.0),
+                "geometric_bounds": (0.2, 4.0),
+                "k3_limit": 9.0,
+                "veto": 1e-4,
+                "off_policy_limit": 1e-4,
+            },
+        }
+    ),
+    "critic": AlgorithmConfig(advantage="gae", critic=CriticConfig()),
+}
+
+
+def evaluate(config: AlgorithmConfig, everyone: list[Sample], parts: list[list[int]]) -> tuple[float, dict[str, float]]:
+    objective = policy_objective(config, everyone, 50)
+    if config.critic:
+        objective = value_objective(config, everyone, 50)
+    total, sums = 0.0, {}
+    for part in parts:
+        batch = in_fp64(build_batch([replace(everyone[i], sample_id=i) for i in part], align=4))
+        log_probs = -0.1 * (batch.labels.double() + 1)
+        output = objective(*((log_probs,) if config.critic else (log_probs, log_probs.abs())), batch)
+        total += float(output.loss)
+        sums = {key: sums.get(key, 0.0) + float(value) for key, value in output.sums.items()}
+    return total, sums
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cutting_a_batch_into_micro_batches_does_not_change_loss_or_sums(name: str) -> None:
+    everyone = samples()
+    whole = evaluate(CONFIGS[name], everyone, [[0, 1, 2, 3]])
+    cut = evaluate(CONFIGS[name], everyone, [[2, 0], [3], [1]])
+    assert whole[0] != 0
+    assert cut[0] == pytest.approx(whole[0], abs=1e-6)
+    assert cut[1] == pytest.approx(whole[1], abs=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(list(CONFIGS)), st.integers(0, 22), st.floats(-30, 30))
+def test_nothing_outside_the_mask_changes_a_gradient(name: str, position: int, change: float) -> None:
+    config, everyone = CONFIGS[name], samples()
+    objective = (value_objective if config.critic else policy_objective)(config, everyone, 50)
+    batch = in_fp64(build_batch([replace(s, sample_id=i) for i, s in enumerate(everyone)], align=4))
+    position %= batch.tokens
+    off = batch.loss_mask == 0
+    touched = torch.zeros(batch.tokens, dtype=torch.bool)
+    touched[position] = bool(off[position])
+    generator = torch.Generator().manual_seed(2)
+    log_probs = -torch.rand(batch.tokens, generator=generator, dtype=torch.float64)
+    columns = ["advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "values", "returns"]
+    altered = replace(batch, **{c: getattr(batch, c) + change * touched for c in columns})
+    gradients = []
+    for b, lp in ((batch, log_probs), (altered, log_probs + change * touched)):
+        lp = lp.clone().requires_grad_()
+        objective(*((lp,) if config.critic else (lp, lp.exp())), b).loss.backward()
+        gradients.append(lp.grad)
+    assert not gradients[1][off].any()
+    assert torch.equal(gradients[0][~off], gradients[1][~off])
+
+
+def test_on_policy_the_objective_reports_ratio_one_and_no_clipping() -> None:
+    everyone = [replace(s, old_log_probs=None) for s in samples()]
+    config = AlgorithmConfig()
+    batch = build_batch([replace(s, sample_id=i) for i, s in enumerate(everyone)])
+    output = policy_objective(config, everyone)(batch.rollout_log_probs + 0.1, batch.loss_mask, batch)
+    assert output.sums["clipped"] == 0
+    assert output.sums["ratio"] == output.sums["tokens"]
+    assert output.maxima["ratio_deviation"] == 0
+
+
+# ---- mismatch
 
 
 def test_mismatch_estimators_agree_with_their_definitions_and_ignore_unmasked_tokens() -> None:
-    train = torch.tensor([-1.0, -2.0, -0.5, -9.0])
-    rollout = torch.tensor([-1.1, -1.7, -0.5, 0.0])
-    sums, maxima = mismatch_sums(train, rollout, torch.tensor([1.0, 1, 1, 0]))
+    train, rollout = tensor([-1.0, -2.0, -0.5, -9.0]), tensor([-1.1, -1.7, -0.5, 0.0])
+    mask = torch.tensor([True, True, True, False])
+    sums, maxima = mismatch_sums(train, rollout, mask, Sequences(torch.tensor([0, 1, 1, 1]), 2))
     d = [0.1, -0.3, 0.0]
-    assert sums["logprob_gap"].item() == pytest.approx(0.4)
+    want = {
+        "logprob_gap": 0.4,
+        "kl_k1": -sum(d),
+        "kl_k2": sum(x * x / 2 for x in d),
+        "kl_k3": sum(math.exp(x) - 1 - x for x in d),
+        "prob_ratio": sum(math.exp(abs(x)) for x in d),
+        "chi_square": sum((math.exp(x) - 1) ** 2 for x in d),
+        "log_perplexity_train": 3.5,
+        "log_perplexity_rollout": 3.3,
+        "log_ppl_gap": 0.1 + 0.15,
+        "sequences": 2,
+    }
+    assert {name: float(value) for name, value in sums.items()} == pytest.approx(want, **EXACT)
     assert maxima["logprob_gap_max"].item() == pytest.approx(0.3)
-    assert sums["kl_k1"].item() == pytest.approx(-sum(d))
-    assert sums["kl_k2"].item() == pytest.approx(sum(x * x / 2 for x in d))
-    assert sums["kl_k3"].item() == pytest.approx(sum(math.exp(x) - 1 - x for x in d), abs=1e-6)
-    assert sums["prob_ratio"].item() == pytest.approx(sum(math.exp(abs(x)) for x in d))
-    assert sums["chi_square"].item() == pytest.approx(sum((math.exp(x) - 1) ** 2 for x in d), abs=1e-6)
-    assert sums["log_perplexity_train"].item() == pytest.approx(3.5)
-
-
-def test_no_mismatch_gives_zero_everywhere() -> None:
-    same = -torch.rand(10)
-    sums, maxima = mismatch_sums(same, same, torch.ones(10))
-    assert all(sums[name] == 0 for name in ("logprob_gap", "kl_k1", "kl_k2", "kl_k3", "chi_square"))
-    assert sums["prob_ratio"] == 10
-    assert maxima["logprob_gap_max"] == 0
-
-
-def test_cutting_a_batch_into_micro_batches_does_not_change_loss_or_sums() -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def sample(n: int) -> Sample:
-        values = torch.randn(2, n, generator=generator)
-        return Sample(list(range(n)), [0] + [1] * (n - 1), values[0].tolist(), (-values[1].abs()).tolist())
-
-    samples = [sample(n) for n in (5, 9, 3)]
-    tokens = sum(sum(s.loss_mask[1:]) for s in samples)
-    objective = policy_objective(AlgorithmConfig(), tokens)
-
-    def run(parts: list[list[Sample]]) -> tuple[float, dict[str, float]]:
-        outputs = []
-        for part in parts:
-            batch = build_batch(part, align=4)
-            log_probs = -0.1 * (batch.labels.float() + 1)
-            outputs.append(objective(log_probs, log_probs.abs(), batch))
-        sums = {key: sum(float(o.sums[key]) for o in outputs) for key in outputs[0].sums}
-        return sum(float(o.loss) for o in outputs), sums
-
-    whole, cut = run([samples]), run([samples[:1], samples[1:]])
-    assert cut[0] == pytest.approx(whole[0], abs=1e-6)
-    assert cut[1] == pytest.approx(whole[1], abs=1e-5)
-    assert whole[1]["clipped"] == 0
-    assert whole[1]["ratio"] == tokens
+    assert maxima["log_ppl_gap_max"].item() == pytest.approx(0.15)

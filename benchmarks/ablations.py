@@ -1,0 +1,146 @@
+"""What goes wrong in reinforcement learning of a mixture of experts with attention sinks, and what mends it, in small.
+
+    python benchmarks/ablations.py runs/tiny_retool_sft --steps 30 --seeds 0 1 2
+
+Trains the demo's model from a supervised start under every VARIANT, in one process, and draws reward, entropy, gradient
+norm, KL, the largest log-perplexity difference and the clip fraction: OUT/ablations.png and OUT/ablations.md. A run
+that is complete in OUT is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from pathlib import Path
+
+import torch
+
+from rl_loop.config import RlConfig, load_config
+from rl_loop.in_process import LocalRollouts, local_loop
+from rl_loop.run_directory import metric_curve, read_json_lines
+
+NO_CORRECTION = ["algorithm.correction.weight=none"]
+SEQUENCE = ["algorithm.correction.weight=sequence_tis", "algorithm.correction.veto=1e-4"]
+NO_SINKS = ["ablation.engine_sinks=false"]
+ROUTER_NOISE = ["ablation.router_noise=0.5"]
+ENGINE_NOISE = ["ablation.engine_noise=0.03", "rollout.routed_experts=true"]
+VARIANTS: dict[str, list[str]] = {
+    "all correct": [],
+    "two passes, router noise": [*ROUTER_NOISE, *NO_CORRECTION, "algorithm.old_log_probs=forward"],
+    "substitution, router noise": [*ROUTER_NOISE, *NO_CORRECTION],
+    "engine without sinks": [*NO_SINKS, *NO_CORRECTION],
+    "engine without sinks, attention frozen": [*NO_SINKS, *NO_CORRECTION, "ablation.freeze=[attention]"],
+    "engine without sinks, sequence correction": [*NO_SINKS, *SEQUENCE],
+    "trainer without sink gradient": ["ablation.sink_gradient=false"],
+    "engine noise": [*ENGINE_NOISE, *NO_CORRECTION],
+    "engine noise, R3": [*ENGINE_NOISE, *NO_CORRECTION, "algorithm.routing_replay=R3"],
+}
+PANELS = {
+    "reward": "reward",
+    "entropy": "entropy (nats)",
+    "grad_norm": "gradient norm",
+    "mismatch/kl_k3": "KL(rollout || train), k3 (nats)",
+    "mismatch/log_ppl_gap_max": "max log-perplexity difference",
+    "clip_fraction": "clip fraction",
+}
+CONFIG = Path(__file__).parents[1] / "configs/rl/tiny_retool.yaml"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("start", type=Path, help="the run directory of `gptoss sft configs/sft/tiny_retool.yaml`")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/ablations"))
+    parser.add_argument("overrides", nargs="*", help="key=value for every run")
+    options = parser.parse_intermixed_args()
+    torch.set_num_threads(1)
+    curves = {}
+    for seed in options.seeds:
+        rollouts: LocalRollouts | None = None
+        for name, changes in VARIANTS.items():
+            config = load_config(CONFIG, RlConfig, _common(options, name, seed) + changes + options.overrides)
+            rollouts = rollouts or LocalRollouts(config)
+            curves[name, seed] = run(config, rollouts)
+            print(f"{name} (seed {seed}): reward {statistics.mean(curves[name, seed]['reward'][-5:]):.2f}", flush=True)
+        if rollouts is not None:
+            rollouts.close()
+    draw(curves, options.out / "ablations.png")
+    (options.out / "ablations.md").write_text(table(curves))
+
+
+def _common(options: argparse.Namespace, name: str, seed: int) -> list[str]:
+    return [
+        f"initial_weights={options.start}",
+        f"output_dir={options.out}",
+        f"name={name.replace(' ', '_').replace(',', '')}-{seed}",
+        f"seed={seed}",
+        f"training.steps={options.steps}",
+        f"training.checkpoint_every={options.steps}",
+        "training.keep_checkpoints=1",
+        "evaluate_every=1000",
+        "tasks.held_out_tasks=1",
+        "canary_tolerance=100",  # the check that would stop most of these runs before their first step
+        "optimizer.schedule=constant",
+        "rollout.workers=1",
+        "rollout.tasks_per_step=6",
+        "rollout.routed_experts=true",
+    ]
+
+
+def run(config: RlConfig, rollouts: LocalRollouts) -> dict[str, list[float]]:
+    """The curves of one run, by metric."""
+    file = config.directory / "metrics.jsonl"
+    if not file.exists() or len(read_json_lines(file)) < config.training.steps:
+        with local_loop(config, rollouts) as loop:
+            loop.train()
+    records = read_json_lines(file)
+    return {name: metric_curve(records, name)[1] for name in PANELS}
+
+
+Curves = dict[tuple[str, int], dict[str, list[float]]]
+
+
+def _over_seeds(curves: Curves, variant: str, metric: str) -> torch.Tensor:
+    """[seeds, steps]"""
+    return torch.tensor([values[metric] for (name, _), values in curves.items() if name == variant])
+
+
+def draw(curves: Curves, file: Path) -> None:
+    """One panel for each metric, one line for each variant: the mean over seeds, and the range behind it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 3, figsize=(17, 9))
+    for axis, (metric, title) in zip(axes.flat, PANELS.items(), strict=True):
+        for variant in VARIANTS:
+            values = _over_seeds(curves, variant, metric)
+            steps = range(values.shape[1])
+            (line,) = axis.plot(steps, values.mean(dim=0), label=variant, linewidth=1.3)
+            axis.fill_between(steps, values.amin(dim=0), values.amax(dim=0), color=line.get_color(), alpha=0.1)
+        axis.set(title=title, xlabel="step")
+        if metric.startswith("mismatch"):
+            axis.set_yscale("log")
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=3)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.savefig(file, dpi=110)
+
+
+def table(curves: Curves) -> str:
+    """Markdown: mean over seeds and the last third of the steps; of the clip fraction over all steps."""
+    lines = ["| variant | " + " | ".join(PANELS.values()) + " |", "|---" * (len(PANELS) + 1) + "|"]
+    for variant in VARIANTS:
+        cells = []
+        for metric in PANELS:
+            values = _over_seeds(curves, variant, metric)
+            last = values if metric == "clip_fraction" else values[:, -math.ceil(values.shape[1] / 3) :]
+            cells.append(f"{last.mean().item():.3g}")
+        lines.append(f"| {variant} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Combinations that would silently do something else are refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_loop.config import ConfigError, RlConfig, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = CONFIGS / "rl/tiny_retool.yaml"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("algorithm/*.yaml")), ids=lambda p: p.stem)
+def test_every_named_algorithm_loads(path: Path) -> None:
+    config = load_config(TINY, RlConfig, [f"algorithm={path.stem}", "training.steps=30", "algorithm.gamma=0.99"])
+    assert config.algorithm.gamma == 0.99
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["advantage=gae"], "advantage gae needs a value model"),
+        (["critic.warmup_steps=1"], "a critic is of no use to advantage grpo"),
+        (["old_log_probs=rollout"], "a correction would count it twice"),
+        (["max_staleness=1"], "substitute calls stale tokens on-policy"),
+        (["mini_batches=2", "old_log_probs=substitute"], "only the first is on-policy"),
+        (["advantage=gdpo"], "gdpo needs algorithm.reward_weights"),
+        (["routing_replay=R2"], "R2 replays the routes of the forward pass"),
+        (["routing_replay=R3"], "set rollout.routed_experts"),
+        (["kl.estimator=k1"], "kl.estimator k1 does nothing in the loss"),
+        (["correction.off_policy_limit=1e-4"], "which is 1 with old_log_probs substitute"),
+        (["correction.bounds=[0.5,2]"], "bounds belong to sequence_mis and icepop"),
+        (["correction.weight=icepop", "correction.bounds=[2,3]"], "must hold 1"),
+        (["policy_loss=gspo", "dual_clip=3"], "dual_clip belongs to policy_loss ppo"),
+    ],
+)
+def test_wrong_combinations_are_refused_with_the_reason(overrides: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(TINY, RlConfig, [f"algorithm.{item}" for item in overrides])
+
+
+def test_a_group_of_one_needs_an_advantage_without_groups() -> None:
+    with pytest.raises(ConfigError, match="samples_per_task is 1"):
+        load_config(TINY, RlConfig, ["rollout.samples_per_task=1"])
+    load_config(TINY, RlConfig, ["rollout.samples_per_task=1", "algorithm=reinforce"])
+
+
+def test_a_critic_that_warms_up_for_the_whole_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leaves none of the 20 steps"):
+        load_config(TINY, RlConfig, ["algorithm=ppo", "training.steps=20"])
+
+
+def test_an_unknown_algorithm_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="cispo, dapo"):
+        load_config(TINY, RlConfig, ["algorithm=pppo"])
