@@ -1,9 +1,12 @@
-"""Held-out accuracy of a checkpoint, without a trainer."""
+"""Evaluation of a policy on held-out tasks: during training, and ``gptoss eval`` for any checkpoint or endpoint."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,27 +14,34 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.torch_dist import MegatronCheckpoint
 from megatron_gptoss.checkpoint import latest_checkpoint
+from rl_loop.agent import run_episode
 from rl_loop.config import RlConfig
+from rl_loop.engines import SamplingParams
+from rl_loop.engines.completions import CompletionsEngine
+from rl_loop.environments import Task, TaskFileError, make_environment
 from rl_loop.rollout_pool import GroupRequest, RolloutPool
+from rl_loop.rollout_worker import episode_limits
 from rl_loop.run import ray_session
+from rl_loop.run_directory import atomic_write_text
+from rl_loop.sandbox import PythonSandbox
 from rl_loop.tasks import TaskSource
-from rl_loop.trajectory import Trajectory
+from rl_loop.trajectory import Trajectory, TrajectoryGroup
 
 
 def evaluation_figures(episodes: Sequence[Trajectory]) -> dict[str, float]:
     """Means over episodes."""
     n = len(episodes)
     return {
+        "reward": sum(e.reward for e in episodes) / n,
         "accuracy": sum(e.reward_parts["correct"] for e in episodes) / n,
         "tool_call_rate": sum(e.tool_calls > 0 for e in episodes) / n,
         "turns": sum(e.assistant_turns for e in episodes) / n,
     }
 
 
-def held_out_episodes(rollouts: RolloutPool, tasks: TaskSource, temperature: float) -> list[Trajectory]:
-    """One episode of every held-out task with the weights that the workers have; the same seeds every time."""
-    requests = [GroupRequest(task, (i,), temperature) for i, task in enumerate(tasks.held_out())]
-    return [group.trajectories[0] for group in rollouts.run(requests)]
+def held_out_requests(tasks: TaskSource, temperature: float) -> list[GroupRequest]:
+    """One episode of every held-out task; the same seeds every time."""
+    return [GroupRequest(task, (i,), temperature) for i, task in enumerate(tasks.held_out())]
 
 
 def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -49,18 +59,88 @@ def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     yield from MegatronCheckpoint(checkpoint).hf_tensors()
 
 
-def evaluate_checkpoint(config: RlConfig, weights: Path | None) -> dict[str, float]:
-    """Accuracy, tool-call rate and turns on the held-out tasks of ``config``."""
-    source = weights or config.initial_weights
-    if source is None:
-        raise ConversionError("nothing to evaluate: give --weights, or initial_weights in the configuration")
-    dtype = getattr(torch, config.dtype)
-    named = {name: tensor.to(dtype) for name, tensor in hf_tensors(source)}
+def evaluate(config: RlConfig, weights: Path | None, output: Path) -> list[dict[str, Any]]:
+    """``evaluation.samples_per_task`` episodes of every held-out task, as records that are also written to ``output``.
+
+    With ``evaluation.endpoint`` that server samples, otherwise rollout workers with the weights given. Raises
+    ConversionError or EndpointError if there is nothing to evaluate.
+    """
     tasks = TaskSource(config)
-    with ray_session():
-        rollouts = RolloutPool(config)
-        rollouts.ready()
-        rollouts.sync_weights(named, version=0)
-        figures = evaluation_figures(held_out_episodes(rollouts, tasks, config.rollout.evaluation_temperature))
-        rollouts.close()
-    return figures
+    seeds = tuple(range(config.evaluation.samples_per_task))
+    requests = [GroupRequest(task, seeds, config.rollout.evaluation_temperature) for task in tasks.held_out()]
+    if config.evaluation.endpoint is not None:
+        groups = asyncio.run(_at_endpoint(config, config.evaluation.endpoint, tasks, requests))
+    else:
+        source = weights or config.initial_weights
+        if source is None:
+            raise ConversionError("nothing to evaluate: give --weights, initial_weights or evaluation.endpoint")
+        dtype = getattr(torch, config.dtype)
+        named = {name: tensor.to(dtype) for name, tensor in hf_tensors(source)}
+        with ray_session():
+            rollouts = RolloutPool(config)
+            rollouts.ready()
+            rollouts.sync_weights(named, version=0)
+            groups = rollouts.run(requests)
+            rollouts.close()
+    records = [
+        evaluation_record(request.task, sample, trajectory)
+        for request, group in zip(requests, groups, strict=True)
+        for sample, trajectory in enumerate(group.trajectories)
+    ]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(output, "".join(json.dumps(record) + "\n" for record in records))
+    return records
+
+
+async def _at_endpoint(
+    config: RlConfig, url: str, tasks: TaskSource, requests: Sequence[GroupRequest]
+) -> list[TrajectoryGroup]:
+    settings, rollout = config.evaluation, config.rollout
+    engine, slots = CompletionsEngine(url, settings.endpoint_model), asyncio.Semaphore(settings.concurrency)
+    sampling = SamplingParams(rollout.max_new_tokens_per_turn, rollout.evaluation_temperature, rollout.top_p)
+
+    async def episode(task: Task, seed: int) -> Trajectory:
+        async with slots:  # the time limit of an episode begins with its turn
+            environment = make_environment(task, sandbox.run, config.reward)
+            limits = episode_limits(rollout)
+            return await run_episode(task.task_id, environment, engine, tasks.harmony, limits, sampling, seed=seed)
+
+    async with PythonSandbox(config.sandbox) as sandbox:
+        try:
+            async with asyncio.TaskGroup() as running:
+                groups = [[running.create_task(episode(r.task, seed)) for seed in r.seeds] for r in requests]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # one is enough: an endpoint that is away fails every episode
+        finally:
+            await engine.close()
+    pairs = zip(requests, groups, strict=True)
+    return [TrajectoryGroup(request.task.task_id, [done.result() for done in group]) for request, group in pairs]
+
+
+def evaluation_record(task: Task, sample: int, episode: Trajectory) -> dict[str, Any]:
+    """One line of an evaluation's JSONL."""
+    return {
+        "task_id": task.task_id,
+        "category": task.metadata.get("category", task.environment),
+        "sample": sample,
+        "reward": episode.reward,
+        "reward_parts": episode.reward_parts,
+        "answer": episode.answer,
+        "finish_reason": str(episode.finish_reason),
+        "format_error": episode.format_error,
+        "tool_calls": episode.tool_calls,
+        "tool_errors": episode.tool_errors,
+        "sampled_tokens": episode.sampled_tokens,
+        "turns": [{"role": turn.role, "text": turn.text} for turn in episode.turns],
+    }
+
+
+def read_evaluation(path: Path) -> list[dict[str, Any]]:
+    """The records of an evaluation. Raises TaskFileError if it holds none."""
+    try:
+        records = [json.loads(line) for line in path.read_text().split("\n") if line]
+        if records and all({"task_id", "sample", "reward_parts", "answer", "category"} <= set(r) for r in records):
+            return records
+    except (OSError, ValueError, TypeError) as error:
+        raise TaskFileError(f"{path}: cannot be read: {error}") from None
+    raise TaskFileError(f"{path}: not the episodes of an evaluation")

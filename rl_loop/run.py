@@ -215,6 +215,8 @@ def _summary(run: RunDirectory, config: RlConfig, evaluation: StepMetrics) -> di
         "steps": config.training.steps,
         "held_out_accuracy_sft": curve(Name.HELD_OUT_ACCURACY)[0],
         "held_out_accuracy_rl": final[Name.HELD_OUT_ACCURACY],
+        "held_out_reward_sft": curve("held_out/reward")[0],
+        "held_out_reward_rl": final["held_out/reward"],
         "tool_call_rate": final["held_out/tool_call_rate"],
         "mean_turns": final["held_out/turns"],
         "max_clip_fraction": max(curve(Name.CLIP_FRACTION)),
@@ -237,8 +239,10 @@ def user_errors() -> tuple[type[BaseException], ...]:
     from converters.errors import ConversionError
     from megatron_gptoss.checkpoint import CheckpointError
     from rl_loop.canary import CanaryError
+    from rl_loop.engines.completions import EndpointError
     from rl_loop.environments import TaskFileError
     from rl_loop.sandbox import SandboxUnavailable
     from rl_loop.vocabulary import VocabularyUnavailable
 
-    return ConversionError, CheckpointError, CanaryError, TaskFileError, SandboxUnavailable, VocabularyUnavailable
+    ours = ConversionError, CheckpointError, CanaryError, TaskFileError, SandboxUnavailable, VocabularyUnavailable
+    return *ours, EndpointError

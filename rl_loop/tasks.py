@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -116,7 +117,8 @@ class Source:
 
     def _generated(self, split: str, index: int) -> Task:
         try:
-            return self.environment.generate(split, self.seed, index, self.options)  # type: ignore[arg-type]
+            task = self.environment.generate(split, self.seed, index, self.options)  # type: ignore[arg-type]
+            return replace(task, task_id=f"{self.name}-{task.task_id}", environment=self.config.environment)
         except NotImplementedError as error:
             raise TaskFileError(f"tasks.sources.{self.name}: {error}") from None
 

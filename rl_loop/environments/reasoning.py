@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from contextlib import suppress
-from functools import cache
-from random import Random
+from functools import lru_cache
 from typing import Any
 
 from pydantic import Field
@@ -21,11 +21,15 @@ class ReasoningGymOptions(EnvironmentOptions):
     """Of the generator, such as {max_terms: 3}; see its configuration class."""
 
 
-@cache
+SIZE = 10_000
+"""Items of one data set of the generator; some make a list of this length."""
+
+
+@lru_cache(maxsize=16)
 def _items(generator: str, seed: int, settings: str) -> Any:
     import reasoning_gym  # an extra: pip install 'megatron-gptoss[environments]'
 
-    return reasoning_gym.create_dataset(generator, seed=seed, size=1 << 40, **json.loads(settings))
+    return reasoning_gym.create_dataset(generator, seed=seed, size=SIZE, **json.loads(settings))
 
 
 class ReasoningGymEnvironment(Environment):
@@ -33,14 +37,16 @@ class ReasoningGymEnvironment(Environment):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        place = (options.generator, 2 * seed + (split == "held_out"), json.dumps(options.settings))
+        part, index = divmod(index, SIZE)
+        own_seed = random.Random(f"{split}/{seed}/{part}").randrange(1 << 30)
+        place = (options.generator, own_seed, json.dumps(options.settings))
         item = _items(*place)[index]
         messages = [{"role": "user", "content": item["question"] + r" Answer in \boxed{}."}]
         metadata = {"place": [*place, index], "category": options.generator}
-        return Task(f"{split}-{index}", messages, str(item["answer"]), "reasoning_gym", metadata)
+        return Task(f"{split}-{part * SIZE + index}", messages, str(item["answer"]), "reasoning_gym", metadata)
 
     @classmethod
-    def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
+    def solve(cls, task: Task, rng: random.Random, careless: bool) -> Script:
         yield [final(rf"\boxed{{{'unknown' if careless else task.ground_truth}}}")]
 
     async def answer(self, text: str) -> StepResult:

@@ -1,0 +1,104 @@
+"""RolloutEngine over an OpenAI-compatible completions endpoint that takes and returns token ids (vLLM and others).
+
+For evaluation: such an endpoint offers no weight sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import aiohttp
+import torch
+
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult
+from rl_loop.trajectory import FinishReason
+
+
+class EndpointError(RuntimeError):
+    """The endpoint cannot be used; the message names it."""
+
+
+class CompletionsEngine:
+    """``url`` ends with ``/v1``; ``model`` is its name there. At most ``concurrency`` requests run at a time."""
+
+    def __init__(self, url: str, model: str, concurrency: int = 64) -> None:
+        self._url, self._model = f"{url.rstrip('/')}/completions", model
+        self._running: dict[str, asyncio.Task[GenerateResult]] = {}
+        self._slots = asyncio.Semaphore(concurrency)
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Raises EndpointError naming the address and what it answered."""
+        task = asyncio.create_task(self._complete(request))
+        self._running[request.request_id] = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task.cancelled() and request.request_id not in self._running:
+                return GenerateResult([], [], FinishReason.ABORT)  # aborted by us, not cancelled from outside
+            task.cancel()
+            raise
+        finally:
+            self._running.pop(request.request_id, None)
+
+    async def _complete(self, request: GenerateRequest) -> GenerateResult:
+        sampling = request.sampling
+        body = {
+            "model": self._model,
+            "prompt": request.input_ids,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": None if sampling.seed is None else sampling.seed % (1 << 31),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+        }
+        try:
+            async with self._slots, self._session.post(self._url, json=body) as response:
+                if response.status != 200:
+                    raise EndpointError(f"{self._url} answered {response.status}: {(await response.text())[:300]}")
+                choice = (await response.json())["choices"][0]
+        except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+            raise EndpointError(f"{self._url} cannot be used: {error!r}") from error
+        return _result(choice, sampling.stop_token_ids, self._url)
+
+    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        raise EndpointError(f"{self._url} is for sampling only")
+
+    async def abort(self, request_id: str | None = None) -> None:
+        for name in [request_id] if request_id is not None else list(self._running):
+            task = self._running.pop(name, None)
+            if task is not None:
+                task.cancel()
+
+    async def pause(self) -> None:
+        await self.abort()
+
+    async def resume(self) -> None: ...
+
+    async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        raise EndpointError(f"{self._url} keeps its own weights")
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+def _result(choice: dict[str, Any], stop_token_ids: tuple[int, ...], url: str) -> GenerateResult:
+    ids = choice.get("token_ids")
+    if not isinstance(ids, list):
+        raise EndpointError(f"{url} does not return token ids: it must know return_token_ids, as vLLM does")
+    given = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    log_probs = [float(value or 0.0) for value in given][: len(ids)]
+    stopped = choice.get("finish_reason") == "stop"
+    if stopped and (not ids or ids[-1] not in stop_token_ids) and choice.get("stop_reason") in stop_token_ids:
+        ids = [*ids, choice["stop_reason"]]  # some servers name the stop token that was sampled apart
+    log_probs += [0.0] * (len(ids) - len(log_probs))
+    return GenerateResult(ids, log_probs, FinishReason.STOP if stopped else FinishReason.LENGTH)

@@ -1,0 +1,146 @@
+"""What every environment must hold: it is reproducible, bounded by its scripted policies, and survives any agent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+
+from rl_loop import arithmetic
+from rl_loop.demonstrations import DemonstrationConfig, demonstrate
+from rl_loop.environments import ENVIRONMENTS, RewardConfig, StepResult, Task, environment_class, make_environment
+from rl_loop.environments.base import final, function_call, think
+from rl_loop.harmony import Harmony, ParsedMessage
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("retool", {}),
+    ("retool", {"stateful": True}),
+    ("gsm8k", {"tools": True}),
+    ("instructions", {"constraints": 1, "turns": 3}),
+    ("incident", {"level": 1}),
+    ("incident", {"level": 3}),
+    ("reasoning_gym", {"generator": "gsm_symbolic"}),
+]
+REWARD = RewardConfig(correct=3.0, wrong=-2.0, format_error=-5.0)
+
+
+def task_of(name: str, options: dict[str, Any], index: int, split: str = "train", seed: int = 0) -> Task:
+    kind = environment_class(name)
+    return kind.generate(split, seed, index, kind.Options.model_validate(options))  # type: ignore[arg-type]
+
+
+def test_every_environment_is_tested_here() -> None:
+    assert {name for name, _ in KINDS} == set(ENVIRONMENTS)
+
+
+@pytest.mark.parametrize(("name", "options"), KINDS)
+def test_tasks_are_functions_of_split_seed_and_index_and_survive_json(name: str, options: dict[str, Any]) -> None:
+    tasks = [task_of(name, options, i) for i in range(6)]
+    assert tasks == [task_of(name, options, i) for i in range(6)]
+    assert Task(**json.loads(tasks[0].to_json())) == tasks[0]
+    assert [t.messages for t in tasks] != [task_of(name, options, i, seed=1).messages for i in range(6)]
+    assert [t.messages for t in tasks] != [task_of(name, options, i, split="held_out").messages for i in range(6)]
+
+
+@pytest.mark.parametrize(("name", "options"), KINDS)
+def test_the_careful_script_scores_the_maximum_and_an_empty_agent_the_minimum(
+    tiny: Harmony, name: str, options: dict[str, Any]
+) -> None:
+    scores = []
+    for index in range(15):
+        task = task_of(name, options, index)
+        shown = demonstrate(task, tiny, DemonstrationConfig(careful=1), str(index))
+        assert shown.result is not None
+        assert shown.result.reward_parts["score"] == pytest.approx(1.0)
+        assert shown.result.reward_parts["correct"] == 1.0
+        empty = asyncio.run(until_done(task, [final("")]))
+        assert empty.reward == pytest.approx(-2.0)
+        assert make_environment(task, arithmetic.interpret, REWARD).unfinished().reward == pytest.approx(-2.0)
+        careless = demonstrate(task, tiny, DemonstrationConfig(careful=0), str(index)).result
+        assert careless is not None
+        scores.append(careless.reward_parts["score"])
+    assert sum(scores) / len(scores) < 0.95
+
+
+async def until_done(task: Task, turn: list[ParsedMessage]) -> StepResult:
+    environment = make_environment(task, arithmetic.interpret, REWARD)
+    for _ in range(20):
+        result = await environment.step(turn)
+        if result.done:
+            return result
+    raise AssertionError(f"{task.environment}: no end after 20 answers")
+
+
+def random_message(rng: random.Random, known: list[str]) -> ParsedMessage:
+    names = ["fetch_email", "query_logs", "isolate_host", "block_domain", "reset_user", "submit_report", "python", "x"]
+    values: list[Any] = [*known, "", "h11", "m42", 7, None, [], {"a": 1}, "\x00", r"\boxed{\frac{", "print(1)"]
+    keys = ["email", "name", "host", "domain", "user", "target", "contained", "code"]
+    kind = rng.randrange(6)
+    if kind == 0:
+        return final(rng.choice([r"\boxed{7}", "", "*" * 50, '"a, b"', "My answer is yes."]))
+    if kind == 1:
+        return think("hm")
+    if kind == 2:
+        return ParsedMessage("analysis", rng.choice(["python", "browser", "functions.", "", "assistant"]), None, "print(2)")
+    if kind == 3:
+        broken = rng.choice(["{", "[]", "null", "[" * 2000, '{"a": NaN}', "\ud800"])
+        return ParsedMessage("commentary", f"functions.{rng.choice(names)}", "json", broken)
+    return function_call(rng.choice(names), **{key: rng.choice(values) for key in rng.sample(keys, 4)})
+
+
+@pytest.mark.parametrize(("name", "options"), KINDS)
+def test_a_thousand_random_agents_end_without_an_exception(name: str, options: dict[str, Any]) -> None:
+    tasks = [task_of(name, options, i) for i in range(10)]
+
+    async def play(agent: int) -> StepResult:
+        rng, task = random.Random(agent), tasks[agent % len(tasks)]
+        known = [value for value in task.metadata.get("truth", {}).values()]
+        environment = make_environment(task, arithmetic.interpret, REWARD)
+        for _ in range(30):
+            result = await environment.step([random_message(rng, known) for _ in range(rng.randint(1, 3))])
+            if result.done:
+                return result
+        return environment.unfinished()
+
+    async def main() -> None:
+        for agent in range(1000):
+            result = await play(agent)
+            assert result.done
+            assert -25 < result.reward <= 3.0
+            assert result.reward_parts["correct"] in (0.0, 1.0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("name", "options"), [kind for kind in KINDS if kind[0] != "retool"])
+def test_a_thousand_steps_take_a_second_of_one_core(name: str, options: dict[str, Any]) -> None:
+    options = options | ({"tools": False} if name == "gsm8k" else {})
+    tasks = [task_of(name, options, i) for i in range(20)]
+    turns = {
+        "gsm8k": [final(r"It is \boxed{12}.")],
+        "instructions": [final("A short text, about bread.")],
+        "incident": [function_call("query_logs", name="ana")],
+        "reasoning_gym": [final(r"\boxed{12}")],
+    }
+
+    async def main() -> int:
+        steps = 0
+        for _ in range(10):
+            for task in tasks:
+                environment = make_environment(task, arithmetic.interpret, REWARD)
+                for _n in range(3):
+                    steps += 1
+                    if (await environment.step(turns[name])).done:
+                        break
+        return steps
+
+    asyncio.run(main())  # imports, first use
+    began = time.process_time()
+    steps = asyncio.run(main())
+    rate = steps / (time.process_time() - began)
+    print(f"{name}: {rate:.0f} steps/s")
+    assert rate > 1000
