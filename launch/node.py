@@ -116,7 +116,8 @@ class NodeProgram:
             self._wait(lambda: self._reports().get(self.names[0], {}).get("state") == "ready")
         log = self.attempt.path / f"{self.name}.ray.log"
         for _ in range(RAY_STARTS):
-            ray = self._start(ray_command(self, head), log)
+            # no idle workers, one per CPU: the actors are few and start when they are needed
+            ray = self._start(ray_command(self, head), log, RAY_prestart_worker_first_driver="0")
             self._wait(partial(started_or_ended, ray, log))
             if ray.poll() is None:
                 self._report("ready", **check)
