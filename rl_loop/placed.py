@@ -16,6 +16,7 @@ import ray
 
 TRAINER_RANK = "trainer_rank"
 ROLLOUT_WORKER = "rollout_worker"
+SGLANG_SERVER = "sglang_server"
 
 
 def is_placed() -> bool:

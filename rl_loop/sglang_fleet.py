@@ -21,7 +21,7 @@ from rl_loop.engines.sglang_client import SglangClient
 from rl_loop.engines.sglang_engine import score_on
 from rl_loop.engines.sglang_server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.weight_sender import SyncFailed, SyncPlan, send_weights
-from rl_loop.placed import is_placed
+from rl_loop.placed import SGLANG_SERVER, is_placed, place_of
 
 MAX_SYNCS = 3
 SAME_WEIGHTS = 0.02  # nats per token that two servers may differ on one text
@@ -59,7 +59,7 @@ class SglangFleet:
         options["num_gpus"] = settings.tensor_parallel if has_gpus and not settings.colocated else 0
         actor = ray.remote(SglangServer)
         self.actors: list[Any] = [
-            actor.options(**options).remote(
+            actor.options(**options, **place_of(SGLANG_SERVER, index)).remote(
                 settings.command(
                     index,
                     self._directory,
