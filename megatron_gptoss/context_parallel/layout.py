@@ -2,8 +2,8 @@
 
 Every rank gets the same number of tokens and, within a few per cent, the same causal attention work. Long sequences are
 cut into 2 x size chunks, of which a rank holds one from the front and the mirrored one from the back (equal work, arXiv
-2411.01783); short ones stay whole on one rank, which then need no communication at all; the last few fill what is left
-and may be cut once more. Positions travel with the tokens, so nothing else depends on where a token lies.
+2411.01783); short ones stay whole on one rank and need no communication at all, as many of them as balance allows; the
+last few fill what is left and may be cut once more. Positions travel with the tokens, so nothing depends on the order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-WHOLE = 8
-"""A sequence is cut when it is longer than a WHOLE-th of a rank's tokens: what stays whole cannot unbalance a rank."""
+WHOLE = (2, 4, 8, 16)
+"""Sequences longer than the n-th part of a rank's tokens are cut; the first n that balances the work is taken."""
+IMBALANCE = 1.02
+"""Work of the busiest rank over the mean that is good enough."""
 
 
 class Run(NamedTuple):
@@ -99,7 +101,16 @@ def balanced_layout(offsets: tuple[int, ...], size: int) -> ContextLayout:
             f"{tokens} packed tokens cannot be shared out equally over {size} context-parallel ranks; pad the row to "
             f"{-(-tokens // size) * size} tokens (align={size}) or use a context-parallel size that divides {tokens}"
         )
-    share = tokens // size
+    for whole in WHOLE:
+        layout = _share_out(offsets, size, whole)
+        work = [layout.pairs(rank) for rank in range(size)]
+        if max(work) * size <= IMBALANCE * sum(work):
+            break
+    return layout
+
+
+def _share_out(offsets: tuple[int, ...], size: int, whole: int) -> ContextLayout:
+    share = offsets[-1] // size
     lengths = [end - start for start, end in pairwise(offsets)]
     held: list[list[Run]] = [[] for _ in range(size)]
     load, work = [0] * size, [0] * size
@@ -111,7 +122,7 @@ def balanced_layout(offsets: tuple[int, ...], size: int) -> ContextLayout:
 
     for sequence in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[sequence]
-        if length * WHOLE > share and size > 1:
+        if length * whole > share and size > 1:
             chunks = list(_chunks(sequence, length, 2 * size))
             pairs = [(chunks[i], chunks[-1 - i]) for i in range(size)]
             # pairs differ by a token at most: the longer ones go where fewer tokens are, so ranks never do by more
