@@ -58,6 +58,7 @@ class Precision(StrEnum):
 
     bf16 = "bf16"
     fp32 = "fp32"
+    mxfp4 = "mxfp4"
 
 
 def fail(message: object) -> typer.Exit:
@@ -176,16 +177,28 @@ def doctor() -> None:
     raise typer.Exit(0 if print_doctor() else 1)
 
 
+@contextmanager
+def bytes_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with GB/s and the time left, on a terminal; call it with (bytes done, bytes in all)."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, TimeRemainingColumn(), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 @convert.command("import")
 def convert_import(
-    hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face GPT-OSS directory (safetensors, bf16 or fp32).")],
+    hf_dir: Annotated[Path, typer.Argument(help="GPT-OSS as safetensors: bf16, fp32, MXFP4 or OpenAI's original.")],
     megatron_dir: Annotated[Path, typer.Argument(help="The torch_dist checkpoint to write; must not exist.")],
 ) -> None:
     """Hugging Face -> Megatron torch_dist, loadable at any parallel layout."""
     with errors_in_one_line():
         from converters.torch_dist import import_checkpoint
 
-        import_checkpoint(hf_dir, megatron_dir)
+        with bytes_bar("import") as progress:
+            import_checkpoint(hf_dir, megatron_dir, progress=progress)
         print(megatron_dir)
 
 
@@ -195,14 +208,17 @@ def convert_export(
     hf_dir: Annotated[Path, typer.Argument(help="The Hugging Face directory to write; must not exist.")],
     precision: Annotated[Precision, typer.Option("--format", help="Precision of the weights.")] = Precision.bf16,
     reference: Annotated[
-        Path | None, typer.Option(help="A Hugging Face directory to copy tokenizer and generation files from.")
+        Path | None, typer.Option(help="The original, for tokenizer, generation settings and the scales of MXFP4.")
     ] = None,
 ) -> None:
     """Megatron torch_dist -> Hugging Face safetensors."""
     with errors_in_one_line():
         from converters.torch_dist import export_checkpoint
 
-        export_checkpoint(megatron_dir, hf_dir, dtype=precision.value, tokenizer_source=reference)
+        with bytes_bar("export") as progress:
+            report = export_checkpoint(megatron_dir, hf_dir, precision.value, reference, progress=progress)
+        if report.errors:
+            print(report)
         print(hf_dir)
 
 
@@ -211,11 +227,12 @@ def convert_verify(
     hf_dir: Annotated[Path, typer.Argument(help="The Hugging Face directory.")],
     megatron_dir: Annotated[Path, typer.Argument(help="The torch_dist checkpoint.")],
 ) -> None:
-    """Compare every tensor of the two bit for bit."""
+    """Compare every tensor of the two bit for bit, and what the two models compute, layer by layer."""
     with errors_in_one_line():
-        from converters.torch_dist import verify
+        from converters.verify import verify
 
-        result = verify(hf_dir, megatron_dir)
+        with bytes_bar("verify") as progress:
+            result = verify(hf_dir, megatron_dir, progress)
         print(result)
         raise typer.Exit(0 if result.equal else 1)
 

@@ -1,4 +1,4 @@
-"""Which trainer ranks, rollout workers and sandboxes run on which node. Computed before anything is submitted."""
+"""Which trainer ranks, engines, rollout workers and sandboxes run on which node: computed before a job is submitted."""
 
 from __future__ import annotations
 
@@ -15,49 +15,61 @@ class NodePlan:
     name: str
     """Role and number, such as "trainer 0": Slurm chooses the machine."""
     ranks: list[int] = field(default_factory=list)
+    servers: list[int] = field(default_factory=list)
     workers: list[int] = field(default_factory=list)
+    free_gpus: int = 0
 
     def resources(self) -> dict[str, int]:
         """The custom Ray resources that bring the actors here; see ``rl_loop.placed``."""
-        places = [f"trainer_rank_{rank}" for rank in self.ranks] + [f"rollout_worker_{i}" for i in self.workers]
-        return dict.fromkeys(places, 1)
+        roles = {"trainer_rank": self.ranks, "sglang_server": self.servers, "rollout_worker": self.workers}
+        return {f"{role}_{index}": 1 for role, indices in roles.items() for index in indices}
 
 
 def place(config: RunConfig, cluster: ClusterConfig, uses_rollouts: bool) -> list[NodePlan]:
     """Plans of the trainer nodes, then of the rollout nodes. Ranks are contiguous on a node, so that the innermost
     parallel groups stay within it. Raises ConfigError naming the keys if the run does not fit."""
-    trainer = [NodePlan(f"trainer {i}") for i in range(cluster.nodes)]
-    rollout = [NodePlan(f"rollout {i}") for i in range(cluster.rollout_nodes)]
-    ranks, workers = config.parallel.world_size, config.rollout.workers if uses_rollouts else 0
-    if rollout and not workers:
-        raise ConfigError(
-            f"cluster.rollout_nodes ({len(rollout)}): supervised fine-tuning has no rollouts; set it to 0"
-        )
-    gpus = cluster.gpus_per_node
+    gpus, ranks, rollout = cluster.gpus_per_node, config.parallel.world_size, config.rollout
+    trainers = [NodePlan(f"trainer {i}", free_gpus=gpus) for i in range(cluster.nodes)]
+    others = [NodePlan(f"rollout {i}", free_gpus=gpus) for i in range(cluster.rollout_nodes)]
+    if others and not uses_rollouts:
+        raise ConfigError("cluster.rollout_nodes: supervised fine-tuning has no rollouts; set it to 0")
+    offer = f"cluster.nodes x gpus_per_node ({cluster.nodes} x {gpus}) offers {cluster.nodes * gpus}"
+    if gpus and ranks > cluster.nodes * gpus:
+        raise ConfigError(f"parallel.world_size ({ranks}) needs {ranks} GPUs, {offer}")
     per_node = gpus or -(-ranks // cluster.nodes)
-    wanted = ranks + (0 if rollout else workers)
-    if gpus and wanted > cluster.nodes * gpus:
-        needs = f"parallel.world_size ({ranks})" + ("" if rollout else f" and rollout.workers ({workers})")
-        raise ConfigError(
-            f"{needs} need {wanted} GPUs, cluster.nodes x gpus_per_node ({cluster.nodes} x {gpus}) offers "
-            f"{cluster.nodes * gpus}: --nodes {-(-wanted // gpus)} would do"
-        )
-    if gpus and rollout and workers > len(rollout) * gpus:
-        raise ConfigError(
-            f"rollout.workers ({workers}) need {workers} GPUs, cluster.rollout_nodes x gpus_per_node "
-            f"({len(rollout)} x {gpus}) offers {len(rollout) * gpus}"
-        )
     for rank in range(ranks):
-        trainer[rank // per_node].ranks.append(rank)
-    hosts = rollout or trainer
-    for worker in range(workers):
-        with_room = [node for node in hosts if not gpus or len(node.ranks) + len(node.workers) < gpus]
-        emptiest = min(with_room, key=lambda node: len(node.ranks) + len(node.workers))
+        trainers[rank // per_node].ranks.append(rank)
+        trainers[rank // per_node].free_gpus -= 1
+    hosts = others or trainers
+    if uses_rollouts and rollout.engine == "sglang":
+        _place_servers(config, trainers, hosts, per_node, gpus > 0)
+    for worker in range(rollout.workers if uses_rollouts else 0):
+        near = [node for node in hosts if node.servers] or hosts  # a worker talks to engines all the time
+        emptiest = min(near, key=lambda node: len(node.ranks) + len(node.workers))
         emptiest.workers.append(worker)
-    idle = [node.name for node in [*trainer, *rollout] if not node.ranks and not node.workers]
+    idle = [node.name for node in [*trainers, *others] if not node.resources()]
     if idle:
         raise ConfigError(f"nothing would run on {', '.join(idle)}: lower cluster.nodes or raise parallel.world_size")
-    return [*trainer, *rollout]
+    return [*trainers, *others]
+
+
+def _place_servers(
+    config: RunConfig, trainers: list[NodePlan], hosts: list[NodePlan], per_node: int, on_gpus: bool
+) -> None:
+    settings = config.rollout.sglang
+    for server in range(settings.servers):
+        if settings.colocated:  # server i takes the GPUs of ranks i x width and on
+            trainers[min(server * settings.tensor_parallel // per_node, len(trainers) - 1)].servers.append(server)
+            continue
+        roomiest = max(hosts, key=lambda node: node.free_gpus)
+        if on_gpus and roomiest.free_gpus < settings.tensor_parallel:
+            raise ConfigError(
+                f"rollout.sglang.servers ({settings.servers} of {settings.tensor_parallel} GPUs): no node has as many "
+                f"left for server {server} beside the {config.parallel.world_size} trainer ranks; raise cluster.nodes "
+                "or cluster.rollout_nodes, or set rollout.sglang.colocated"
+            )
+        roomiest.servers.append(server)
+        roomiest.free_gpus -= settings.tensor_parallel
 
 
 def describe(plans: list[NodePlan], config: RunConfig) -> str:
@@ -65,8 +77,11 @@ def describe(plans: list[NodePlan], config: RunConfig) -> str:
     lines = []
     for plan in plans:
         parts = [f"ranks {plan.ranks[0]} to {plan.ranks[-1]}"] if plan.ranks else []
+        if plan.servers:
+            width = config.rollout.sglang.tensor_parallel
+            parts.append(f"SGLang servers {', '.join(map(str, plan.servers))} ({width} GPUs each)")
         if plan.workers:
-            parts.append(f"engines {', '.join(map(str, plan.workers))}")
+            parts.append(f"rollout workers {', '.join(map(str, plan.workers))}")
             parts.append(f"{len(plan.workers) * config.sandbox.workers} sandbox processes")
         lines.append(f"  {plan.name:10}  {'; '.join(parts)}")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tarfile
 import time
 from typing import Any
@@ -22,6 +23,8 @@ def on_cluster[Config: RunConfig](config: Config, cluster: ClusterConfig) -> Con
     def absolute(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
             return {name: absolute(item, name) for name, item in value.items()}
+        if value == sys.executable:  # a default: the interpreter of this machine
+            return cluster.python
         return str(cluster.shared_dir.absolute() / value) if is_path(value, key) else value
 
     return type(config).model_validate(absolute(config.model_dump()))

@@ -104,9 +104,9 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "cluster", "message"),
     [
-        ((), {"nodes": 1, "gpus_per_node": 8}, "need 16 GPUs, cluster.nodes x gpus_per_node (1 x 8) offers 8"),
-        ((), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 4}, "parallel.world_size (8) need 8 GPUs"),
-        (("rollout.workers=9",), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 8}, "rollout.workers (9)"),
+        ((), {"nodes": 1, "gpus_per_node": 8}, "servers (8 of 1 GPUs): no node has as many left for server 0"),
+        ((), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 4}, "needs 8 GPUs, cluster.nodes x gpus_per_node"),
+        (("rollout.sglang.servers=9",), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 8}, "for server 8 beside"),
         ((), {"nodes": 12, "gpus_per_node": 8}, "nothing would run on trainer 9, trainer 10, trainer 11"),
     ],
 )  # fmt: skip
@@ -119,11 +119,12 @@ def test_a_run_that_does_not_fit_names_the_keys(
 
 
 def test_ranks_are_contiguous_and_engines_fill_what_is_free() -> None:
-    config = load_config(ROOT / "configs/rl/gpt-oss-20b_2x8.yaml", RlConfig, ["rollout.workers=4", "parallel.expert=2",
-                                                                             "parallel.world_size=12"])  # fmt: skip
+    changes = ["rollout.sglang.servers=2", "rollout.sglang.tensor_parallel=2", "parallel.expert=2"]
+    config = load_config(ROOT / "configs/rl/gpt-oss-20b_2x8.yaml", RlConfig, [*changes, "parallel.world_size=12"])
     plans = place(config, ClusterConfig(kind="slurm", shared_dir=Path("/s"), nodes=2, gpus_per_node=8), True)
     assert [plan.ranks for plan in plans] == [list(range(8)), [8, 9, 10, 11]]
-    assert [plan.workers for plan in plans] == [[], [0, 1, 2, 3]]
+    assert [plan.servers for plan in plans] == [[], [0, 1]]
+    assert [plan.workers for plan in plans] == [[], list(range(8))]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_run_over_four_nodes_puts_every_part_where_it_was_planned(lab: Lab, un
     assert (uninterrupted.export / "model.safetensors").exists()
     text = lab.gptoss("launch", "start", "configs/rl/tiny_retool.yaml", *SMALL, "--cluster",
                       str(lab.cluster_file(nodes=4)), "--dry-run").stdout  # fmt: skip
-    assert "trainer 3   engines 1" in text
+    assert "trainer 3   rollout workers 1" in text
 
 
 def test_status_and_logs_answer_at_once(lab: Lab, uninterrupted: RunDirectory) -> None:
