@@ -19,6 +19,7 @@ from rl_loop.demonstrations import DemonstrationConfig
 from rl_loop.engines.sglang_config import SglangConfig
 from rl_loop.environments import RewardConfig, environment_class
 from rl_loop.harmony import PromptConfig
+from rl_loop.purification import PurificationConfig
 from rl_loop.sandbox.config import SandboxConfig
 
 
@@ -133,6 +134,8 @@ class RolloutConfig(StrictModel):
     """The servers of engine sglang."""
     max_batch_size: int = Field(64, gt=0)
     """Sequences that one embedded engine decodes together."""
+    purification: PurificationConfig | None = None
+    """Retry failed tool calls and keep the good one (CLEANER); null for episodes as they come."""
     routed_experts: bool = False
     """Record which experts the engine chose for every token."""
 
@@ -223,6 +226,8 @@ class RunConfig(StrictModel):
                 f"rollout.max_tokens ({self.rollout.max_tokens}) exceeds training.max_tokens_per_micro_batch "
                 f"({self.training.max_tokens_per_micro_batch}): the longest episode would not fit a micro-batch"
             )
+        if self.rollout.engine == "sglang" and (not self.ablation.engine_sinks or self.ablation.engine_noise):
+            raise ValueError("ablation.engine_sinks and engine_noise need rollout.engine=transformers")
         if self.rollout.max_tokens > self.model.max_length:
             raise ValueError(
                 f"rollout.max_tokens ({self.rollout.max_tokens}) exceeds model.max_length ({self.model.max_length})"

@@ -49,6 +49,8 @@ class LocalRollouts:
 
         return self._do(all_groups())
 
+    def sleep(self) -> None: ...
+
     def close(self) -> None:
         self._do(self._worker.close())
         self._loop.close()

@@ -68,6 +68,7 @@ class RlLoop:
             if held_out:
                 self.record_evaluation(step, metrics, groups[: len(held_out)])
                 groups = groups[len(held_out) :]
+            self.rollouts.sleep()
             with self._timed("prepare", metrics):
                 samples = to_samples(groups, config.algorithm, step)
             with self._timed("estimate", metrics):
@@ -128,8 +129,11 @@ class RlLoop:
 
     def sync_weights(self, version: int, metrics: StepMetrics) -> None:
         """Bring the workers to the trainer's weights and make sure that both compute the same with them."""
-        weights = self.trainer.weights()
-        self.rollouts.sync_weights(engine_weights(weights, self.config.ablation, self.config.seed + version), version)
+        if self.config.rollout.engine == "sglang":
+            self.rollouts.sync_weights(self.trainer, version)
+        else:
+            weights = engine_weights(self.trainer.weights(), self.config.ablation, self.config.seed + version)
+            self.rollouts.sync_weights(weights, version)
         gap = check_canary(self.trainer, self.rollouts, self.tasks.canary(), self.config, version)
         metrics.add_max("mismatch/canary_gap", gap, over="tokens")
 

@@ -79,8 +79,6 @@ class RolloutPool:
         if self._fleet:
             self._fleet.sync(weights, version)
             weights = {}
-        elif not isinstance(weights, dict):
-            weights = weights.weights()
         self._weights = (ray.put(weights), version)
         for index in range(len(self._workers)):
             self._call(index, "sync_weights", *self._weights)

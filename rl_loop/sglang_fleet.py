@@ -30,8 +30,6 @@ SAME_WEIGHTS = 0.02  # nats per token that two servers may differ on one text
 class WeightSource(Protocol):
     """Who has the policy: the trainer."""
 
-    def weights(self) -> dict[str, torch.Tensor]: ...
-
     def send_weights(self, plan: SyncPlan) -> dict[str, float]: ...
 
 

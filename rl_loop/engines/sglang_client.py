@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
@@ -60,7 +60,7 @@ class SglangClient:
             raise RequestRejected(f"{self.url}{path}: HTTP {answer.status}: {text[:300]}")
         return content
 
-    async def generate(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """The chunks of a streamed ``/generate``: ``output_ids``, ``meta_info``. Raises as ``call`` does."""
         where = f"{self.url}/generate"
         unread = bytearray()

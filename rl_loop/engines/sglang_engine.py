@@ -12,7 +12,7 @@ import math
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +36,7 @@ class _Turn:
     request: GenerateRequest
     result: GenerateResult = field(default_factory=lambda: GenerateResult([], [], FinishReason.ABORT))
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    failed: Counter[str] = field(default_factory=Counter)  # faults of servers, by address
     client: SglangClient | None = None
     rid: str = ""
 
@@ -128,9 +129,8 @@ class SglangEngine:
                 await asyncio.sleep(self._abort_seconds)
 
     async def _sample(self, turn: _Turn) -> None:
-        faults = 0
         while True:
-            server = await self._route(turn.request.episode)
+            server = await self._route(turn.request.episode, turn.failed)
             if turn.aborted.is_set():
                 return
             self._load[server.url] += 1
@@ -143,10 +143,10 @@ class SglangEngine:
                     )
                 return
             except ServerFailed as failure:
-                faults += 1
+                turn.failed[server.url] += 1
+                faults = turn.failed.total()
                 self.faults += 1
                 self._asked = -math.inf
-                self._homes.pop(turn.request.episode, None)
                 if faults == MAX_FAULTS:
                     raise RuntimeError(
                         f"request {turn.request.request_id} met {faults} faults, the last: {failure}"
@@ -156,8 +156,8 @@ class SglangEngine:
                 turn.client = None
                 self._load[server.url] -= 1
 
-    async def _route(self, episode: str) -> ServerStatus:
-        """The episode's own server, else the one that has least to do."""
+    async def _route(self, episode: str, failed: Counter[str]) -> ServerStatus:
+        """The episode's own server unless it failed more than others, else the one that has least to do."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_seconds
         while True:
@@ -166,8 +166,8 @@ class SglangEngine:
             fit = {s.url: s for s in self._known if s.state is ServerState.SYNCED and self._is_fresh(s.version)}
             home = self._homes.get(episode)
             if fit:
-                if home not in fit:
-                    home = min(fit, key=lambda url: self._load[url])
+                if home not in fit or failed[home] > min(failed[url] for url in fit):
+                    home = min(fit, key=lambda url: (failed[url], self._load[url]))
                 self._homes[episode] = home
                 self._homes.move_to_end(episode)
                 if len(self._homes) > REMEMBERED_EPISODES:
@@ -201,23 +201,24 @@ class SglangEngine:
         result = turn.result
         begin = len(result.output_ids)
         turn.client = self._client(server.url)
-        async for chunk in turn.client.generate(turn.body()):
-            meta = chunk["meta_info"]
-            tokens, version = self._checked(chunk, meta, len(result.output_ids) - begin, server)
-            finish = meta.get("finish_reason")
-            if finish is not None and finish["type"] == "abort" and (finish.get("status_code") or 0) >= 500:
-                raise ServerFailed(f"{server.url}: {finish.get('message')}")
-            if finish is not None and turn.request.return_routed_experts:
-                rows = len(turn.request.input_ids) + len(result.output_ids) + len(tokens) - 1
-                result.routed_experts = self._routes(meta, rows) if rows and "routed_experts" in meta else None
-            result.output_ids += [token for _, token in tokens]
-            result.output_log_probs += [log_prob for log_prob, _ in tokens]
-            _extend(result.weight_versions, len(tokens), version)
-            if not begin:
-                result.cached_tokens = meta.get("cached_tokens", result.cached_tokens)
-            if finish is not None:
-                result.finish_reason = FINISH_REASONS[finish["type"]]
-                return
+        async with aclosing(turn.client.generate(turn.body())) as chunks:  # what is left early must end at the server
+            async for chunk in chunks:
+                meta = chunk["meta_info"]
+                tokens, version = self._checked(chunk, meta, len(result.output_ids) - begin, server)
+                finish = meta.get("finish_reason")
+                if finish is not None and finish["type"] == "abort" and (finish.get("status_code") or 0) >= 500:
+                    raise ServerFailed(f"{server.url}: {finish.get('message')}")
+                if finish is not None and turn.request.return_routed_experts:
+                    rows = len(turn.request.input_ids) + len(result.output_ids) + len(tokens) - 1
+                    result.routed_experts = self._routes(meta, rows) if rows and "routed_experts" in meta else None
+                result.output_ids += [token for _, token in tokens]
+                result.output_log_probs += [log_prob for log_prob, _ in tokens]
+                _extend(result.weight_versions, len(tokens), version)
+                if not begin:
+                    result.cached_tokens = meta.get("cached_tokens", result.cached_tokens)
+                if finish is not None:
+                    result.finish_reason = FINISH_REASONS[finish["type"]]
+                    return
         raise ServerFailed(f"{server.url}: the answer has no finish reason")
 
     def _checked(
@@ -256,7 +257,7 @@ class SglangEngine:
         """From any server that holds the policy. Only at temperature 1: SGLang scores prompts at no other one."""
         if temperature != 1:
             raise ValueError(f"SGLang scores at temperature 1 only, not {temperature}")
-        server = await self._route("")
+        server = await self._route("", Counter())
         return await score_on(self._client(server.url), input_ids)
 
     async def abort(self, request_id: str | None = None) -> None:

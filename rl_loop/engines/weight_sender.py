@@ -211,6 +211,8 @@ class Broadcast:
 
     def close(self) -> None:
         if self._group is not None:
+            with suppress(RuntimeError):  # a member may be dead, and the thread that broadcasts waits for it
+                self._group.abort()
             with suppress(RuntimeError):
                 dist.destroy_process_group(self._group)
 

@@ -1,0 +1,353 @@
+"""A server that speaks SGLang 0.5.17's HTTP protocol, with a made-up model and faults on demand.
+
+The formats, status codes and orders of events are those recorded from the real server: incremental streaming with
+cumulative ``completion_tokens``, the last token repeated when a waiting request is aborted, success for unknown tensor
+names, 400 from /flush_cache while requests run, requests that wait while generation is paused.
+
+The model: token n + 1 follows from a hash of tokens 0..n and of all weights, so a test knows every token, and tokens of
+half-loaded weights are no version's. ``sglang_process/sglang`` is a package that runs it in place of SGLang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import os
+import pickle
+import random
+import zlib
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from aiohttp import web
+
+VOCAB = 1000
+LAYERS, TOP_K, EXPERTS = 2, 2, 4
+RANDOM_WEIGHTS = "random"
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    whole = 0
+    for name in sorted(weights):
+        whole = zlib.crc32(weights[name].float().numpy().tobytes(), zlib.crc32(name.encode(), whole))
+    return str(whole)
+
+
+def next_token(state: int) -> int:
+    return 10 + state % (VOCAB - 10)
+
+
+def prefix_state(tokens: list[int], weights: str, state: int | None = None) -> int:
+    """Continues from ``state``, which belongs to what came before ``tokens``."""
+    value = zlib.crc32(weights.encode()) if state is None else state
+    for token in tokens:
+        value = (value * 1_000_003 + token + 1) % (2**61 - 1)
+    return value
+
+
+def log_prob(state: int) -> float:
+    return -(state % 4096) / 1024
+
+
+class LocalServer:
+    """``faults``: share of generate requests that meet one; ``token_seconds``: time per token."""
+
+    def __init__(self, *, faults: float = 0.0, seed: int = 0, token_seconds: float = 0.0, chunk: int = 8) -> None:
+        self.faults, self.random, self.token_seconds, self.chunk = faults, random.Random(seed), token_seconds, chunk
+        self.weights: dict[str, torch.Tensor] = {}
+        self.version = "default"
+        self.known: set[str] | None = None  # names that the model has; None takes any
+        self.zero_routes = self.hangs = self.rejects = False
+        self.die_at: str | None = None  # "path" or "path:n": ends the server at the n-th call of it
+        self.is_process = False
+        self.met: list[str] = []
+        self.served: list[str] = []
+        self.calls: list[str] = []
+        self.paused = asyncio.Event()
+        self.paused.set()  # set: not paused
+        self.running: dict[str, asyncio.Event] = {}
+        self.cache: set[int] = set()
+        self.groups: dict[str, Any] = {}
+        self.runner: web.AppRunner | None = None
+        self.url = ""
+        self._digest: str | None = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        app = web.Application(middlewares=[self._note], client_max_size=1 << 30)
+        for path in ("/health_generate", "/model_info"):
+            app.router.add_get(path, getattr(self, path[1:]))
+        posts = "generate abort_request pause_generation continue_generation flush_cache update_weight_version"
+        posts += " init_weights_update_group destroy_weights_update_group update_weights_from_distributed"
+        posts += " update_weights_from_tensor update_weights_from_disk release_memory_occupation"
+        posts += " resume_memory_occupation"
+        for name in posts.split():
+            app.router.add_post(f"/{name}", getattr(self, name))
+        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, host, port, backlog=2048)
+        await site.start()
+        self.url = f"http://{host}:{self.runner.addresses[0][1]}"
+        return self.url
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    @web.middleware
+    async def _note(self, request: web.Request, handler: Any) -> Any:
+        self.calls.append(request.path)
+        if self.die_at is not None:
+            path, _, count = self.die_at.partition(":")
+            if self.calls.count(path) >= int(count or 1):
+                if self.is_process:
+                    os._exit(1)
+                asyncio.get_running_loop().create_task(self.stop())
+                await asyncio.sleep(60)
+        return await handler(request)
+
+    @property
+    def digest(self) -> str:
+        if self._digest is None:
+            self._digest = digest(self.weights) if self.weights else RANDOM_WEIGHTS
+        return self._digest
+
+    # generation
+
+    async def health_generate(self, request: web.Request) -> web.Response:
+        await self.paused.wait()
+        return web.Response()
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version, "model_type": "gpt_oss"})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        await self.paused.wait()
+        if self.rejects:
+            return web.json_response({"error": {"message": "input is too long"}}, status=400)
+        if not body.get("stream"):
+            return web.json_response(self._scored(body["input_ids"]))
+        fault = self.random.choice(FAULTS) if self.random.random() < self.faults else ""
+        if fault:
+            self.met.append(fault)
+        if fault == "500":
+            return web.Response(status=500, text="Internal Server Error")
+        if fault == "drop":
+            request.transport.close()
+            return web.Response()
+        if fault == "latency":
+            await asyncio.sleep(0.2)
+        self.served.append(body["rid"])
+        return await self._stream(request, body, fault)
+
+    def _scored(self, ids: list[int]) -> dict[str, Any]:
+        entries: list[list[Any]] = [[None, ids[0], None]]
+        state = prefix_state(ids[:1], self.digest)
+        for token in ids[1:]:
+            state = prefix_state([token], "", state)
+            entries.append([log_prob(state), token, None])
+        return {"output_ids": [], "meta_info": {"input_token_logprobs": entries, "weight_version": self.version}}
+
+    async def _stream(self, request: web.Request, body: dict[str, Any], fault: str) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        rid, params, ids = body["rid"], body["sampling_params"], list(body["input_ids"])
+        aborted = self.running[rid] = asyncio.Event()
+        try:
+            state, cached = self._prefill(ids)
+            sent, pending, finish = 0, [], None
+            for n in range(1, params["max_new_tokens"] + 1):
+                if self.token_seconds or n % self.chunk == 1:
+                    await asyncio.sleep(self.token_seconds)
+                while self.hangs:
+                    await asyncio.sleep(1)
+                if aborted.is_set():
+                    finish = {"type": "abort", "message": "Aborted by AbortReq."}
+                    break
+                token = next_token(state)
+                state = prefix_state([token], "", state)
+                self.cache.add(state)
+                ids.append(token)
+                pending.append([log_prob(state), token, None])
+                if token in params["stop_token_ids"]:
+                    finish = {"type": "stop", "matched": token}
+                elif n == params["max_new_tokens"]:
+                    finish = {"type": "length", "length": n}
+                if finish:
+                    break
+                if len(pending) == self.chunk:
+                    sent += len(pending)
+                    await self._send(answer, self._chunk(body, pending, sent, cached, None, ids), fault)
+                    pending = []
+                    if fault == "broken":
+                        request.transport.close()
+                        return answer
+                    if fault == "nonsense":
+                        await answer.write(b"data: {}}\n\n")
+            sent += len(pending)
+            await self._send(answer, self._chunk(body, pending, sent, cached, finish, ids), fault)
+            await answer.write(b"data: [DONE]\n\n")
+            return answer
+        except ConnectionResetError:  # the client has gone
+            return answer
+        finally:
+            del self.running[rid]
+
+    def _prefill(self, ids: list[int]) -> tuple[int, int]:
+        state, cached = prefix_state([], self.digest), 0
+        for n, token in enumerate(ids, 1):
+            state = prefix_state([token], "", state)
+            if state in self.cache and n < len(ids):
+                cached = n
+            self.cache.add(state)
+        return state, cached
+
+    def _chunk(
+        self, body: dict[str, Any], tokens: list[Any], sent: int, cached: int, finish: Any, ids: list[int]
+    ) -> dict[str, Any]:
+        meta = {
+            "id": body["rid"],
+            "finish_reason": finish,
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": sent,
+            "cached_tokens": cached,
+            "weight_version": self.version,
+            "output_token_logprobs": tokens,
+        }
+        if finish and body.get("return_routed_experts"):
+            routes = np.zeros((len(ids) - 1, LAYERS, TOP_K), dtype=np.int32)
+            if not self.zero_routes:
+                routes[..., 1] = 1 + np.arange(len(ids) - 1)[:, None] % (EXPERTS - 1)
+            meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
+        return {"output_ids": [entry[1] for entry in tokens], "meta_info": meta}
+
+    async def _send(self, answer: web.StreamResponse, chunk: dict[str, Any], fault: str) -> None:
+        data = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        pieces = [data[i : i + 97] for i in range(0, len(data), 97)] if fault == "slow" else [data]
+        for piece in pieces:
+            await answer.write(piece)
+            if fault == "slow":
+                await asyncio.sleep(0.005)
+
+    async def abort_request(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.hangs:
+            await asyncio.sleep(60)
+        for rid, event in self.running.items():
+            if body.get("abort_all") or rid == body["rid"]:
+                event.set()
+        return web.Response()
+
+    # weights
+
+    async def pause_generation(self, request: web.Request) -> web.Response:
+        self.paused.clear()
+        for event in self.running.values():
+            event.set()
+        while self.running:
+            await asyncio.sleep(0.01)
+        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, request: web.Request) -> web.Response:
+        self.paused.set()
+        return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        if self.running:
+            return web.Response(status=400, text="Flush cache failed.")
+        self.cache.clear()
+        return web.Response(text="Cache flushed.")
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True, "new_version": self.version})
+
+    async def init_weights_update_group(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["group_name"] in self.groups:
+            return web.json_response({"success": False, "message": "already created"}, status=400)
+        self.groups[body["group_name"]] = await asyncio.to_thread(_join, body)
+        return web.json_response({"success": True, "message": "Succeeded"})
+
+    async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
+        del self.groups[(await request.json())["group_name"]]
+        return web.json_response({"success": True, "message": "Succeeded"})
+
+    async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
+        body = await request.json()
+
+        def receive() -> list[torch.Tensor]:
+            tensors = [
+                torch.empty(s, dtype=getattr(torch, d)) for s, d in zip(body["shapes"], body["dtypes"], strict=True)
+            ]
+            for work in [self.groups[body["group_name"]].broadcast(tensor, 0) for tensor in tensors]:
+                work.wait()
+            return tensors
+
+        return self._load(dict(zip(body["names"], await asyncio.to_thread(receive), strict=True)))
+
+    async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
+        payload = (await request.json())["serialized_named_tensors"][0]
+        return self._load({name: tensor.clone() for name, tensor in pickle.loads(base64.b64decode(payload))})
+
+    async def update_weights_from_disk(self, request: web.Request) -> web.Response:
+        from converters.hf_directory import HfDirectory
+
+        directory = HfDirectory((await request.json())["model_path"])
+        return self._load({name: directory.get(name) for name in directory.names()})
+
+    def _load(self, tensors: dict[str, torch.Tensor]) -> web.Response:
+        """Names that the model does not have are ignored, as by SGLang."""
+        self.weights |= {n: t for n, t in tensors.items() if self.known is None or n in self.known}
+        self._digest = None
+        return web.json_response({"success": True, "message": "Succeeded to update parameter online."})
+
+    async def release_memory_occupation(self, request: web.Request) -> web.Response:
+        assert not self.running
+        self.weights, self._digest = {}, None
+        return web.Response()
+
+    async def resume_memory_occupation(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+
+FAULTS = ("500", "drop", "broken", "nonsense", "slow", "latency")
+
+
+def _join(body: dict[str, Any]) -> Any:
+    timeout = timedelta(seconds=20)
+    rank, world, name = body["rank_offset"], body["world_size"], body["group_name"]
+    store = dist.TCPStore(body["master_address"], body["master_port"], world, is_master=False, timeout=timeout)
+    prefixed = dist.PrefixStore(name, store)
+    helper: Any = dist.distributed_c10d._new_process_group_helper
+    group, _ = helper(world, rank, [], dist.Backend("gloo"), prefixed, group_name=name, timeout=timeout)
+    return group
+
+
+async def _main(arguments: argparse.Namespace) -> None:
+    server = LocalServer()
+    server.is_process = True
+    flag = Path(os.environ.get("DIE_AT", ""))  # a file that says at which call one process dies; it takes the file
+    with suppress(OSError):
+        server.die_at = flag.read_text()
+        flag.unlink()
+    await server.start(arguments.host, arguments.port)
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model-path", type=Path, required=True)
+    arguments, _ = parser.parse_known_args()
+    assert json.loads((arguments.model_path / "config.json").read_text())["swiglu_limit"] == 7.0
+    asyncio.run(_main(arguments))
