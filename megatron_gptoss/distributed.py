@@ -25,12 +25,11 @@ def initialize(parallel: ParallelConfig, rank: int = 0, master: str = "127.0.0.1
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    timeout = timedelta(minutes=10)
+    # not by a tcp:// address: under torchrun that makes every rank a client of a store that nobody serves
+    store = dist.TCPStore(master, port, parallel.world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"tcp://{master}:{port}",
-        rank=rank,
-        world_size=parallel.world_size,
-        timeout=timedelta(minutes=10),
+        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=parallel.world_size, timeout=timeout
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
