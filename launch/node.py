@@ -73,6 +73,7 @@ class NodeProgram:
         self.scratch = Path("/tmp") / f"gptoss-ray-{environment['GPTOSS_ATTEMPT']}"
         self.stop_requested = False
         self.children: list[subprocess.Popen[bytes]] = []
+        self.ray: subprocess.Popen[bytes] | None = None
 
     @property
     def is_head(self) -> bool:
@@ -99,8 +100,8 @@ class NodeProgram:
 
     # -- every node -----------------------------------------------------------------------------------------------
 
-    def _join(self) -> subprocess.Popen[bytes]:
-        """Check the node and bring it into Ray; returns the process that ends when this node's Ray does."""
+    def _join(self) -> None:
+        """Check the node and bring it into Ray; ``ray`` is the process that ends when this node's Ray does."""
         self._report("checking")
         check = check_node(self.cluster)
         if check["problems"]:
@@ -120,11 +121,11 @@ class NodeProgram:
             ray = self._start(ray_command(self, head), log, RAY_prestart_worker_first_driver="0")
             self._wait(partial(started_or_ended, ray, log))
             if ray.poll() is None:
+                self.ray = ray
                 self._report("ready", **check)
-                return ray
+                return
         self._report("bad", problem=f"Ray did not start: {last_line(log)}", **check)
         self._wait(lambda: False)
-        raise AssertionError("the wait ends with an exception")
 
     def _measure(self, head: dict[str, Any]) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.names)}",
@@ -137,6 +138,7 @@ class NodeProgram:
     def _wait(self, done: Callable[[], bool]) -> None:
         """Until ``done``. Raises what ends the wait before: AttemptEnded, Stopped, and on the head Unfit."""
         while not done():
+            self._look_after_ray()
             if not self.is_head and self.attempt.outcome.exists():
                 raise AttemptEnded
             if self.is_head and self.stop_requested:
@@ -146,6 +148,12 @@ class NodeProgram:
             elif time.monotonic() > self.deadline + 60:
                 raise AttemptEnded  # the head should have decided by now; it is gone
             time.sleep(POLL_SECONDS)
+
+    def _look_after_ray(self) -> None:
+        if self.ray is not None and self.ray.poll() is not None:
+            log = self.attempt.path / f"{self.name}.ray.log"
+            self._report("failed", problem=f"Ray ended with status {self.ray.returncode}; see {log}", facts={})
+            self.ray = None
 
     def _report(self, state: str, **values: Any) -> None:
         self.attempt.report(self.name, state=state, **values)
@@ -187,11 +195,9 @@ class NodeProgram:
 
     def _serve(self) -> int:
         try:
-            ray = self._join()
+            self._join()
             while not self.attempt.outcome.exists():
-                if ray.poll() is not None:
-                    self._report("failed", problem=f"Ray ended with status {ray.returncode} on {self.name}")
-                    self._wait(lambda: False)
+                self._look_after_ray()
                 time.sleep(POLL_SECONDS)
         except AttemptEnded:
             pass
@@ -205,9 +211,9 @@ class NodeProgram:
         try:
             address = node_address()
             base = self.cluster.ray_port
-            ports = [base, base + 3, base + 9] if base else free_ports(address, 3)
+            ports = [base, base + 3, base + 9, base + 8] if base else free_ports(address, 4)
             self.attempt.write_head(host=address, port=str(ports[0]), dashboard_port=str(ports[1]),
-                                    check_port=str(ports[2]))  # fmt: skip
+                                    check_port=str(ports[2]), client_port=str(ports[3]))  # fmt: skip
             packages = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
             (self.attempt.path / "environment.txt").write_text("\n".join(packages) + "\n")
             self._join()
@@ -269,6 +275,7 @@ class NodeProgram:
         )
         discovery = self.scratch / "prom_metrics_service_discovery.json"  # Ray keeps it up to date
         while driver.poll() is None:
+            self._look_after_ray()
             if discovery.exists():
                 shutil.copyfile(discovery, self.attempt.path / "prometheus.json")
             if self.stop_requested:
@@ -303,7 +310,7 @@ def ray_command(node: NodeProgram, head: dict[str, Any]) -> list[str]:
     if node.is_head:
         command += [
             "--head", f"--port={head['port']}", f"--temp-dir={node.scratch}", f"--dashboard-host={address}",
-            f"--dashboard-port={head['dashboard_port']}",
+            f"--dashboard-port={head['dashboard_port']}", f"--ray-client-server-port={head['client_port']}",
         ]  # fmt: skip
     else:
         command.append(f"--address={head['host']}:{head['port']}")
