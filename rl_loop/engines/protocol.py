@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from rl_loop.trajectory import FinishReason, WeightVersionSpan
+
+if TYPE_CHECKING:  # configurations import this package, and reading one must not take seconds
+    import torch
 
 
 @dataclass(frozen=True)
