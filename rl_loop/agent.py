@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams
 from rl_loop.environments.base import Environment, StepResult
 from rl_loop.harmony import FormatError, Harmony
+from rl_loop.purification import Attempt, PurificationConfig, Purifier, snapshot
 from rl_loop.trajectory import FinishReason, Trajectory, Turn, WeightVersionSpan
 
 
@@ -51,6 +54,7 @@ async def run_episode(
     *,
     seed: int,
     routed_experts: bool = False,
+    purification: PurificationConfig | None = None,
 ) -> Trajectory:
     """Run one episode to its end. ``sampling.max_new_tokens`` is the limit of one turn; stop ids and seed are set here.
 
@@ -66,20 +70,30 @@ async def run_episode(
     episode = Trajectory(task_id, [], [], [])
     _append(episode, harmony, "prompt", prompt)
     end = partial(_end, episode, limits)
+
+    async def sample(name: str, ids: list[int]) -> GenerateResult | None:
+        room, _ = _room(episode, len(ids), limits, sampling.max_new_tokens)
+        params = replace(sampling, max_new_tokens=room, stop_token_ids=harmony.stop_token_ids)
+        request = GenerateRequest(f"{task_id}/{seed}/{name}", ids, params, routed_experts)
+        return await _sample(engine, request, deadline) if room > 0 else None
+
+    purifier = None
+    if purification is not None:
+        score = partial(engine.score, temperature=sampling.temperature or 1.0)
+        purifier = Purifier(purification, environment, harmony, limits.max_tokens, sample, score)
     result = StepResult()
     unread: list[int] = []  # what tools answered or the user said; part of the episode once a turn was sampled from it
     for turn in range(limits.max_turns):
         prefix = episode.token_ids + unread
-        room, limit = _room(episode, len(prefix), limits, sampling.max_new_tokens)
-        if room <= 0:
+        _, limit = _room(episode, len(prefix), limits, sampling.max_new_tokens)
+        sampled = await sample(str(turn), prefix)
+        if sampled is None:
             return end(environment.unfinished(), limit)
-        params = replace(sampling, max_new_tokens=room, stop_token_ids=harmony.stop_token_ids)
-        request = GenerateRequest(f"{task_id}/{seed}/{turn}", prefix, params, routed_experts)
-        sampled = await _sample(engine, request, deadline)
         if not sampled.output_ids:
             return end(environment.unfinished(), sampled.finish_reason)
         if unread:
             _append(episode, harmony, "tool" if result.tool_outputs else "user", unread)
+        before = replace(episode, **_lists(episode)) if purifier else episode
         _append(episode, harmony, "assistant", sampled.output_ids, sampled)
         if sampled.finish_reason is not FinishReason.STOP:
             stopped = sampled.finish_reason
@@ -87,7 +101,15 @@ async def run_episode(
         messages = harmony.parse(sampled.output_ids)
         if isinstance(messages, FormatError):
             return end(environment.illegal(messages.kind), FinishReason.FORMAT_ERROR)
+        state = snapshot(environment) if purifier else {}
         result = await environment.step(messages)
+        if purifier and result.tool_errors and not result.done and _chosen(purifier, f"{task_id}/{seed}/{turn}"):
+            failed = Attempt(prefix, sampled, messages, result, len(sampled.output_ids))
+            if (pure := await purifier.purified(failed, state)) is not None:
+                result = pure.result
+                vars(episode).update(vars(before))
+                _append(episode, harmony, "assistant", pure.sampled.output_ids, pure.sampled)
+                episode.grafted.append((len(prefix) + pure.kept, len(episode)))
         episode.tool_calls += result.tool_calls
         episode.tool_errors += result.tool_errors
         if result.done:
@@ -150,6 +172,15 @@ async def _generate(engine: RolloutEngine, request: GenerateRequest, deadline: f
         return await engine.generate(request)
     finally:
         timer.cancel()
+
+
+def _chosen(purifier: Purifier, name: str) -> bool:
+    return random.Random(name).random() < purifier.config.probability
+
+
+def _lists(episode: Trajectory) -> dict[str, Any]:
+    """Copies of what a turn appends to."""
+    return {name: list(value) for name, value in vars(episode).items() if isinstance(value, list)}
 
 
 def _seed_of(request_id: str) -> int:

@@ -102,7 +102,7 @@ class Harmony:
     def __init__(self, vocabulary: Vocabulary, prompt: PromptConfig) -> None:
         self.vocabulary = vocabulary
         self._system = _system_content(prompt)
-        self._assistant_header = vocabulary.from_harmony(
+        self.assistant_header = vocabulary.from_harmony(
             harmony_encoding().encode("<|start|>assistant", allowed_special="all")
         )
 
@@ -141,7 +141,7 @@ class Harmony:
             ids += harmony_encoding().render(message.with_channel(output.channel).with_recipient("assistant"))
         if user is not None:
             ids += harmony_encoding().render(Message.from_role_and_content(Role.USER, user))
-        return self.vocabulary.from_harmony(ids) + self._assistant_header
+        return self.vocabulary.from_harmony(ids) + self.assistant_header
 
     def render_assistant(self, messages: Sequence[ParsedMessage], end: Literal["<|return|>", "<|call|>"]) -> list[int]:
         """Ids of an assistant turn as a policy would sample it, after ``<|start|>assistant``. For demonstrations.

@@ -55,6 +55,7 @@ class RolloutWorker:
                 sampling,
                 seed=seed,
                 routed_experts=rollout.routed_experts,
+                purification=rollout.purification,
             )
             for seed in seeds
         ]

@@ -1,0 +1,164 @@
+"""Trajectory purification (CLEANER, arXiv 2601.15141): a failed tool call is retried; the episode keeps the good one.
+
+    the call fails -> the agent sees the error and writes the turn again -> the new call replaces the old one in the
+    context from before the error, behind the old reasoning if the calls are alike -> the world is set back and the call
+    executed
+
+Tokens that were sampled after the error and now stand before it are *grafted*: their log-probs are computed anew, and
+rollout correction and routing replay leave them out. Turns are only ever cut between Harmony messages.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from rl_loop.environments.base import Environment, StepResult
+from rl_loop.harmony import FormatError, Harmony, ParsedMessage
+from rl_loop.trajectory import FinishReason, WeightVersionSpan
+
+if TYPE_CHECKING:
+    from rl_loop.engines.protocol import GenerateResult
+
+
+class PurificationConfig(BaseModel):
+    """How often failed tool calls are retried."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    probability: float = Field(1.0, gt=0, le=1)
+    """Share of failed turns that are retried; below 1 the policy goes on meeting errors."""
+    retries: int = Field(3, gt=0)
+    """Of one turn; after that the error stays."""
+    attempts: int = Field(30, gt=0)
+    """Retries of a whole episode."""
+    similarity: float = Field(0.5, ge=0, le=1)
+    """Of old and new call (difflib's ratio) from which on the old reasoning stays; below it the whole turn is new."""
+
+
+@dataclass
+class Attempt:
+    """What the policy wrote after ``prefix`` and what came of it; its first ``kept`` tokens were sampled there."""
+
+    prefix: list[int]
+    sampled: GenerateResult
+    messages: list[ParsedMessage]
+    result: StepResult
+    kept: int
+
+
+Sample = Callable[[str, list[int]], Awaitable["GenerateResult | None"]]
+"""(name, ids) -> a sampled turn, None if there is no room for one"""
+Score = Callable[[list[int]], Awaitable[list[float]]]
+"""ids -> log-probs of all but the first"""
+
+
+class Purifier:
+    """Of one episode."""
+
+    def __init__(
+        self,
+        config: PurificationConfig,
+        environment: Environment,
+        harmony: Harmony,
+        max_tokens: int,
+        sample: Sample,
+        score: Score,
+    ) -> None:
+        self.config, self.environment, self.harmony, self.max_tokens = config, environment, harmony, max_tokens
+        self.sample, self.score = sample, score
+        self.attempts = 0
+
+    async def purified(self, failed: Attempt, before: dict[str, Any]) -> Attempt | None:
+        """A turn in place of ``failed``; None if the error stays. ``before``: snapshot of the environment before it."""
+        after = snapshot(self.environment)
+        turn = failed
+        for _ in range(self.config.retries):
+            if self.attempts >= self.config.attempts:
+                break
+            self.attempts += 1
+            new = await self._again(turn)
+            if new is None:
+                break
+            restore(self.environment, before)
+            turn = replace(new, result=await self.environment.step(new.messages))
+            if turn.result.tool_errors == 0 and turn.result.format_error is None:
+                scored = (await self.score(turn.prefix + turn.sampled.output_ids))[len(turn.prefix) - 1 :]
+                log_probs = failed.sampled.output_log_probs[: turn.kept] + scored[turn.kept :]
+                return replace(turn, sampled=replace(turn.sampled, output_log_probs=log_probs))
+        restore(self.environment, after)
+        return None
+
+    async def _again(self, turn: Attempt) -> Attempt | None:
+        """The turn as the agent writes it after seeing the error, put in the place of the failed one."""
+        error = self.harmony.render_observation(turn.result.tool_outputs, turn.result.user)
+        old = turn.sampled.output_ids
+        sampled = await self.sample(f"retry{self.attempts}", turn.prefix + old + error)
+        if sampled is None or sampled.finish_reason is not FinishReason.STOP:
+            return None
+        messages = self.harmony.parse(sampled.output_ids)
+        if isinstance(messages, FormatError) or not _calls(messages):
+            return None  # it gave up on the tool
+        alike = SequenceMatcher(None, _calls(turn.messages), _calls(messages), autojunk=False).ratio()
+        kept, new = 0, sampled.output_ids
+        if alike >= self.config.similarity:
+            head, tail = self._split(old, turn.messages)[0], self._split(new, messages)[1]
+            kept = min(len(head), turn.kept)
+            new = head + self.harmony.assistant_header + tail if head else tail
+        merged = self.harmony.parse(new)
+        if isinstance(merged, FormatError) or len(turn.prefix) + len(new) > self.max_tokens:
+            return None
+        return Attempt(turn.prefix, _grafted(turn, sampled, new, kept), merged, turn.result, kept)
+
+    def _split(self, ids: list[int], messages: Sequence[ParsedMessage]) -> tuple[list[int], list[int]]:
+        """The ids of the messages before the first call, and the call's own after its ``<|start|>assistant``."""
+        first = next(i for i, message in enumerate(messages) if message.recipient is not None)
+        if first == 0:
+            return [], ids
+        header = self.harmony.assistant_header
+        starts = [i for i, token in enumerate(ids) if token == header[0]]
+        return ids[: starts[first - 1]], ids[starts[first - 1] + len(header) :]
+
+
+def _calls(messages: Sequence[ParsedMessage]) -> str:
+    return "\n".join(message.text for message in messages if message.recipient is not None)
+
+
+def _grafted(turn: Attempt, sampled: GenerateResult, ids: list[int], kept: int) -> GenerateResult:
+    """``ids`` as a result in the place of the turn's own, of which the first ``kept`` tokens are the same."""
+    own = [replace(s, end=min(s.end, kept)) for s in turn.sampled.weight_versions if s.start < kept]
+    new = [WeightVersionSpan(kept, len(ids), span.version) for span in sampled.weight_versions[-1:]]
+    routes = turn.sampled.routed_experts
+    if routes is not None:
+        rows = len(turn.prefix) + len(ids) - 1
+        routes = routes[: min(rows, len(turn.prefix) + kept)]
+        routes = np.concatenate([routes, np.full((rows - len(routes), *routes.shape[1:]), -1, routes.dtype)])
+    return replace(
+        sampled,
+        output_ids=ids,
+        output_log_probs=[0.0] * len(ids),
+        weight_versions=own + new if new else [],
+        routed_experts=routes,
+    )
+
+
+FIXED = ("task", "execute", "reward")
+"""Attributes of an environment that no step changes, and of which not all can be copied."""
+
+
+def snapshot(environment: Environment) -> dict[str, Any]:
+    """Everything that the steps of an episode may have changed."""
+    return copy.deepcopy({name: value for name, value in vars(environment).items() if name not in FIXED})
+
+
+def restore(environment: Environment, state: dict[str, Any]) -> None:
+    """Set the environment back to a snapshot, which stays usable."""
+    fixed = {name: value for name, value in vars(environment).items() if name in FIXED}
+    vars(environment).clear()
+    vars(environment).update(fixed, **copy.deepcopy(state))
