@@ -170,8 +170,21 @@ def plan(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    engine: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="Run the engine and the trainer of an RL configuration and compare them."),
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
     """Check that this machine has everything a run needs, and say what to do where it does not."""
+    if engine is not None:
+        with errors_in_one_line():
+            config = load_config(engine, RlConfig, overrides)
+            from rl_loop.engine_report import engine_report
+
+            print(engine_report(config))
+        return
     from launch.doctor import print_doctor
 
     raise typer.Exit(0 if print_doctor() else 1)

@@ -156,6 +156,12 @@ class RolloutPool:
         """Of the workers, for people (and tests) who want to look at or kill one."""
         return [self._call(index, "process_id") for index in range(len(self._workers))]
 
+    def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
+        """What an engine says of itself, as far as it knows the names."""
+        if self._fleet:
+            return self._fleet.settings(names)
+        return {"engine": "transformers, embedded", "dtype": self._config.dtype}
+
     def sleep(self) -> None:
         """No episodes until the next weight sync: servers on the trainer's GPUs give it their memory."""
         if self._fleet:

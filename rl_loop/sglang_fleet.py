@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -179,6 +179,12 @@ class SglangFleet:
 
     def _score(self, urls: tuple[str, ...], token_ids: list[int]) -> list[list[float]]:
         return self._at_all(urls, lambda client: score_on(client, token_ids))
+
+    def settings(self, names: Sequence[str]) -> dict[str, Any]:
+        """Of the first healthy server, from /server_info."""
+        url = next(iter(self._alive(lambda _: False).values())).url
+        (info,) = self._at_all((url,), lambda client: client.call("/server_info", seconds=60))
+        return {"engine": f"SGLang at {url}"} | {name: info[name] for name in names if name in info}
 
     def sleep(self) -> None:
         """Free the servers' weights and caches if they share GPUs with the trainer; the next ``sync`` wakes them."""

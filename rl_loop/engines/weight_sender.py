@@ -157,6 +157,7 @@ class Broadcast:
     def __init__(self, plan: SyncPlan, clients: list[SglangClient]) -> None:
         self._plan, self._clients = plan, clients
         self._group: Any = None
+        self._finished = False
         self._name = f"weights_{plan.version}_{uuid.uuid4().hex[:8]}"
 
     async def open(self) -> None:
@@ -183,6 +184,7 @@ class Broadcast:
         prefixed = dist.PrefixStore(self._name, store)
         backend = dist.Backend(self._plan.transport)
         group, _ = helper(world, 0, [], backend, prefixed, group_name=self._name, timeout=timeout)
+        dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
         return group
 
     async def send(self, bucket: Bucket) -> None:
@@ -202,6 +204,7 @@ class Broadcast:
     async def finish(self) -> None:
         for client in self._clients:
             await client.call("/destroy_weights_update_group", {"group_name": self._name}, seconds=self._plan.seconds)
+        self._finished = True
 
     def _broadcast(self, bucket: Bucket) -> None:
         for work in [self._group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]:
@@ -210,11 +213,12 @@ class Broadcast:
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        if self._group is not None:
-            with suppress(RuntimeError):  # a member may be dead, and the thread that broadcasts waits for it
+        if self._group is None:
+            return
+        with suppress(RuntimeError):
+            if not self._finished:  # a member may be dead, and the thread that broadcasts waits for it
                 self._group.abort()
-            with suppress(RuntimeError):
-                dist.destroy_process_group(self._group)
+            dist.destroy_process_group(self._group)
 
 
 class Handles:

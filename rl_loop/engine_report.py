@@ -1,0 +1,89 @@
+"""What ``gptoss doctor --engine`` prints: how an engine is set up and how far its log-probs are from the trainer's.
+
+Held-out episodes are sampled, and every sampled token is scored by the trainer with the same weights, its experts chosen
+freely and, if the algorithm replays routes, as the engine chose them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_gptoss.packing import Sample
+from rl_loop.batch import to_samples
+from rl_loop.canary import check_canary
+from rl_loop.config import RlConfig
+from rl_loop.evaluation import held_out_requests
+from rl_loop.harmony import Harmony
+from rl_loop.rollout_pool import RolloutPool
+from rl_loop.run import ray_session
+from rl_loop.tasks import TaskSource
+from rl_loop.trainer_group import TrainerGroup
+
+POSITIONS = (0, 128, 512, 2048, 8192)
+"""Where ranges of positions begin: GPT-OSS's window, then four times as far each."""
+SETTINGS = ("version", "attention_backend", "moe_runner_backend", "enable_deterministic_inference", "dtype", "tp_size")
+
+
+def engine_report(config: RlConfig) -> str:
+    """Run the engine and the trainer of ``config`` on its held-out tasks. Raises CanaryError if they hold two models."""
+    with ray_session():
+        trainer, rollouts, tasks = TrainerGroup(config), RolloutPool(config), TaskSource(config)
+        try:
+            trainer.ready()
+            rollouts.ready()
+            rollouts.sync_weights(trainer if config.rollout.engine == "sglang" else trainer.weights(), 0)
+            lines = [f"{name}: {value}" for name, value in rollouts.engine_settings(SETTINGS).items()]
+            lines.append(f"canary: {check_canary(trainer, rollouts, tasks.canary(), config, 0):.2e} nats per token")
+            samples = to_samples(
+                rollouts.run(held_out_requests(tasks, config.rollout.temperature)), config.algorithm, 0
+            )
+            for title, scored in _variants(samples):
+                lines += ["", title, *gap_table(scored, trainer.score(scored), tasks.harmony)]
+        finally:
+            rollouts.close()
+            trainer.close()
+    return "\n".join(lines)
+
+
+def _variants(samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
+    free = ("|d log p|, the trainer routes freely", [replace(sample, routed_experts=None) for sample in samples])
+    replayed = ("|d log p|, the trainer takes the engine's routes", samples)
+    return [free] if samples[0].routed_experts is None else [free, replayed]
+
+
+def gap_table(samples: Sequence[Sample], scores: Sequence[Sequence[float]], harmony: Harmony) -> list[str]:
+    """Lines with the distribution of |trainer's - engine's log-prob|, in nats, by position and class of token."""
+    rows: list[tuple[int, str, float]] = []
+    for sample, values in zip(samples, scores, strict=True):
+        assert sample.rollout_log_probs is not None
+        for i, mask in enumerate(sample.loss_mask):
+            if mask:
+                text = harmony.decode_token(sample.token_ids[i])
+                rows.append((i, _class_of(text), abs(values[i] - sample.rollout_log_probs[i])))
+    if not rows:
+        return ["no token was sampled"]
+    positions, classes, gaps = (np.array(column) for column in zip(*rows, strict=True))
+    groups: list[tuple[str, Any]] = [("all", np.ones(len(gaps), dtype=bool))]
+    for start, end in zip(POSITIONS, (*POSITIONS[1:], np.inf), strict=True):
+        groups.append((f"position {start} and on", (positions >= start) & (positions < end)))
+    groups += [(name, classes == name) for name in sorted(set(classes))]
+    lines = [f"{'':26}{'tokens':>8}{'mean':>11}{'p50':>11}{'p95':>11}{'p99':>11}{'max':>11}"]
+    for name, chosen in groups:
+        if chosen.any():
+            part = gaps[chosen]
+            figures = (part.mean(), *np.quantile(part, [0.5, 0.95, 0.99]), part.max())
+            lines.append(f"{name:26}{len(part):>8}" + "".join(f"{figure:>11.2e}" for figure in figures))
+    return lines
+
+
+def _class_of(text: str) -> str:
+    if text.startswith("<|") and text.endswith("|>"):
+        return "special tokens"
+    stripped = text.strip()
+    if not stripped:
+        return "white space"
+    return "digits" if stripped.isdigit() else "words" if stripped.isalpha() else "punctuation and mixed"
