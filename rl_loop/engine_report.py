@@ -1,6 +1,6 @@
 """What ``gptoss doctor --engine`` prints: how an engine is set up and how far its log-probs are from the trainer's.
 
-Held-out episodes are sampled, and every sampled token is scored by the trainer with the same weights, its experts chosen
+Held-out episodes are sampled, and the trainer scores every sampled token with the same weights: its experts chosen
 freely and, if the algorithm replays routes, as the engine chose them.
 """
 
@@ -29,7 +29,7 @@ SETTINGS = ("version", "attention_backend", "moe_runner_backend", "enable_determ
 
 
 def engine_report(config: RlConfig) -> str:
-    """Run the engine and the trainer of ``config`` on its held-out tasks. Raises CanaryError if they hold two models."""
+    """Run engine and trainer of ``config`` on its held-out tasks. Raises CanaryError if they hold two models."""
     with ray_session():
         trainer, rollouts, tasks = TrainerGroup(config), RolloutPool(config), TaskSource(config)
         try:
@@ -38,9 +38,8 @@ def engine_report(config: RlConfig) -> str:
             rollouts.sync_weights(trainer if config.rollout.engine == "sglang" else trainer.weights(), 0)
             lines = [f"{name}: {value}" for name, value in rollouts.engine_settings(SETTINGS).items()]
             lines.append(f"canary: {check_canary(trainer, rollouts, tasks.canary(), config, 0):.2e} nats per token")
-            samples = to_samples(
-                rollouts.run(held_out_requests(tasks, config.rollout.temperature)), config.algorithm, 0
-            )
+            groups = rollouts.run(held_out_requests(tasks, config.rollout.temperature))
+            samples = to_samples(groups, config.algorithm, 0)
             for title, scored in _variants(samples):
                 lines += ["", title, *gap_table(scored, trainer.score(scored), tasks.harmony)]
         finally:
