@@ -98,9 +98,11 @@ class Attempt:
         atomic_write_text(self.outcome, json.dumps(asdict(outcome)) + "\n")
 
 
-def earlier_outcomes(run: RunDirectory) -> list[Outcome]:
-    """Of all attempts of the run that came to an end of their own, oldest first."""
-    found = [Outcome(**read_json(path)) for path in (run.path / "attempts").glob("*/outcome.json")]
+def earlier_outcomes(attempt: Attempt) -> list[Outcome]:
+    """Of the attempts of the same job that came to an end of their own, oldest first. What another submission of the
+    run met with does not count: its user may have mended it."""
+    job = attempt.path.name.partition(".")[0]
+    found = [Outcome(**read_json(path)) for path in attempt.path.parent.glob(f"{job}.*/outcome.json")]
     return sorted(found, key=lambda outcome: outcome.ended)
 
 
@@ -119,14 +121,14 @@ def decide(outcome: Outcome, earlier: list[Outcome], retries: int) -> Outcome:
         outcome.why = "the run is complete"
     elif outcome.result is Result.BAD_NODES:
         outcome.requeue = not any(past.result is Result.BAD_NODES for past in earlier)
-        outcome.why = "once more without them" if outcome.requeue else "nodes were already replaced once"
+        outcome.why = "the next attempt does without them" if outcome.requeue else "nodes were already replaced once"
     elif not outcome.got_further and before is not None and not before.got_further:
         outcome.why = f"two attempts in a row came no further than step {outcome.last_step}"
     elif outcome.result is Result.FAILED and failures >= retries:
         outcome.why = f"failed {failures + 1} times, cluster.retries is {retries}"
     else:
         outcome.requeue = True
-        outcome.why = f"goes on from step {outcome.last_step}"
+        outcome.why = f"the next attempt goes on from step {outcome.last_step}"
     return outcome
 
 

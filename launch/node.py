@@ -235,7 +235,10 @@ class NodeProgram:
         except Exception as error:  # a fault of this program must not leave the other nodes waiting
             outcome.error = f"{self.name}: {type(error).__name__}: {error}"
         outcome.last_step = saved_steps(self.run)
-        self.attempt.write_outcome(decide(outcome, earlier_outcomes(self.run), self.cluster.retries))
+        decide(outcome, earlier_outcomes(self.attempt), self.cluster.retries)
+        if outcome.requeue and self.cluster.kind == "local":
+            outcome.requeue, outcome.why = False, "launch it again to go on"
+        self.attempt.write_outcome(outcome)
         return outcome
 
     def _reports(self) -> dict[str, dict[str, Any]]:

@@ -162,7 +162,7 @@ FAILED, INTERRUPTED, BAD = Result.FAILED, Result.INTERRUPTED, Result.BAD_NODES
         ([(FAILED, 0, 5), (INTERRUPTED, 5, 5)], (INTERRUPTED, 5, 5), False, "no further than step 5"),
         ([(FAILED, i, i + 1) for i in range(3)], (FAILED, 3, 4), False, "failed 4 times, cluster.retries is 3"),
         ([(INTERRUPTED, i, i + 1) for i in range(9)], (INTERRUPTED, 9, 10), True, "goes on from step 10"),
-        ([], (BAD, 0, 0), True, "once more without them"),
+        ([], (BAD, 0, 0), True, "the next attempt does without them"),
         ([(BAD, 0, 0), (INTERRUPTED, 0, 4)], (BAD, 4, 4), False, "already replaced once"),
     ],
 )
