@@ -40,7 +40,7 @@ POLL_SECONDS = 0.5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """SIGTERM: preempted or cancelled; SIGUSR1: the time limit is near."""
 RAY_STARTS = 3
-"""Ray gives itself 30 s to start, which a loaded machine may not do."""
+"""Ray gives each of its parts 30 s to start, which a loaded machine may not do."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -117,9 +117,12 @@ class NodeProgram:
             self._wait(lambda: self._reports().get(self.names[0], {}).get("state") == "ready")
         log = self.attempt.path / f"{self.name}.ray.log"
         for _ in range(RAY_STARTS):
+            log.touch()
+            before = log.stat().st_size
             # no idle workers, one per CPU: the actors are few and start when they are needed
             ray = self._start(ray_command(self, head), log, RAY_prestart_worker_first_driver="0")
-            self._wait(partial(started_or_ended, ray, log))
+            self._wait(partial(started_or_ended, ray, log, before))
+            time.sleep(1.5)  # it looks after its own parts every second, and ends if one of them came up too late
             if ray.poll() is None:
                 self.ray = ray
                 self._report("ready", **check)
@@ -349,8 +352,8 @@ def free_ports(address: str, count: int) -> list[int]:
             probe.close()
 
 
-def started_or_ended(ray: subprocess.Popen[bytes], log: Path) -> bool:
-    return "Ray runtime started" in log.read_text(errors="replace") or ray.poll() is not None
+def started_or_ended(ray: subprocess.Popen[bytes], log: Path, offset: int) -> bool:
+    return b"Ray runtime started" in log.read_bytes()[offset:] or ray.poll() is not None
 
 
 def last_line(log: Path) -> str:
