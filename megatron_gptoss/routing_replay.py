@@ -113,7 +113,7 @@ class RoutingReplay:
             layer.record = []
 
     def recorded(self) -> list[torch.Tensor]:
-        """int16 [tokens, layers, top_k] for every micro-batch since ``start_recording``: all layers, and the tokens in
+        """int32 [tokens, layers, top_k] for every micro-batch since ``start_recording``: all layers, and the tokens in
         the order in which context-parallel ranks hold them, on every rank. Collective."""
         micro_batches = [
             torch.stack(parts, dim=1) for parts in zip(*(x.record or [] for x in self.layers), strict=True)
@@ -129,6 +129,7 @@ class RoutingReplay:
 
 
 def _gathered(routes: torch.Tensor, groups: tuple[tuple[dist.ProcessGroup, int], ...]) -> torch.Tensor:
+    routes = routes.int()  # gloo and NCCL know no int16
     for group, dim in groups:
         if group.size() > 1:
             parts = [torch.empty_like(routes) for _ in range(group.size())]
