@@ -1,0 +1,234 @@
+"""Weights on their way into SGLang servers: versions, names, deaths on either side."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from converters.names import hf_shapes
+from converters.random_weights import random_hf_weights
+from megatron_gptoss.config import ModelConfig
+from rl_loop.config import RlConfig, load_config
+from rl_loop.engines.protocol import GenerateRequest, SamplingParams
+from rl_loop.engines.sglang_engine import SglangEngine
+from rl_loop.engines.sglang_server import ServerState, ServerStatus
+from rl_loop.engines.weight_sender import SyncPlan, WeightMismatch, buckets, send_weights
+from rl_loop.placed import free_address
+from rl_loop.sglang_fleet import SglangFleet, statuses
+from tests.rl_loop.sglang_protocol import LocalServer, digest, log_prob, next_token, prefix_state
+
+ROOT = Path(__file__).parents[2]
+MODEL = ModelConfig(
+    num_layers=2, num_experts=2, experts_per_token=2, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+    num_key_value_heads=2, head_size=16, vocab_size=64, max_length=1024,
+)  # fmt: skip
+TEXT = list(range(20, 60))
+
+
+def weights_of(seed: int) -> dict[str, torch.Tensor]:
+    get = random_hf_weights(MODEL, seed)
+    return {name: get(name).to(torch.bfloat16) for name in hf_shapes(MODEL)}
+
+
+def scores_under(weights: dict[str, torch.Tensor]) -> list[float]:
+    state, scores = prefix_state(TEXT[:1], digest(weights)), []
+    for token in TEXT[1:]:
+        state = prefix_state([token], "", state)
+        scores.append(log_prob(state))
+    return scores
+
+
+def test_buckets_are_bounded_and_keep_every_tensor() -> None:
+    weights = weights_of(0)
+    parts = list(buckets(weights.items(), 10_000))
+    assert [name for part in parts for name, _ in part] == list(weights)
+    assert all(len(part) == 1 or sum(t.nbytes for _, t in part) <= 10_000 for part in parts)
+    assert len(parts) > 3
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "disk"])
+def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(transport: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        server = LocalServer(token_seconds=0.005)
+        server.weights, server.version = weights_of(1), "1"
+        url = await server.start()
+
+        async def servers() -> list[ServerStatus]:
+            return [ServerStatus(url, ServerState.SYNCED, 1, int(server.version))]
+
+        engine = SglangEngine(servers, num_layers=2, top_k=2, num_experts=2)
+        tokens, versions, turn = list(TEXT), [], 0
+        syncing = asyncio.ensure_future(asyncio.sleep(0.3))
+        while len(tokens) < len(TEXT) + 150:
+            room = len(TEXT) + 150 - len(tokens)
+            running = asyncio.ensure_future(
+                engine.generate(GenerateRequest(f"e/0/0/{turn}", list(tokens), SamplingParams(room)))
+            )
+            if not turn:
+                await syncing
+                plan = SyncPlan((url,), 2, transport, bucket_bytes=20_000, directory=tmp_path / "weights")
+                figures = await send_weights(weights_of(2).items(), MODEL, plan)
+                assert figures["bytes"] > 0
+            result = await running
+            tokens += result.output_ids
+            versions += [span.version for span in result.weight_versions for _ in range(span.start, span.end)]
+            turn += 1
+        assert versions == sorted(versions)
+        assert set(versions) == {1, 2}
+        for i, version in enumerate(versions):
+            prefix = tokens[: len(TEXT) + i]
+            assert tokens[len(TEXT) + i] == next_token(prefix_state(prefix, digest(weights_of(version))))
+        await engine.close()
+        await server.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w | {"model.layers.0.no_such.weight": torch.zeros(3)}, "no_such.weight is none of GPT-OSS"),
+        (
+            lambda w: w | {"model.norm.weight": torch.zeros(31)},
+            r"model.norm.weight has shape \[31\], .* expects \[32\]",
+        ),
+        (lambda w: {n: t for n, t in w.items() if n != "model.norm.weight"}, "the first is model.norm.weight"),
+    ],
+)
+def test_weights_of_another_model_are_named_and_never_served(change: object, message: str) -> None:
+    async def main() -> None:
+        server = LocalServer()
+        server.weights, server.version = weights_of(1), "1"
+        plan = SyncPlan((await server.start(),), 2, "shared_memory", bucket_bytes=20_000)
+        with pytest.raises(WeightMismatch, match=message):
+            await send_weights(change(weights_of(2)).items(), MODEL, plan)
+        assert server.version == "1"
+        assert not server.paused.is_set(), "half-loaded weights could be served"
+        await server.stop()
+
+    asyncio.run(main())
+
+
+# -- the fleet: server processes, Ray actors, gloo -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    yield
+    ray.shutdown()
+
+
+class Trainer:
+    """Sends weights as trainer rank 0 does; dies before tensor ``dies_at``."""
+
+    def __init__(self, seed: int, dies_at: int | None = None) -> None:
+        self.named, self.dies_at, self.sends = weights_of(seed), dies_at, 0
+
+    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(self.named.items()):
+            if number == self.dies_at:
+                raise RuntimeError("the trainer died")
+            yield item
+
+    def send_weights(self, plan: SyncPlan) -> dict[str, float]:
+        self.sends += 1
+        host, port = free_address()
+        return asyncio.run(send_weights(self._stream(), MODEL, replace(plan, host=host, port=port)))
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, one_ray: None) -> Iterator[SglangFleet]:
+    stub = f"{ROOT / 'tests/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
+    config = load_config(
+        ROOT / "configs/rl/tiny_retool.yaml",
+        RlConfig,
+        [
+            f"output_dir={tmp_path}",
+            "rollout.engine=sglang",
+            "rollout.sglang.servers=2",
+            "rollout.sglang.weight_sync=gloo",
+        ],
+    )
+    settings = config.rollout.sglang.model_copy(
+        update={
+            "python": sys.executable,
+            "env": {"PYTHONPATH": stub, "DIE_AT": str(tmp_path / "die_at"), "OMP_NUM_THREADS": "1"},
+            "health_seconds": 1.0,
+            "sync_seconds": 30.0,
+            "bucket_bytes": 20_000,
+        }
+    )
+    rollout = config.rollout.model_copy(update={"sglang": settings})
+    servers = SglangFleet(config.model_copy(update={"model": MODEL, "rollout": rollout}))
+    yield servers
+    servers.close()
+
+
+def states(fleet: SglangFleet) -> list[tuple[ServerState, int | None]]:
+    return [(status.state, status.version) for status in asyncio.run(statuses(fleet.actors))]
+
+
+def until(condition: object, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.05)
+
+
+def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weights(fleet: SglangFleet) -> None:
+    fleet.ready()
+    assert states(fleet) == [(ServerState.STALE, None)] * 2
+    trainer = Trainer(1)
+    fleet.sync(trainer, 1)
+    assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
+    assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
+    fleet.heal()
+    assert trainer.sends == 1, "nothing was to be healed"
+    os.kill(ray.get(fleet.actors[0].process_id.remote()), signal.SIGKILL)
+    until(lambda: states(fleet)[0] == (ServerState.STALE, None))
+    assert states(fleet)[1] == (ServerState.SYNCED, 1)
+    fleet.heal()
+    assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
+    assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
+    # weights that are not those the others have: the canary of the healed server says so
+    fleet._source = (Trainer(2), 1)
+    os.kill(ray.get(fleet.actors[0].process_id.remote()), signal.SIGKILL)
+    until(lambda: states(fleet)[0] == (ServerState.STALE, None))
+    fleet.heal()
+    assert states(fleet)[0][0] is not ServerState.SYNCED
+    assert states(fleet)[1] == (ServerState.SYNCED, 1)
+
+
+def test_a_server_or_trainer_that_dies_in_mid_sync_leaves_nothing_half_loaded_to_serve(
+    fleet: SglangFleet, tmp_path: Path
+) -> None:
+    (tmp_path / "die_at").write_text("/update_weights_from_distributed:2")
+    fleet.ready()  # one of the two has taken the file
+    trainer = Trainer(1)
+    fleet.sync(trainer, 1)
+    assert trainer.sends == 2
+    until(lambda: all(state is not ServerState.DEAD for state, _ in states(fleet)))
+    fleet.ready()
+    fleet.heal()
+    assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
+    assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
+    with pytest.raises(Exception, match="the trainer died"):
+        fleet.sync(Trainer(2, dies_at=9), 2)
+    assert all(state is not ServerState.SYNCED for state, _ in states(fleet))
+    again = Trainer(2)
+    fleet.ready()
+    fleet.sync(again, 2)
+    fleet.heal()
+    assert states(fleet) == [(ServerState.SYNCED, 2)] * 2
+    assert fleet.score(TEXT, 1.0) == [scores_under(again.named)] * 2
