@@ -73,6 +73,8 @@ class ClusterConfig(StrictModel):
     """Further environment variables on every node, such as NCCL_SOCKET_IFNAME. Names in capitals."""
     ray_port: int | None = Field(None, ge=1024, le=60_000)
     """First of 1,000 ports that Ray uses, for clusters with firewalls between nodes; null takes free ones."""
+    dashboard: bool = True
+    """Ray's dashboard, and with it the list of metric addresses for Prometheus: a dozen processes on the head node."""
     ready_seconds: int = Field(600, gt=0)
     """Until then every node must be checked and in Ray; those that are not are named, left out and replaced once."""
     min_bandwidth: float | None = Field(None, gt=0)

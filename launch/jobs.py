@@ -159,7 +159,7 @@ def describe(launch: Launch) -> str:
             if outcome["error"]:
                 lines.append(f"    first error: {outcome['error']}")
         elif head and (number, outcome, head) == status.attempts[-1]:
-            lines.append(f"  attempt {number}: Ray dashboard http://{head['host']}:{head['dashboard_port']}")
+            lines.append(f"  attempt {number}: running; Ray dashboard {head['dashboard']}")
         else:
             lines.append(f"  attempt {number}: no outcome")
     return "\n".join(lines)

@@ -215,8 +215,9 @@ class NodeProgram:
             address = node_address()
             base = self.cluster.ray_port
             ports = [base, base + 3, base + 9, base + 8] if base else free_ports(address, 4)
-            self.attempt.write_head(host=address, port=str(ports[0]), dashboard_port=str(ports[1]),
-                                    check_port=str(ports[2]), client_port=str(ports[3]))  # fmt: skip
+            names = ("port", "dashboard_port", "check_port", "client_port")
+            shown = f"http://{address}:{ports[1]}" if self.cluster.dashboard else "is switched off"
+            self.attempt.write_head(host=address, dashboard=shown, **dict(zip(names, map(str, ports), strict=True)))
             packages = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
             (self.attempt.path / "environment.txt").write_text("\n".join(packages) + "\n")
             self._join()
@@ -317,6 +318,7 @@ def ray_command(node: NodeProgram, head: dict[str, Any]) -> list[str]:
         command += [
             "--head", f"--port={head['port']}", f"--temp-dir={node.scratch}", f"--dashboard-host={address}",
             f"--dashboard-port={head['dashboard_port']}", f"--ray-client-server-port={head['client_port']}",
+            f"--include-dashboard={str(cluster.dashboard).lower()}",
         ]  # fmt: skip
     else:
         command.append(f"--address={head['host']}:{head['port']}")

@@ -56,6 +56,7 @@ class Lab:
             "stop_before_end": 60,
             "min_free_disk": 0.5,
             "ready_seconds": 300,
+            "dashboard": False,
             "env": {"OMP_NUM_THREADS": "1"},
             **changes,
         }

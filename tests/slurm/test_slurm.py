@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -157,10 +158,15 @@ def test_cancel_ends_the_run_and_what_is_chained_to_it(lab: Lab) -> None:
 
 
 def test_trainer_and_rollout_nodes_of_a_heterogeneous_job_meet_in_one_ray(lab: Lab) -> None:
-    run = lab.launch("two_kinds", "training.steps=1", nodes=1, rollout_nodes=1)
+    run = lab.launch("two_kinds", "training.steps=1", nodes=1, rollout_nodes=1, dashboard=True)
+    lab.until(lambda: list(run.path.glob("attempts/*/head.json")), "Ray's address")
+    assert "Ray dashboard http://127.0.0.1" in lab.gptoss("launch", "status", "two_kinds").stdout
     lab.until(lambda: lab.outcomes(run), "the end of the run")
     assert lab.outcomes(run)[0]["result"] == "finished"
-    assert len(list((run.path / "attempts").glob("*/nodes/*.json"))) == 2
+    attempt = next((run.path / "attempts").iterdir())
+    assert len(list(attempt.glob("nodes/*.json"))) == 2
+    targets = json.loads((attempt / "prometheus.json").read_text())
+    assert len(targets[0]["targets"]) >= 2
 
 
 WRONG = [
