@@ -1,25 +1,36 @@
 """Hugging Face model directories: lazy reading with checks, and writing that is complete or did not happen.
 
 A directory holds ``config.json`` and either ``model.safetensors`` or ``model.safetensors.index.json`` with the files it
-names. Tensors are read one at a time from memory-mapped files; nothing is read before it is asked for except headers.
+names; one in OpenAI's original format may also hold ``model--00001-of-00007.safetensors`` and so on without an index.
+Nothing is read before it is asked for except headers.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from converters.errors import ConversionError
+from converters.hf_layouts import (
+    BLOCK,
+    QUANTIZATION_CONFIG,
+    Shape,
+    Stored,
+    is_expert_matrix,
+    mxfp4_shapes,
+    openai_config,
+    stored_tensors,
+)
 from converters.names import hf_shapes
+from converters.safetensors_files import DTYPES, SafetensorsFile, SafetensorsWriter
+from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
@@ -32,28 +43,46 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+LARGEST_FINITE_SCALE = 252
+"""Above it 6 * 2 ** (scale - 127) may overflow bf16."""
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """A tensor [E, ...] of which each expert's slice is read when it is asked for."""
+
+    shape: Shape
+    read: Callable[[int], torch.Tensor]
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        return self.read(expert)
 
 
 class HfDirectory:
-    """The weights of a Hugging Face GPT-OSS directory in bf16, fp16 or fp32, by name.
+    """The weights of a GPT-OSS directory by Hugging Face name, in the layout of Hugging Face's bf16 models.
 
-    Opening checks that every tensor of the architecture is there with its shape, and nothing else. Raises
-    ConversionError naming the file, key or tensor.
+    They may be stored as bf16, fp16 or fp32, or with the experts in MXFP4, which are read as bf16; under Hugging Face's
+    names or under OpenAI's. Opening checks that every tensor of the architecture is there with its shape, and nothing
+    else. Raises ConversionError naming the file, key or tensor. Reading is safe from several threads.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ConversionError(f"{self.path}: no such directory; expected a Hugging Face GPT-OSS model")
+        where = self.path / "config.json"
         try:
-            self.config = ModelConfig.from_hf_config(self.path)
+            raw = _read_json(where) if where.exists() else {}
+            openai = "num_experts" in raw and "model_type" not in raw
+            self.config = ModelConfig.from_hf_config(openai_config(raw) if openai else self.path)
+        except KeyError as error:
+            raise ConversionError(f"{where}: key {error} is missing") from None
         except ValueError as error:
-            where = self.path / "config.json"
             message = str(error)
             raise ConversionError(message if str(where) in message else f"{where}: {message}") from None
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, SafetensorsFile] = {}
         self._file_of = self._locate()
+        self._stored = stored_tensors(self.config, self._file_of)
         self._check()
 
     def names(self) -> list[str]:
@@ -61,70 +90,91 @@ class HfDirectory:
         return list(hf_shapes(self.config))
 
     def dtype(self, name: str) -> torch.dtype:
-        return FLOAT_DTYPES[self._slice(name).get_dtype()]
+        stored = list(self._stored[name].shapes)
+        return torch.bfloat16 if len(stored) > 1 else DTYPES[self._entry(stored[0]).dtype]
 
     def get(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """The tensor, or only the ``expert``-th slice along its first dimension. KeyError if there is no such name."""
-        file = self._file_of[name]
-        try:
-            return self._files[file].get_tensor(name) if expert is None else self._slice(name)[expert]
-        except SafetensorError as error:
-            raise ConversionError(f"{self.path / file}: tensor {name} cannot be read ({error})") from None
+        """The tensor, or only the ``expert``-th slice along its first dimension. KeyError if there is no such name.
 
-    def _slice(self, name: str) -> Any:
-        return self._files[self._file_of[name]].get_slice(name)
+        An expert matrix that is stored output-major is returned as a transposed view.
+        """
+        stored = self._stored[name]
+        packed = self.quantised(name, expert)
+        tensor = self._rows(next(iter(stored.shapes)), stored, expert) if packed is None else mxfp4.dequantize(*packed)
+        if packed is not None and (packed[1] > LARGEST_FINITE_SCALE).any() and not tensor.isfinite().all():
+            scales = list(stored.shapes)[1]
+            raise ConversionError(
+                f"{self.path / self._file_of[scales]}: tensor {scales} has scales above {LARGEST_FINITE_SCALE}, whose "
+                "values are beyond bf16"
+            )
+        return tensor.transpose(-1, -2) if stored.output_major else tensor
+
+    def quantised(self, name: str, expert: int | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """MXFP4 blocks [..., out, in / 32, 16] and scales [..., out, in / 32] as stored; None if it is not MXFP4."""
+        stored = self._stored[name]
+        if len(stored.shapes) == 1:
+            return None
+        blocks, scales = (self._rows(part, stored, expert) for part in stored.shapes)
+        return blocks, scales
+
+    def view(self, name: str) -> torch.Tensor | ExpertStack:
+        """Like ``get``, but experts are read one by one as they are indexed."""
+        shape = hf_shapes(self.config)[name]
+        return ExpertStack(shape, lambda expert: self.get(name, expert)) if ".experts." in name else self.get(name)
+
+    def _rows(self, part: str, stored: Stored, expert: int | None) -> torch.Tensor:
+        file = self._files[self._file_of[part]]
+        if expert is None:
+            return file.read(part, stored.rows.start, stored.rows.stop)
+        return file.read(part, expert, expert + 1)[0]
+
+    def _entry(self, part: str) -> Any:
+        return self._files[self._file_of[part]].entries[part]
 
     def _locate(self) -> dict[str, str]:
-        index, single = self.path / INDEX_FILE, self.path / SINGLE_FILE
+        """File of every stored tensor."""
+        index = self.path / INDEX_FILE
         if not index.exists():
-            if not single.exists():
+            files = [SINGLE_FILE] if (self.path / SINGLE_FILE).exists() else []
+            files = files or sorted(path.name for path in self.path.glob("model--*.safetensors"))
+            if not files:
                 raise ConversionError(f"{self.path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-            self._open(SINGLE_FILE)
-            return {name: SINGLE_FILE for name in self._files[SINGLE_FILE].keys()}  # noqa: SIM118 (not a dict)
+            self._files = {file: SafetensorsFile(self.path / file) for file in files}
+            return {name: file for file in files for name in self._files[file].entries}
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConversionError(f"{index}: key weight_map is missing or not a table of tensor names and files")
         for file in sorted(set(weight_map.values())):
             if not (self.path / file).exists():
                 raise ConversionError(f"{index}: names the file {file}, which is not there; download it again")
-            self._open(file)
+            self._files[file] = SafetensorsFile(self.path / file)
         for name, file in weight_map.items():
-            if name not in self._files[file].keys():  # noqa: SIM118
+            if name not in self._files[file].entries:
                 raise ConversionError(f"{self.path / file}: tensor {name} is not in it, against what {index.name} says")
+        for file, content in self._files.items():
+            unlisted = [name for name in content.entries if name not in weight_map]
+            if unlisted:
+                raise ConversionError(f"{self.path / file}: {_some(unlisted)} in it, but not in {index.name}")
         return weight_map
 
-    def _open(self, file: str) -> None:
-        try:
-            self._files[file] = safe_open(self.path / file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ConversionError(
-                f"{self.path / file}: truncated or not a safetensors file ({error}); copy or download it again"
-            ) from None
-
     def _check(self) -> None:
-        shapes = hf_shapes(self.config)
-        quantised = next((name for name in self._file_of if name.endswith("_blocks")), None)
-        if quantised:
-            raise ConversionError(
-                f"{self.path / self._file_of[quantised]}: tensor {quantised} is MXFP4; only bf16, fp16 and fp32 "
-                "weights can be read. Save the model with dequantised weights first"
-            )
+        shapes = {part: (shape, stored) for stored in self._stored.values() for part, shape in stored.shapes.items()}
         where = self.path / (INDEX_FILE if (self.path / INDEX_FILE).exists() else SINGLE_FILE)
-        missing = [name for name in shapes if name not in self._file_of]
+        missing = [part for part in shapes if part not in self._file_of]
         if missing:
             raise ConversionError(f"{where}: {_some(missing)} missing, but config.json describes a model with it")
-        unknown = [name for name in self._file_of if name not in shapes]
+        unknown = [part for part in self._file_of if part not in shapes]
         if unknown:
             raise ConversionError(f"{where}: {_some(unknown)} unknown to GPT-OSS as config.json describes it")
-        for name, file in self._file_of.items():
-            view = self._slice(name)
-            if tuple(view.get_shape()) != shapes[name]:
+        for part, file in self._file_of.items():
+            entry, (shape, stored) = self._entry(part), shapes[part]
+            if entry.shape != shape:
                 raise ConversionError(
-                    f"{self.path / file}: tensor {name} has shape {view.get_shape()}, "
-                    f"but config.json describes {list(shapes[name])}"
+                    f"{self.path / file}: tensor {part} has shape {list(entry.shape)}, "
+                    f"but config.json describes {list(shape)}"
                 )
-            if view.get_dtype() not in FLOAT_DTYPES:
-                raise ConversionError(f"{self.path / file}: tensor {name} has the unsupported dtype {view.get_dtype()}")
+            if entry.dtype not in (("U8",) if len(stored.shapes) > 1 else ("BF16", "F16", "F32")):
+                raise ConversionError(f"{self.path / file}: tensor {part} has the unsupported dtype {entry.dtype}")
 
 
 def tokenizer_and_generation(directory: Path) -> tuple[list[Path], dict[str, Any]]:
@@ -147,17 +197,22 @@ def write_hf_directory(
     generation_config: dict[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
+    quantised: bool = False,
 ) -> None:
     """Write weights, config.json, generation_config.json and copies of ``tokenizer_files`` (under their own names).
 
-    Tensors go to files of at most ``max_shard_bytes`` (a larger tensor has its own), one of which is in memory at a
-    time. ``eos_token_ids`` are stored where ``generate`` looks for them. The directory appears in one move at the end.
-    Raises ConversionError naming the file when the disk is full, a tensor is missing, unknown or of another shape, or
-    the directory exists and ``overwrite`` is false; whatever was there before stays as it was.
+    Tensors are written as they come, to files of at most ``max_shard_bytes`` (a larger tensor has its own).
+    ``quantised`` says that the experts' matrices come as MXFP4 blocks and scales. ``eos_token_ids`` are stored where
+    ``generate`` looks for them. The directory appears in one move at the end. Raises ConversionError naming the file
+    when the disk is full, a tensor is missing, unknown or of another shape, or the directory exists and ``overwrite``
+    is false; whatever was there before stays as it was.
     """
     with new_directory(Path(directory), overwrite) as partial:
-        dtype = _write_shards(partial, config, named_tensors, max_shard_bytes)
+        expected = written_shapes(config, quantised)
+        dtype = _write_shards(partial, expected, named_tensors, max_shard_bytes)
         extra: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+        if quantised:
+            extra["quantization_config"] = QUANTIZATION_CONFIG
         generation = dict(generation_config or {})
         if eos_token_ids:
             generation["eos_token_id"] = list(eos_token_ids)
@@ -182,6 +237,8 @@ def new_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
         raise ConversionError(f"{final}: exists already; delete it or choose another name")
     partial, old = final.with_name(final.name + ".partial"), final.with_name(final.name + ".old")
     try:
+        if old.exists() and not final.exists():  # killed between the two moves
+            old.rename(final)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
@@ -203,40 +260,48 @@ def new_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
             old.rename(final)
 
 
+def written_shapes(config: ModelConfig, quantised: bool) -> dict[str, Shape]:
+    """Every tensor of a Hugging Face directory. ConversionError if MXFP4 blocks do not fit the model's widths."""
+    if not quantised:
+        return hf_shapes(config)
+    for key in ("hidden_size", "intermediate_size"):
+        if getattr(config, key) % BLOCK:
+            raise ConversionError(f"{key} is {getattr(config, key)}: MXFP4 needs a multiple of {BLOCK}; export to bf16")
+    return {
+        part: part_shape
+        for name, shape in hf_shapes(config).items()
+        for part, part_shape in (mxfp4_shapes(name, shape) if is_expert_matrix(name) else {name: shape}).items()
+    }
+
+
 def _write_shards(
-    directory: Path, config: ModelConfig, named_tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
+    directory: Path,
+    expected: Mapping[str, Shape],
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    max_shard_bytes: int,
 ) -> torch.dtype:
     """Returns the dtype of the weights."""
-    expected = hf_shapes(config)
-    shard: dict[str, torch.Tensor] = {}
     shards: list[list[str]] = []
     sizes: dict[str, int] = {}
     dtype: torch.dtype | None = None
-
-    def flush() -> None:
-        path = directory / f"shard-{len(shards)}"
-        try:
-            save_file(shard, path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(errno.EIO, str(error), str(path)) from None
-        path.chmod(directory.stat().st_mode & 0o666)  # safetensors lets only the owner read, whatever the umask
-        shards.append(list(shard))
-        shard.clear()
-
+    writer: SafetensorsWriter | None = None
     for name, tensor in named_tensors:
         if name in sizes:
             raise ConversionError(f"tensor {name} was given twice")
         if tuple(tensor.shape) != expected.get(name):
             raise ConversionError(f"tensor {name} has shape {list(tensor.shape)}, expected {expected.get(name)}")
-        if shard and sum(sizes[other] for other in shard) + tensor.nbytes > max_shard_bytes:
-            flush()
-        # independent of its source: that may change before the file is written, or share memory with another tensor
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if writer is not None and writer.size + tensor.nbytes > max_shard_bytes:
+            writer.close()
+            writer = None
+        if writer is None:
+            writer = SafetensorsWriter(directory / f"shard-{len(shards)}", expected)
+            shards.append(writer.names)
+        writer.add(name, tensor)
         sizes[name], dtype = tensor.nbytes, dtype or tensor.dtype
     missing = [name for name in expected if name not in sizes]
-    if missing or dtype is None:
+    if missing or dtype is None or writer is None:
         raise ConversionError(f"{_some(missing)} missing from the weights to write")
-    flush()
+    writer.close()
     if len(shards) == 1:
         (directory / "shard-0").rename(directory / SINGLE_FILE)
         return dtype

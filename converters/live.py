@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,25 +16,29 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from converters.errors import ConversionError
+from converters.hf_directory import ExpertStack
 from converters.names import ParameterMapping, global_name, hf_tensors, parameter_mappings
 from megatron_gptoss.config import ModelConfig
 
+GetTensor = Callable[[str], torch.Tensor] | Callable[[str], torch.Tensor | ExpertStack]
+
 
 @torch.no_grad()
-def load_hf_weights(model: GPTModel, config: ModelConfig, get_tensor: Callable[[str], torch.Tensor]) -> None:
+def load_hf_weights(model: GPTModel, config: ModelConfig, get_tensor: GetTensor) -> None:
     """Fill every parameter of this rank's ``model`` in place; other dtypes are converted to the parameter's.
 
-    ``get_tensor`` returns the whole Hugging Face tensor of a name and is called only for names of which this rank holds
-    a part. Not collective. Raises ConversionError (a ValueError) naming the tensor when it is missing or has another
-    shape, or when the model has a parameter that the name table does not know.
+    ``get_tensor`` returns the Hugging Face tensor of a name and is called only for names of which this rank holds a
+    part; if it answers with an ExpertStack, only this rank's experts are read. Not collective. Raises ConversionError
+    (a ValueError) naming the tensor when it is missing or has another shape, or when the model has a parameter that the
+    name table does not know.
     """
     tp = parallel_state.get_tensor_model_parallel_group()
-    fetched: dict[str, torch.Tensor] = {}
+    fetched: dict[str, torch.Tensor | ExpertStack] = {}
     # in the order of the table the experts that share one tensor come together, so one read serves them all
     for mapping, parameter in _local_parameters(model, config):
         if any(name not in fetched for name in mapping.hf_names):
             fetched = {name: _fetch(get_tensor, name) for name in mapping.hf_names}
-        parts = []
+        parts: list[Any] = []
         for name, shape in zip(mapping.hf_names, mapping.part_shapes, strict=True):
             whole = fetched[name]
             expected = shape if mapping.expert is None else (config.num_experts, *shape)
@@ -51,7 +56,7 @@ def load_hf_weights(model: GPTModel, config: ModelConfig, get_tensor: Callable[[
         parameter.copy_(local)
 
 
-def _fetch(get_tensor: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
+def _fetch(get_tensor: GetTensor, name: str) -> torch.Tensor | ExpertStack:
     try:
         return get_tensor(name)
     except KeyError:

@@ -17,7 +17,7 @@ Layouts that differ between the two sides:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -99,18 +99,31 @@ def hf_tensors(
 
     Holds one Hugging Face tensor at a time: of a layer's experts that is all of them.
     """
-    stacked: list[torch.Tensor] = []
-    for mapping in _mappings(config):
-        parts = mapping.to_hf(get(mapping))
+    return stack_experts(
+        config,
+        (
+            (mapping, dict(zip(mapping.hf_names, mapping.to_hf(get(mapping)), strict=True)))
+            for mapping in _mappings(config)
+        ),
+    )
+
+
+def stack_experts(
+    config: ModelConfig, parts: Iterable[tuple[ParameterMapping, dict[str, torch.Tensor]]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors from the named parts of each parameter, which come in the order of the table."""
+    stacks: dict[str, torch.Tensor] = {}
+    for mapping, named in parts:
         if mapping.expert is None:
-            for name, part in zip(mapping.hf_names, parts, strict=True):
-                yield name, part.contiguous()
+            yield from ((name, part.contiguous()) for name, part in named.items())
             continue
-        if mapping.expert == 0:
-            stacked = [parts[0].new_empty((config.num_experts, *parts[0].shape))]
-        stacked[0][mapping.expert] = parts[0]
+        for name, part in named.items():
+            if mapping.expert == 0:
+                stacks[name] = part.new_empty((config.num_experts, *part.shape))
+            stacks[name][mapping.expert] = part
         if mapping.expert == config.num_experts - 1:
-            yield mapping.hf_names[0], stacked.pop()
+            yield from stacks.items()
+            stacks = {}
 
 
 def _mappings(config: ModelConfig) -> Iterator[ParameterMapping]:

@@ -9,21 +9,34 @@ checkpoint: layers stacked along a leading axis, experts along a second one, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import contextlib
+import math
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from converters.errors import ConversionError
-from converters.hf_directory import HfDirectory, new_directory, tokenizer_and_generation, write_hf_directory
-from converters.names import ParameterMapping, hf_tensors, parameter_mappings
+from converters.hf_directory import (
+    HfDirectory,
+    new_directory,
+    tokenizer_and_generation,
+    write_hf_directory,
+    written_shapes,
+)
+from converters.hf_layouts import is_expert_matrix
+from converters.mxfp4_export import ExportReport, QuantisationError, quantise
+from converters.names import ParameterMapping, hf_tensors, parameter_mappings, stack_experts
+from converters.pipeline import Progress, in_order
 from converters.torch_dist_files import Shape, TorchDistReader, TorchDistWriter
 from megatron_gptoss.checkpoint import MODEL_CONFIG_FILE
 from megatron_gptoss.config import ModelConfig
 
 Precision = Literal["bf16", "fp32"]
+ExportFormat = Literal["bf16", "fp32", "mxfp4"]
+MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
+"""Keys of the model start with these; a trainer's checkpoint also holds the optimizer's."""
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -34,12 +47,10 @@ class HfWeights(Protocol):
 
     def names(self) -> list[str]: ...
 
+    def dtype(self, name: str) -> torch.dtype: ...
+
     def get(self, name: str, expert: int | None = None) -> torch.Tensor:
         """The tensor, or the ``expert``-th slice along its first dimension."""
-
-
-Progress = Callable[[int, int], None]
-"""(parameters written, parameters in all)"""
 
 
 def import_checkpoint(
@@ -62,14 +73,23 @@ def write_checkpoint(
 ) -> None:
     """Every parameter of ``source``, and the entries without content that Megatron's loader insists on."""
     config = source.config
-    table = parameter_mappings(config)
-    for count, mapping in enumerate(table.values()):
+    table = list(parameter_mappings(config).values())
+
+    def convert(mapping: ParameterMapping) -> torch.Tensor:
         tensor = mapping.to_megatron(*(source.get(name, mapping.expert) for name in mapping.hf_names))
-        if dtype is not None:
-            tensor = tensor.to(DTYPES[dtype])
-        writer.add_tensor(mapping.checkpoint_key, _leading_shape(mapping, config), mapping.checkpoint_index, tensor)
-        if progress is not None:
-            progress(count + 1, len(table))
+        return (tensor if dtype is None else tensor.to(DTYPES[dtype])).contiguous()
+
+    sizes = [
+        math.prod(mapping.shape) * (source.dtype(mapping.hf_names[0]) if dtype is None else DTYPES[dtype]).itemsize
+        for mapping in table
+    ]
+    done, total = 0, sum(sizes)
+    with contextlib.closing(in_order(convert, table)) as tensors:
+        for mapping, size, tensor in zip(table, sizes, tensors, strict=True):
+            writer.add_tensor(mapping.checkpoint_key, _leading_shape(mapping, config), mapping.checkpoint_index, tensor)
+            done += size
+            if progress is not None:
+                progress(done, total)
     for key, shape, index in _empty_entries(config):
         writer.add_object(key, shape, index, None)
     writer.add_object("common_state", (1,), (0,), {"checkpoint_version": 3.0, "iteration": 0})
@@ -78,29 +98,61 @@ def write_checkpoint(
 def export_checkpoint(
     megatron_dir: Path,
     hf_dir: Path,
-    dtype: Precision = "bf16",
-    tokenizer_source: Path | None = None,
+    dtype: ExportFormat = "bf16",
+    reference: Path | None = None,
     max_shard_bytes: int = 5_000_000_000,
-) -> None:
+    progress: Progress | None = None,
+) -> ExportReport:
     """Write the weights of a checkpoint, imported or saved by a trainer, as a Hugging Face directory.
 
-    Tokenizer files and generation settings are copied from ``tokenizer_source``, another Hugging Face directory. Raises
-    ConversionError naming the file or key; ``hf_dir`` then does not exist.
+    Tokenizer files and generation settings are copied from ``reference``, another Hugging Face directory. To "mxfp4",
+    its scales are kept wherever they still fit. Raises ConversionError naming the file, key or tensor; ``hf_dir`` then
+    does not exist.
     """
-    checkpoint = MegatronCheckpoint(megatron_dir)
-    tokenizer_files: list[Path] = []
-    generation: dict[str, Any] = {}
-    if tokenizer_source is not None:
-        tokenizer_files, generation = tokenizer_and_generation(tokenizer_source)
-    tensors = ((name, tensor.to(DTYPES[dtype])) for name, tensor in checkpoint.hf_tensors())
-    write_hf_directory(
-        hf_dir,
-        checkpoint.config,
-        tensors,
-        tokenizer_files=tokenizer_files,
-        generation_config=generation,
-        max_shard_bytes=max_shard_bytes,
-    )
+    checkpoint, report = MegatronCheckpoint(megatron_dir), ExportReport()
+    quantised = dtype == "mxfp4"
+    written_shapes(checkpoint.config, quantised)  # does it fit at all?
+    tokenizer_files, generation = tokenizer_and_generation(reference) if reference is not None else ([], {})
+    original = None
+    if quantised and reference is not None and (Path(reference) / "config.json").exists():
+        original = HfDirectory(reference)
+        check_same_model(original, checkpoint.config, megatron_dir)
+    element = torch.float32 if dtype == "fp32" else torch.bfloat16
+
+    def convert(
+        mapping: ParameterMapping,
+    ) -> tuple[ParameterMapping, dict[str, torch.Tensor], QuantisationError | None]:
+        parts = dict(zip(mapping.hf_names, mapping.to_hf(checkpoint.parameter(mapping)), strict=True))
+        [(name, part), *_] = parts.items()
+        if quantised and mapping.expert is not None and is_expert_matrix(name):
+            return mapping, *quantise(name, mapping.expert, part, original)
+        return mapping, {name: part.to(element).contiguous() for name, part in parts.items()}, None
+
+    table = list(parameter_mappings(checkpoint.config).values())
+    total = sum(math.prod(mapping.shape) for mapping in table)
+
+    def converted() -> Generator[tuple[ParameterMapping, dict[str, torch.Tensor]], None, None]:
+        done = 0
+        with contextlib.closing(in_order(convert, table)) as results:
+            for mapping, parts, error in results:
+                if error is not None:
+                    report.add(mapping.hf_names[0], error)
+                yield mapping, parts
+                done += math.prod(mapping.shape)
+                if progress is not None:
+                    progress(done * 2, total * 2)
+
+    with contextlib.closing(converted()) as parts:
+        write_hf_directory(
+            hf_dir,
+            checkpoint.config,
+            stack_experts(checkpoint.config, parts),
+            tokenizer_files=tokenizer_files,
+            generation_config=generation,
+            max_shard_bytes=max_shard_bytes,
+            quantised=quantised,
+        )
+    return report
 
 
 class MegatronCheckpoint:
@@ -118,6 +170,17 @@ class MegatronCheckpoint:
             ) from None
         except ValueError as error:
             raise ConversionError(f"{config_file}: {error}") from None
+        known = {mapping.checkpoint_key for mapping in parameter_mappings(self.config).values()}
+        unknown = [key for key in self._reader.keys() - known if key.startswith(MODEL_KEYS)]
+        if unknown:
+            raise ConversionError(
+                f"{self.path}: key {unknown[0]} is unknown to GPT-OSS; the checkpoint is of another model, or has "
+                "adapters that must be merged first"
+            )
+
+    def get(self, key: str, index: Shape) -> torch.Tensor:
+        """Element ``index`` of the leading axes of ``key``."""
+        return self._reader.get(key, index, self._reader.shape(key)[len(index) :])
 
     def parameter(self, mapping: ParameterMapping) -> torch.Tensor:
         return self._reader.get(mapping.checkpoint_key, mapping.checkpoint_index, mapping.shape)
@@ -127,55 +190,14 @@ class MegatronCheckpoint:
         return hf_tensors(self.config, self.parameter)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A tensor that is not the same on both sides."""
-
-    name: str
-    largest: float
-    """Largest absolute difference of any two elements; nan if either side has one."""
-    elements: int
-    """How many elements differ."""
-
-
-@dataclass
-class VerifyReport:
-    """What ``verify`` found; printing it is the answer for a person."""
-
-    tensors: int = 0
-    differences: list[Difference] = field(default_factory=list)
-
-    @property
-    def equal(self) -> bool:
-        return not self.differences
-
-    def __str__(self) -> str:
-        if self.equal:
-            return f"all {self.tensors} tensors are equal bit for bit"
-        lines = [f"{len(self.differences)} of {self.tensors} tensors differ:"]
-        lines += [f"  {d.name}: {d.elements} elements, largest difference {d.largest:.3g}" for d in self.differences]
-        return "\n".join(lines)
-
-
-def verify(hf_dir: Path, megatron_dir: Path) -> VerifyReport:
-    """Compare every tensor bit for bit, as fp32 where the two sides differ in dtype (bf16 and fp16 fit in it exactly).
-
-    Raises ConversionError when either side cannot be read or they are of different architectures.
-    """
-    source, checkpoint = HfDirectory(hf_dir), MegatronCheckpoint(megatron_dir)
-    ours, theirs = source.config.model_dump(), checkpoint.config.model_dump()
+def check_same_model(source: HfDirectory, config: ModelConfig, megatron_dir: Path) -> None:
+    """Raises ConversionError naming the first value in which the two architectures differ."""
+    ours, theirs = source.config.model_dump(), config.model_dump()
     for key, value in ours.items():
         if theirs[key] != value and key != "initializer_std":  # says nothing about weights that exist
-            raise ConversionError(f"different models: {key} is {value} in {hf_dir} but {theirs[key]} in {megatron_dir}")
-    report = VerifyReport()
-    for name, tensor in checkpoint.hf_tensors():
-        report.tensors += 1
-        expected, actual = source.get(name).float(), tensor.float()
-        different = expected.view(torch.int32) != actual.view(torch.int32)
-        if different.any():
-            largest = (expected - actual).abs().max().item()
-            report.differences.append(Difference(name, largest, int(different.sum())))
-    return report
+            raise ConversionError(
+                f"different models: {key} is {value} in {source.path} but {theirs[key]} in {megatron_dir}"
+            )
 
 
 def _leading_shape(mapping: ParameterMapping, config: ModelConfig) -> Shape:

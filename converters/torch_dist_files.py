@@ -17,7 +17,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from converters.errors import ConversionError
 
@@ -65,8 +66,9 @@ class TorchDistWriter:
                 "a checkpoint keeps one dtype per key: convert all weights to one dtype"
             )
         entry.chunks.append(ChunkStorageMetadata(offsets, chunk.shape))
-        # a view would take its whole storage along
-        self._write(MetadataIndex(key, offsets, len(entry.chunks) - 1), chunk.clone())
+        if chunk.untyped_storage().nbytes() != chunk.nbytes:
+            chunk = chunk.clone()  # a view would take its whole storage along
+        self._write(MetadataIndex(key, offsets, len(entry.chunks) - 1), chunk)
 
     def add_object(self, key: str, leading_shape: Shape, leading_index: Shape, value: Any) -> None:
         """Store what is no tensor, as Megatron's ShardedObject of that key, shape and index."""
@@ -76,13 +78,18 @@ class TorchDistWriter:
         self._write(MetadataIndex(unique_key), [value])
 
     def _write(self, index: MetadataIndex, value: Any) -> None:
-        # through a buffer: on a full disk torch.save does not say what is wrong, a plain write does
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        # the view is released also on an error: collecting one in a traceback has crashed the interpreter
-        with buffer.getbuffer() as data, self._errors_name_the_file():
-            self._places[index] = _StorageInfo(DATA_FILE, self._file.tell(), len(data))
-            self._file.write(data)
+        start = self._file.tell()
+        sink = _ErrorKeepingFile(self._file)
+        # nothing reads the checksums of torch's zip entries, and computing them is slower than a disk
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(value, cast(Any, sink))
+        finally:
+            torch.serialization.set_crc32_options(True)
+        with self._errors_name_the_file():
+            if sink.error is not None:
+                raise sink.error
+            self._places[index] = _StorageInfo(DATA_FILE, start, self._file.tell() - start)
 
     def close(self) -> None:
         with self._errors_name_the_file():
@@ -115,6 +122,26 @@ class TorchDistWriter:
                 self._file.close()
 
 
+class _ErrorKeepingFile:
+    """What torch.save writes to. An exception inside its C++ would come out without saying what is wrong."""
+
+    def __init__(self, file: io.BufferedWriter) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: memoryview) -> int:
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                # without the frames that hold the view: torch frees what it shows
+                self.error = error.with_traceback(None)
+        return len(data)
+
+    def flush(self) -> None:
+        """torch.save calls it at the end."""
+
+
 class TorchDistReader:
     """Tensors of a checkpoint by key and leading index, whichever layout and spec of Megatron wrote it."""
 
@@ -138,18 +165,23 @@ class TorchDistReader:
             raise ConversionError(f"{path}: damaged ({error}); the checkpoint cannot be read") from None
         self._chunks: dict[str, dict[Shape, list[ChunkStorageMetadata]]] = {}
 
-    def keys(self) -> list[str]:
-        return list(self._tensors)
+    def keys(self) -> set[str]:
+        return set(self._tensors)
+
+    def shape(self, key: str) -> Shape:
+        """With the leading axes. Raises ConversionError if there is no such key."""
+        if key not in self._tensors:
+            raise ConversionError(f"{self.directory}: key {key} is missing")
+        return tuple(self._tensors[key].size)
 
     def get(self, key: str, leading_index: Shape, shape: Shape) -> torch.Tensor:
         """Element ``leading_index`` of the tensor ``key``, which must have ``shape``, put together from its chunks.
 
         Raises ConversionError naming the key or the file.
         """
-        if key not in self._tensors:
-            raise ConversionError(f"{self.directory}: key {key} is missing")
-        entry, axes = self._tensors[key], len(leading_index)
-        if tuple(entry.size[axes:]) != shape or any(i >= n for i, n in zip(leading_index, entry.size, strict=False)):
+        size, axes = self.shape(key), len(leading_index)
+        entry = self._tensors[key]
+        if size[axes:] != shape or any(i >= n for i, n in zip(leading_index, size, strict=False)):
             raise ConversionError(
                 f"{self.directory}: {key} has shape {list(entry.size)}, which holds no {list(leading_index)} of "
                 f"shape {list(shape)}; does gptoss_config.json belong to this checkpoint?"
@@ -158,6 +190,8 @@ class TorchDistReader:
         filled = 0
         for chunk in self._chunks_at(key, axes).get(leading_index, []):
             part = self._read(key, chunk)[(0,) * axes]
+            if tuple(part.shape) == shape:
+                return part
             where = tuple(
                 slice(start, start + size) for start, size in zip(chunk.offsets[axes:], chunk.sizes[axes:], strict=True)
             )
@@ -183,9 +217,8 @@ class TorchDistReader:
         path = self.directory / place.relative_path
         try:
             with open(path, "rb") as file:
-                file.seek(place.offset)
-                data = file.read(place.length)
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                part = _create_file_view(file, place.offset, place.length)
+                tensor = torch.load(cast(Any, part), map_location="cpu", weights_only=True)
         except FileNotFoundError:
             raise ConversionError(f"{path}: missing, but {METADATA_FILE} says that it holds {key}") from None
         except Exception as error:  # torch.load of damaged bytes raises errors of many kinds

@@ -80,7 +80,7 @@ class TrainerWorker:
         if source is None:
             load_hf_weights(model, config.model, random_hf_weights(config.model, config.seed))
         elif (source / "config.json").exists():
-            load_hf_weights(model, config.model, HfDirectory(source).get)
+            load_hf_weights(model, config.model, HfDirectory(source).view)
         else:
             load_model_weights(latest_checkpoint(source / "checkpoints") or source, model)
         return model

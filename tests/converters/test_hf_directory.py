@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import GptOssForCausalLM
 
 from converters.errors import ConversionError
@@ -213,12 +213,4 @@ def test_a_broken_index_is_named(tmp_path: Path, weights: Weights) -> None:
         HfDirectory(directory)
     index.write_text("{}")
     with pytest.raises(ConversionError, match=r"index\.json: key weight_map is missing"):
-        HfDirectory(directory)
-
-
-def test_mxfp4_weights_are_refused_by_name(tmp_path: Path, weights: Weights) -> None:
-    directory = save_hf(tmp_path / "hf", weights)
-    name = "model.layers.0.mlp.experts.down_proj_blocks"
-    save_file(weights | {name: torch.zeros(2, dtype=torch.uint8)}, directory / "model.safetensors")
-    with pytest.raises(ConversionError, match=rf"{name} is MXFP4"):
         HfDirectory(directory)

@@ -16,14 +16,15 @@ from transformers import GptOssForCausalLM
 from converters import names, torch_dist
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
-from converters.torch_dist import export_checkpoint, import_checkpoint, verify
+from converters.torch_dist import export_checkpoint, import_checkpoint
+from converters.verify import verify
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint import _metadata, load_model_weights, save_checkpoint
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.converters.models import TINY, save_hf
+from tests.converters.models import TINY, save_hf, tiny_weights
 from tests.converters.test_hf_directory import files_limited_to
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import documents, hf_logits
@@ -81,8 +82,9 @@ def test_export_converts_to_the_precision_asked_for(tmp_path: Path, megatron_dir
 def test_import_reports_its_progress(tmp_path: Path, hf_dir: Path) -> None:
     calls: list[tuple[int, int]] = []
     import_checkpoint(hf_dir, tmp_path / "megatron", progress=lambda done, total: calls.append((done, total)))
-    total = len(names.parameter_mappings(TINY))
-    assert calls == [(i + 1, total) for i in range(total)]
+    assert len(calls) == len(names.parameter_mappings(TINY))
+    assert calls == sorted(calls)
+    assert calls[-1] == (4 * sum(tensor.numel() for tensor in tiny_weights().values()),) * 2
 
 
 # -- Megatron itself --------------------------------------------------------------------------------------------------
@@ -216,7 +218,7 @@ def test_a_full_disk_leaves_no_checkpoint(tmp_path: Path, hf_dir: Path) -> None:
 
 def test_an_interrupted_import_leaves_no_checkpoint(tmp_path: Path, hf_dir: Path) -> None:
     def interrupt(done: int, total: int) -> None:
-        if done == 20:
+        if done > total // 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

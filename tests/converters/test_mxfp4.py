@@ -1,0 +1,295 @@
+"""MXFP4 directories in and out, OpenAI's names, and what verify sees beyond the name table."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import GptOssForCausalLM, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from converters import names, torch_dist
+from converters.errors import ConversionError
+from converters.hf_directory import ExpertStack, HfDirectory, written_shapes
+from converters.hf_layouts import QUANTIZATION_CONFIG, openai_name
+from converters.torch_dist import MegatronCheckpoint, export_checkpoint, import_checkpoint
+from converters.torch_dist_files import TorchDistReader
+from converters.verify import verify
+from megatron_gptoss.config import ModelConfig
+from tests.converters.models import TINY
+
+Weights = dict[str, torch.Tensor]
+MODEL = TINY.model_copy(update={"hidden_size": 64, "intermediate_size": 32, "num_experts": 3})
+SQUARE = MODEL.model_copy(update={"intermediate_size": 64})
+DOWN = "model.layers.1.mlp.experts.down_proj"
+
+
+def quantised_weights(config: ModelConfig, seed: int = 0, scales: tuple[int, int] = (110, 124)) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in written_shapes(config, quantised=True).items():
+        if name.endswith("_blocks"):
+            weights[name] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+            weights[name].view(-1, 16)[0] = 0
+            for code in range(7):  # blocks that peak at this code, which a fresh choice of scale would not reproduce
+                weights[name].view(-1, 16)[1 + code] = code
+        elif name.endswith("_scales"):
+            weights[name] = torch.randint(*scales, shape, dtype=torch.uint8, generator=generator)
+        else:
+            weights[name] = (0.2 * torch.randn(shape, generator=generator) + ("norm" in name)).bfloat16()
+    return weights
+
+
+def save(directory: Path, config: ModelConfig, weights: Weights) -> Path:
+    directory.mkdir()
+    save_file(weights, directory / "model.safetensors")
+    content = config.to_hf_config(quantization_config=QUANTIZATION_CONFIG, dtype="bfloat16")
+    (directory / "config.json").write_text(json.dumps(content))
+    return directory
+
+
+def same_bytes(directory: Path, weights: Weights) -> None:
+    exported: Weights = {}
+    for file in directory.glob("*.safetensors"):
+        exported |= load_file(file)
+    assert exported.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert exported[name].dtype == tensor.dtype
+        assert torch.equal(exported[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.fixture
+def quantised(tmp_path: Path) -> Path:
+    return save(tmp_path / "mxfp4", MODEL, quantised_weights(MODEL))
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    layers=st.integers(1, 3),
+    experts=st.integers(2, 5),
+    hidden=st.sampled_from([32, 64, 96]),
+    intermediate=st.sampled_from([32, 64]),
+    vocabulary=st.integers(33, 131),
+    seed=st.integers(0, 99),
+)
+def test_mxfp4_there_and_back_is_byte_identical(
+    tmp_path_factory: Any, layers: int, experts: int, hidden: int, intermediate: int, vocabulary: int, seed: int
+) -> None:
+    config = MODEL.model_copy(
+        update={
+            "num_layers": layers,
+            "num_experts": experts,
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "vocab_size": vocabulary,
+        }
+    )
+    tmp = tmp_path_factory.mktemp("property")
+    weights = quantised_weights(config, seed, (0, 253))
+    source = save(tmp / "hf", config, weights)
+    import_checkpoint(source, tmp / "megatron")
+    report = export_checkpoint(tmp / "megatron", tmp / "back", "mxfp4", source, max_shard_bytes=40_000)
+    same_bytes(tmp / "back", weights)
+    assert not any(error.changed for error in report.errors.values())
+    export_checkpoint(tmp / "megatron", tmp / "bf16", "bf16")
+    import_checkpoint(tmp / "bf16", tmp / "again")
+    first, second = HfDirectory(source), MegatronCheckpoint(tmp / "again")
+    for name, tensor in second.hf_tensors():
+        assert torch.equal(first.get(name).contiguous().view(torch.int16), tensor.view(torch.int16)), name
+
+
+def test_values_are_those_of_transformers(quantised: Path) -> None:
+    source = HfDirectory(quantised)
+    for name in names.hf_shapes(MODEL):
+        packed = source.quantised(name) if name.endswith("_proj") else None
+        if packed is not None:
+            assert torch.equal(source.get(name), convert_moe_packed_tensors(*packed))
+
+
+def test_transformers_loads_an_mxfp4_export_and_agrees_with_its_bf16_export(tmp_path: Path, quantised: Path) -> None:
+    import_checkpoint(quantised, tmp_path / "megatron")
+    export_checkpoint(tmp_path / "megatron", tmp_path / "mxfp4_back", "mxfp4", quantised)
+    export_checkpoint(tmp_path / "megatron", tmp_path / "bf16", "bf16", quantised)
+    ids = torch.arange(20)[None]
+    logits = []
+    for directory, options in (
+        (tmp_path / "mxfp4_back", {"quantization_config": Mxfp4Config(dequantize=True)}),
+        (tmp_path / "bf16", {}),
+    ):
+        model: Any = GptOssForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype="auto", **options)
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+    assert torch.equal(*logits)
+
+
+def test_a_changed_expert_is_reported_and_the_others_keep_their_bytes(tmp_path: Path, quantised: Path) -> None:
+    import_checkpoint(quantised, tmp_path / "megatron")
+    export_checkpoint(tmp_path / "megatron", tmp_path / "bf16", "bf16")
+    weights = load_file(tmp_path / "bf16/model.safetensors")
+    weights[DOWN][1] += 0.01
+    save_file(weights, tmp_path / "bf16/model.safetensors")
+    import_checkpoint(tmp_path / "bf16", tmp_path / "trained")
+    report = export_checkpoint(tmp_path / "trained", tmp_path / "out", "mxfp4", quantised)
+    assert {name: error.changed for name, error in report.errors.items() if error.changed} == {DOWN: 1}
+    assert 0 < report.errors[DOWN].relative < 0.3
+    assert f"{DOWN}: 1 of 3 experts quantised" in str(report) and "11 of 12 expert matrices" in str(report)
+    before, after = load_file(quantised / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    assert [torch.equal(before[f"{DOWN}_blocks"][e], after[f"{DOWN}_blocks"][e]) for e in range(3)] == [1, 0, 1]
+
+
+def test_openai_names_give_the_same_checkpoint(tmp_path: Path, quantised: Path) -> None:
+    weights = load_file(quantised / "model.safetensors")
+    original: Weights = {}
+    for name, tensor in weights.items():
+        if name.endswith(("_blocks", "_scales")):
+            base, kind = name.rsplit("_", 1)
+            original[f"{openai_name(base)}.{kind}"] = tensor
+        elif "q_proj" in name:
+            qkv = [weights[name.replace("q_proj", f"{x}_proj")] for x in "qkv"]
+            original[openai_name(name)] = torch.cat(qkv)
+        elif "k_proj" not in name and "v_proj" not in name:
+            original[openai_name(name)] = tensor
+    assert {"block.0.attn.qkv.bias", "block.1.mlp.mlp2_weight.scales", "unembedding.weight"} < original.keys()
+    directory = tmp_path / "original"
+    directory.mkdir()
+    names_in_order = list(original)
+    for part in range(2):
+        save_file(
+            {name: original[name] for name in names_in_order[part::2]},
+            directory / f"model--0000{part + 1}-of-00002.safetensors",
+        )
+    config = {
+        "num_hidden_layers": 2, "num_experts": 3, "experts_per_token": 2, "vocab_size": 96, "hidden_size": 64,
+        "intermediate_size": 32, "swiglu_limit": 7.0, "head_dim": 6, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "sliding_window": 8, "initial_context_length": 4096, "rope_theta": 150000, "rope_scaling_factor": 32.0,
+        "rope_ntk_alpha": 1, "rope_ntk_beta": 32,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    assert HfDirectory(directory).config == MODEL
+    import_checkpoint(directory, tmp_path / "megatron")
+    assert verify(quantised, tmp_path / "megatron").equal
+
+
+def test_a_rank_reads_only_the_experts_that_it_asks_for(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = HfDirectory(quantised)
+    read: list[int | None] = []
+    original = source.get
+    monkeypatch.setattr(source, "get", lambda name, expert=None: (read.append(expert), original(name, expert))[1])
+    stack = source.view(DOWN)
+    assert isinstance(stack, ExpertStack) and stack.shape == (3, 32, 64) and not read
+    assert torch.equal(stack[2], original(DOWN)[2])
+    assert read == [2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "to_megatron", "to_hf", "stage"),
+    [
+        ("linear_fc2.weight", names._same, names._same_back, "layer 0"),
+        ("linear_fc1.weight", names._transpose, names._transpose_back, "layer 0"),
+        (".1.mlp.experts.local_experts.0.linear_fc1.bias", names._same, names._same_back, "layer 1"),
+    ],
+)
+def test_verify_sees_a_table_that_is_wrong_in_both_directions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, to_megatron: Any, to_hf: Any, stage: str
+) -> None:
+    def mistaken(config: ModelConfig) -> dict[str, names.ParameterMapping]:
+        return {
+            name: replace(mapping, to_megatron=to_megatron, to_hf=to_hf) if name.endswith(kind) else mapping
+            for name, mapping in names.parameter_mappings(config).items()
+        }
+
+    source = save(tmp_path / "hf", SQUARE, quantised_weights(SQUARE))
+    monkeypatch.setattr(torch_dist, "parameter_mappings", mistaken)
+    monkeypatch.setattr("converters.verify.parameter_mappings", mistaken)
+    import_checkpoint(source, tmp_path / "megatron")
+    report = verify(source, tmp_path / "megatron")
+    assert not report.differences  # bits go there and back
+    assert report.first_stage == stage and not report.equal
+    assert f"differ first in {stage}" in str(report)
+
+
+def test_the_outputs_verify_compares_are_those_of_transformers(tmp_path: Path, quantised: Path) -> None:
+    from converters.forward import TOKENS, HuggingFaceSide, embedded, logits, update
+
+    import_checkpoint(quantised, tmp_path / "megatron")
+    export_checkpoint(tmp_path / "megatron", tmp_path / "fp32", "fp32")
+    model: Any = GptOssForCausalLM.from_pretrained(tmp_path / "fp32", attn_implementation="eager", dtype="float32")
+    side = HuggingFaceSide(HfDirectory(quantised))
+    ids = torch.arange(TOKENS) * 7 % MODEL.vocab_size
+    with torch.no_grad():
+        x = embedded(side, ids)
+        for layer in range(MODEL.num_layers):
+            x = x + update(side, MODEL, layer, x)
+        assert (logits(side, MODEL, x) - model(ids[None]).logits[0]).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop(f"{DOWN}_scales"), rf"{DOWN}_scales is missing"),
+        (lambda w: w.update({f"{DOWN}_blocks": w[f"{DOWN}_blocks"][:, :, :, :8].contiguous()}), r"shape .*16\]"),
+        (lambda w: w.update({f"{DOWN}_scales": w[f"{DOWN}_scales"].bfloat16()}), "unsupported dtype BF16"),
+        (lambda w: w.update({f"{DOWN}_scales": torch.full_like(w[f"{DOWN}_scales"], 255)}), "scales above 252"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_written(tmp_path: Path, change: Any, message: str) -> None:
+    weights = quantised_weights(MODEL)
+    change(weights)
+    source = save(tmp_path / "hf", MODEL, weights)
+    with pytest.raises(ConversionError, match=message):
+        import_checkpoint(source, tmp_path / "megatron")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_widths_that_are_no_multiple_of_a_block_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="hidden_size is 40"):
+        written_shapes(TINY, quantised=True)
+
+
+def test_a_killed_import_starts_again(tmp_path: Path, quantised: Path) -> None:
+    target = tmp_path / "megatron"
+    code = (
+        "import sys, time; from converters.torch_dist import import_checkpoint as i; "
+        "i(*sys.argv[1:], progress=lambda d, t: time.sleep(1))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(quantised), str(target)])
+    partial = tmp_path / "megatron.partial"
+    while not partial.exists() and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert partial.exists() and not target.exists()
+    import_checkpoint(quantised, target)
+    assert not partial.exists() and verify(quantised, target).equal
+
+
+def test_names_and_checksums_of_a_checkpoint_are_as_ever(tmp_path: Path, quantised: Path) -> None:
+    config = MODEL.model_copy(update={"num_layers": 1, "num_experts": 2})
+    weights: Weights = {}
+    for name, shape in written_shapes(config, quantised=True).items():
+        start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+        numbers = (torch.arange(torch.Size(shape).numel()) * 40503 + start) % 65521
+        weights[name] = (
+            (numbers % 200).to(torch.uint8) if name.endswith(("_blocks", "_scales")) else (numbers / 65521).bfloat16()
+        ).view(shape)
+    import_checkpoint(save(tmp_path / "golden", config, weights), tmp_path / "megatron")
+    reader = TorchDistReader(tmp_path / "megatron")
+    found = {}
+    for mapping in names.parameter_mappings(config).values():
+        tensor = reader.get(mapping.checkpoint_key, mapping.checkpoint_index, mapping.shape)
+        digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        found[f"{mapping.checkpoint_key}{list(mapping.checkpoint_index)}"] = [list(tensor.shape), digest]
+    golden = Path(__file__).with_name("golden.json")
+    assert found == json.loads(golden.read_text())
