@@ -2,8 +2,8 @@
 
 Only sequences that several ranks hold travel. While one group of kv heads is computed, the next one arrives (forward
 and backward), and the last one's dK and dV go home, in fp32, to be summed there in the order of the ranks. A query
-meets all of its keys in one call, so no partial outputs need merging, and the sink enters where it always does. With 8
-kv heads against 64 query heads keys and values are small: a ring would send as much, in calls cut by the ranks.
+meets all of its keys in one call, so no partial outputs need merging, and the sink enters where it always does. What
+travels is what a ring would send.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from gptoss_kernels.sink_attention.passes import Segments, attention_backward, attention_forward
-from megatron_gptoss.context_parallel.layout import ContextLayout, Run
+from megatron_gptoss.context_parallel.layout import ContextLayout
 
 GATHERED_BYTES = 34 << 20
 """Keys and values that a rank gathers at a time: one kv head of 131,072 tokens in bf16."""
@@ -44,12 +44,8 @@ def gather_plan(layout: ContextLayout, rank: int, device: torch.device) -> Gathe
 
 def _plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
     share, contributed, shared = layout.tokens_per_rank, max(layout.shared), layout.shared[rank]
-    split: list[Run] = []
-    whole: list[Run] = []
-    held = 0
-    for run in layout.runs[rank]:
-        (split if held < shared else whole).append(run)
-        held += run.end - run.start
+    whole = [run for run in layout.runs[rank] if layout.is_whole(run)]
+    split = [run for run in layout.runs[rank] if not layout.is_whole(run)]
     places = [layout.inverse[layout.row_indices(run._replace(start=0))] for run in split]
     keys = torch.cat([*places, torch.empty(0, dtype=torch.int64)])
     lengths = [run.end for run in whole]

@@ -21,10 +21,18 @@ SCHEMES: dict[str, Callable[..., torch.Tensor]] = {
 }
 COLLECTIVE_SECONDS = 3e-5
 """What a collective costs however little it sends."""
-BORDER_SECONDS = 1e-4
+# the following from docs/performance.md, context parallelism on H200s
+BORDER_SECONDS = 8e-5
 """Small kernels of a halo layer, forward and backward."""
 WINDOW_RATE = 0.44
-"""Operations per second of window layers relative to full ones (docs/performance.md: 230 against 525 TFLOP/s)."""
+"""Operations per second of window layers relative to full ones."""
+PREFIX_RATE = 0.89
+"""Of full attention whose queries are the end of a longer range of keys, relative to whole sequences."""
+REORDERING = 500e9
+"""Bytes per second at which all-to-all brings tokens and heads into order, on both sides of every message."""
+ALL_TO_ALL_HANDICAP = 1.15
+"""all_to_all must be this much faster to be taken: it holds queries, outputs and gradients in both orders (its peak is
+1.46 times a rank's share where the others are at 0.9 to 1.1)."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class SchemeCost:
 
 
 def candidates(layout: ContextLayout, shape: AttentionShape, window: int | None, machine: Machine) -> list[SchemeCost]:
-    """What each scheme that can serve such a layer would cost, cheapest first."""
+    """What each scheme that can serve such a layer would cost, the one to take first."""
     size = layout.size
     # two matrix products forward, five backward, each 2 x head_size operations per pair of a query and a key
     per_pair = 14 * shape.head_size * shape.heads / (machine.rate * (1 if window is None else WINDOW_RATE))
@@ -83,19 +91,21 @@ def candidates(layout: ContextLayout, shape: AttentionShape, window: int | None,
     if shape.heads % size == 0:
         kv_heads = shape.kv_heads * size // gcd(size, shape.kv_heads)
         sent = 2 * (2 * shape.heads + 2 * kv_heads) * token * layout.tokens_per_rank * (size - 1) / size
-        add("all_to_all", sent, 8, sum(pairs) / size * per_pair, exposed=1)
+        add("all_to_all", sent, 8, sum(pairs) / size * per_pair + sent * size / (size - 1) / REORDERING, exposed=1)
     if window is None:
         contributed = max(layout.shared)
         groups = len(head_groups(size * contributed, shape.kv_heads, 2 * token)) if contributed else 0
         keys_and_values = 2 * shape.kv_heads * shape.head_size * contributed * (size - 1)
         sent = keys_and_values * (2 * shape.bytes_per_element + 4)  # twice as they are, and their gradients in fp32
-        add("all_gather", sent, 3 * groups, max(pairs) * per_pair, exposed=1 / max(1, groups))
+        shared = [sum(run.work for run in runs if not layout.is_whole(run)) for runs in layout.runs]
+        slowest = max(work + (1 / PREFIX_RATE - 1) * part for work, part in zip(pairs, shared, strict=True))
+        add("all_gather", sent, 3 * groups, slowest * per_pair, exposed=1 / max(1, groups))
     else:
         border = max(sum(min(run.start, window - 1) for run in runs) for runs in layout.runs)
         sent = 2 * 2 * shape.kv_heads * token * border
         # the border's halo and rows are computed a second time
         add("halo", sent, 2, (max(pairs) + 2 * border * window) * per_pair + BORDER_SECONDS, exposed=0)
-    return sorted(costs, key=lambda cost: cost.seconds)
+    return sorted(costs, key=lambda cost: cost.seconds * (ALL_TO_ALL_HANDICAP if cost.scheme == "all_to_all" else 1))
 
 
 def choose_scheme(

@@ -79,6 +79,10 @@ class ContextLayout:
     def row_indices(self, run: Run) -> torch.Tensor:
         return torch.arange(run.start, run.end) + self.offsets[run.sequence]
 
+    def is_whole(self, run: Run) -> bool:
+        """Whether no other rank holds tokens of the run's sequence."""
+        return run.end - run.start == self.offsets[run.sequence + 1] - self.offsets[run.sequence]
+
     def part(self, rank: int) -> torch.Tensor:
         """int64 [tokens / size]: which tokens of the row a rank holds."""
         return self.order[rank * self.tokens_per_rank : (rank + 1) * self.tokens_per_rank]
