@@ -89,7 +89,7 @@ class EvaluationConfig(StrictModel):
     """How ``gptoss eval`` measures."""
 
     samples_per_task: int = Field(1, gt=0)
-    """Episodes of each held-out task: what avg@k, pass@k and maj@k are computed from, for k = 1, 2, 4, ... up to it."""
+    """Episodes of each held-out task: what avg@k, pass@k and maj@k are computed from, for k = 2, 4, ... up to it."""
     endpoint: str | None = None
     """Address of an OpenAI-compatible server whose completions return token ids, such as http://host:8000/v1; null for
     an engine of our own with the weights given."""

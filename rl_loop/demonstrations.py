@@ -82,7 +82,7 @@ def _corpus(config: RunConfig) -> str:
     for source in config.tasks.sources.values():
         environment = environment_class(source.environment)
         options = environment.Options.model_validate(source.options)
-        if source.train_path is None and source.environment != "retool":
+        if source.held_out_path is None and source.environment != "retool":
             for i in range(CORPUS_TASKS):
                 task = environment.generate("train", 0, i, options)
                 lines.append(harmony.decode(demonstrate(task, harmony, DemonstrationConfig(), str(i)).token_ids))

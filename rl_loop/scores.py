@@ -85,7 +85,7 @@ def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
 
 
 def scores(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]:
-    """avg@n of correctness, pass@k and maj@k for k = 1, 2, 4, ... n, where n is the fewest samples that a task has."""
+    """avg@n of correctness, pass@k and maj@k for k = 2, 4, ... n, where n is the fewest samples that a task has."""
     tasks = list(by_task(records).values())
     n = min(map(len, tasks))
     found = {f"avg@{n}": estimate([sum(map(_correct, task)) / len(task) for task in tasks])}

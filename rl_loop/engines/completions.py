@@ -61,7 +61,7 @@ class CompletionsEngine:
             async with self._slots, self._session.post(self._url, json=body) as response:
                 if response.status != 200:
                     raise EndpointError(f"{self._url} answered {response.status}: {(await response.text())[:300]}")
-                choice = (await response.json())["choices"][0]
+                choice = (await response.json(content_type=None))["choices"][0]
         except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
             raise EndpointError(f"{self._url} cannot be used: {error!r}") from error
         return _result(choice, sampling.stop_token_ids, self._url)

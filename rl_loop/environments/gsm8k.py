@@ -30,7 +30,9 @@ class Gsm8kEnvironment(ReToolEnvironment):
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
         problem = arithmetic.problem(split, seed, index, range(2, options.largest + 1))
         record = {"question": problem.text, "answer": f"#### {problem.answer}"}
-        return cls.from_record(record, f"{split}-{index}", options)
+        task = cls.from_record(record, f"{split}-{index}", options)
+        task.metadata["expression"] = problem.expression
+        return task
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:
@@ -43,6 +45,9 @@ class Gsm8kEnvironment(ReToolEnvironment):
 
     @classmethod
     def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
+        if task.metadata["tools"]:
+            yield from ReToolEnvironment.solve(task, rng, careless)
+            return
         answer = str(arithmetic.guess(int(task.ground_truth), rng)) if careless else task.ground_truth
         yield [think("I guess." if careless else "I work it out."), final(rf"\boxed{{{answer}}}")]
 

@@ -10,6 +10,8 @@ from rl_loop.rewards.math_verify_process import equivalent
 # beyond six decimal places math-verify rounds, beyond fifteen digits it is as inexact as its floating point
 PLAIN_NUMBER = re.compile(r"-?([0-9]{1,30}|[0-9]{1,8}\.[0-9]{1,6})")
 
+SCIENTIFIC = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?[eE][-+]?[0-9]{1,2}")
+
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last complete \boxed{...} (braces may nest), or None."""
@@ -38,7 +40,8 @@ def is_correct(answer: str, ground_truth: str) -> bool:
     boxed = last_boxed(answer)
     if boxed is None:
         return False
-    given, wanted = boxed.strip(), ground_truth.strip()
+    given, wanted = (re.sub(r"(?<=\d)\\[,!;](?=\d)", "", text.strip()) for text in (boxed, ground_truth))
+    given, wanted = (format(Decimal(text), "f") if SCIENTIFIC.fullmatch(text) else text for text in (given, wanted))
     if PLAIN_NUMBER.fullmatch(given) and PLAIN_NUMBER.fullmatch(wanted):
         return Decimal(given) == Decimal(wanted)
     return equivalent(given, wanted)

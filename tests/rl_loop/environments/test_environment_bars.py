@@ -85,7 +85,9 @@ def random_message(rng: random.Random, known: list[str]) -> ParsedMessage:
     if kind == 1:
         return think("hm")
     if kind == 2:
-        return ParsedMessage("analysis", rng.choice(["python", "browser", "functions.", "", "assistant"]), None, "print(2)")
+        return ParsedMessage(
+            "analysis", rng.choice(["python", "browser", "functions.", "", "assistant"]), None, "print(2)"
+        )
     if kind == 3:
         broken = rng.choice(["{", "[]", "null", "[" * 2000, '{"a": NaN}', "\ud800"])
         return ParsedMessage("commentary", f"functions.{rng.choice(names)}", "json", broken)

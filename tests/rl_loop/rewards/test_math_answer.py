@@ -10,6 +10,7 @@ import pytest
 
 from rl_loop.rewards.math_answer import PLAIN_NUMBER, is_correct, last_boxed
 from rl_loop.rewards.math_verify_process import LONGEST, MathVerifyProcess
+from tests.rl_loop.rewards.labelled_answers import pairs
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +99,18 @@ def test_an_answer_that_computes_for_ever_is_wrong_and_the_next_one_is_compared(
 
 def test_an_answer_of_absurd_length_is_wrong(math_verify) -> None:
     assert not math_verify.equivalent("1+" * LONGEST + "1", "1")
+
+
+def test_every_labelled_pair_is_judged_as_labelled() -> None:
+    found = pairs()
+    assert len(found) >= 200
+    wrong = [pair for pair in found if is_correct(rf"It is \boxed{{{pair[0]}}}.", pair[1]) is not pair[2]]
+    assert wrong == []
+
+
+def test_hanging_expressions_are_cut_off_and_the_next_answer_is_judged(math_verify: MathVerifyProcess) -> None:
+    for hanging in (r"\binom{10^{9}}{5\cdot 10^{8}}", "(((1000000!)!)!)"):
+        began = time.monotonic()
+        assert not math_verify.equivalent(hanging, "3")
+        assert time.monotonic() - began < 60
+        assert math_verify.equivalent("x+1", "1+x")

@@ -1,0 +1,141 @@
+"""The tasks of a run: mixtures, order, filters, and what is never trained on."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_loop.config import ConfigError, SftConfig, load_config
+from rl_loop.environments import Task, TaskFileError
+from rl_loop.tasks import BLOCK, TaskSource
+
+SFT = Path("configs/sft/tiny_retool.yaml")
+
+
+def source(*overrides: str) -> TaskSource:
+    return TaskSource(load_config(SFT, SftConfig, ["model.vocab_size=1024", *overrides]))
+
+
+def write(path: Path, questions: list[str]) -> Path:
+    tasks = [Task(f"t{i}", [{"role": "user", "content": text}], "1") for i, text in enumerate(questions)]
+    path.write_text("".join(task.to_json() + "\n" for task in tasks))
+    return path
+
+
+def from_files(train: Path, held_out: Path, *more: str) -> TaskSource:
+    place = "tasks.sources.retool"
+    return source(f"{place}.train_path={train}", f"{place}.held_out_path={held_out}", *more)
+
+
+def texts(tasks: list[Task]) -> list[str]:
+    return [task.messages[-1]["content"] for task in tasks]
+
+
+def test_sources_are_mixed_by_weight_and_any_position_is_found_again() -> None:
+    overrides = ["tasks.sources.gsm8k.environment=gsm8k", "tasks.sources.gsm8k.weight=3", "tasks.held_out_tasks=10"]
+    tasks = source(*overrides)
+    found = tasks.train(0, 5 * BLOCK)
+    assert Counter(task.environment for task in found) == {"gsm8k": 15 * BLOCK // 4, "retool": 5 * BLOCK // 4}
+    assert source(*overrides).train(131, 40) == found[131:171]
+    assert len({task.task_id for task in found}) == len(found)
+    assert {task.environment for task in tasks.held_out()} == {"gsm8k", "retool"}
+
+
+def test_no_generated_training_task_has_a_held_out_prompt() -> None:
+    tasks = source("tasks.sources={gsm8k: {environment: gsm8k, options: {largest: 4}}}", "tasks.held_out_tasks=200")
+    assert not set(texts(tasks.train(0, 500))) & set(texts(tasks.held_out()))
+
+
+def test_a_file_is_shuffled_each_epoch_and_nothing_is_lost(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", [f"What is {i}?" for i in range(50)])
+    tasks = from_files(train, write(tmp_path / "held.jsonl", ["What is x?"]))
+    first, second = texts(tasks.train(0, 50)), texts(tasks.train(50, 50))
+    assert sorted(first) == sorted(second) == sorted(f"What is {i}?" for i in range(50))
+    assert first != second
+    assert texts(tasks.train(37, 30)) == (first + second)[37:67]
+
+
+def test_training_tasks_that_give_away_a_held_out_prompt_are_dropped(tmp_path: Path) -> None:
+    story = "A farmer has seven brown goats and sells three of them at the market on Monday"
+    form = "Solve this and put the last line of your work in a box with the answer only please:"
+    questions = [f"{form} {i}+1" for i in range(40)]
+    train = write(tmp_path / "train.jsonl", [*questions, f"{story}. How many are left?", "what IS x ?", "What is y?"])
+    tasks = from_files(train, write(tmp_path / "held.jsonl", [f"Once, {story}!", "What is x?", f"{form} 77*7"]))
+    found = set(texts(tasks.train(0, 41)))
+    assert found == {*questions, "What is y?"}, "the words of a form that many share give nothing away"
+
+
+def test_tasks_are_kept_by_pass_rate(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", ["never", "always", "sometimes", "unknown"])
+    lines = [("t0", 0), ("t0", 0), ("t1", 1), ("t1", 1), ("t2", 0), ("t2", 1)]
+    episodes = tmp_path / "episodes.jsonl"
+    episodes.write_text("".join(json.dumps({"task_id": t, "reward_parts": {"correct": c}}) + "\n" for t, c in lines))
+    held_out = write(tmp_path / "held.jsonl", ["x"])
+    tasks = from_files(train, held_out, f"tasks.sources.retool.pass_rate.episodes={episodes}")
+    assert set(texts(tasks.train(0, 4))) == {"sometimes", "unknown"}
+    episodes.write_text("{}\n")
+    with pytest.raises(TaskFileError, match=r"episodes\.jsonl: not the episodes of an evaluation"):
+        from_files(train, held_out, f"tasks.sources.retool.pass_rate.episodes={episodes}")
+
+
+def test_foreign_rows_are_read_from_jsonl_and_parquet(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows: dict[str, list[dict[str, Any]]] = {
+        "retool": [
+            {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}},
+            {"prompt": [{"role": "user", "content": "why?"}], "reward_model": {"ground_truth": "because"}},
+        ],
+        "gsm8k": [{"question": "How many?", "answer": "So 1 thousand.\n#### 1,000"}],
+        "instructions": [
+            {"key": 1, "prompt": "Hi", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"n": None}]}
+        ],
+    }
+    for environment, records in rows.items():
+        jsonl, parquet = tmp_path / f"{environment}.jsonl", tmp_path / f"{environment}.parquet"
+        jsonl.write_text("".join(json.dumps(record) + "\n" for record in records))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), parquet)
+        for path in (jsonl, parquet):
+            one = f"{{environment: {environment}, held_out_path: '{path}', weight: 0}}"
+            (task,) = source(f"tasks.sources.other={one}", "tasks.held_out_tasks=1").held_out()[1:]
+            assert task.environment == environment
+            assert task.ground_truth == {"retool": "2", "gsm8k": "1000", "instructions": ""}[environment]
+
+
+def test_aime_rows_and_numeric_answers_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "aime.jsonl"
+    answers = ["204", r"\frac{1}{2}", "3/4", "-7", "x+1"]
+    path.write_text("".join(json.dumps({"Problem": f"p{a}", "Answer": a}) + "\n" for a in answers))
+    place = f"{{environment: retool, held_out_path: '{path}', weight: 0"
+    for numeric, wanted in (("true", ["204", "3/4", "-7"]), ("false", answers)):
+        tasks = source(f"tasks.sources.aime={place}, options: {{numeric_only: {numeric}}}}}", "tasks.held_out_tasks=9")
+        assert [t.ground_truth for t in tasks.held_out()[9:]] == wanted
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tasks.sources.retool.environment=chess", "there is no environment 'chess'"),
+        ("tasks.sources.retool.environment=os:path", "there is no environment 'os:path'"),
+        ("tasks.sources.retool.environment=nowhere:X", "cannot be imported"),
+        ("tasks.sources.retool.options.colour=1", "colour"),
+        ("tasks.sources.retool.weight=0", "no source has a weight above 0"),
+        ("tasks.sources.retool.held_out_path=x.jsonl", "give train_path, or weight 0"),
+        ("tasks.sources.retool.pass_rate.episodes=x", "pass_rate filters the tasks of train_path"),
+    ],
+)
+def test_a_wrong_source_is_named_before_anything_starts(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        load_config(SFT, SftConfig, [override])
+
+
+def test_the_file_and_row_of_a_bad_record_are_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n\n{"question": "b"}\n')
+    bad = f"{{environment: gsm8k, held_out_path: '{tmp_path / 'bad.jsonl'}', weight: 0}}"
+    with pytest.raises(TaskFileError, match=r"bad\.jsonl, line 3: Gsm8kEnvironment misses 'answer'"):
+        source(f"tasks.sources.other={bad}")
