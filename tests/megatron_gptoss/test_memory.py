@@ -27,6 +27,22 @@ def test_measured_peaks_of_one_gpu_are_predicted_within_two_percent(
     assert total / 1e9 == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("layers", "context", "tokens", "recompute", "measured"),
+    [
+        (24, 1, 16_384, ("moe_act", "layernorm"), 118.2),
+        (24, 4, 32_768, ("moe_act",), 97.6),
+        (4, 1, 16_384, (), 30.2),
+    ],
+)
+def test_measured_peaks_of_four_gpus_are_predicted_within_four_percent(
+    layers: int, context: int, tokens: int, recompute: tuple[str, ...], measured: float
+) -> None:
+    model = ModelConfig(num_layers=layers, num_experts=32)
+    parallel = ParallelConfig(world_size=4, expert=4, context=context, recompute=recompute)
+    assert predict(model, parallel, BF16_MOMENTS, tokens).total / 1e9 == pytest.approx(measured, rel=0.04)
+
+
 @pytest.mark.parametrize(("model", "total"), [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)])
 def test_parameters_are_those_of_the_published_models(model: ModelConfig, total: int) -> None:
     assert sum(parameters_per_gpu(model, ParallelConfig())) == total
