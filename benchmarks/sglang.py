@@ -131,7 +131,7 @@ class Bench:
         return ((name, tensor.to(torch.bfloat16)) for name, tensor in export_hf_weights(self.model, self.model_config))
 
     async def sync(self, server: SglangServer, engine: Any) -> None:
-        """Seconds of whole syncs, what the export alone takes, and the memory that each side needs besides its model."""
+        """Seconds of whole syncs and of the export alone, and the memory that each side needs besides its model."""
         on_gpu = self.arguments.device != "cpu"
         seconds, before, figures = [], 0, {}
         used = self.server_memory()
@@ -225,7 +225,7 @@ class Bench:
         for values, batch in zip(self.scorer.score(batches), batches, strict=True):
             rows |= unpack(values, batch)
         gaps = [
-            abs(rows[i][j] - sample.rollout_log_probs[j])
+            abs(rows[i][j] - (sample.rollout_log_probs or ())[j])
             for i, sample in enumerate(samples)
             for j, mask in enumerate(sample.loss_mask)
             if mask
