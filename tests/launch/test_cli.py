@@ -19,7 +19,20 @@ def gptoss(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["rl"], ["sft"], ["eval"], ["convert"], ["convert", "import"], ["report"], ["doctor"]]
+    "command",
+    [
+        [],
+        ["rl"],
+        ["sft"],
+        ["eval"],
+        ["convert"],
+        ["convert", "import"],
+        ["report"],
+        ["doctor"],
+        ["launch"],
+        ["launch", "start"],
+        ["launch", "logs"],
+    ],
 )
 def test_help_explains_every_command(command: list[str]) -> None:
     result = gptoss(*command, "--help")
