@@ -15,9 +15,10 @@ from tests.rl_loop.test_algorithms import CONFIGS, in_fp64, samples
 NAMES = ["ppo", "gspo", "sequence mis"]
 
 
-def evaluate(
-    name: str, rank: int, size: int
-) -> tuple[dict[str, float], dict[str, float], dict[tuple[int, int], float]]:
+Result = tuple[dict[str, float], dict[str, float], dict[tuple[int, int], float]]
+
+
+def evaluate(name: str, rank: int, size: int) -> Result:
     """This rank's sums (with the loss among them), maxima, and gradients by sample and position."""
     everyone = samples((25, 9, 3, 14))
     batch = in_fp64(build_batch([replace(s, sample_id=i) for i, s in enumerate(everyone)], align=2))

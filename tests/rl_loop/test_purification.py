@@ -49,6 +49,7 @@ def episode(
         return Output("391\n") if "print(17*23)" in code else Output("SyntaxError\n", 1)
 
     environment = ReToolEnvironment(TASK, execute, RewardConfig())
+    engine.environment = environment  # type: ignore[attr-defined]
     limits = EpisodeLimits(max_turns=8, max_tokens=max_tokens, seconds=60)
     done = asyncio.run(
         run_episode(
@@ -135,7 +136,8 @@ def test_giving_up_on_the_tool_leaves_the_error(tiny: Harmony) -> None:
 def test_the_world_is_set_back_before_the_new_call(tiny: Harmony) -> None:
     first = think(tiny, "Use python.", "print(17*23)")
     bad, good = think(tiny, "Again.", "x="), think(tiny, "Again.", "x=1;print(17*23)")
-    _, _, programs = episode(tiny, [first, bad, good, answer(tiny)], PurificationConfig())
+    _, engine, programs = episode(tiny, [first, bad, good, answer(tiny)], PurificationConfig())
+    assert engine.environment._calls == 2  # type: ignore[attr-defined]
     assert programs[2].count("print(17*23)") == 2  # the history and the new call; the failed one left no trace
     environment = ReToolEnvironment(TASK, None, RewardConfig())  # type: ignore[arg-type]
     state = snapshot(environment)
