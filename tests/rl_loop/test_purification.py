@@ -46,7 +46,7 @@ def episode(
 
     async def execute(code: str) -> Output:
         programs.append(code)
-        return Output("391\n") if "print(17*23)" in code else Output("SyntaxError\n", 1)
+        return Output("391\n") if code.endswith("print(17*23)") else Output("SyntaxError\n", 1)
 
     environment = ReToolEnvironment(TASK, execute, RewardConfig())
     engine.environment = environment  # type: ignore[attr-defined]
