@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,12 @@ def demonstrate(task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed
 
 def harmony_of(config: RunConfig) -> Harmony:
     """Rendering and parsing as a run does them. A tiny vocabulary is made for demonstrations of its generated tasks."""
-    return Harmony(make_vocabulary(config.vocabulary, config.model.vocab_size, lambda: _corpus(config)), config.prompt)
+
+    def corpus() -> str:
+        with ThreadPoolExecutor(1) as thread:  # episodes need an event loop, and the caller may be running one
+            return thread.submit(_corpus, config).result()
+
+    return Harmony(make_vocabulary(config.vocabulary, config.model.vocab_size, corpus), config.prompt)
 
 
 def _corpus(config: RunConfig) -> str:
@@ -84,6 +90,6 @@ def _corpus(config: RunConfig) -> str:
         options = environment.Options.model_validate(source.options)
         if source.held_out_path is None and source.environment != "retool":
             for i in range(CORPUS_TASKS):
-                task = environment.generate("train", 0, i, options)
+                task = replace(environment.generate("train", 0, i, options), environment=source.environment)
                 lines.append(harmony.decode(demonstrate(task, harmony, DemonstrationConfig(), str(i)).token_ids))
     return "\n".join(lines)

@@ -120,7 +120,8 @@ class Environment:
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        """Task ``index`` (from 0, without end) of a split: a function of the arguments and nothing else."""
+        """Task ``index`` (from 0, without end) of a split: a function of the arguments and nothing else. Its name
+        and environment are completed by the source of tasks that asks for it."""
         raise NotImplementedError(f"{cls.__name__} generates no tasks: give train_path and held_out_path")
 
     @classmethod
