@@ -18,7 +18,7 @@ import torch
 from timing import interleaved
 
 from gptoss_kernels.sink_attention import flash, sink_attention
-from gptoss_kernels.sink_attention.dispatch import choose, why_not
+from gptoss_kernels.sink_attention.dispatch import SHORT_MEAN, choose, why_not
 from gptoss_kernels.sink_attention.validation import check_arguments
 
 HEADS, KV_HEADS, HEAD_SIZE, TOKENS = 64, 8, 64, 32768
@@ -77,7 +77,7 @@ def measure(lengths: list[int], window: int | None) -> dict[str, dict[str, float
         return flash.FoldedSinkAttention.apply(q, k, v, sinks, kernels, cu_seqlens, longest, window, scale)[0]
 
     calls: dict[str, Callable[[], torch.Tensor]] = {}
-    for backend in ("window", "flash4", "flash3"):
+    for backend in ("short" if window is None else "window", "flash4", "flash3"):
         reason = why_not(backend, q.device, q.dtype, HEADS, KV_HEADS, HEAD_SIZE, window)
         if reason is None:
             calls[backend] = lambda backend=backend: run(backend)
@@ -116,8 +116,8 @@ def host_overhead(calls: int = 2000) -> float:
     for _ in range(2):  # the first pass warms the caches
         start = time.perf_counter()
         for _ in range(calls):
-            check_arguments(q, k, v, sinks, cu_seqlens, 512, 128, None)
-            choose(*shape)
+            layout = check_arguments(q, k, v, sinks, cu_seqlens, 512, 128, None)
+            choose(*shape, layout.mean_length <= SHORT_MEAN)
         elapsed = time.perf_counter() - start
     return elapsed / calls * 1e6
 

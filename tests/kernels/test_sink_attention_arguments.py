@@ -77,5 +77,5 @@ def test_debug_mode_finds_nan_and_inf(monkeypatch, name, value):
 
 def test_the_diagnosis_names_every_backend():
     text = describe()
-    for name in ("window", "flash4", "flash3", "reference"):
+    for name in ("window", "short", "flash4", "flash3", "reference"):
         assert name in text

@@ -61,6 +61,9 @@ def assert_close_to_fp64(results, q, k, v, sinks, grad_o, cu_seqlens, window):
             assert error(x, y) <= bound, f"d{name}"
 
 
+OURS = pytest.mark.parametrize(("backend", "window"), [("window", 128), ("short", None)])
+
+
 def need(backend, window):
     name = "flash4" if backend == "folded" else backend
     device = torch.device("cuda", torch.cuda.current_device())
@@ -69,18 +72,19 @@ def need(backend, window):
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("window", [1, 2, 17, 127, 128, 129, 137])
-def test_window_backend_is_within_bf16_of_fp64(window):
+@pytest.mark.parametrize("window", [1, 2, 17, 127, 128, 129, 137, None])
+def test_our_kernels_are_within_bf16_of_fp64(window):
     inputs = random_inputs(UNEVEN)
-    assert_close_to_fp64(run("window", *inputs, window), *inputs, window)
+    assert_close_to_fp64(run("window" if window else "short", *inputs, window), *inputs, window)
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "window"), [(32, 8, 128), (16, 1, 128), (12, 1, 128), (6, 3, 100), (8, 8, 64)]
 )
-def test_window_backend_takes_any_grouping_of_heads(heads, kv_heads, window):
+def test_our_kernels_take_any_grouping_of_heads(heads, kv_heads, window):
     inputs = random_inputs(UNEVEN, heads, kv_heads)
     assert_close_to_fp64(run("window", *inputs, window), *inputs, window)
+    assert_close_to_fp64(run("short", *inputs, None), *inputs, None)
 
 
 def test_rows_may_have_the_o_and_lse_of_more_keys_than_are_given():
@@ -105,19 +109,21 @@ def test_flash_backends_are_within_bf16_of_fp64(backend, window):
     assert_close_to_fp64(run(backend, *inputs, window), *inputs, window)
 
 
-@pytest.mark.parametrize("backend", ["window", "folded"])
+@pytest.mark.parametrize(("backend", "window"), [("window", 128), ("short", None), ("folded", 128)])
 @pytest.mark.parametrize("sink", [-1e4, 0.0, 30.0])
-def test_extreme_sinks(backend, sink):
-    need(backend, 128)
+def test_extreme_sinks(backend, window, sink):
+    need(backend, window)
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs(UNEVEN)
     inputs = q, k, v, torch.full_like(sinks, sink), grad_o, cu_seqlens
-    assert_close_to_fp64(run(backend, *inputs, 128), *inputs, 128)
+    assert_close_to_fp64(run(backend, *inputs, window), *inputs, window)
 
 
 @pytest.mark.parametrize("lengths", [[1], [2], [129], [1] * 100 + [127], [131072]], ids=str)
-def test_window_backend_from_one_token_to_131072(lengths):
+def test_our_kernels_from_one_token_to_131072(lengths):
     inputs = random_inputs(lengths, heads=8, kv_heads=1)
     assert_close_to_fp64(run("window", *inputs, 128), *inputs, 128)
+    if lengths[0] < 10_000:
+        assert_close_to_fp64(run("short", *inputs, None), *inputs, None)
 
 
 def test_4096_sequences_in_a_pack():
@@ -132,36 +138,39 @@ def test_4096_sequences_in_a_pack():
 def test_any_packing(lengths, seed):
     inputs = random_inputs(lengths, heads=16, kv_heads=2, seed=seed)
     assert_close_to_fp64(run("window", *inputs, 128), *inputs, 128)
+    assert_close_to_fp64(run("short", *inputs, None), *inputs, None)
 
 
 def test_every_output_is_written():
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs(UNEVEN)
     layout = packed_layout(cu_seqlens)
-    for _ in range(3):  # freed memory full of NaN is what torch.empty hands out next
+    for window in (128, None):  # freed memory full of NaN is what torch.empty hands out next
         poison = [torch.full_like(x, torch.nan) for x in (q, q, k, v)]
         poison += [torch.full((q.shape[0], 64, n), torch.nan, device="cuda") for n in (1, 2)]
         del poison
-        o, lse = window_forward(q, k, v, sinks, layout, 128, 0.125)
-        grads = window_backward(q, k, v, sinks, o, lse, grad_o, layout, 128, 0.125)
+        o, lse = window_forward(q, k, v, sinks, layout, window, 0.125)
+        grads = window_backward(q, k, v, sinks, o, lse, grad_o, layout, window, 0.125)
         assert all(torch.isfinite(x).all() for x in (o, lse, *grads))
 
 
-def test_window_backend_gives_the_same_bits_every_time():
+@OURS
+def test_our_kernels_give_the_same_bits_every_time(backend, window):
     inputs = random_inputs(UNEVEN)
-    first = run("window", *inputs, 128)
+    first = run(backend, *inputs, window)
     for _ in range(5):
-        assert all(torch.equal(x, y) for x, y in zip(first, run("window", *inputs, 128), strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(first, run(backend, *inputs, window), strict=True))
 
 
-def test_a_sequence_has_the_same_bits_whatever_it_is_packed_with():
+@OURS
+def test_a_sequence_has_the_same_bits_whatever_it_is_packed_with(backend, window):
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs(UNEVEN)
-    packed = run("window", q, k, v, sinks, grad_o, cu_seqlens, 128)
+    packed = run(backend, q, k, v, sinks, grad_o, cu_seqlens, window)
     start = 0
     for length in UNEVEN:
         part = slice(start, start + length)
         start += length
         cu = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-        alone = run("window", q[part], k[part], v[part], sinks, grad_o[part], cu, 128)
+        alone = run(backend, q[part], k[part], v[part], sinks, grad_o[part], cu, window)
         for x, y in zip(packed[:5], alone[:5], strict=True):
             assert torch.equal(x[part], y)
 
@@ -178,11 +187,13 @@ def test_inputs_need_not_be_contiguous():
         assert torch.equal(x, y)
 
 
-def test_auto_takes_the_window_kernels_for_window_layers():
+def test_auto_takes_our_kernels_for_window_layers_and_short_sequences():
     from gptoss_kernels.sink_attention.dispatch import choose
 
     device = torch.device("cuda", torch.cuda.current_device())
     assert choose(device, torch.bfloat16, 64, 8, 64, 128) == "window"
+    assert choose(device, torch.bfloat16, 64, 8, 64, None, short=True) == "short"
+    assert choose(device, torch.bfloat16, 64, 8, 64, None) != "short"
     assert choose(device, torch.float32, 64, 8, 64, 128) == "reference"
 
 

@@ -10,10 +10,16 @@ pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch withou
 
 
 KERNELS = ["window_forward", "window_backward_q", "window_backward_kv"]
+FULL_KERNELS = ["full_forward", "full_backward_q", "window_backward_kv"]
 
 
-@pytest.mark.parametrize(("heads_per_kv", "window"), [(1, 64), (4, 128), (8, 128)])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "heads_per_kv", "window"),
+    [
+        *((name, heads, window) for name in KERNELS for heads, window in ((1, 64), (4, 128), (8, 128))),
+        *((name, heads, None) for name in FULL_KERNELS for heads in (1, 2, 8)),
+    ],
+)
 def test_a_kernel_compiles_for_every_group_of_heads_and_is_cached(name, heads_per_kv, window, monkeypatch, tmp_path):
     monkeypatch.setenv("GPTOSS_KERNELS_CACHE", str(tmp_path))
     source, macros = SOURCES / f"{name}.cu", defines(name, Shape(heads_per_kv, window))

@@ -5,7 +5,7 @@ import os
 import torch
 
 from gptoss_kernels.sink_attention import flash
-from gptoss_kernels.sink_attention.dispatch import BACKENDS, choose, why_not
+from gptoss_kernels.sink_attention.dispatch import BACKENDS, SHORT_MEAN, choose, why_not
 from gptoss_kernels.sink_attention.reference import ReferenceSinkAttention
 from gptoss_kernels.sink_attention.validation import check_arguments, check_finite
 from gptoss_kernels.sink_attention.window import WindowSinkAttention
@@ -35,7 +35,8 @@ def sink_attention(
         max_seqlen: at least the longest sequence.
         window: keys a query sees, itself included; None for all earlier ones.
         scale: of the scores; head_size ** -0.5 when None.
-        backend: one of BACKENDS; "auto" picks by device, dtype, heads, head size and window (dispatch.py).
+        backend: one of BACKENDS; "auto" picks by device, dtype, heads, head size, window and mean sequence length
+            (dispatch.py).
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -49,7 +50,7 @@ def sink_attention(
     layout = check_arguments(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale)
     shape = q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window
     if backend == "auto":
-        backend = choose(*shape)
+        backend = choose(*shape, layout.mean_length <= SHORT_MEAN)
     elif backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     elif (reason := why_not(backend, *shape)) is not None:
@@ -57,7 +58,7 @@ def sink_attention(
     if os.environ.get("GPTOSS_KERNELS_DEBUG") == "1":
         check_finite(q=q, k=k, v=v, sinks=sinks)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    if backend == "window":
+    if backend in ("window", "short"):
         o, lse = WindowSinkAttention.apply(q, k, v, sinks, layout, window, scale)
     elif backend == "flash4":
         o, lse = flash.flash4_sink_attention(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale)

@@ -1,5 +1,6 @@
 """What a ``cu_seqlens`` tensor says, checked and read once, then shared by every layer of a step."""
 
+import functools
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,12 @@ class PackedLayout:
     longest: int
     """Longest sequence in tokens."""
     plans: dict[Any, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def mean_length(self) -> float:
+        """Of the sequence that a token is in: long ones, where most of full attention's work is, count by length."""
+        lengths = self.offsets.diff()
+        return float(lengths.square().sum() / max(1, self.tokens))
 
     @property
     def tokens(self) -> int:

@@ -71,7 +71,7 @@ def attention_forward(
         return o[rows], lse[rows]
     layout = packed_layout(segments.cu_seqlens_q)
     if backend == "window":
-        return window_forward(q.contiguous(), k.contiguous(), v.contiguous(), sinks, layout, window, scale)  # type: ignore[arg-type]
+        return window_forward(q.contiguous(), k.contiguous(), v.contiguous(), sinks, layout, window, scale)
     if backend == "flash3":
         from gptoss_kernels.sink_attention.epilogue import fold_sink
 
@@ -118,7 +118,7 @@ def attention_backward(
     layout = packed_layout(segments.cu_seqlens_q)
     if backend == "window":
         q, k, v, o, lse, grad_o = (x.contiguous() for x in (q, k, v, o, lse, grad_o))
-        return window_backward(q, k, v, sinks, o, lse, grad_o, layout, window, scale)  # type: ignore[arg-type]
+        return window_backward(q, k, v, sinks, o, lse, grad_o, layout, window, scale)
     if backend == "flash3":
         from gptoss_kernels.sink_attention.epilogue import sink_gradient
 

@@ -1,9 +1,10 @@
-"""Our own kernels for sliding-window layers on Hopper: CUDA C++ with warpgroup products, native sink, both directions.
+"""Our own kernels for Hopper: CUDA C++ with warpgroup products, native sink, forward and backward.
 
-Query heads that share a kv head are packed into one tile, every key that a block's tiles see is in shared memory, and
-the backward pass runs as two kernels that each own what they write (dQ; dK and dV): no atomics, so the result is
-deterministic, and every tile is aligned to its sequence's start, so a sequence's bits do not depend on what it is packed
-with.
+For sliding-window layers, and for full attention over short packed sequences. Query heads that share a kv head are
+packed into one tile: with 8 heads a tile is 8 positions, so little work is lost where the causal triangle or the window
+ends. The window kernels hold every key that a block's tiles see in shared memory; in full attention the keys pass. The
+backward pass runs as two kernels that each own what they write (dQ; dK and dV): no atomics, so the result is
+deterministic, and every tile is aligned to its sequence's start, so a sequence has the same bits in every pack.
 """
 
 import functools
@@ -26,7 +27,9 @@ CHUNK = {"window_forward": 64, "window_backward_q": 40}
 KEYS = 64
 """Keys that one thread block of the dK, dV kernel owns."""
 STAGES = 3
-"""Tiles of queries that the dK, dV kernel holds."""
+"""Tiles of queries that the dK, dV kernel holds, and of keys that the kernels for full attention hold."""
+FULL = 1 << 30
+"""The window that the dK, dV kernel is compiled with for full attention."""
 HEAD_SIZE = 64
 """The row of 128 bytes that the tiles' swizzle is made for."""
 
@@ -36,7 +39,8 @@ class Shape:
     """What a kernel is compiled for."""
 
     heads_per_kv: int
-    window: int
+    window: int | None
+    """None for full attention."""
 
     @property
     def group(self) -> int:
@@ -46,7 +50,7 @@ class Shape:
     @property
     def halo(self) -> int:
         """Keys held before a chunk."""
-        return (self.window - 1 + 15) // 16 * 16
+        return ((self.window or 1) - 1 + 15) // 16 * 16
 
     @property
     def key_steps(self) -> int:
@@ -55,11 +59,12 @@ class Shape:
 
     @property
     def _skipped(self) -> int:
-        return (self.halo - self.window + 1) // 8 * 8
+        return (self.halo - (self.window or 1) + 1) // 8 * 8
 
     def chunk(self, kernel: str) -> int:
+        """Positions of a block of a row-owning kernel."""
         tile = TILE_ROWS // self.group
-        return (CHUNK[kernel] + tile - 1) // tile * tile
+        return (CHUNK.get(kernel, tile) + tile - 1) // tile * tile
 
     def held_keys(self, chunk: int) -> int:
         """Keys that such a kernel holds for a chunk of positions, as held.cuh computes it."""
@@ -70,7 +75,9 @@ class Shape:
         tile = TILE_ROWS * HEAD_SIZE * 2
         if kernel == "window_backward_kv":
             return STAGES * (2 * tile + TILE_ROWS * 8) + 2 * KEYS * HEAD_SIZE * 2
-        tiles = 2 if kernel == "window_forward" else 3
+        if kernel in ("full_forward", "full_backward_q"):
+            return STAGES * 2 * tile + (tile if kernel == "full_forward" else 2 * tile + 256)
+        tiles = 1 if kernel == "window_forward" else 3
         return 2 * self.held_keys(self.chunk(kernel)) * HEAD_SIZE * 2 + tiles * tile + 256
 
 
@@ -78,13 +85,11 @@ def why_not(device: torch.device, heads_per_kv: int, head_size: int, window: int
     """Why the window kernels cannot take these bf16 shapes on this GPU; None when they can."""
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
-        return f"the window kernels are for Hopper (compute capability 9.0), {device} has {capability}"
+        return f"our own kernels are for Hopper (compute capability 9.0), {device} has {capability}"
     if head_size != HEAD_SIZE:
-        return f"q has head size {head_size}, the window kernels take {HEAD_SIZE}"
-    if window is None:
-        return "window is None, the window kernels take short ones"
-    # the forward keeps all scores of a row in registers
-    if Shape(heads_per_kv, window).key_steps > 3:
+        return f"q has head size {head_size}, our own kernels take {HEAD_SIZE}"
+    # the window's forward keeps all scores of a row in registers
+    if window is not None and Shape(heads_per_kv, window).key_steps > 3:
         return f"window {window} is too long for the window kernels with {heads_per_kv} query heads per kv head"
     return None
 
@@ -100,7 +105,7 @@ class WindowSinkAttention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor,
         layout: PackedLayout,
-        window: int,
+        window: int | None,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -125,7 +130,7 @@ def window_forward(
     v: torch.Tensor,
     sinks: torch.Tensor,
     layout: PackedLayout,
-    window: int,
+    window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O like q and LSE [tokens, heads], from contiguous bf16 q, k, v."""
@@ -133,9 +138,10 @@ def window_forward(
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     shape = Shape(heads // k.shape[1], window)
-    items, count = _items(layout, shape.chunk("window_forward"), q.device)
+    name = "full_forward" if window is None else "window_forward"
+    items, count = _items(layout, shape.chunk(name), q.device, "most keys first" if window is None else None)
     if count:
-        kernel = _kernel("window_forward", shape, q.device)
+        kernel = _kernel(name, shape, q.device)
         blocks = count * heads // shape.group
         kernel(blocks, THREADS, q, k, v, sinks.float(), o, lse, items, heads, scale * 1.4426950408889634)
     return o, lse
@@ -150,7 +156,7 @@ def window_backward(
     lse: torch.Tensor,
     grad_o: torch.Tensor,
     layout: PackedLayout,
-    window: int,
+    window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v and the sinks, from contiguous tensors and the forward's O and LSE."""
@@ -159,30 +165,38 @@ def window_backward(
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     row_stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
     grad_sinks = torch.empty(heads, dtype=torch.float32, device=q.device)
-    items, count = _items(layout, shape.chunk("window_backward_q"), q.device)
+    name = "full_backward_q" if window is None else "window_backward_q"
+    items, count = _items(layout, shape.chunk(name), q.device, "most keys first" if window is None else None)
     if not count:
         grad_sinks.zero_()
     else:
         shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
         rows = q, k, v, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, scale
-        _kernel("window_backward_q", shape, q.device)(count * heads // shape.group, THREADS, *rows)
-        keys, key_count = _items(layout, KEYS, q.device)
+        _kernel(name, shape, q.device)(count * heads // shape.group, THREADS, *rows)
+        keys, key_count = _items(layout, KEYS, q.device, "most queries first" if window is None else None)
         columns = q, k, v, row_stats, grad_o, grad_k, grad_v, keys, shares, count, grad_sinks, heads, scale
         kernel = _kernel("window_backward_kv", shape, q.device)
         kernel(key_count * k.shape[1], THREADS, *columns)
     return grad_q, grad_k, grad_v, grad_sinks.to(sinks.dtype)
 
 
-def _items(layout: PackedLayout, length: int, device: torch.device) -> tuple[torch.Tensor, int]:
-    """[items, 4] int32: sequence start, sequence end, first position of the item, 0. An item is `length` positions."""
-    key = ("items", length, device)
+def _items(layout: PackedLayout, length: int, device: torch.device, order: str | None) -> tuple[torch.Tensor, int]:
+    """[items, 4] int32: sequence start, sequence end, first position of the item, 0. An item is `length` positions.
+
+    Items of unequal work are sorted, so that the longest start first and the multiprocessors end together.
+    """
+    key = ("items", length, device, order)
     if key not in layout.plans:
         begin, lengths = layout.offsets[:-1], layout.offsets.diff()
         counts = (lengths + length - 1) // length
         sequence = torch.repeat_interleave(torch.arange(len(begin)), counts)
         number = torch.arange(len(sequence)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        start = begin[sequence]
-        table = torch.stack((start, start + lengths[sequence], start + number * length, torch.zeros_like(start)), 1)
+        start, before = begin[sequence], number * length
+        end = start + lengths[sequence]
+        table = torch.stack((start, end, start + before, torch.zeros_like(start)), 1)
+        if order:
+            work = before if order == "most keys first" else lengths[sequence] - before
+            table = table[work.argsort(descending=True, stable=True)]
         layout.plans[key] = table.to(torch.int32).to(device), len(table)
     items, count = layout.plans[key]
     return items, count
@@ -201,6 +215,6 @@ def defines(name: str, shape: Shape) -> dict[str, int]:
         "HEAD_SIZE": HEAD_SIZE,
         "GROUP": shape.group,
         "GROUPS": shape.heads_per_kv // shape.group,
-        "WINDOW": shape.window,
+        "WINDOW": shape.window or FULL,
     }
     return macros | ({"CHUNK": shape.chunk(name)} if name in CHUNK else {})

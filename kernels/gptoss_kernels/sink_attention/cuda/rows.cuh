@@ -34,11 +34,50 @@ struct WarpRows {
 #pragma unroll
         for (int i = 0; i < PASSES; i++) copy16(address(tile, i), x + source(p0, i, heads), inside(p0, i, end));
     }
-    __device__ __forceinline__ void store(bf16* x, u32 tile, int p0, int end, int heads) const {
+};
+// Accumulated rows, times a factor each, to a [tokens, heads, D] tensor: 64 bytes of a row per four lanes.
+__device__ __forceinline__ void store_rows(bf16* x, const float (&c)[CHUNKS][4], const float (&factors)[2], int position,
+                                           int head, int end, int heads, int lane) {
 #pragma unroll
-        for (int i = 0; i < PASSES; i++) {
-            const uint4 value = shared_load16(address(tile, i));
-            if (inside(p0, i, end)) *(uint4*)(x + source(p0, i, heads)) = value;
+    for (int h = 0; h < 2; h++) {
+        const int p = position + h * 8 / GROUP;
+        uint4* target = (uint4*)(x + ((long long)p * heads + head) * D) + (lane & 3);
+#pragma unroll
+        for (int n = 0; n < CHUNKS; n += 4) {
+            u32 word[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) word[i] = pack(c[n + i][2 * h] * factors[h], c[n + i][2 * h + 1] * factors[h]);
+            transpose_quad(word, lane);
+            if (p < end) target[n] = make_uint4(word[0], word[1], word[2], word[3]);
         }
     }
-};
+}
+// rowsum(dO * O) of this lane's two rows, from tiles in shared memory. It is the diagonal of dO O^T: of the two 8 x 8 blocks
+// on it, a row's element is in one lane of its four.
+__device__ __forceinline__ void row_deltas(float (&d)[2], u32 tile_grad, u32 tile_out, int warp, int lane) {
+    float upper[4] = {}, lower[4] = {};
+    const u32 grad_address = tile_grad + warp * WARP_ROWS * ROW_BYTES + lane_rows(lane);
+    const u32 out_address = tile_out + warp * WARP_ROWS * ROW_BYTES + lane_columns(lane);
+#pragma unroll
+    for (int s = 0; s < KSTEPS; s++) {
+        u32 grad[4], out[4];
+        load4(grad, grad_address ^ (s << 5));
+        load4(out, out_address ^ (s << 5));
+        multiply(upper, grad, out[0], out[1]);
+        multiply(lower, grad, out[2], out[3]);
+    }
+    const int row = lane >> 2, owner = (lane & ~3) | row >> 1;
+    d[0] = __shfl_sync(0xffffffffu, row & 1 ? upper[1] : upper[0], owner);
+    d[1] = __shfl_sync(0xffffffffu, row & 1 ? lower[3] : lower[2], owner);
+}
+// The block's sum for each head of the group, in a fixed order. Lanes 4i (and 4i+1..3, which hold copies) carry head i % GROUP.
+__device__ __forceinline__ void sum_shares(float* target, float* shares, float share, int thread) {
+    __syncthreads();
+    if ((thread & 3) == 0) shares[thread >> 2] = share;
+    __syncthreads();
+    if (thread < GROUP) {
+        float sum = 0.f;
+        for (int i = thread; i < 32; i += GROUP) sum += shares[i];
+        target[thread] = sum;
+    }
+}

@@ -52,25 +52,9 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
             load4(query[s], address ^ (s << 5));
             load4(grad[s], (address ^ (s << 5)) + TILE_BYTES);
         }
-        // delta is the diagonal of dO O^T: of the two 8 x 8 blocks on it, a row's element is in one lane of its four
-        float upper[4] = {}, lower[4] = {};
-        const u32 out_address = tile_out + warp * WARP_ROWS * ROW_BYTES + lane_columns(lane);
-#pragma unroll
-        for (int s = 0; s < KSTEPS; s++) {
-            u32 out[4];
-            load4(out, out_address ^ (s << 5));
-            multiply(upper, grad[s], out[0], out[1]);
-            multiply(lower, grad[s], out[2], out[3]);
-        }
-        const int row = lane >> 2, owner = (lane & ~3) | row >> 1;
-        const float diagonal[2] = {__shfl_sync(0xffffffffu, row & 1 ? upper[1] : upper[0], owner),
-                                   __shfl_sync(0xffffffffu, row & 1 ? lower[3] : lower[2], owner)};
-        float d[2], row_lse[2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            row_lse[h] = next_lse[h];
-            d[h] = diagonal[h];
-        }
+        const float row_lse[2] = {next_lse[0], next_lse[1]};
+        float d[2];
+        row_deltas(d, tile_grad, tile_out, warp, lane);
         __syncwarp();
         if (p0 + TILE < end) {
             load_rows(p0 + TILE);
@@ -163,28 +147,8 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
         }
         warpgroup_wait<0>();
         settle(dq);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int p = p0 + row_position + h * 8 / GROUP;
-            uint4* target = (uint4*)(grad_q + ((long long)p * heads + row_head) * D) + (lane & 3);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                u32 word[4];
-#pragma unroll
-                for (int n = 0; n < 4; n++)
-                    word[n] = pack(dq[half * 4 + n][2 * h] * scale, dq[half * 4 + n][2 * h + 1] * scale);
-                transpose_quad(word, lane);
-                if (p < item.end) target[half * 4] = make_uint4(word[0], word[1], word[2], word[3]);
-            }
-        }
+        const float scales[2] = {scale, scale};
+        store_rows(grad_q, dq, scales, p0 + row_position, row_head, item.end, heads, lane);
     }
-    // lanes 4i (and 4i+1..3, which hold copies) carry head i % GROUP
-    __syncthreads();
-    if ((lane & 3) == 0) shares[warp * 8 + (lane >> 2)] = sink_share;
-    __syncthreads();
-    if (thread < GROUP) {
-        float sum = 0.f;
-        for (int i = thread; i < 32; i += GROUP) sum += shares[i];
-        grad_sinks[(long long)number * heads + head0 + thread] = sum;
-    }
+    sum_shares(grad_sinks + (long long)number * heads + head0, shares, sink_share, thread);
 }

@@ -8,7 +8,7 @@ window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf1
                       const Item* __restrict__ items, int heads, float scale_log2) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const u32 keys = shared_address(memory);                   // K, then V
-    const u32 tile = keys + 2 * HELD_BYTES, staged = tile + TILE_BYTES;   // Q, and O on its way out
+    const u32 tile = keys + 2 * HELD_BYTES;                    // Q
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const int groups = heads / GROUP, number = blockIdx.x / groups, group = blockIdx.x % groups;
     const Item item = items[number];
@@ -105,8 +105,6 @@ window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf1
         }
         warpgroup_wait<0>();
         settle(out);
-        stage(staged + warp * WARP_ROWS * ROW_BYTES, out, inverse[0], inverse[1], lane);
-        __syncwarp();
-        mine.store(o, staged, p0, item.end, heads);
+        store_rows(o, out, inverse, p0 + row_position, row_head, item.end, heads, lane);
     }
 }
