@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -108,6 +109,8 @@ async def test_turns_of_an_episode_find_their_prefix_and_new_episodes_the_idle_s
     servers = [LocalServer(token_seconds=0.002) for _ in range(4)]
     async with engine_over(*servers) as (engine, _):
 
+        pauses = random.Random(0)  # tools take their time, so the servers' loads differ
+
         async def episode(number: int) -> tuple[int, int]:
             tokens, cached, reusable = [number] * 50, 0, 0
             for turn in range(4):
@@ -115,6 +118,7 @@ async def test_turns_of_an_episode_find_their_prefix_and_new_episodes_the_idle_s
                 cached += result.cached_tokens if turn else 0
                 reusable += len(tokens) - 3 if turn else 0
                 tokens = tokens + result.output_ids + [1, 2, 3]
+                await asyncio.sleep(pauses.uniform(0, 0.05))
             return cached, reusable
 
         hits = await asyncio.gather(*map(episode, range(16)))
@@ -168,7 +172,7 @@ async def test_only_servers_that_hold_the_policy_answer() -> None:
     async with engine_over(restarted, good) as (engine, fleet):
         restarted.version = "default"  # came back behind the state that is still believed
         results = await asyncio.gather(*(engine.generate(request(PROMPT, 5, f"{i}/0/0/0")) for i in range(20)))
-        assert all(len(good.served) >= 20 for _ in results)
+        assert len(good.served) == len(results) == 20
         for result in results:
             check(result, PROMPT)
         fleet.states = {restarted.url: ServerState.STARTING, good.url: ServerState.STALE}
@@ -215,7 +219,7 @@ async def test_a_thousand_episodes_with_faults_are_all_complete_and_none_duplica
         async def episode(number: int) -> list[int]:
             tokens = [number % 900, number // 900] * 8
             for turn in range(3):
-                result = await engine.generate(request(tokens, 24, f"task/{number}/{turn}/0"))
+                result = await engine.generate(request(tokens, 16, f"task/{number}/{turn}/0"))
                 assert result.finish_reason is FinishReason.LENGTH
                 check(result, tokens)
                 tokens = tokens + result.output_ids + [turn] * 5
@@ -228,6 +232,6 @@ async def test_a_thousand_episodes_with_faults_are_all_complete_and_none_duplica
         assert set(met) == set(FAULTS)
         assert len(met) > 0.04 * 3000
         assert len(episodes) == len({tuple(tokens) for tokens in episodes}) == 1000
-        assert all(len(tokens) == 16 + 3 * (24 + 5) for tokens in episodes)
+        assert all(len(tokens) == 16 + 3 * (16 + 5) for tokens in episodes)
         await asyncio.sleep(0.5)
         assert not any(server.running for server in servers[:3]), "requests that nobody waits for are still served"

@@ -18,13 +18,16 @@ import torch
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.config import ModelConfig
+from rl_loop.canary import CanaryError, check_canary
 from rl_loop.config import RlConfig, load_config
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang_engine import SglangEngine
 from rl_loop.engines.sglang_server import ServerState, ServerStatus
 from rl_loop.engines.weight_sender import SyncPlan, WeightMismatch, buckets, send_weights
 from rl_loop.placed import free_address
+from rl_loop.rollout_pool import RolloutPool
 from rl_loop.sglang_fleet import SglangFleet, statuses
+from rl_loop.trainer_group import TrainerGroup
 from tests.rl_loop.sglang_protocol import LocalServer, digest, log_prob, next_token, prefix_state
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +151,8 @@ class Trainer:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, one_ray: None) -> Iterator[SglangFleet]:
+def config(tmp_path: Path, one_ray: None) -> RlConfig:
+    """Two local servers, each a process that takes the place of SGLang."""
     stub = f"{ROOT / 'tests/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
     config = load_config(
         ROOT / "configs/rl/tiny_retool.yaml",
@@ -170,7 +174,12 @@ def fleet(tmp_path: Path, one_ray: None) -> Iterator[SglangFleet]:
         }
     )
     rollout = config.rollout.model_copy(update={"sglang": settings})
-    servers = SglangFleet(config.model_copy(update={"model": MODEL, "rollout": rollout}))
+    return config.model_copy(update={"model": MODEL, "rollout": rollout, "dtype": "bfloat16"})
+
+
+@pytest.fixture
+def fleet(config: RlConfig) -> Iterator[SglangFleet]:
+    servers = SglangFleet(config)
     yield servers
     servers.close()
 
@@ -232,3 +241,21 @@ def test_a_server_or_trainer_that_dies_in_mid_sync_leaves_nothing_half_loaded_to
     fleet.heal()
     assert states(fleet) == [(ServerState.SYNCED, 2)] * 2
     assert fleet.score(TEXT, 1.0) == [scores_under(again.named)] * 2
+
+
+def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_computes_something_else(
+    config: RlConfig,
+) -> None:
+    parallel = config.parallel.model_copy(update={"world_size": 2, "expert": 2})
+    config = config.model_copy(update={"parallel": parallel, "initial_weights": None})
+    trainer, pool = TrainerGroup(config), RolloutPool(config)
+    try:
+        trainer.ready()
+        pool.ready()
+        pool.sync_weights(trainer, 5)
+        assert pool.score(TEXT, 1.0) == [scores_under(trainer.weights())] * 2
+        with pytest.raises(CanaryError, match="after syncing weights 5, rollout worker 0 and the trainer differ"):
+            check_canary(trainer, pool, TEXT, config, 5)
+    finally:
+        pool.close()
+        trainer.close()
