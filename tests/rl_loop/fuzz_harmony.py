@@ -1,0 +1,117 @@
+"""Fuzzing of what a policy may sample, for as long as wanted: ``python -m tests.rl_loop.fuzz_harmony SECONDS [SEED]``.
+
+Each round samples ids (random, assembled from pieces of Harmony, or legal turns with mutations) and plays them through
+the agent loop. Whatever they are, an episode must end with a named reason and hold exactly the ids that were sampled, and
+no tool answer may hold a special token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections import Counter
+
+from rl_loop import arithmetic
+from rl_loop.agent import EpisodeLimits, run_episode
+from rl_loop.engines.protocol import SamplingParams
+from rl_loop.environments import ENVIRONMENTS, RewardConfig, Task, make_environment
+from rl_loop.environments.base import final, function_call, think
+from rl_loop.harmony import FIRST_SPECIAL_ID, Harmony, ParsedMessage, PromptConfig
+from rl_loop.trajectory import FinishReason
+from rl_loop.vocabulary import SPECIAL_TOKENS, GptOssVocabulary, TinyVocabulary, harmony_encoding
+from tests.rl_loop.scripted_engine import ScriptedEngine
+
+PIECES = [
+    *SPECIAL_TOKENS, "analysis", "final", "commentary", "assistant", "user", "system", "tool", " to=", " to=python",
+    " to=functions.fetch_email", " to=functions.submit_report", " json", " code", "\n", "é", "\x00", "😀", "{", "}",
+    '{"email": 1}',     "<|end|>", "print(1)", r"\boxed{1}", "",
+]  # fmt: skip
+LIMITS = EpisodeLimits(max_turns=4, max_tokens=3000, seconds=60, max_tool_calls=5, max_sampled_tokens=400)
+
+
+def sampled_turn(harmony: Harmony, rng: random.Random) -> list[int]:
+    """Ids of one turn, ended as an engine ends it: by a stop token or by the limit."""
+    vocabulary = harmony.vocabulary
+    kind = rng.randrange(4)
+    if kind == 0:
+        ids = [rng.randrange(vocabulary.size) for _ in range(rng.randrange(1, 40))]
+    elif kind == 1:
+        text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 14)))
+        ids = vocabulary.from_harmony(harmony_encoding().encode(text, allowed_special="all"))
+    else:
+        call = rng.random() < 0.7
+        tools = (
+            "python",
+            "functions.python",
+            "functions.fetch_email",
+            "functions.query_logs",
+            "browser.open",
+            " ",
+            "a b",
+        )
+        name = rng.choice(tools)
+        message = ParsedMessage(rng.choice(["analysis", "commentary"]), name, rng.choice([None, "code", "<|constrain|>json"]),
+                                rng.choice(["print(2)", "{", "[[", '{"email": "m1"}', ""]))  # fmt: skip
+        last = (
+            rng.choice([message, function_call("query_logs", name="ana")])
+            if call
+            else final(rng.choice([r"\boxed{1}", ""]))
+        )
+        ids = harmony.render_assistant([think("so")] * rng.randrange(2) + [last], "<|call|>" if call else "<|return|>")
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            place = rng.randrange(len(ids))
+            ids[place : place + rng.randrange(2)] = [rng.randrange(vocabulary.size)] * rng.randrange(2)
+    ids = ids[:390] or [0]
+    stops = [i for i, token in enumerate(ids) if token in harmony.stop_token_ids]
+    return ids[: stops[0] + 1] if stops else [*ids, rng.choice(harmony.stop_token_ids)]
+
+
+def play(harmony: Harmony, rng: random.Random) -> FinishReason:
+    kind = ENVIRONMENTS[rng.choice(["retool", "incident", "gsm8k"])]
+    options = {"tools": True} if kind.__name__.startswith("Gsm8k") else {}
+    index = rng.randrange(100)
+    generated = kind.generate("train", 0, index, kind.Options.model_validate(options))
+    task = Task(**{**vars(generated)})
+    turns = [sampled_turn(harmony, rng) for _ in range(5)]
+    engine = ScriptedEngine(turns)
+    environment = make_environment(task, arithmetic.interpret, RewardConfig())
+    episode = asyncio.run(run_episode("t", environment, engine, harmony, LIMITS, SamplingParams(300), seed=1))
+    expected = [token for result in engine.results for token in result.output_ids]
+    kept = [token for token, mask in zip(episode.token_ids, episode.loss_mask, strict=True) if mask]
+    assert kept == expected, "an episode holds other tokens than were sampled"
+    prompt = harmony.render_prompt(environment.prompt(), environment.tools())
+    assert episode.token_ids[: len(prompt)] == prompt
+    for turn in episode.turns:
+        if turn.role == "tool":
+            ids = harmony.vocabulary.to_harmony(episode.token_ids[turn.start : turn.end])
+            special = sum(token >= FIRST_SPECIAL_ID for token in ids)
+            assert special % 4 == 1, "a tool's answer holds a special token"
+    assert episode.finish_reason in FinishReason
+    assert (episode.format_error is not None) == (episode.finish_reason is FinishReason.FORMAT_ERROR)
+    return episode.finish_reason
+
+
+def fuzz(seconds: float, seed: int = 0, rounds: int | None = None) -> Counter[FinishReason]:
+    """Rounds until the time is over or ``rounds`` are done; how the episodes ended."""
+    short = PromptConfig(
+        model_identity=None, knowledge_cutoff=None, reasoning_effort=None, channels=False, python_tool=False
+    )
+    harmonies = [
+        Harmony(TinyVocabulary(640, arithmetic.vocabulary_text()), short), Harmony(GptOssVocabulary(), PromptConfig())
+    ]  # fmt: skip
+    ends: Counter[FinishReason] = Counter()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and ends.total() != rounds:
+        number = ends.total()
+        try:
+            ends[play(harmonies[number % 2], random.Random(f"{seed}/{number}"))] += 1
+        except BaseException:
+            print(f"failed in round {number} of seed {seed}", file=sys.stderr)
+            raise
+    return ends
+
+
+if __name__ == "__main__":
+    print(dict(fuzz(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)))
