@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gptoss_kernels.sink_attention import describe, sink_attention
+from gptoss_kernels.sink_attention.layout import packed_layout
 
 
 def good():
@@ -73,6 +74,11 @@ def test_debug_mode_finds_nan_and_inf(monkeypatch, name, value):
     monkeypatch.setenv("GPTOSS_KERNELS_DEBUG", "1")
     with pytest.raises(ValueError, match=f"{name} holds 1 non-finite"):
         sink_attention(**arguments)
+
+
+def test_the_mean_length_is_that_of_the_sequence_a_token_is_in():
+    assert packed_layout(torch.tensor([0, 100, 1000])).mean_length == (100 * 100 + 900 * 900) / 1000
+    assert packed_layout(torch.tensor([0, 0])).mean_length == 0
 
 
 def test_the_diagnosis_names_every_backend():
