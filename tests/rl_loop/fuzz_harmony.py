@@ -1,8 +1,8 @@
 """Fuzzing of what a policy may sample, for as long as wanted: ``python -m tests.rl_loop.fuzz_harmony SECONDS [SEED]``.
 
 Each round samples ids (random, assembled from pieces of Harmony, or legal turns with mutations) and plays them through
-the agent loop. Whatever they are, an episode must end with a named reason and hold exactly the ids that were sampled, and
-no tool answer may hold a special token.
+the agent loop. Whatever they are, an episode must end with a named reason and hold exactly the ids that were sampled,
+and no tool answer may hold a special token.
 """
 
 from __future__ import annotations
@@ -52,8 +52,12 @@ def sampled_turn(harmony: Harmony, rng: random.Random) -> list[int]:
             "a b",
         )
         name = rng.choice(tools)
-        message = ParsedMessage(rng.choice(["analysis", "commentary"]), name, rng.choice([None, "code", "<|constrain|>json"]),
-                                rng.choice(["print(2)", "{", "[[", '{"email": "m1"}', ""]))  # fmt: skip
+        channel, kind_of_content = (
+            rng.choice(["analysis", "commentary"]),
+            rng.choice([None, "code", "<|constrain|>json"]),
+        )
+        arguments = rng.choice(["print(2)", "{", "[[", '{"email": "m1"}', ""])
+        message = ParsedMessage(channel, name, kind_of_content, arguments)
         last = (
             rng.choice([message, function_call("query_logs", name="ana")])
             if call
