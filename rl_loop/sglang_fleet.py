@@ -87,10 +87,10 @@ class SglangFleet:
         """The healthy servers, at least one, when no other is one to ``wait_for``."""
         while True:
             known = dict(zip(self.actors, asyncio.run(statuses(self.actors)), strict=True))
-            for status in known.values():
-                if status.given_up:
-                    raise RuntimeError(f"an SGLang server does not start: {status.fault}")
             alive = {a: s for a, s in known.items() if s.state in (ServerState.STALE, ServerState.SYNCED)}
+            for status in known.values():
+                if status.given_up and (wait_for(status) or not alive):
+                    raise RuntimeError(f"an SGLang server does not start: {status.fault}")
             if alive and not any(wait_for(status) for status in known.values()):
                 return alive
             time.sleep(0.2)

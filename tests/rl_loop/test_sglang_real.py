@@ -59,7 +59,7 @@ def gap(a: list[float], b: list[float]) -> float:
 def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf_config(dtype="bfloat16")))
     arguments = ["--device", "cpu", "--max-total-tokens", "4096", "--max-running-requests", "8"]
-    settings = SglangConfig(python=PYTHON, attention_backend="intel_amx", memory_fraction=0.05, arguments=arguments)
+    settings = SglangConfig(python=PYTHON, attention_backend="intel_amx", memory_fraction=0.5, arguments=arguments)
     command = settings.command(0, tmp_path, "bfloat16", routed_experts=False, seed=0)
     environment = {
         "PYTHONPATH": str(Path(__file__).parent / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1",
