@@ -211,9 +211,18 @@ def training_metrics(metrics: StepMetrics, updates: Sequence[StepStatistics]) ->
         if "routes_compared" in sums:
             metrics.add_mean("routing/agreement", sums["routes_agreeing"], sums["routes_compared"], "routes")
         metrics.add_max("ratio/deviation_max", update.maxima["ratio_deviation"], "tokens")
-        metrics.add_last(Name.GRAD_NORM, update.grad_norm)
-        metrics.add_last(Name.LEARNING_RATE, update.learning_rate)
-        metrics.add_sum("skipped_updates", float(not update.parameters_updated), "steps")
+        optimizer_metrics(metrics, update)
+
+
+def optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
+    """What every optimizer step says of itself, whatever its loss."""
+    metrics.add_last(Name.GRAD_NORM, update.grad_norm)
+    metrics.add_last(Name.LEARNING_RATE, update.learning_rate)
+    metrics.add_sum("skipped_updates", float(not update.parameters_updated), "steps")
+    metrics.add_last("train/tokens_per_second_per_gpu", update.tokens_per_second_per_gpu)
+    metrics.add_last("train/tflops_per_gpu", update.tflops_per_gpu)
+    if update.mfu is not None:
+        metrics.add_last("train/mfu", update.mfu)
 
 
 MISMATCH = (

@@ -148,6 +148,8 @@ def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: 
 def run_sft(config: SftConfig, show: ProgressFactory, *, resume: bool = False, overwrite: bool = False) -> Path:
     """Supervised fine-tuning on generated demonstrations. Returns the run directory; raises Interrupted."""
     with _session(config, show, resume, overwrite) as session:
+        from rl_loop.batch import optimizer_metrics  # imports torch, which _session has done by now
+
         for step in range(session.first_step, config.training.steps):
             started = time.monotonic()
             session.progress.phase("train")
@@ -157,8 +159,7 @@ def run_sft(config: SftConfig, show: ProgressFactory, *, resume: bool = False, o
             update = session.trainer.sft_step(samples, step)
             metrics = StepMetrics(step)
             metrics.add_mean(Name.LOSS, update.sums["loss"], update.sums["tokens"], "tokens")
-            metrics.add_last(Name.GRAD_NORM, update.grad_norm)
-            metrics.add_last(Name.LEARNING_RATE, update.learning_rate)
+            optimizer_metrics(metrics, update)
             metrics.add_last(Name.STEP_SECONDS, time.monotonic() - started)
             tokens = sum(len(sample.token_ids) for sample in samples)
             metrics.add_last(Name.TOKENS_PER_SECOND, tokens / (time.monotonic() - started))
