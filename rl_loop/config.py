@@ -262,6 +262,11 @@ class RlConfig(RunConfig):
             )
         if self.algorithm.routing_replay == "R3" and not self.rollout.routed_experts:
             raise ValueError("algorithm.routing_replay R3 needs the engine's routes: set rollout.routed_experts")
+        if (self.algorithm.overlong_buffer or 0) >= self.rollout.max_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer ({self.algorithm.overlong_buffer}) must be below rollout.max_tokens "
+                f"({self.rollout.max_tokens}), or every episode is punished for its length"
+            )
         if self.algorithm.critic and self.algorithm.critic.warmup_steps >= self.training.steps:
             raise ValueError(
                 f"algorithm.critic.warmup_steps ({self.algorithm.critic.warmup_steps}) leaves none of the "

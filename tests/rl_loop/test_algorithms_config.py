@@ -14,7 +14,9 @@ TINY = CONFIGS / "rl/tiny_retool.yaml"
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("algorithm/*.yaml")), ids=lambda p: p.stem)
 def test_every_named_algorithm_loads(path: Path) -> None:
-    config = load_config(TINY, RlConfig, [f"algorithm={path.stem}", "training.steps=30", "algorithm.gamma=0.99"])
+    room = ["training.steps=30", "model.max_length=8192", "training.max_tokens_per_micro_batch=8192"]
+    room.append("rollout.max_tokens=8192")
+    config = load_config(TINY, RlConfig, [f"algorithm={path.stem}", "algorithm.gamma=0.99", *room])
     assert config.algorithm.gamma == 0.99
 
 
@@ -50,6 +52,11 @@ def test_a_group_of_one_needs_an_advantage_without_groups() -> None:
 def test_a_critic_that_warms_up_for_the_whole_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaves none of the 20 steps"):
         load_config(TINY, RlConfig, ["algorithm=ppo", "training.steps=20"])
+
+
+def test_a_penalty_on_every_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match="every episode is punished for its length"):
+        load_config(TINY, RlConfig, ["algorithm=dapo"])
 
 
 def test_an_unknown_algorithm_names_those_there_are() -> None:
