@@ -6,7 +6,7 @@
 
 The model has GPT-OSS-20B's widths and random weights (normal with std 0.02, small enough that routing margins decide).
 SGLang runs in its own environment: ``--python`` and ``--pythonpath``. No Ray. Prints one JSON object per case.
-``--device cpu --tiny`` tries the cases on a CPU, see tests/rl_loop/test_sglang_real.py.
+``--device cpu --tiny`` is for an SGLang that serves on CPUs.
 """
 
 from __future__ import annotations
