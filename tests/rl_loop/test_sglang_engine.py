@@ -108,7 +108,6 @@ async def test_tokens_log_probs_routes_and_versions_arrive_as_sampled() -> None:
 async def test_turns_of_an_episode_find_their_prefix_and_new_episodes_the_idle_server() -> None:
     servers = [LocalServer(token_seconds=0.002) for _ in range(4)]
     async with engine_over(*servers) as (engine, _):
-
         pauses = random.Random(0)  # tools take their time, so the servers' loads differ
 
         async def episode(number: int) -> tuple[int, int]:
