@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,8 @@ class SglangServer:
         """The first call starts the server."""
         if self._supervisor is None:
             self._supervisor = asyncio.create_task(self._supervise())
+        if self._status.state in (ServerState.STALE, ServerState.SYNCED) and not self._running():
+            return replace(self._status, state=ServerState.DEAD, version=None)  # before the supervisor has noticed
         return self._status
 
     async def process_id(self) -> int | None:
@@ -123,7 +125,7 @@ class SglangServer:
         return self._process is not None and self._process.poll() is None
 
     def _change(self, **fields: Any) -> None:
-        self._status = ServerStatus(**{**vars(self._status), **fields})
+        self._status = replace(self._status, **fields)
 
     async def _supervise(self) -> None:
         failures = 0

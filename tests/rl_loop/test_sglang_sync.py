@@ -33,7 +33,7 @@ from tests.rl_loop.sglang_protocol import LocalServer, digest, log_prob, next_to
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(
     num_layers=2, num_experts=2, experts_per_token=2, hidden_size=32, intermediate_size=48, num_attention_heads=4,
-    num_key_value_heads=2, head_size=16, vocab_size=64, max_length=1024,
+    num_key_value_heads=2, head_size=16, vocab_size=640, max_length=1024,
 )  # fmt: skip
 TEXT = list(range(20, 60))
 
