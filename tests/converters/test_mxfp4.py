@@ -24,16 +24,22 @@ from converters import names, torch_dist
 from converters.errors import ConversionError
 from converters.hf_directory import ExpertStack, HfDirectory, written_shapes
 from converters.hf_layouts import QUANTIZATION_CONFIG, openai_name
+from converters.live import export_hf_weights, load_hf_weights
+from converters.names import hf_shapes
 from converters.torch_dist import MegatronCheckpoint, export_checkpoint, import_checkpoint
 from converters.torch_dist_files import TorchDistReader
 from converters.verify import verify
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.model import build_model
 from tests.converters.models import TINY
+from tests.distributed import free_port, run_distributed
 
 Weights = dict[str, torch.Tensor]
 MODEL = TINY.model_copy(update={"hidden_size": 64, "intermediate_size": 32, "num_experts": 3})
 SQUARE = MODEL.model_copy(update={"intermediate_size": 64})
 DOWN = "model.layers.1.mlp.experts.down_proj"
+EXPERT_MATRICES = ("gate_up_proj", "down_proj")
 
 
 def quantised_weights(config: ModelConfig, seed: int = 0, scales: tuple[int, int] = (110, 124)) -> Weights:
@@ -191,6 +197,40 @@ def test_a_rank_reads_only_the_experts_that_it_asks_for(quantised: Path, monkeyp
     assert isinstance(stack, ExpertStack) and stack.shape == (3, 32, 64) and not read
     assert torch.equal(stack[2], original(DOWN)[2])
     assert read == [2]
+
+
+def fill_from_mxfp4(rank: int, directory: Path, port: int) -> tuple[Weights, set[int]]:
+    parallel = ParallelConfig(world_size=2, expert=2)
+    distributed.initialize(parallel, rank, port=port)
+    source = HfDirectory(directory)
+    read: set[int] = set()
+    get = source.get
+
+    def recording(name: str, expert: int | None = None) -> torch.Tensor:
+        if name.endswith(EXPERT_MATRICES):
+            read.add(-1 if expert is None else expert)
+        return get(name, expert)
+
+    source.get = recording  # type: ignore[method-assign]
+    model = build_model(source.config, parallel, torch.float32)
+    load_hf_weights(model, source.config, source.view)
+    exported = {name: tensor.clone() for name, tensor in export_hf_weights(model, source.config)}
+    distributed.shutdown()
+    return exported, read
+
+
+def test_a_model_starts_from_an_mxfp4_directory_and_each_rank_reads_its_own_experts(tmp_path: Path) -> None:
+    config = MODEL.model_copy(update={"num_experts": 4})
+    directory = save(tmp_path / "mxfp4", config, quantised_weights(config))
+    ranks = run_distributed(fill_from_mxfp4, 2, directory, free_port())
+    assert [read for _, read in ranks] == [{0, 1}, {2, 3}]
+    exported, original = ranks[0][0], quantised_weights(config)
+    for name in hf_shapes(config):
+        if name.endswith(EXPERT_MATRICES):
+            expected = convert_moe_packed_tensors(original[f"{name}_blocks"], original[f"{name}_scales"])
+        else:
+            expected = original[name]
+        assert torch.equal(exported[name], expected.float()), name
 
 
 @pytest.mark.parametrize(
