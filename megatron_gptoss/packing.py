@@ -7,7 +7,7 @@ is a sequence of its own and never enters a loss or a metric.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -197,13 +197,18 @@ def build_batch(samples: Sequence[Sample], align: int = 1) -> PackedBatch:
 
 
 def pack(
-    samples: Sequence[Sample], max_tokens: int, data_parallel_size: int = 1, align: int = 1
+    samples: Sequence[Sample],
+    max_tokens: int,
+    data_parallel_size: int = 1,
+    align: int = 1,
+    work: Callable[[int], float] = float,
 ) -> list[list[PackedBatch]]:
     """Distribute samples over data-parallel ranks and micro-batches of at most ``max_tokens`` tokens each.
 
-    Returns one list of micro-batches per rank, all of the same length (a mixture of experts communicates in every
-    micro-batch, so ranks must take the same number of steps). Longest first into the emptiest bin.
-    Raises ValueError naming a sample that is longer than ``max_tokens``.
+    ``work`` says what a sequence of so many tokens costs. Most costly first into the micro-batch that has least to do
+    among those with room. Returns one list of micro-batches per rank, all of the same length (a mixture of experts
+    communicates in every micro-batch, so ranks must take the same number of steps); those that ranks take at the same
+    time cost about the same. Raises ValueError naming a sample that is longer than ``max_tokens``.
     """
     if len(samples) < data_parallel_size:
         raise ValueError(f"{len(samples)} samples cannot be shared out over {data_parallel_size} data-parallel ranks")
@@ -217,24 +222,36 @@ def pack(
             )
     longest_first = sorted(numbered, key=lambda s: -len(s.token_ids))
     total = sum(len(s.token_ids) - 1 for s in numbered)
-    bins_per_rank = max(1, -(-total // (max_tokens * data_parallel_size)))
-    while True:
-        bins: list[list[Sample]] = [[] for _ in range(bins_per_rank * data_parallel_size)]
-        loads = [0] * len(bins)
-        for sample in longest_first:
-            emptiest = loads.index(min(loads))
-            bins[emptiest].append(sample)
-            loads[emptiest] += len(sample.token_ids) - 1
-        if max(loads) <= max_tokens and all(bins):
+    fewest = max(1, -(-total // (max_tokens * data_parallel_size))) * data_parallel_size
+    for count in range(fewest, len(samples) + 1, data_parallel_size):
+        bins = _fill(longest_first, count, max_tokens, work)
+        if bins is not None:
             break
-        if not all(bins):
-            raise ValueError(
-                f"max_tokens_per_micro_batch ({max_tokens}) leaves no equal number of micro-batches for "
-                f"{data_parallel_size} data-parallel ranks and {len(samples)} samples; raise it"
-            )
-        bins_per_rank += 1
+    else:
+        raise ValueError(
+            f"max_tokens_per_micro_batch ({max_tokens}) leaves no equal number of micro-batches for "
+            f"{data_parallel_size} data-parallel ranks and {len(samples)} samples; raise it"
+        )
     batches = [build_batch(b, align) for b in bins]
     return [batches[rank::data_parallel_size] for rank in range(data_parallel_size)]
+
+
+def _fill(
+    longest_first: list[Sample], count: int, max_tokens: int, work: Callable[[int], float]
+) -> list[list[Sample]] | None:
+    """``count`` micro-batches, the most costly first; None if they are too few."""
+    bins: list[list[Sample]] = [[] for _ in range(count)]
+    tokens, cost = [0] * count, [0.0] * count
+    for sample in longest_first:
+        length = len(sample.token_ids) - 1
+        roomy = [i for i in range(count) if tokens[i] + length <= max_tokens]
+        if not roomy:
+            return None
+        chosen = min(roomy, key=cost.__getitem__)
+        bins[chosen].append(sample)
+        tokens[chosen] += length
+        cost[chosen] += work(length)
+    return [bins[i] for i in sorted(range(count), key=cost.__getitem__, reverse=True)]
 
 
 def unpack(values: torch.Tensor, batch: PackedBatch) -> dict[int, list[float]]:

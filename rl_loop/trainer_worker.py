@@ -21,6 +21,7 @@ from megatron_gptoss.checkpoint import latest_checkpoint, load_checkpoint, load_
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
+from megatron_gptoss.performance import forward_flops
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.trainer import (
     LossFunction,
@@ -150,7 +151,10 @@ class TrainerWorker:
     def _batches(self, samples: list[Sample]) -> Sequence[PackedBatch]:
         parallel = self.config.parallel
         limit = self.config.training.max_tokens_per_micro_batch
-        return data_parallel_slice(pack(samples, limit, parallel.data, alignment()))
+        return data_parallel_slice(pack(samples, limit, parallel.data, alignment(), self._work))
+
+    def _work(self, length: int) -> float:
+        return forward_flops(self.config.model, [length])
 
     def score(self, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:
         """Per sample the log-prob of each of its tokens, 0.0 for the first; in the order of ``samples``."""

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import hashlib
 from pathlib import Path
-from typing import Any
+
 
 import torch
 
@@ -111,12 +111,6 @@ def _nvrtc() -> ctypes.CDLL:
         except OSError:
             continue
     raise RuntimeError(f"{name} not found: it comes with torch's nvidia-cuda-nvrtc package")
-
-
-def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that one thread block can have."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
 
 
 def architecture(device: torch.device) -> str:

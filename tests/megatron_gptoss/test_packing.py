@@ -6,8 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_gptoss.packing import Sample, build_batch, pack, unpack
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.packing import PackedBatch, Sample, build_batch, pack, unpack
+from megatron_gptoss.performance import forward_flops
 
+MODEL = ModelConfig(num_layers=24, num_experts=32)
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=20)
 
 
@@ -75,6 +78,25 @@ def test_micro_batches_respect_the_limit_and_ranks_take_equally_many(
         return  # too few samples for equal numbers; the message is tested below
     assert len({len(rank) for rank in per_rank}) == 1
     assert all(batch.tokens <= limit for rank in per_rank for batch in rank)
+
+
+def test_a_long_tail_is_shared_out_by_work_at_every_micro_batch() -> None:
+    lengths = np.random.default_rng(0).lognormal(8.0, 1.0, 512).clip(64, 32_000).astype(int)
+    samples = [Sample([1] * n, [1] * n) for n in lengths]
+
+    def flops(length: int) -> float:
+        return forward_flops(MODEL, [length])
+
+    def imbalance(per_rank: list[list[PackedBatch]]) -> float:
+        """Of the time that ranks take which wait for the slowest at every micro-batch."""
+        work = np.array([[sum(map(flops, b.cu_seqlens.diff().tolist())) for b in rank] for rank in per_rank])
+        return work.max(0).sum() / work.mean(0).sum() - 1
+
+    by_work = pack(samples, 65_536, 8, align=8, work=flops)
+    assert imbalance(by_work) < 0.01
+    assert imbalance(pack(samples, 65_536, 8, align=8)) > 2 * imbalance(by_work)
+    tokens = sum(batch.tokens for rank in by_work for batch in rank)
+    assert (sum(lengths) - len(lengths)) / tokens > 0.999
 
 
 @given(lengths, st.sampled_from([2, 3, 4, 8]))
