@@ -8,7 +8,6 @@ import functools
 import hashlib
 from pathlib import Path
 
-
 import torch
 
 from gptoss_kernels.cache import cache_directory, write_atomically
