@@ -1,8 +1,7 @@
 """An isolated Python interpreter for programs that a model wrote. Needs Linux and bubblewrap."""
 
-from rl_loop.sandbox.config import SandboxConfig
+from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
 from rl_loop.sandbox.connection import ExecutionResult
-from rl_loop.sandbox.isolation import SandboxUnavailable
 from rl_loop.sandbox.python_sandbox import PythonSandbox, check_isolation
 
 __all__ = ["ExecutionResult", "PythonSandbox", "SandboxConfig", "SandboxUnavailable", "check_isolation"]

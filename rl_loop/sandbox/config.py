@@ -9,6 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 MIB = 1 << 20
 
 
+class SandboxUnavailable(RuntimeError):
+    """Untrusted code can not be isolated on this machine; the message says why and what to do."""
+
+
 class SandboxConfig(BaseModel):
     """Every limit of the sandbox. The defaults suit short numeric programs written by a model."""
 
@@ -54,22 +58,9 @@ class SandboxConfig(BaseModel):
     """Calls after which a server is replaced by a fresh one. It is replaced at once after any call that was killed."""
 
     preload_modules: tuple[str, ...] = (
-        "cmath",
-        "collections",
-        "datetime",
-        "decimal",
-        "fractions",
-        "functools",
-        "heapq",
-        "itertools",
-        "json",
-        "math",
-        "random",
-        "re",
-        "statistics",
-        "string",
-        "sys",
-    )
+        "cmath", "collections", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json", "math",
+        "random", "re", "statistics", "string", "sys",
+    )  # fmt: skip
     """Modules that a server imports once, so that a call's import is free. Add what the model uses most (sympy, numpy);
     each must be installed in the interpreter below."""
 

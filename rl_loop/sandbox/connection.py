@@ -11,17 +11,16 @@ import socket
 import struct
 import subprocess
 import tempfile
-import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
 
 from rl_loop.sandbox import server as server_module
-from rl_loop.sandbox.config import SandboxConfig
-from rl_loop.sandbox.isolation import SandboxUnavailable, bubblewrap_command
+from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
+from rl_loop.sandbox.isolation import bubblewrap_command, hints
 from rl_loop.sandbox.seccomp import seccomp_filter
 
-START_SECONDS = 60.0
+START_SECONDS = 60
 # how much later than its own limit a server may answer before it counts as hung: a loaded machine is slow, not broken
 GRACE_SECONDS = 20.0
 _LARGEST_HEADER = 1 << 16
@@ -35,14 +34,14 @@ class ExecutionResult:
     """Standard output and standard error in the order written, undecodable bytes replaced."""
     exit_code: int
     """0 to 255; 1 after an exception; minus the signal's number if it was killed."""
-    timed_out: bool
-    """It ran into the wall-clock limit and was killed."""
-    truncated: bool
-    """It printed more than the limit; the output then ends in a line that says so."""
-    seconds: float
-    """Wall-clock time of the program, without its set-up."""
     error: str | None = None
     """Why it was killed, or what failed in the sandbox."""
+    timed_out: bool = False
+    """It ran into the wall-clock limit and was killed."""
+    truncated: bool = False
+    """It printed more than the limit; the output then ends in a line that says so."""
+    seconds: float = 0.0
+    """Wall-clock time of the program, without its set-up."""
 
 
 class ServerLost(Exception):
@@ -63,50 +62,36 @@ class ServerProcess:
         """Start and wait until it is ready. Raises SandboxUnavailable with what bubblewrap or the server said."""
         self._config = config
         self.calls = 0
-        self._last_words: str | None = None
-        self._socket, theirs = socket.socketpair()
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the server)
+        settings = config.model_dump(mode="json") | {"seccomp": seccomp_filter(platform.machine()).hex()}
+        ours, theirs = socket.socketpair()
+        # a server that hangs takes no large program
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", START_SECONDS, 0))
+        self._connection = Connection(ours.detach())
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the server)
         info_read, info_write = os.pipe()
-        source = os.memfd_create("sandbox-server")
-        try:
-            os.write(source, Path(server_module.__file__).read_bytes())
-            os.lseek(source, 0, os.SEEK_SET)
-            self._process = subprocess.Popen(
-                bubblewrap_command(config, source, info_write),
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
-                pass_fds=(source, info_write),
-                cwd="/",
-                start_new_session=True,  # Ctrl-C in the owner's terminal is for the owner, who closes the sandbox
-            )
-        except BaseException:
-            os.close(info_read)
-            self._socket.close()
-            self._stderr.close()
-            raise
-        finally:
-            os.close(source)
-            os.close(info_write)
-            theirs.close()
-        with os.fdopen(info_read) as info:
+        with theirs, open(info_read) as info, Path(server_module.__file__).open("rb") as source:
+            try:
+                self._process = subprocess.Popen(
+                    bubblewrap_command(config, source.fileno(), info_write),
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._stderr,
+                    pass_fds=(source.fileno(), info_write),
+                    cwd="/",
+                    start_new_session=True,  # Ctrl-C in the owner's terminal is for the owner, who closes the sandbox
+                )
+            finally:
+                os.close(info_write)
             text = info.read()
         self._init_process: int | None = json.loads(text)["child-pid"] if text else None
         try:
-            self._send_configuration()
-            kind, _ = self._receive_frame(time.monotonic() + START_SECONDS)
+            self._connection.send_bytes(json.dumps(settings).encode())
+            kind, _ = self._receive(START_SECONDS)
             if kind != b"Y":
                 raise OSError(f"unexpected answer {kind!r}")
         except (OSError, EOFError) as error:
-            self.close()
-            raise SandboxUnavailable(f"the sandbox's server did not start: {self.last_words() or error}") from error
-
-    def last_words(self) -> str:
-        """What bubblewrap and the server wrote to standard error, the last 500 characters."""
-        if self._last_words is not None:
-            return self._last_words
-        self._stderr.seek(0)
-        return self._stderr.read().decode("utf-8", "replace").strip()[-500:]
+            reason = f"the sandbox's server did not start: {self.close() or error}"
+            raise SandboxUnavailable("; ".join([reason, *hints()])) from error
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -114,92 +99,59 @@ class ServerProcess:
     def execute(self, code: str) -> ExecutionResult:
         """Run one program. Raises ServerLost; the server is then of no further use."""
         self.calls += 1
-        payload = code.encode("utf-8", "replace")
-        if len(payload) > self._config.code_bytes:
-            reason = f"the program has {len(payload)} bytes, more than the limit of {self._config.code_bytes}"
-            return ExecutionResult("", 1, False, False, 0.0, reason)
+        program = code.encode("utf-8", "replace")
+        if len(program) > self._config.code_bytes:
+            reason = f"the program has {len(program)} bytes, more than the limit of {self._config.code_bytes}"
+            return ExecutionResult("", 1, reason)
         started = False
-        deadline = time.monotonic() + self._config.timeout_seconds + GRACE_SECONDS
+        seconds = self._config.timeout_seconds + GRACE_SECONDS
         try:
-            self._send(b"C" + struct.pack("!I", len(payload)) + payload, deadline)
-            kind, answer = self._receive_frame(deadline)
+            self._connection.send_bytes(program)
+            kind, answer = self._receive(seconds)
             if kind == b"S":
                 started = True
-                kind, answer = self._receive_frame(deadline)
+                kind, answer = self._receive(seconds)
             if kind == b"F":
                 raise ServerLost(f"a call could not be isolated: {answer.decode('utf-8', 'replace')}", started)
             if kind != b"R" or not started:
                 raise ServerLost(f"the server sent {kind!r} out of turn", started)
             return self._result(answer)
-        except TimeoutError:
-            raise ServerLost(
-                f"the server did not answer within {GRACE_SECONDS:.0f} s of the time limit", started
-            ) from None
+        except TimeoutError as error:
+            raise ServerLost(str(error), started) from None
         except (OSError, EOFError, ValueError, KeyError) as error:
-            raise ServerLost(f"the sandbox's server died: {self.last_words() or error}", started) from error
+            raise ServerLost(f"the sandbox's server died: {self.close() or error}", started) from error
 
     def kill(self) -> None:
         """Kill the server and all that runs in it; from any thread."""
-        if self._process.poll() is None:
+        if self.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 # process 1 of the sandbox: when it dies the kernel kills the rest, and bubblewrap ends after it
                 os.kill(self._init_process or self._process.pid, signal.SIGKILL)
 
-    def close(self) -> None:
-        """Kill the server, wait until it and its processes are gone, free the descriptors. Safe to repeat."""
+    def close(self) -> str:
+        """Kill the server, wait until it and its processes are gone, free the descriptors. Safe to repeat.
+
+        Returns what bubblewrap and the server wrote to standard error, the last 500 characters.
+        """
         self.kill()
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._socket.close()
-        if self._last_words is None:
-            self._last_words = self.last_words()
-            self._stderr.close()
+        self._connection.close()
+        if self._stderr.closed:
+            return ""
+        with self._stderr:
+            self._stderr.seek(0)
+            return self._stderr.read().decode("utf-8", "replace").strip()[-500:]
 
-    def _send_configuration(self) -> None:
-        limits = (
-            "timeout_seconds",
-            "cpu_seconds",
-            "memory_bytes",
-            "total_memory_bytes",
-            "processes",
-            "open_files",
-            "file_bytes",
-            "tmp_bytes",
-            "tmp_files",
-            "output_bytes",
-        )
-        settings = {
-            "limits": {name: getattr(self._config, name) for name in limits},
-            "preload_modules": self._config.preload_modules,
-            "seccomp": seccomp_filter(platform.machine()).hex(),
-        }
-        payload = json.dumps(settings).encode()
-        self._send(struct.pack("!I", len(payload)) + payload, time.monotonic() + START_SECONDS)
-
-    def _send(self, data: bytes, deadline: float) -> None:
-        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-        self._socket.sendall(data)
-
-    def _receive(self, size: int, deadline: float) -> bytes:
-        parts = []
-        while size:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            part = self._socket.recv(size)
-            if not part:
-                raise EOFError("it closed its socket")
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
-
-    def _receive_frame(self, deadline: float) -> tuple[bytes, bytes]:
-        header = self._receive(5, deadline)
-        (size,) = struct.unpack("!I", header[1:])
-        if size > self._config.output_bytes + _LARGEST_HEADER:
-            raise ValueError(f"a frame of {size} bytes")
-        return header[:1], self._receive(size, deadline)
+    def _receive(self, seconds: float) -> tuple[bytes, bytes]:
+        """Kind and payload of the server's next message."""
+        if not self._connection.poll(seconds):
+            raise TimeoutError(f"the server did not answer within {seconds:g} s")
+        message = self._connection.recv_bytes(self._config.output_bytes + _LARGEST_HEADER)
+        return message[:1], message[1:]
 
     def _result(self, answer: bytes) -> ExecutionResult:
         line, _, output = answer.partition(b"\n")
@@ -208,15 +160,13 @@ class ServerProcess:
         text = output.decode("utf-8", "replace")
         if header["truncated"]:
             text += f"\n[output truncated at {self._config.output_bytes} bytes]"
-        error = None
-        if killed_for == "time":
-            error = f"killed: it ran longer than {self._config.timeout_seconds:g} s"
-        elif killed_for == "memory":
-            error = f"killed: its processes used more than {self._config.total_memory_bytes} bytes of memory"
-        elif killed_for == "output":
-            error = f"killed: it printed more than {self._config.output_bytes} bytes"
-        elif exit_code < 0:
+        errors = {
+            "time": f"killed: it ran longer than {self._config.timeout_seconds:g} s",
+            "memory": f"killed: its processes used more than {self._config.total_memory_bytes} bytes of memory",
+            "output": f"killed: it printed more than {self._config.output_bytes} bytes",
+        }
+        error = errors.get(killed_for)
+        if error is None and exit_code < 0:
             error = f"killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
-        return ExecutionResult(
-            text, exit_code, killed_for == "time", bool(header["truncated"]), float(header["seconds"]), error
-        )
+        timed_out, truncated = killed_for == "time", bool(header["truncated"])
+        return ExecutionResult(text, exit_code, error, timed_out, truncated, float(header["seconds"]))

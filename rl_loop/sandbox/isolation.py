@@ -1,25 +1,18 @@
-"""The outer wall: the bubblewrap command around a server, and why it can not be built here."""
+"""The outer wall: the bubblewrap command around a server, and what may keep it from being built."""
 
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_loop.sandbox.config import SandboxConfig
-from rl_loop.sandbox.seccomp import UnsupportedArchitecture, seccomp_filter
+from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
 from rl_loop.sandbox.server import NOBODY
 
 SERVER_PATH = "/server.py"
 _INTERPRETER_PREFIX = Path("/python")
-_CAP_SYS_ADMIN = 21
-
-
-class SandboxUnavailable(RuntimeError):
-    """Untrusted code can not be isolated on this machine; the message names each reason and what to do."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,9 @@ def bubblewrap_command(config: SandboxConfig, server_descriptor: int, info_descr
     """
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
-        raise SandboxUnavailable(_BUBBLEWRAP_MISSING)
+        raise SandboxUnavailable(
+            "bubblewrap (bwrap) is not in PATH: install it (apt-get install bubblewrap, dnf install bubblewrap)"
+        )
     interpreter = find_interpreter(config)
     command = [bubblewrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if os.geteuid() == 0:
@@ -112,50 +107,27 @@ def bubblewrap_command(config: SandboxConfig, server_descriptor: int, info_descr
     return [*command, str(interpreter.executable), "-s", SERVER_PATH]
 
 
-def missing_requirements(config: SandboxConfig) -> list[str]:
-    """What can be known to be missing without starting anything."""
-    reasons = []
-    if sys.platform != "linux":
-        return [f"the sandbox needs Linux namespaces, and this is {sys.platform}"]
-    if shutil.which("bwrap") is None:
-        reasons.append(_BUBBLEWRAP_MISSING)
-    try:
-        seccomp_filter(platform.machine())
-    except UnsupportedArchitecture as error:
-        reasons.append(str(error))
-    try:
-        find_interpreter(config)
-    except SandboxUnavailable as error:
-        reasons.append(str(error))
-    for name, bad in (("user.max_user_namespaces", 0), ("kernel.unprivileged_userns_clone", 0)):
-        if _sysctl(name) == bad:
-            reasons.append(
-                f"user namespaces are forbidden: {name} is {bad}; "
-                f"an administrator can allow them (sysctl -w {name}={_GOOD[name]})"
-            )
-    if os.geteuid() == 0 and not _have_capability(_CAP_SYS_ADMIN):
-        reasons.append(
-            "this is root without CAP_SYS_ADMIN (a container?): run as an ordinary user, or grant the capability"
-        )
-    return reasons
-
-
-def restrictions() -> list[str]:
-    """What may be why a server did not start although nothing is missing."""
-    hints = [
-        "if this is a container, its seccomp profile must allow unshare and mount, and its /proc must not be masked "
-        "(docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
+def hints() -> list[str]:
+    """What of this machine may keep a server from starting, and what to do about it."""
+    found = [
+        f"user namespaces are forbidden: {name} is {bad}; an administrator can allow them (sysctl -w {name}={good})"
+        for name, (bad, good) in _FORBIDDING.items()
+        if _sysctl(name) == bad
     ]
-    name = "kernel.apparmor_restrict_unprivileged_userns"
-    if _sysctl(name) == 1:
-        hints.append(f"{name} is 1: AppArmor refuses user namespaces to unprivileged programs (sysctl -w {name}=0)")
-    return hints
+    return [
+        *found,
+        "if this is a container, run as an ordinary user or with CAP_SYS_ADMIN; its seccomp profile must allow unshare "
+        "and mount, and its /proc must not be masked "
+        "(docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined)",
+    ]
 
 
-_BUBBLEWRAP_MISSING = (
-    "bubblewrap (bwrap) is not in PATH: install it (apt-get install bubblewrap, dnf install bubblewrap)"
-)
-_GOOD = {"user.max_user_namespaces": 15000, "kernel.unprivileged_userns_clone": 1}
+# name: (the value that forbids, one that allows)
+_FORBIDDING = {
+    "user.max_user_namespaces": (0, 15000),
+    "kernel.unprivileged_userns_clone": (0, 1),
+    "kernel.apparmor_restrict_unprivileged_userns": (1, 0),
+}
 
 
 def _sysctl(name: str) -> int | None:
@@ -163,10 +135,3 @@ def _sysctl(name: str) -> int | None:
         return int(Path("/proc/sys", *name.split(".")).read_text())
     except (OSError, ValueError):
         return None
-
-
-def _have_capability(number: int) -> bool:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> number & 1)
-    return False

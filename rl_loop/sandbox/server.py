@@ -8,10 +8,10 @@ Three kinds of process:
   and watches time, memory and output. The program can not see it: it is outside the program's process namespace;
 - the *program* is process 1 of its namespace. When it ends, or is killed, the kernel kills all that it started.
 
-Wire format on descriptor 0 (a Unix stream socket): the host sends one configuration frame, then per call the byte ``C``
-and a frame with the program. The server answers with frames of a kind: ``Y`` ready, ``S`` the program starts, ``R`` its
-result (a JSON line, then the raw output), ``F`` the call could not be set up (the reason). A frame is a 4-byte
-big-endian length and a payload; answers have the kind byte in front.
+Messages on descriptor 0 (a Unix stream socket) are framed as by ``multiprocessing.connection``, which is what the host
+uses: the length, 4 bytes big-endian, and the content. The host sends the configuration as JSON, then a program per
+call. The first byte of an answer says what it is: ``Y`` ready, ``S`` the program starts, ``R`` its result (a JSON line,
+then the raw output), ``F`` the call could not be set up (the reason).
 """
 
 from __future__ import annotations
@@ -52,27 +52,16 @@ CAPABILITY_VERSION_3 = 0x20080522
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def read_exactly(descriptor: int, size: int) -> bytes:
-    """size bytes; raises EOFError when the other side closed."""
-    parts = []
-    while size:
-        part = os.read(descriptor, min(size, 1 << 16))
-        if not part:
-            raise EOFError("the other side of the sandbox's socket closed")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+def receive() -> bytes:
+    """The host's next message. Reads ahead: the host must not send another one before it has an answer."""
+    with open(CONTROL, "rb", closefd=False) as stream:
+        (size,) = struct.unpack("!i", stream.read(4))
+        return stream.read(size)
 
 
-def read_frame(descriptor: int) -> bytes:
-    (size,) = struct.unpack("!I", read_exactly(descriptor, 4))
-    return read_exactly(descriptor, size)
-
-
-def send_frame(kind: bytes, payload: bytes = b"") -> None:
-    data = memoryview(kind + struct.pack("!I", len(payload)) + payload)
-    while data:
-        data = data[os.write(CONTROL, data) :]
+def send(message: bytes) -> None:
+    with open(CONTROL, "wb", closefd=False) as stream:
+        stream.write(struct.pack("!i", len(message)) + message)
 
 
 def check(result: int, what: str) -> None:
@@ -149,14 +138,14 @@ def resident_bytes() -> int:
 
 def supervise(limits: dict[str, Any], seccomp: SeccompProgram) -> None:
     """Run one program and send its result."""
-    code = read_frame(CONTROL)
+    code = receive()
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     output_read, output_write = os.pipe()
     setup_read, setup_write = os.pipe()
     try:
         enter_namespaces()
     except OSError as error:
-        send_frame(b"F", str(error).encode())
+        send(b"F" + str(error).encode())
         return
     program = os.fork()
     if program == 0:
@@ -166,9 +155,9 @@ def supervise(limits: dict[str, Any], seccomp: SeccompProgram) -> None:
     setup = b"".join(iter(lambda: os.read(setup_read, 4096), b""))
     if setup != b"ok":
         os.waitpid(program, 0)
-        send_frame(b"F", setup or b"the program's process ended before it was set up")
+        send(b"F" + (setup or b"the program's process ended before it was set up"))
         return
-    send_frame(b"S")
+    send(b"S")
     started = time.monotonic()
     output, reason = watch(program, output_read, started, limits)
     os.kill(program, signal.SIGKILL)  # harmless if it ended: it is not yet waited for
@@ -179,7 +168,7 @@ def supervise(limits: dict[str, Any], seccomp: SeccompProgram) -> None:
         "truncated": len(output) > limits["output_bytes"],
         "seconds": time.monotonic() - started,
     }
-    send_frame(b"R", json.dumps(header).encode() + b"\n" + bytes(output[: limits["output_bytes"]]))
+    send(b"R" + json.dumps(header).encode() + b"\n" + output[: limits["output_bytes"]])
 
 
 def watch(program: int, output_read: int, started: float, limits: dict[str, Any]) -> tuple[bytearray, str | None]:
@@ -324,23 +313,22 @@ def print_traceback(error: BaseException) -> None:
 
 
 def main() -> None:
-    settings = json.loads(read_frame(CONTROL))
+    settings = json.loads(receive())
     drop_root()
     for name in settings["preload_modules"]:
         importlib.import_module(name)
     seccomp = SeccompProgram(bytes.fromhex(settings["seccomp"]))
-    limits = settings["limits"]
     # line buffering, so that a program killed in the middle has shown what it printed
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     gc.collect()
     gc.freeze()
-    send_frame(b"Y")
-    while os.read(CONTROL, 1) == b"C":
+    send(b"Y")
+    while select.select([CONTROL], [], []):
         supervisor = os.fork()
         if supervisor == 0:
             try:
-                supervise(limits, seccomp)
+                supervise(settings, seccomp)
                 os._exit(0)
             finally:
                 os._exit(1)

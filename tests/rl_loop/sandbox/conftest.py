@@ -53,8 +53,7 @@ class SandboxUnderTest:
 
     def processes(self) -> set[int]:
         """Process ids that this sandbox has on the host now."""
-        servers = [worker._server for worker in self.sandbox._workers]
-        roots = {server._process.pid for server in servers if server is not None}
+        roots = {server._process.pid for server in self.sandbox._servers.values()}
         return roots.union(*(descendants(root) for root in roots))
 
     def processes_left(self) -> int:

@@ -13,7 +13,7 @@ import pytest
 
 from rl_loop.sandbox import PythonSandbox, SandboxConfig, SandboxUnavailable, check_isolation
 
-CHECK = "from rl_loop.sandbox import check_isolation; print(*check_isolation(), sep='\\n')"
+CHECK = "from rl_loop.sandbox import check_isolation; check_isolation()"
 
 
 def start(config: SandboxConfig) -> None:
@@ -21,7 +21,7 @@ def start(config: SandboxConfig) -> None:
 
 
 def test_isolation_is_available_here() -> None:
-    assert check_isolation() == []
+    check_isolation()
 
 
 def test_without_bubblewrap_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_forbidden_user_namespaces_name_the_setting() -> None:
     # the limit is set in a user namespace of its own, so that the machine's stays as it is
     script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", script, sys.executable, CHECK]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     assert "user.max_user_namespaces is 0" in output
     assert "sysctl -w user.max_user_namespaces=" in output
 
@@ -75,7 +75,7 @@ def test_missing_preloaded_module_is_named() -> None:
 def test_ordinary_user_is_isolated_too() -> None:
     """As root: become uid 1000 in a view of the machine where the interpreter's folders are open to everybody."""
     if os.geteuid() != 0:
-        assert check_isolation() == []  # this is an ordinary user
+        check_isolation()  # this is an ordinary user
         return
     needed = [Path(sys.base_prefix), Path(sys.prefix), Path(__file__).parents[3]]
     view = ["bwrap", "--dev-bind", "/", "/", "--cap-add", "ALL"]
@@ -93,4 +93,4 @@ def test_ordinary_user_is_isolated_too() -> None:
     become = [shutil.which("setpriv") or "setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", sys.executable]
     code = "import os; print(os.getuid()); " + CHECK
     result = subprocess.run([*view, *become, "-c", code], capture_output=True, text=True)
-    assert (result.stdout, result.stderr) == ("1000\n\n", "")
+    assert (result.stdout, result.stderr) == ("1000\n", "")
