@@ -30,7 +30,6 @@ from rl_loop.run_directory import (
 )
 
 EPISODES_SHOWN = 8
-GAP_LIMIT = 0.05  # nats; a token whose log-probs differ by more is marked
 COLOURS = ("#2f7d3e", "#2f6fde", "#d1603d")
 TEMPLATE = Path(__file__).with_name("report_template.html")
 
@@ -86,7 +85,6 @@ def build_report(run_dir: Path | str) -> Path:
         episodes=episodes_html(read_json_lines(run.episodes)),
         metrics=metrics_html(records, descriptions),
         config=clean(run.config.read_text(errors="replace") if run.config.exists() else "config.yaml is missing"),
-        gap_limit=f"{GAP_LIMIT:g}",
     )
     atomic_write_bytes(run.report, page.encode(errors="replace"))
     return run.report
@@ -264,11 +262,6 @@ def tokens_html(tokens: Records) -> str:
             continue
         close_given()
         tooltip = f"log p rollout {token['logprob']:.4f} (p {math.exp(token['logprob']):.3f})"
-        kind = "s"
-        if "train_logprob" in token:
-            gap = token["train_logprob"] - token["logprob"]
-            tooltip += f"\ntrainer {token['train_logprob']:.4f}, gap {gap:+.1e}"
-            kind = "s gap" if not abs(gap) <= GAP_LIMIT else "s"
-        pieces.append(f"<span class='{kind}' title='{clean(tooltip)}'>{clean(token['text'])}</span>")
+        pieces.append(f"<span class='s' title='{clean(tooltip)}'>{clean(token['text'])}</span>")
     close_given()
     return "".join(pieces)

@@ -1,9 +1,8 @@
-"""The scalars of one step: how each is reduced over micro-batches and ranks, and where it is written.
+"""The scalars of one step: how each is reduced over optimizer steps and rollout rounds, and where it is written.
 
 A metric is kept as what is needed to reduce it exactly (a mean as its sum and its count), never as an already divided
-number: the mean of two ranks' means is wrong as soon as the ranks hold different numbers of tokens. Ranks return their
-``StepMetrics``, the controller merges them, and the same values go to ``metrics.jsonl``, TensorBoard and the progress
-display.
+number: the mean of two parts' means is wrong as soon as the parts hold different numbers of tokens. The same values go
+to ``metrics.jsonl``, TensorBoard and the progress display.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class Reduction(StrEnum):
     MEAN = "mean"
     SUM = "sum"
     MAX = "max"
-    MIN = "min"
     LAST = "last"
 
 
@@ -54,15 +52,6 @@ class Name:
     STEP_SECONDS = "seconds/step"  # wall time of the step
 
 
-def weighted_mean(pairs: Iterable[tuple[float, float]]) -> float:
-    """The mean of everything behind ``(sum, count)`` pairs of micro-batches or ranks; NaN if the counts add to 0."""
-    total, count = 0.0, 0.0
-    for part_sum, part_count in pairs:
-        total += part_sum
-        count += part_count
-    return total / count if count else math.nan
-
-
 @dataclass(frozen=True)
 class Scalar:
     """One metric of one step, still reducible. ``total`` is a sum for mean and sum, else the value itself."""
@@ -74,7 +63,7 @@ class Scalar:
 
     @property
     def value(self) -> float:
-        return weighted_mean([(self.total, self.count)]) if self.reduction is Reduction.MEAN else self.total
+        return self.total / self.count if self.reduction is Reduction.MEAN else self.total
 
     @property
     def description(self) -> str:
@@ -82,16 +71,14 @@ class Scalar:
         return f"{self.reduction} over {self.over}"
 
     def merged(self, other: Scalar) -> Scalar:
-        """This and a later or another rank's part of the same metric."""
+        """This and a later part of the same metric."""
         if self.reduction in (Reduction.MEAN, Reduction.SUM):
             return Scalar(self.total + other.total, self.count + other.count, self.reduction, self.over)
         if self.reduction is Reduction.LAST:
             return other
         # A NaN must survive: max(1.0, nan) is 1.0 in Python, and a hidden NaN is exactly what metrics are for.
         parts = (self.total, other.total)
-        value = (
-            math.nan if any(map(math.isnan, parts)) else max(parts) if self.reduction is Reduction.MAX else min(parts)
-        )
+        value = math.nan if any(map(math.isnan, parts)) else max(parts)
         return Scalar(value, 1.0, self.reduction, self.over)
 
 
@@ -112,19 +99,9 @@ class StepMetrics:
     def add_max(self, name: str, value: float, over: str) -> None:
         self._add(name, Scalar(float(value), 1.0, Reduction.MAX, over))
 
-    def add_min(self, name: str, value: float, over: str) -> None:
-        self._add(name, Scalar(float(value), 1.0, Reduction.MIN, over))
-
     def add_last(self, name: str, value: float, over: str = "steps") -> None:
         """A value that is the same on every rank, such as the learning rate; of several, the newest wins."""
         self._add(name, Scalar(float(value), 1.0, Reduction.LAST, over))
-
-    def merge(self, other: StepMetrics) -> None:
-        """Add another micro-batch's or rank's part of the same step. Raises ValueError if the steps differ."""
-        if other.step != self.step:
-            raise ValueError(f"metrics of step {other.step} cannot be merged into those of step {self.step}")
-        for name, scalar in other.scalars.items():
-            self._add(name, scalar)
 
     def values(self) -> dict[str, float]:
         """name -> reduced value. A mean over nothing has no value and is left out; NaN and infinity are kept."""

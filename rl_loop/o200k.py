@@ -9,7 +9,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
 from contextlib import suppress
@@ -18,11 +17,9 @@ from pathlib import Path
 FILE_NAME = "o200k_base.tiktoken"
 SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
-# packages that ship the file; in the wheel it has the name that tiktoken's cache gives it
+# a package that ships the file, under the name that tiktoken's cache gives it
 WHEEL = "litellm==1.80.0"
 WHEEL_MEMBER = "litellm/litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"
-NPM_PACKAGE = "gpt-tokenizer@4.0.0"
-NPM_MEMBER = f"package/data/{FILE_NAME}"
 
 
 class VocabularyUnavailable(RuntimeError):
@@ -33,8 +30,8 @@ def ensure_o200k() -> Path | None:
     """Path of the verified file; its folder is put into TIKTOKEN_ENCODINGS_BASE, where openai-harmony looks.
     None if openai-harmony had to download it and keeps it in a cache of its own.
 
-    In this order: the folder that TIKTOKEN_ENCODINGS_BASE names already; the cache (XDG_CACHE_HOME, ~/.cache); packages
-    that ship the file, by pip or npm; openai-harmony's own download. Raises VocabularyUnavailable.
+    In this order: the folder that TIKTOKEN_ENCODINGS_BASE names already; the cache (XDG_CACHE_HOME, ~/.cache); a wheel
+    that ships the file, by pip; openai-harmony's own download. Raises VocabularyUnavailable.
     """
     if folder := os.environ.get(VARIABLE):
         path = Path(folder) / FILE_NAME
@@ -47,9 +44,8 @@ def ensure_o200k() -> Path | None:
     if not _is_valid(path) and not _fetch(path):
         if not _harmony_downloads():
             raise VocabularyUnavailable(
-                f"the o200k vocabulary could not be fetched (tried pip with {WHEEL}, npm with {NPM_PACKAGE} and "
-                f"openai-harmony's own download). Put {FILE_NAME} (sha256 {SHA256}) into a folder and set {VARIABLE} "
-                "to that folder"
+                f"the o200k vocabulary could not be fetched (tried pip with {WHEEL} and openai-harmony's own "
+                f"download). Put {FILE_NAME} (sha256 {SHA256}) into a folder and set {VARIABLE} to that folder"
             )
         return None
     os.environ[VARIABLE] = str(path.parent)
@@ -64,43 +60,28 @@ def _is_valid(path: Path) -> bool:
 
 
 def _fetch(path: Path) -> bool:
-    """Take the file out of the first package that can be had and move it into place whole. False if none can."""
-    for source in (_from_wheel, _from_npm):
-        with tempfile.TemporaryDirectory() as scratch:
-            try:
-                data = source(Path(scratch))
-            except (OSError, subprocess.SubprocessError, ValueError, KeyError, zipfile.BadZipFile, tarfile.TarError):
-                continue
-        if hashlib.sha256(data).hexdigest() == SHA256:
-            partial = path.with_name(f".{FILE_NAME}.{os.getpid()}")
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial.write_bytes(data)
-                partial.replace(path)
-            except OSError as error:
-                with suppress(OSError):
-                    partial.unlink()
-                raise VocabularyUnavailable(f"{path} could not be written: {error}") from None
-            return True
-    return False
-
-
-def _from_wheel(scratch: Path) -> bytes:
-    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary", ":all:", WHEEL]
-    subprocess.run([*command, "-d", str(scratch)], check=True, capture_output=True, timeout=300)
-    (wheel,) = scratch.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return archive.read(WHEEL_MEMBER)
-
-
-def _from_npm(scratch: Path) -> bytes:
-    subprocess.run(["npm", "pack", NPM_PACKAGE], cwd=scratch, check=True, capture_output=True, timeout=300)
-    (package,) = scratch.glob("*.tgz")
-    with tarfile.open(package) as archive:
-        member = archive.extractfile(NPM_MEMBER)
-        if member is None:
-            raise KeyError(NPM_MEMBER)
-        return member.read()
+    """Take the file out of the wheel and move it into place whole. False if it cannot be had."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary", ":all:", WHEEL]
+        try:
+            subprocess.run([*command, "-d", scratch], check=True, capture_output=True, timeout=300)
+            (wheel,) = Path(scratch).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                data = archive.read(WHEEL_MEMBER)
+        except (OSError, subprocess.SubprocessError, ValueError, KeyError, zipfile.BadZipFile):
+            return False
+    if hashlib.sha256(data).hexdigest() != SHA256:
+        return False
+    partial = path.with_name(f".{FILE_NAME}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise VocabularyUnavailable(f"{path} could not be written: {error}") from None
+    return True
 
 
 def _harmony_downloads() -> bool:

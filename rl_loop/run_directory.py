@@ -21,7 +21,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,57 +38,25 @@ class RunWriteError(OSError):
         return str(self.strerror)  # without OSError's "[Errno 28]" in front
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """The paths of one run. Make one with ``start_run`` to write, directly to read."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def metric_descriptions(self) -> Path:
-        return self.path / "metrics.describe.json"
-
-    @property
-    def episodes(self) -> Path:
-        return self.path / "episodes.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def curve(self) -> Path:
-        return self.path / "curve.png"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.metric_descriptions = path / "metrics.describe.json"
+        self.episodes = path / "episodes.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = path / "checkpoints"
+        self.export = path / "export"
+        self.curve = path / "curve.png"
+        self.report = path / "report.html"
+        self.summary = path / "summary.json"
 
     def everything(self) -> list[Path]:
         """Every path of the layout, existing or not."""
-        files = [self.config, self.metrics, self.metric_descriptions, self.episodes]
-        results = [self.curve, self.report, self.summary]
-        return [*files, self.tensorboard, self.checkpoints, self.export, *results]
+        return [path for path in vars(self).values() if path != self.path]
 
     def holds_a_run(self) -> bool:
         return any(path.exists() for path in self.everything())
@@ -141,32 +108,19 @@ def start_run(path: Path | str, config_yaml: str, *, resume: bool = False, overw
 
 
 def episode_record(
-    trajectory: Trajectory,
-    decode_token: Callable[[int], str],
-    *,
-    step: int,
-    split: str = "train",
-    train_log_probs: Sequence[float] | None = None,
+    trajectory: Trajectory, decode_token: Callable[[int], str], *, step: int, split: str = "train"
 ) -> dict[str, Any]:
     """One line of episodes.jsonl: a whole episode for people to read.
 
     step, task_id, split ("train" or "held_out"), reward, reward_parts, finish_reason, tool_calls, tool_errors
     turns   [{role: "prompt" | "assistant" | "tool", start, end, text}], token ranges [start, end)
-    tokens  [{text, mask, logprob?, train_logprob?}]; the log-probs (nats) only where mask is 1
-
-    ``train_log_probs`` has one entry per token of the trajectory; entries outside the loss mask are ignored.
+    tokens  [{text, mask, logprob?}]; the log-prob (nats) only where mask is 1
     """
-    if train_log_probs is not None and len(train_log_probs) != len(trajectory):
-        raise ValueError(
-            f"episode of task {trajectory.task_id}: {len(train_log_probs)} train_log_probs for {len(trajectory)} tokens"
-        )
     tokens: list[dict[str, Any]] = []
     for i, (token_id, mask) in enumerate(zip(trajectory.token_ids, trajectory.loss_mask, strict=True)):
         token: dict[str, Any] = {"text": decode_token(token_id), "mask": mask}
         if mask:
             token["logprob"] = round(float(trajectory.rollout_log_probs[i]), 6)
-            if train_log_probs is not None:
-                token["train_logprob"] = round(float(train_log_probs[i]), 6)
         tokens.append(token)
     return {
         "step": step,

@@ -8,16 +8,18 @@ a special token.
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from openai_harmony import HarmonyEncoding, HarmonyEncodingName, load_harmony_encoding
 
 from rl_loop.o200k import FILE_NAME, VocabularyUnavailable, ensure_o200k
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = (
     "<|startoftext|>",
@@ -116,8 +118,6 @@ class TinyVocabulary:
     """
 
     def __init__(self, size: int, corpus: str) -> None:
-        from tokenizers import Tokenizer
-
         self.size = size
         self._bytes = _tokens_of(corpus)
         first = len(self._bytes)
@@ -129,9 +129,7 @@ class TinyVocabulary:
         harmony_ids = [*map(special_id, SPECIAL_TOKENS), *range(FIRST_RESERVED_ID, FIRST_RESERVED_ID + unused)]
         self._to_harmony = dict(enumerate(harmony_ids, start=first))
         self._from_harmony = {big: small for small, big in self._to_harmony.items()}
-        self._definition = _tokenizer_json(self._bytes, self._names)
-        # without the special tokens: text can then not contain one
-        self._text = Tokenizer.from_str(json.dumps({**self._definition, "added_tokens": []}))
+        self._text = _tokenizer(self._bytes)  # without the special tokens: text can then not contain one
         self.stop_token_ids: tuple[int, ...] = tuple(
             self._from_harmony[special_id(token)] for token in ("<|return|>", "<|call|>")
         )
@@ -174,18 +172,14 @@ class TinyVocabulary:
         return out
 
     def save(self, directory: Path) -> list[Path]:
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<|startoftext|>",
-            "eos_token": "<|return|>",
-            "pad_token": "<|endoftext|>",
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": 131_072,
-        }
-        files = {"tokenizer.json": self._definition, "tokenizer_config.json": settings}
-        for name, content in files.items():
-            (directory / name).write_text(json.dumps(content, ensure_ascii=False))
-        return [directory / name for name in files]
+        from tokenizers import AddedToken
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = _tokenizer(self._bytes)
+        tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in self._names.values()])
+        special = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
+        whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=131_072, **special)
+        return [Path(file) for file in whole.save_pretrained(directory)]
 
 
 def make_vocabulary(kind: Literal["gptoss", "tiny"], size: int, corpus: Callable[[], str]) -> Vocabulary:
@@ -218,8 +212,9 @@ def _tokens_of(corpus: str) -> list[bytes]:
     return [by_rank[rank] for rank in sorted(kept)]
 
 
-def _tokenizer_json(tokens: list[bytes], special: dict[int, str]) -> dict[str, Any]:
-    """The vocabulary as a Hugging Face byte-level BPE: merges are recovered from the ranks."""
+def _tokenizer(tokens: list[bytes]) -> Tokenizer:
+    """The tokens as a Hugging Face byte-level BPE: merges are recovered from the ranks."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
@@ -229,31 +224,12 @@ def _tokenizer_json(tokens: list[bytes], special: dict[int, str]) -> dict[str, A
 
     ranks = {token: rank for rank, token in enumerate(tokens)}
     merges = [tuple(map(spell, _last_merge(ranks, token))) for token in tokens if len(token) > 1]
-    split = {"type": "Split", "pattern": {"Regex": O200K_PATTERN}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, "content": token, **flags} for i, token in special.items()],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {spell(token): rank for rank, token in enumerate(tokens)},
-            "merges": merges,
-        },
-    }
+    tokenizer = Tokenizer(models.BPE({spell(token): rank for token, rank in ranks.items()}, merges))
+    split = pre_tokenizers.Split(Regex(O200K_PATTERN), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:

@@ -31,7 +31,7 @@ class Page(HTMLParser):
         self._class = dict(attrs).get("class") if tag == "span" else None
 
     def handle_data(self, data: str) -> None:
-        if self._class in ("s", "s gap", "g"):
+        if self._class in ("s", "g"):
             self.spans.append((self._class, data))
         self._class = None
 
@@ -42,7 +42,7 @@ def parse(report: Path) -> Page:
     return page
 
 
-def episode(step: int, texts: list[str], train_gap: float = 0.0) -> dict[str, object]:
+def episode(step: int, texts: list[str]) -> dict[str, object]:
     """A prompt token, a sampled one, a tool's answer, a sampled one."""
     trajectory = Trajectory(
         task_id="task <7>",
@@ -58,8 +58,7 @@ def episode(step: int, texts: list[str], train_gap: float = 0.0) -> dict[str, ob
         reward=1.0,
         reward_parts={"<b>correct</b>": 1.0},
     )
-    train = [0.0, -0.5 + train_gap, 0.0, -0.25]
-    return episode_record(trajectory, texts.__getitem__, step=step, train_log_probs=train)
+    return episode_record(trajectory, texts.__getitem__, step=step)
 
 
 def write_steps(run: RunDirectory, steps: int) -> None:
@@ -97,13 +96,13 @@ def test_nothing_a_model_wrote_becomes_markup(tmp_path: Path) -> None:
     assert page.spans[-1] == ("s", ATTACK[:-2] + "?" + "\N{SYMBOL FOR NULL}")
 
 
-def test_a_token_whose_log_probs_disagree_is_marked_and_explained(tmp_path: Path) -> None:
+def test_a_sampled_token_shows_its_log_prob(tmp_path: Path) -> None:
     run = start_run(tmp_path / "tiny", "")
-    run.append_episodes([episode(0, ["a", "b", "c", "d"], train_gap=0.3)])
+    run.append_episodes([episode(0, ["a", "b", "c", "d"])])
     page = parse(build_report(run.path))
-    assert page.spans[-3:] == [("s gap", "b"), ("g", "c"), ("s", "d")]
+    assert page.spans[-3:] == [("s", "b"), ("g", "c"), ("s", "d")]
     titles = [value for name, value in page.attributes if name == "title"]
-    assert titles[0] == "log p rollout -0.5000 (p 0.607)\ntrainer -0.2000, gap +3.0e-01"
+    assert titles[0] == "log p rollout -0.5000 (p 0.607)"
 
 
 def test_a_run_without_a_finished_step_has_a_report(tmp_path: Path) -> None:

@@ -1,51 +1,32 @@
-"""Metrics reduce exactly over micro-batches and ranks, and a resumed run continues one curve."""
+"""Metrics reduce exactly over their parts, and a resumed run continues one curve."""
 
 import json
 import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_loop.metrics import MetricsWriter, StepMetrics, weighted_mean
+from rl_loop.metrics import MetricsWriter, StepMetrics
 from rl_loop.run_directory import RunDirectory, read_json, read_json_lines, start_run
 
 
-@given(st.lists(st.lists(st.floats(-100, 100), max_size=5), min_size=1, max_size=6))
-def test_weighted_mean_equals_the_mean_of_all_values_however_they_are_split(ranks: list[list[float]]) -> None:
-    everything = [value for rank in ranks for value in rank]
-    mean = weighted_mean((sum(rank), len(rank)) for rank in ranks)
-    if everything:
-        assert mean == pytest.approx(sum(everything) / len(everything), abs=1e-9)
-    else:
-        assert math.isnan(mean)
-
-
-def rank_metrics(gap_sum: float, tokens: int, worst: float) -> StepMetrics:
+def test_parts_with_different_token_counts_merge_into_the_token_mean() -> None:
     metrics = StepMetrics(step=3)
-    metrics.add_mean("gap", gap_sum, tokens, over="tokens")
-    metrics.add_sum("tokens", tokens, over="tokens")
-    metrics.add_max("worst", worst, over="tokens")
-    metrics.add_min("best", worst, over="tokens")
-    metrics.add_last("learning_rate", 0.1)
-    return metrics
-
-
-def test_ranks_with_different_token_counts_merge_into_the_token_mean() -> None:
-    merged = rank_metrics(gap_sum=6.0, tokens=2, worst=5.0)
-    merged.merge(rank_metrics(gap_sum=2.0, tokens=6, worst=1.0))
-    assert merged.values() == {"gap": 1.0, "tokens": 8.0, "worst": 5.0, "best": 1.0, "learning_rate": 0.1}
-    assert merged.descriptions()["gap"] == "mean over tokens"
+    for gap_sum, tokens, worst, rate in ((6.0, 2, 5.0, 0.2), (2.0, 6, 1.0, 0.1)):
+        metrics.add_mean("gap", gap_sum, tokens, over="tokens")
+        metrics.add_sum("tokens", tokens, over="tokens")
+        metrics.add_max("worst", worst, over="tokens")
+        metrics.add_last("learning_rate", rate)
+    assert metrics.values() == {"gap": 1.0, "tokens": 8.0, "worst": 5.0, "learning_rate": 0.1}
+    assert metrics.descriptions()["gap"] == "mean over tokens"
 
 
 @pytest.mark.parametrize("order", [(1.0, math.nan), (math.nan, 1.0)])
-def test_a_nan_on_one_rank_is_not_hidden_by_max_or_min(order: tuple[float, float]) -> None:
+def test_a_nan_in_one_part_is_not_hidden_by_max(order: tuple[float, float]) -> None:
     metrics = StepMetrics(step=0)
     for value in order:
         metrics.add_max("highest", value, over="tokens")
-        metrics.add_min("lowest", value, over="tokens")
     assert all(math.isnan(value) for value in metrics.values().values())
 
 

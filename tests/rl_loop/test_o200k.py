@@ -19,10 +19,9 @@ def content() -> bytes:
 
 @pytest.fixture
 def machine(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine without the file, without npm and without an index; returns the cached file's path-to-be."""
+    """A machine without the file and without an index; returns the cached file's path-to-be."""
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     monkeypatch.setattr(o200k, "_harmony_downloads", lambda: False)

@@ -121,13 +121,11 @@ def test_an_episode_record_has_log_probs_on_sampled_tokens_only() -> None:
         reward=1.0,
         reward_parts={"correct": 1.0},
     )
-    record = episode_record(trajectory, lambda i: f"<{i}>", step=4, train_log_probs=[0.0, -0.5, -0.3])
+    record = episode_record(trajectory, lambda i: f"<{i}>", step=4)
     assert record["tokens"] == [
         {"text": "<7>", "mask": 0},
-        {"text": "<8>", "mask": 1, "logprob": -0.5, "train_logprob": -0.5},
-        {"text": "<9>", "mask": 1, "logprob": -0.25, "train_logprob": -0.3},
+        {"text": "<8>", "mask": 1, "logprob": -0.5},
+        {"text": "<9>", "mask": 1, "logprob": -0.25},
     ]
     assert record["finish_reason"] == "stop"
     assert record["turns"][1] == {"role": "assistant", "start": 1, "end": 3, "text": "<8><9>"}
-    with pytest.raises(ValueError, match="sum-1: 2 train_log_probs for 3 tokens"):
-        episode_record(trajectory, str, step=4, train_log_probs=[0.0, 0.0])
