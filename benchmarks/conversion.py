@@ -74,6 +74,7 @@ def measure(source: Path, target: Path) -> None:
 def write_speed(directory: Path) -> float:
     """Bytes per second of one sequential write, until it is on the disk."""
     path, block = directory / "write_speed_probe", os.urandom(1 << 26)
+    os.sync()  # what others have left to write
     began = time.perf_counter()
     try:
         with open(path, "wb", buffering=0) as file:
