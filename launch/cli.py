@@ -136,7 +136,7 @@ def evaluate(
         config = load_config(path, RlConfig, overrides)
         from launch.evaluation_table import print_evaluation
         from rl_loop.evaluation import evaluate as run_evaluation
-        from rl_loop.evaluation import read_evaluation
+        from rl_loop.scores import read_evaluation
 
         earlier = read_evaluation(baseline) if baseline is not None else []
         file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
@@ -163,7 +163,7 @@ def plan(
     """Say how the layout would run: the memory of a GPU, and how layers communicate under context parallelism."""
     with errors_in_one_line():
         config = load_config(path, SftConfig if sft else RlConfig, overrides)
-        from launch.plan import attention_plan, memory_plan
+        from launch.plan import attention_plan
 
         print(memory_plan(config, gpu_gb))
         print(attention_plan(config))

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from rl_loop.sandbox import ExecutionResult
+
 Split = Literal["train", "held_out"]
 HELD_OUT_SHARE = 8
 """One expression in this many is held out."""
@@ -40,15 +42,6 @@ class Problem:
     @property
     def answer(self) -> int:
         return int(eval(self.expression, {"__builtins__": {}}))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Of a program, as rl_loop.environments.base.Execution."""
-
-    output: str
-    exit_code: int
-    error: str | None = None
 
 
 def problem(split: Split, seed: int, index: int, numbers: range = NUMBERS) -> Problem:
@@ -85,13 +78,13 @@ def guess(answer: int, rng: random.Random) -> int:
     return rng.randint(answer // 2, 2 * answer) if answer > 0 else rng.randint(2 * answer, -answer)
 
 
-async def interpret(code: str) -> Answer:
+async def interpret(code: str) -> ExecutionResult:
     """What Python answers to the programs of the scripted policy, without running anything."""
     if code.startswith("x="):
-        return Answer("", 0)
+        return ExecutionResult("", 0)
     expression = re.fullmatch(r"print\(([-+*() 0-9]*)\)", code)
     if expression is not None:
         with suppress(SyntaxError):
-            return Answer(f"{Problem('', expression[1]).answer}\n", 0)
+            return ExecutionResult(f"{Problem('', expression[1]).answer}\n", 0)
     text = f"  File \"<sandbox>\", line 1\n    {code}\n         ^\nSyntaxError: '(' was never closed\n"
-    return Answer(text, 1)
+    return ExecutionResult(text, 1)

@@ -14,16 +14,13 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.torch_dist import MegatronCheckpoint
 from megatron_gptoss.checkpoint import latest_checkpoint
-from rl_loop.agent import run_episode
 from rl_loop.config import RlConfig
-from rl_loop.engines import SamplingParams
 from rl_loop.engines.completions import CompletionsEngine
-from rl_loop.environments import Task, TaskFileError, make_environment
+from rl_loop.environments import Task
 from rl_loop.rollout_pool import GroupRequest, RolloutPool
-from rl_loop.rollout_worker import episode_limits
+from rl_loop.rollout_worker import RolloutWorker
 from rl_loop.run import ray_session
 from rl_loop.run_directory import atomic_write_text
-from rl_loop.sandbox import PythonSandbox
 from rl_loop.tasks import TaskSource
 from rl_loop.trajectory import Trajectory, TrajectoryGroup
 
@@ -69,7 +66,7 @@ def evaluate(config: RlConfig, weights: Path | None, output: Path) -> list[dict[
     seeds = tuple(range(config.evaluation.samples_per_task))
     requests = [GroupRequest(task, seeds, config.rollout.evaluation_temperature) for task in tasks.held_out()]
     if config.evaluation.endpoint is not None:
-        groups = asyncio.run(_at_endpoint(config, config.evaluation.endpoint, tasks, requests))
+        groups = asyncio.run(_at_endpoint(config, config.evaluation.endpoint, requests))
     else:
         source = weights or config.initial_weights
         if source is None:
@@ -92,29 +89,25 @@ def evaluate(config: RlConfig, weights: Path | None, output: Path) -> list[dict[
     return records
 
 
-async def _at_endpoint(
-    config: RlConfig, url: str, tasks: TaskSource, requests: Sequence[GroupRequest]
-) -> list[TrajectoryGroup]:
-    settings, rollout = config.evaluation, config.rollout
-    engine, slots = CompletionsEngine(url, settings.endpoint_model), asyncio.Semaphore(settings.concurrency)
-    sampling = SamplingParams(rollout.max_new_tokens_per_turn, rollout.evaluation_temperature, rollout.top_p)
+async def _at_endpoint(config: RlConfig, url: str, requests: Sequence[GroupRequest]) -> list[TrajectoryGroup]:
+    settings = config.evaluation
+    engine = CompletionsEngine(url, settings.endpoint_model, settings.concurrency)
+    worker = RolloutWorker(config, torch.get_num_threads(), engine=engine)
+    slots = asyncio.Semaphore(max(1, settings.concurrency // settings.samples_per_task))
 
-    async def episode(task: Task, seed: int) -> Trajectory:
+    async def run(request: GroupRequest) -> TrajectoryGroup:
         async with slots:  # the time limit of an episode begins with its turn
-            environment = make_environment(task, sandbox.run, config.reward)
-            limits = episode_limits(rollout)
-            return await run_episode(task.task_id, environment, engine, tasks.harmony, limits, sampling, seed=seed)
+            return await worker.run_group(request.task, request.seeds, request.temperature)
 
-    async with PythonSandbox(config.sandbox) as sandbox:
-        try:
-            async with asyncio.TaskGroup() as running:
-                groups = [[running.create_task(episode(r.task, seed)) for seed in r.seeds] for r in requests]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # one is enough: an endpoint that is away fails every episode
-        finally:
-            await engine.close()
-    pairs = zip(requests, groups, strict=True)
-    return [TrajectoryGroup(request.task.task_id, [done.result() for done in group]) for request, group in pairs]
+    await worker.start()
+    try:
+        async with asyncio.TaskGroup() as running:
+            groups = [running.create_task(run(request)) for request in requests]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # one is enough: an endpoint that is away fails every episode
+    finally:
+        await worker.close()
+    return [group.result() for group in groups]
 
 
 def evaluation_record(task: Task, sample: int, episode: Trajectory) -> dict[str, Any]:
@@ -133,14 +126,3 @@ def evaluation_record(task: Task, sample: int, episode: Trajectory) -> dict[str,
         "sampled_tokens": episode.sampled_tokens,
         "turns": [{"role": turn.role, "text": turn.text} for turn in episode.turns],
     }
-
-
-def read_evaluation(path: Path) -> list[dict[str, Any]]:
-    """The records of an evaluation. Raises TaskFileError if it holds none."""
-    try:
-        records = [json.loads(line) for line in path.read_text().split("\n") if line]
-        if records and all({"task_id", "sample", "reward_parts", "answer", "category"} <= set(r) for r in records):
-            return records
-    except (OSError, ValueError, TypeError) as error:
-        raise TaskFileError(f"{path}: cannot be read: {error}") from None
-    raise TaskFileError(f"{path}: not the episodes of an evaluation")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rl_loop.agent import EpisodeLimits, run_episode
-from rl_loop.config import RolloutConfig, RunConfig
+from rl_loop.config import RunConfig
 from rl_loop.demonstrations import harmony_of
 from rl_loop.engines import RolloutEngine, SamplingParams
 from rl_loop.environments import Task, make_environment
@@ -21,12 +21,14 @@ from rl_loop.trajectory import TrajectoryGroup
 class RolloutWorker:
     """Runs whole episodes. ``start`` must have returned before anything else is called."""
 
-    def __init__(self, config: RunConfig, threads: int, servers: list[Any] | None = None) -> None:
-        """``servers``: actors of SglangServer; without them the worker has an engine of its own."""
+    def __init__(
+        self, config: RunConfig, threads: int, servers: list[Any] | None = None, engine: RolloutEngine | None = None
+    ) -> None:
+        """``servers``: actors of SglangServer; without them, or an ``engine``, the worker has an engine of its own."""
         torch.set_num_threads(threads)
         self.config = config
         self.harmony = harmony_of(config)
-        self.engine = _embedded_engine(config) if servers is None else _engine_over(servers, config)
+        self.engine = engine or (_embedded_engine(config) if servers is None else _engine_over(servers, config))
         self.sandbox = PythonSandbox(config.sandbox)
 
     async def start(self) -> None:
@@ -43,7 +45,14 @@ class RolloutWorker:
     async def run_group(self, task: Task, seeds: tuple[int, ...], temperature: float) -> TrajectoryGroup:
         """One episode per seed, all at the same time."""
         rollout = self.config.rollout
-        limits = episode_limits(rollout)
+        limits = EpisodeLimits(
+            rollout.max_turns,
+            rollout.max_tokens,
+            rollout.episode_seconds,
+            rollout.max_tool_calls,
+            rollout.max_sampled_tokens,
+            rollout.truncated_episodes == "mask",
+        )
         sampling = SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p)
         episodes = [
             run_episode(
@@ -92,16 +101,4 @@ def _engine_over(servers: list[Any], config: RunConfig) -> RolloutEngine:
         top_k=model.experts_per_token,
         num_experts=model.num_experts,
         wait_seconds=config.rollout.sglang.start_seconds,
-    )
-
-
-def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:
-    """As a run's configuration says."""
-    return EpisodeLimits(
-        rollout.max_turns,
-        rollout.max_tokens,
-        rollout.episode_seconds,
-        rollout.max_tool_calls,
-        rollout.max_sampled_tokens,
-        rollout.truncated_episodes == "mask",
     )

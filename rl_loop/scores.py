@@ -1,15 +1,19 @@
-"""What episodes of an evaluation say about a policy: avg@k, pass@k, maj@k with confidence intervals. Pure functions on
-the records that ``rl_loop.evaluation`` writes."""
+"""What episodes of an evaluation say about a policy: avg@k, pass@k, maj@k with confidence intervals. Functions on the
+records that ``rl_loop.evaluation`` writes."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from rl_loop.environments import TaskFileError
 
 Z = 1.96
 """Standard normal quantile of a two-sided 95 % interval."""
@@ -84,11 +88,27 @@ def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
     return tasks
 
 
+def read_evaluation(path: Path) -> list[dict[str, Any]]:
+    """The records of an evaluation. Raises TaskFileError if it holds none."""
+    try:
+        records = [json.loads(line) for line in path.read_text().split("\n") if line]
+        if records and all({"task_id", "sample", "reward_parts", "answer", "category"} <= set(r) for r in records):
+            return records
+    except (OSError, ValueError, TypeError) as error:
+        raise TaskFileError(f"{path}: cannot be read: {error}") from None
+    raise TaskFileError(f"{path}: not the episodes of an evaluation")
+
+
+def pass_rates(records: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Share of correct episodes by task_id."""
+    return {name: sum(map(_correct, found)) / len(found) for name, found in by_task(records).items()}
+
+
 def scores(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]:
     """avg@n of correctness, pass@k and maj@k for k = 2, 4, ... n, where n is the fewest samples that a task has."""
     tasks = list(by_task(records).values())
     n = min(map(len, tasks))
-    found = {f"avg@{n}": estimate([sum(map(_correct, task)) / len(task) for task in tasks])}
+    found = {f"avg@{n}": estimate(list(pass_rates(records).values()))}
     for k in (1 << i for i in range(1, n.bit_length())):
         found[f"pass@{k}"] = estimate([pass_at([_correct(r) for r in task], k) for task in tasks])
         if any(record["answer"] is not None for task in tasks for record in task):
@@ -100,10 +120,7 @@ def scores(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]:
 
 def compare(records: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> Estimate | None:
     """Accuracy minus that of ``baseline``, task by task; None if they have no task in common."""
-    new, old = (
-        {task: sum(map(_correct, found)) / len(found) for task, found in by_task(part).items()}
-        for part in (records, baseline)
-    )
+    new, old = pass_rates(records), pass_rates(baseline)
     common = [new[task] - old[task] for task in new if task in old]
     return difference(common) if common else None
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
+from itertools import islice
 
 from megatron_gptoss.packing import Sample
 from rl_loop import arithmetic
@@ -16,6 +15,7 @@ from rl_loop.config import RunConfig, SourceConfig, TaskConfig
 from rl_loop.demonstrations import DemonstrationConfig, demonstrate, harmony_of
 from rl_loop.environments import RewardConfig, Task, TaskFileError, environment_class, make_environment
 from rl_loop.environments.task_file import TaskData
+from rl_loop.scores import pass_rates, read_evaluation
 
 BLOCK = 64
 """Training positions within which sources have exactly their shares."""
@@ -84,11 +84,12 @@ class Source:
         if config.train_path is not None:
             self._data = TaskData(config.train_path, name, self.environment, self.options)
             if config.pass_rate is not None:
-                rates, limits = pass_rates(config.pass_rate.episodes), config.pass_rate
+                rates, limits = pass_rates(read_evaluation(config.pass_rate.episodes)), config.pass_rate
                 wanted = (rates.get(task_id, limits.minimum) for task_id in self._data.task_ids)
                 self._data.keep([limits.minimum <= rate <= limits.maximum for rate in wanted])
         if config.held_out_path is not None:
-            self.held_out = TaskData(config.held_out_path, name, self.environment, self.options)[: tasks.held_out_tasks]
+            data = TaskData(config.held_out_path, name, self.environment, self.options)
+            self.held_out = list(islice(data, tasks.held_out_tasks))
         else:
             self.held_out = [self._generated("held_out", i) for i in range(tasks.held_out_tasks)]
 
@@ -127,19 +128,6 @@ def _runs_of_words(text: str) -> set[str]:
     """All runs of SHARED_WORDS words; of a shorter text, the text."""
     words = re.findall(r"\w+|[^\w\s]", text.lower())
     return {" ".join(words[i : i + SHARED_WORDS]) for i in range(max(1, len(words) - SHARED_WORDS + 1))}
-
-
-def pass_rates(episodes: Path) -> dict[str, float]:
-    """Share of correct episodes by task_id, of a file that ``gptoss eval`` wrote. Raises TaskFileError."""
-    found: dict[str, list[float]] = defaultdict(list)
-    try:
-        with episodes.open(encoding="utf-8") as lines:
-            for line in lines:
-                record = json.loads(line)
-                found[record["task_id"]].append(record["reward_parts"]["correct"])
-    except (OSError, ValueError, KeyError) as error:
-        raise TaskFileError(f"{episodes}: not the episodes of an evaluation: {error!r}") from None
-    return {task_id: sum(values) / len(values) for task_id, values in found.items()}
 
 
 def _text(task: Task) -> str:

@@ -6,11 +6,12 @@ import json
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from random import Random
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from rl_loop.harmony import ParsedMessage, Tool, ToolOutput
+from rl_loop.sandbox import ExecutionResult
 
 Split = Literal["train", "held_out"]
 
@@ -57,20 +58,7 @@ Script = Generator[list[ParsedMessage], StepResult, None]
 """A policy that is a program: yields the messages of a turn and gets what they led to."""
 
 
-class Execution(Protocol):
-    """What running a program gave; rl_loop.sandbox.ExecutionResult is one."""
-
-    @property
-    def output(self) -> str: ...
-
-    @property
-    def exit_code(self) -> int: ...
-
-    @property
-    def error(self) -> str | None: ...
-
-
-Execute = Callable[[str], Awaitable[Execution]]
+Execute = Callable[[str], Awaitable[ExecutionResult]]
 """Runs untrusted Python."""
 
 

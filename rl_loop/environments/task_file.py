@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from rl_loop.environments.base import Environment, Task
 from rl_loop.environments.registry import environment_class
@@ -15,7 +15,7 @@ class TaskFileError(ValueError):
     """Task data cannot be used; the message names the file and, if one is to blame, the line."""
 
 
-class TaskData(Sequence[Task]):
+class TaskData:
     """The tasks of a file or a hub data set, in its order; only row positions stay in memory.
 
     ``place``: a path (.jsonl, .parquet), or "hub:NAME:SPLIT" or "hub:NAME:CONFIGURATION:SPLIT". A row is a ``Task``
@@ -51,13 +51,10 @@ class TaskData(Sequence[Task]):
     def __len__(self) -> int:
         return len(self._kept)
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __iter__(self) -> Iterator[Task]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Task:
         task = self._read(self._kept[index])
         if task is None:
             raise TaskFileError(f"{self._place} has changed while it was in use")
@@ -82,7 +79,7 @@ class TaskData(Sequence[Task]):
         return f"{self._place}, line {line}"
 
 
-class JsonLines(Sequence[Any]):
+class JsonLines:
     """The values of a JSONL file; empty lines are skipped."""
 
     def __init__(self, path: Path) -> None:
@@ -99,35 +96,26 @@ class JsonLines(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Any:
         self._file.seek(self._offsets[index])
         return json.loads(self._file.readline().decode("utf-8"))
 
 
-class ParquetRows(Sequence[Any]):
-    """The rows of a Parquet file, memory-mapped."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow.parquet
-
-        self._table = pyarrow.parquet.read_table(path, memory_map=True)
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._table.slice(index, 1).to_pylist()[0]
-
-
-def _rows(place: str) -> Sequence[Any]:
+def _rows(place: str) -> Any:
+    """Something with a length, whose items are the rows; memory-mapped unless it is JSONL."""
     try:
         if place.startswith("hub:"):
             from datasets import load_dataset
 
             *name, split = place.removeprefix("hub:").split(":")
-            return load_dataset(*name, split=split)  # memory-mapped too
-        path = Path(place)
-        return ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path)
+            return load_dataset(*name, split=split)
+        if place.endswith(".parquet"):
+            from datasets import Dataset
+            from datasets.table import InMemoryTable
+            from pyarrow.parquet import read_table
+
+            return Dataset(InMemoryTable(read_table(place, memory_map=True)))
+        return JsonLines(Path(place))
     except Exception as error:  # whatever pyarrow and the hub raise
         raise TaskFileError(f"{place}: cannot be read: {error}") from None
 

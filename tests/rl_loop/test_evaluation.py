@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from launch.cli import app
 from rl_loop.config import RlConfig, load_config
 from rl_loop.environments.base import final
-from rl_loop.evaluation import evaluate, read_evaluation
+from rl_loop.evaluation import evaluate
+from rl_loop.scores import read_evaluation
 from rl_loop.tasks import TaskSource
 
 CONFIG = Path("configs/rl/tiny_gsm8k.yaml")

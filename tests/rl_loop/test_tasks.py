@@ -73,7 +73,9 @@ def test_tasks_are_kept_by_pass_rate(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", ["never", "always", "sometimes", "unknown"])
     lines = [("t0", 0), ("t0", 0), ("t1", 1), ("t1", 1), ("t2", 0), ("t2", 1)]
     episodes = tmp_path / "episodes.jsonl"
-    episodes.write_text("".join(json.dumps({"task_id": t, "reward_parts": {"correct": c}}) + "\n" for t, c in lines))
+    rest = {"sample": 0, "answer": None, "category": "retool"}
+    records = [{"task_id": task, "reward_parts": {"correct": correct}, **rest} for task, correct in lines]
+    episodes.write_text("".join(json.dumps(record) + "\n" for record in records))
     held_out = write(tmp_path / "held.jsonl", ["x"])
     tasks = from_files(train, held_out, f"tasks.sources.retool.pass_rate.episodes={episodes}")
     assert set(texts(tasks.train(0, 4))) == {"sometimes", "unknown"}
