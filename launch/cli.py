@@ -164,8 +164,9 @@ def plan(
     with errors_in_one_line():
         config = load_config(path, SftConfig if sft else RlConfig, overrides)
         from launch.plan import attention_plan
+        from megatron_gptoss.memory import memory_plan
 
-        print(memory_plan(config, gpu_gb))
+        print(memory_plan(*config.memory_inputs, gpu_gb))
         print(attention_plan(config))
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from itertools import accumulate
 
 from megatron_gptoss.context_parallel import AttentionShape, Machine, balanced_layout, candidates
-from megatron_gptoss.memory import layouts_that_fit, worst_stage
 from rl_loop.config import RunConfig
 
 
@@ -50,29 +48,4 @@ def attention_plan(config: RunConfig) -> str:
                 f"{cost.communication * 1e3:18.3f}{cost.computation * 1e3:16.3f}{cost.seconds * 1e3:13.3f}"
                 + ("  <- taken" + ("" if wanted == "auto" else " (set)") if cost.scheme == chosen else "")
             )
-    return "\n".join(lines)
-
-
-def memory_plan(config: RunConfig, gigabytes: float) -> str:
-    """What training would take of each GPU, and which layouts of as many GPUs of ``gigabytes`` fit."""
-    parallel, tokens = config.parallel, config.training.max_tokens_per_micro_batch
-    memory = worst_stage(config.model, parallel, config.optimizer, tokens)
-    lines = [
-        f"memory per GPU, in bf16, {tokens} tokens per micro-batch: {memory.total / 1e9:.1f} GB"
-        + (f", more than the {gigabytes:g} GB of the GPU" if memory.total > gigabytes * 1e9 else ""),
-        *(f"  {part:12}{size / 1e9:8.1f} GB" for part, size in asdict(memory).items()),
-    ]
-    fitting = layouts_that_fit(config.model, parallel.world_size, config.optimizer, tokens, gigabytes, parallel)
-    if not fitting:
-        part, size = max(asdict(memory).items(), key=lambda entry: entry[1])
-        lines.append(
-            f"no layout of {parallel.world_size} GPUs fits; most goes to the {part} ({size / 1e9:.1f} GB). To try, in "
-            "this order: parallel.recompute=[moe_act,layernorm], optimizer.moment_dtype=bf16, a smaller "
-            "training.max_tokens_per_micro_batch, optimizer.gradient_dtype=bf16, more GPUs"
-        )
-        return "\n".join(lines)
-    lines.append(f"simplest layouts of {parallel.world_size} GPUs that fit:")
-    for layout, needed in fitting[:5]:
-        sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tensor", "pipeline", "context", "expert"))
-        lines.append(f"  {sizes}: {needed.total / 1e9:.1f} GB")
     return "\n".join(lines)

@@ -4,7 +4,11 @@ nobody has run yet. docs/performance.md compares it with what was measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+
+import torch
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.log_probs import CHUNK_COLUMNS, CHUNK_TOKENS
@@ -112,3 +116,64 @@ def layouts_that_fit(
                     if memory.total <= gigabytes * 1e9:
                         found.append((tensor * pipeline * context, tensor, pipeline, expert, layout, memory))
     return [(layout, memory) for *_, layout, memory in sorted(found, key=lambda entry: entry[:4])]
+
+
+def smaller_settings(
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int
+) -> list[tuple[str, Memory]]:
+    """Settings that take less memory than these, the cheapest in time first, each on top of those before it."""
+    found = []
+    thrifty = dict.fromkeys((*parallel.recompute, *(() if "moe" in parallel.recompute else ("moe_act", "layernorm"))))
+    half = max(1, tokens // 2)
+    for text, changed in (
+        (f"parallel.recompute=[{','.join(thrifty)}]", {"parallel": {"recompute": tuple(thrifty)}}),
+        ("optimizer.moment_dtype=bf16", {"optimizer": {"moment_dtype": "bf16"}}),
+        (f"training.max_tokens_per_micro_batch={half}", {"tokens": half}),
+        ("optimizer.gradient_dtype=bf16", {"optimizer": {"gradient_dtype": "bf16"}}),
+    ):
+        before = parallel, optimizer, tokens
+        parallel = parallel.model_copy(update=changed.get("parallel", {}))
+        optimizer = optimizer.model_copy(update=changed.get("optimizer", {}))
+        tokens = changed.get("tokens", tokens)
+        if (parallel, optimizer, tokens) != before:
+            found.append((text, worst_stage(model, parallel, optimizer, tokens)))
+    return found
+
+
+def memory_plan(
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int, gigabytes: float
+) -> str:
+    """What training takes of each GPU, which layouts of as many GPUs of ``gigabytes`` fit, and what would take less."""
+    memory = worst_stage(model, parallel, optimizer, tokens)
+    fits = memory.total <= gigabytes * 1e9
+    lines = [
+        f"memory per GPU, in bf16, {tokens} tokens per micro-batch: {memory.total / 1e9:.1f} GB"
+        + ("" if fits else f", more than the {gigabytes:g} GB of the GPU"),
+        *(f"  {part:12}{size / 1e9:8.1f} GB" for part, size in asdict(memory).items()),
+    ]
+    fitting = layouts_that_fit(model, parallel.world_size, optimizer, tokens, gigabytes, parallel)
+    if fitting:
+        lines.append(f"simplest layouts of {parallel.world_size} GPUs that fit:")
+    else:
+        part, size = max(asdict(memory).items(), key=lambda entry: entry[1])
+        lines.append(f"no layout of {parallel.world_size} GPUs fits; most goes to the {part} ({size / 1e9:.1f} GB)")
+    for layout, needed in fitting[:5]:
+        sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tensor", "pipeline", "context", "expert"))
+        lines.append(f"  {sizes}: {needed.total / 1e9:.1f} GB")
+    lines.append("to take less, one after the other:")
+    for text, needed in smaller_settings(model, parallel, optimizer, tokens):
+        lines.append(f"  {text}: {needed.total / 1e9:.1f} GB")
+    return "\n".join([*lines, "  more GPUs"])
+
+
+@contextmanager
+def out_of_memory_explained(
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int
+) -> Iterator[None]:
+    """An OutOfMemoryError from inside also says what was predicted and what to set next."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        total = torch.cuda.mem_get_info()[1] / 1e9 if torch.cuda.is_available() else 0.0
+        plan = memory_plan(model, parallel, optimizer, tokens, total)
+        raise torch.OutOfMemoryError(f"{str(error).splitlines()[0]}\n{plan}") from error

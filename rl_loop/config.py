@@ -218,6 +218,11 @@ class RunConfig(StrictModel):
     def directory(self) -> Path:
         return self.output_dir / self.name
 
+    @property
+    def memory_inputs(self) -> tuple[ModelConfig, ParallelConfig, OptimizerConfig, int]:
+        """What ``megatron_gptoss.memory`` predicts from."""
+        return self.model, self.parallel, self.optimizer, self.training.max_tokens_per_micro_batch
+
     @model_validator(mode="after")
     def _check_layout(self) -> Self:
         self.parallel.check_layout(self.model)

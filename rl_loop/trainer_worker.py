@@ -19,6 +19,7 @@ from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint import latest_checkpoint, load_checkpoint, load_model_weights, save_checkpoint
 from megatron_gptoss.critic import ValueTrainer, make_critic
+from megatron_gptoss.memory import out_of_memory_explained
 from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
 from megatron_gptoss.performance import forward_flops
@@ -135,7 +136,8 @@ class TrainerWorker:
         self, trainer: PolicyTrainer, samples: list[Sample], objective: LossFunction, step: int
     ) -> StepStatistics:
         rate = learning_rate_at(step, trainer.config, self.config.training.steps)
-        return trainer.train_step(self._batches(samples), objective, rate, self.config.rollout.temperature)
+        with out_of_memory_explained(*self.config.memory_inputs):
+            return trainer.train_step(self._batches(samples), objective, rate, self.config.rollout.temperature)
 
     def _recorded_routes(self, replay: RoutingReplay, samples: list[Sample]) -> list[np.ndarray]:
         """Per sample int16 [len - 1, layers, top_k]: what the routers chose in the forward pass over ``samples``."""
@@ -162,7 +164,8 @@ class TrainerWorker:
 
     def _scored(self, scorer: Scorer, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:
         batches = self._batches(samples)
-        values = scorer.score(batches, temperature or self.config.rollout.temperature)
+        with out_of_memory_explained(*self.config.memory_inputs):
+            values = scorer.score(batches, temperature or self.config.rollout.temperature)
         return self._in_order(values, batches, len(samples))
 
     def most_likely(self, samples: list[Sample]) -> list[list[int]]:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron_gptoss import memory
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_gptoss.memory import layouts_that_fit, parameters_per_gpu, predict, worst_stage
+from megatron_gptoss.memory import (
+    layouts_that_fit,
+    memory_plan,
+    out_of_memory_explained,
+    parameters_per_gpu,
+    predict,
+    smaller_settings,
+    worst_stage,
+)
 
 GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
 GPT_OSS_120B = ModelConfig(num_layers=36, num_experts=128)
@@ -62,3 +71,24 @@ def test_both_models_fit_where_they_should(model: ModelConfig, gpus: int) -> Non
 
 def test_120b_does_not_fit_on_eight_gpus() -> None:
     assert not layouts_that_fit(GPT_OSS_120B, 8, BF16_MOMENTS, 16_384, 135, THRIFTY)
+
+
+def test_each_suggestion_takes_less_than_the_one_before() -> None:
+    parallel = ParallelConfig(world_size=4, expert=4)
+    found = smaller_settings(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)
+    totals = [worst_stage(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768).total, *(m.total for _, m in found)]
+    assert len(found) == 4 and totals == sorted(totals, reverse=True) and len(set(totals)) == 5
+    bf16 = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
+    (only,) = smaller_settings(GPT_OSS_20B, parallel.model_copy(update={"recompute": ("moe",)}), bf16, 32_768)
+    assert only[0] == "training.max_tokens_per_micro_batch=16384"
+
+
+def test_running_out_of_memory_prints_the_plan_and_what_to_set_next() -> None:
+    inputs = GPT_OSS_20B, ParallelConfig(world_size=4, expert=4, recompute=("moe_act",)), OptimizerConfig(), 32_768
+    with (
+        pytest.raises(torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory. Tried.*activations .*moment_dtype=bf16"),
+        out_of_memory_explained(*inputs),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5 GiB\nlong advice about fragmentation")
+    assert "no layout of 4 GPUs fits; most goes to the" in memory_plan(*inputs, 60)
+    assert "tensor 1, pipeline 1, context 4, expert 4" in memory_plan(*inputs, 141)
