@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 
@@ -125,16 +126,16 @@ def smaller_settings(
     found = []
     thrifty = dict.fromkeys((*parallel.recompute, *(() if "moe" in parallel.recompute else ("moe_act", "layernorm"))))
     half = max(1, tokens // 2)
-    for text, changed in (
-        (f"parallel.recompute=[{','.join(thrifty)}]", {"parallel": {"recompute": tuple(thrifty)}}),
-        ("optimizer.moment_dtype=bf16", {"optimizer": {"moment_dtype": "bf16"}}),
-        (f"training.max_tokens_per_micro_batch={half}", {"tokens": half}),
-        ("optimizer.gradient_dtype=bf16", {"optimizer": {"gradient_dtype": "bf16"}}),
-    ):
+    changes: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
+        (f"parallel.recompute=[{','.join(thrifty)}]", {"recompute": tuple(thrifty)}, {}, tokens),
+        ("optimizer.moment_dtype=bf16", {}, {"moment_dtype": "bf16"}, tokens),
+        (f"training.max_tokens_per_micro_batch={half}", {}, {}, half),
+        ("optimizer.gradient_dtype=bf16", {}, {"gradient_dtype": "bf16"}, half),
+    ]
+    for text, layout, adam, limit in changes:
         before = parallel, optimizer, tokens
-        parallel = parallel.model_copy(update=changed.get("parallel", {}))
-        optimizer = optimizer.model_copy(update=changed.get("optimizer", {}))
-        tokens = changed.get("tokens", tokens)
+        parallel, optimizer = parallel.model_copy(update=layout), optimizer.model_copy(update=adam)
+        tokens = limit
         if (parallel, optimizer, tokens) != before:
             found.append((text, worst_stage(model, parallel, optimizer, tokens)))
     return found

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -136,16 +135,3 @@ def _gathered(routes: torch.Tensor, groups: tuple[tuple[dist.ProcessGroup, int],
             dist.all_gather(parts, routes.contiguous(), group=group)
             routes = torch.cat(parts, dim=dim)
     return routes
-
-
-def check_routes(routes: np.ndarray, name: str) -> None:
-    """Raise ValueError naming the sample and token if routes [tokens, layers, top_k] name an expert twice, as a buffer
-    does that was allocated and never written (all zeros). Rows of -1 are no routes."""
-    ordered = np.sort(routes, axis=-1)
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1) & (ordered[..., 0] >= 0)
-    if twice.any():
-        token, layer = (int(x) for x in np.argwhere(twice)[0])
-        raise ValueError(
-            f"{name}: {int(twice.sum())} of {twice.size} captured routes name an expert twice, the first at token "
-            f"{token}, layer {layer}: {routes[token, layer].tolist()}. The engine's capture buffer was not filled there"
-        )
