@@ -9,9 +9,8 @@ from random import Random
 from typing import Any
 
 from rl_loop import arithmetic
-from rl_loop.environments.base import Script, Split, StepResult, Task, UnknownTool, final, think
+from rl_loop.environments.base import Script, Split, Task, UnknownTool, final, think
 from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions
-from rl_loop.rewards.math_answer import last_boxed, normalised
 
 
 class Gsm8kOptions(ReToolOptions):
@@ -50,10 +49,6 @@ class Gsm8kEnvironment(ReToolEnvironment):
             return
         answer = str(arithmetic.guess(int(task.ground_truth), rng)) if careless else task.ground_truth
         yield [think("I guess." if careless else "I work it out."), final(rf"\boxed{{{answer}}}")]
-
-    async def answer(self, text: str) -> StepResult:
-        given = normalised(last_boxed(text))
-        return self._judged(given is not None and given == normalised(self.task.ground_truth), given)
 
     async def call(self, tool: str, arguments: str) -> str:
         if not self.task.metadata.get("tools"):
