@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from megatron_gptoss.packing import GRAFTED, Sample
-from megatron_gptoss.routing_replay import check_routes
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.algorithms.advantages import (
     gdpo_advantages,
@@ -49,7 +48,6 @@ def to_samples(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, versi
         if config.routing_replay == "R3":
             if trajectory.routed_experts is None:
                 raise ValueError(f"task {trajectory.task_id}: routing_replay R3, and the episode has no routes")
-            check_routes(trajectory.routed_experts, f"task {trajectory.task_id}")
             routes = trajectory.routed_experts
         samples.append(
             Sample(

@@ -20,6 +20,8 @@ ATTENTION_NAME = "rl_loop_row_cache"
 QUERY_CHUNK = 512
 """Queries of a prefill that are attended at a time; bounds the score matrix."""
 
+NO_WINDOW = 1 << 40
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -28,67 +30,45 @@ class Segment:
     first: int
     length: int
     past: int  # tokens of the sequence that are in the cache already
-    row: int | None  # row of the cache; None computes without one (past is 0)
-
-
-@dataclass(frozen=True)
-class DecodeMask:
-    """Which cached keys ``[low, high)`` the decoding rows see; ``bias`` is [rows, 1, 1, high - low], 0 or -inf."""
-
-    low: int
-    high: int
-    bias: torch.Tensor
+    row: int  # of the cache, if there is one
 
 
 class StepLayout:
     """How the flat tokens of one forward pass map to sequences.
 
-    Tokens ``[0, len(decode_positions))`` decode: token i is the one new token of cache row i, at that position of its
-    sequence. The segments follow. Without a cache nothing is read or written.
+    Tokens ``[0, len(decoding))`` decode: token i is the one new token of cache row i, at position ``decoding[i]`` of
+    its sequence. The segments follow. Without a cache nothing is read or written.
     """
 
     def __init__(
-        self,
-        decode_positions: list[int],
-        segments: list[Segment],
-        cache: RowCache | None,
-        window: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, decoding: list[int], segments: list[Segment], cache: RowCache | None, device: torch.device
     ) -> None:
-        self.decode_rows = len(decode_positions)
-        self.segments = segments
-        self.cache = cache
-        positions, slots = list(decode_positions), []
-        if cache is not None:
-            slots = [row * cache.capacity + position for row, position in enumerate(decode_positions)]
+        self.decoding, self.segments, self.cache = decoding, segments, cache
+        positions, rows = list(decoding), list(range(len(decoding)))
         for segment in segments:
-            span = range(segment.past, segment.past + segment.length)
-            positions.extend(span)
-            if cache is not None and segment.row is not None:
-                slots.extend(segment.row * cache.capacity + position for position in span)
+            positions += range(segment.past, segment.past + segment.length)
+            rows += [segment.row] * segment.length
         self.positions = torch.tensor(positions, device=device)
-        self.slots = torch.tensor(slots, device=device)
-        self.write_index = cache.write_index(self.slots) if cache is not None else None
-        self._decode_masks: dict[int | None, DecodeMask] = {}
-        if self.decode_rows:
-            decoding = self.positions[: self.decode_rows, None]
-            for limit in {None, window}:
-                low = 0 if limit is None else max(0, min(decode_positions) - limit + 1)
-                high = max(decode_positions) + 1
-                keys = torch.arange(low, high, device=device)
-                visible = keys <= decoding
-                if limit is not None:
-                    visible &= keys > decoding - limit
-                bias = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
-                self._decode_masks[limit] = DecodeMask(low, high, bias[:, None, None])
+        self.rows = torch.tensor(rows, device=device)
+        self._hidden: dict[int, tuple[slice, torch.Tensor]] = {}
 
-    def decode_mask(self, window: int | None) -> DecodeMask:
-        return self._decode_masks[window]
+    def decoding_keys(self, window: int) -> tuple[slice, torch.Tensor]:
+        """Which cached positions the decoding rows look at, and bool [rows, 1, 1, positions]: which they do not see."""
+        if window not in self._hidden:
+            seen = slice(max(0, min(self.decoding) - window + 1), max(self.decoding) + 1)
+            hidden = _hidden(self.positions[: len(self.decoding)], seen, window)
+            self._hidden[window] = seen, hidden[:, None, None]
+        return self._hidden[window]
 
     def last_tokens(self) -> list[int]:
         """Index in the flat input of every sequence's last token: decoding rows first, then the segments."""
-        return [*range(self.decode_rows), *(segment.first + segment.length - 1 for segment in self.segments)]
+        return [*range(len(self.decoding)), *(segment.first + segment.length - 1 for segment in self.segments)]
+
+
+def _hidden(positions: torch.Tensor, keys: slice, window: int) -> torch.Tensor:
+    """bool [len(positions), keys]: the keys after a position, and those before its window."""
+    key = torch.arange(keys.start, keys.stop, device=positions.device)
+    return (key > positions[:, None]) | (key <= positions[:, None] - window)
 
 
 def row_cache_attention(
@@ -109,74 +89,44 @@ def row_cache_attention(
     Returns [1, tokens, heads, head_size]. ``attention_mask`` is ignored: the layout says it all.
     """
     heads, tokens, size = query.shape[1:]
-    kv_heads = key.shape[1]
-    groups = heads // kv_heads
-    sinks = s_aux.reshape(kv_heads, groups, 1)
-    query = query[0] * scaling
-    cache = layout.cache
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    if cache is not None and layout.write_index is not None:
-        cache.write(layer, key, value, layout.write_index)
+    kv_heads, window, cache = key.shape[1], sliding_window or NO_WINDOW, layout.cache
+    sinks = s_aux.view(kv_heads, -1, 1)
+    grouped = (query[0] * scaling).view(kv_heads, -1, tokens, size)  # [kv_heads, heads of each, tokens, head_size]
     output = query.new_empty(tokens, heads, size)
-
-    rows = layout.decode_rows
-    if rows and cache is not None:
-        mask = layout.decode_mask(sliding_window)
-        keys, values = (part[:rows, :, mask.low : mask.high] for part in cache.layer(layer))
-        queries = query[:, :rows].transpose(0, 1).reshape(rows, kv_heads, groups, size)
-        scores = queries @ keys.transpose(-1, -2) + mask.bias
-        output[:rows] = (_sink_softmax(scores, sinks) @ values).view(rows, heads, size)
-
+    if cache is not None:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        cache.write(layer, key[0], value[0], layout.rows, layout.positions)
+        if rows := len(layout.decoding):
+            seen, hidden = layout.decoding_keys(window)
+            keys, values = cache.keys_values[layer, :, :rows, :, seen]
+            scores = grouped[:, :, :rows].permute(2, 0, 1, 3) @ keys.transpose(-1, -2)
+            output[:rows] = (_sink_softmax(scores, hidden, sinks) @ values).view(rows, heads, size)
     for segment in layout.segments:
-        _attend_segment(query, key[0], value[0], sinks[..., None], segment, layout, layer, sliding_window, output)
+        if cache is not None and segment.past:
+            keys, values = cache.keys_values[layer, :, segment.row]
+        else:
+            own = slice(segment.first, segment.first + segment.length)
+            keys, values = key[0, :, own], value[0, :, own]
+        for start in range(0, segment.length, QUERY_CHUNK):
+            count = min(QUERY_CHUNK, segment.length - start)
+            at = slice(segment.first + start, segment.first + start + count)
+            first = segment.past + start
+            seen = slice(max(0, first - window + 1), first + count)
+            queries = grouped[:, :, at].reshape(kv_heads, -1, size)
+            scores = (queries @ keys[:, seen].transpose(-1, -2)).view(kv_heads, -1, count, seen.stop - seen.start)
+            weights = _sink_softmax(scores, _hidden(layout.positions[at], seen, window), sinks[..., None])
+            attended = weights.reshape(kv_heads, -1, seen.stop - seen.start) @ values[:, seen]
+            output[at] = attended.view(heads, count, size).transpose(0, 1)
     return output[None], None
 
 
-def _attend_segment(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor,
-    segment: Segment,
-    layout: StepLayout,
-    layer: int,
-    window: int | None,
-    output: torch.Tensor,
-) -> None:
-    """Causal attention of one segment's queries to its own tokens and those before them, into ``output``."""
-    heads, _, size = query.shape
-    kv_heads = key.shape[0]
-    end = segment.past + segment.length
-    if segment.past and layout.cache is not None and segment.row is not None:
-        keys, values = (part[segment.row, :, :end] for part in layout.cache.layer(layer))
-    else:
-        own = slice(segment.first, segment.first + segment.length)
-        keys, values = key[:, own], value[:, own]
-    for start in range(0, segment.length, QUERY_CHUNK):
-        count = min(QUERY_CHUNK, segment.length - start)
-        at = slice(segment.first + start, segment.first + start + count)
-        first = segment.past + start
-        low = 0 if window is None else max(0, first - window + 1)
-        high = first + count
-        positions = layout.positions[at, None]
-        seen = torch.arange(low, high, device=query.device)
-        hidden = seen > positions
-        if window is not None:
-            hidden |= seen <= positions - window
-        queries = query[:, at].reshape(kv_heads, -1, size)
-        scores = (queries @ keys[:, low:high].transpose(-1, -2)).view(kv_heads, heads // kv_heads, count, high - low)
-        weights = _sink_softmax(scores.masked_fill_(hidden, float("-inf")), sinks)
-        attended = weights.reshape(kv_heads, -1, high - low) @ values[:, low:high]
-        output[at] = attended.view(heads, count, size).transpose(0, 1)
-
-
-def _sink_softmax(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def _sink_softmax(scores: torch.Tensor, hidden: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dimension with one more logit per head, the sink, that has no value.
 
-    ``sinks`` broadcasts against ``scores`` [..., keys] with its last dimension 1. Halves are summed in fp32.
+    ``hidden`` (bool) and ``sinks``, with its last dimension 1, broadcast against ``scores`` [..., keys]. Halves are
+    summed in fp32.
     """
-    dtype = scores.dtype
-    if dtype in (torch.bfloat16, torch.float16):
-        scores = scores.float()
-    combined = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
-    return torch.softmax(combined, dim=-1)[..., :-1].to(dtype)
+    wide = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
+    wide = wide.masked_fill(hidden, float("-inf"))
+    combined = torch.cat([wide, sinks.to(wide.dtype).expand(*wide.shape[:-1], 1)], dim=-1)
+    return torch.softmax(combined, dim=-1)[..., :-1].to(scores.dtype)

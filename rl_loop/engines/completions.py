@@ -75,17 +75,8 @@ class CompletionsEngine:
             if task is not None:
                 task.cancel()
 
-    async def pause(self) -> None:
-        await self.abort()
-
-    async def resume(self) -> None: ...
-
     async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         raise EndpointError(f"{self._url} keeps its own weights")
-
-    async def sleep(self) -> None: ...
-
-    async def wake(self) -> None: ...
 
     async def close(self) -> None:
         await self._session.close()

@@ -72,22 +72,10 @@ class RolloutEngine(Protocol):
         """Stop one request, or all; each returns its partial tokens with FinishReason.ABORT."""
         ...
 
-    async def pause(self) -> None:
-        """Let no new request start and abort what runs."""
-        ...
-
-    async def resume(self) -> None: ...
-
     async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace all weights, by Hugging Face name. Raises ValueError naming missing or unknown tensors; then nothing
-        has changed."""
+        """Replace all weights, by Hugging Face name; what runs is aborted. Raises ValueError naming missing or unknown
+        tensors; then nothing has changed."""
         ...
-
-    async def sleep(self) -> None:
-        """Free the memory that generation needs (key/value cache, weights)."""
-        ...
-
-    async def wake(self) -> None: ...
 
     async def close(self) -> None:
         """The engine is not used any more."""
@@ -95,15 +83,16 @@ class RolloutEngine(Protocol):
 
 
 def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:
-    """``routes`` int16 [tokens, layers, top_k]. Raises RuntimeError naming the layer that made no real choice."""
-    for layer in range(routes.shape[1]):
-        chosen = routes[:, layer]
-        # the top-k experts of a token differ from one another, so zeros in all places are a buffer nobody filled
-        empty = routes.shape[2] > 1 and not chosen.any(axis=1).all()
-        if empty or chosen.min(initial=0) < 0 or chosen.max(initial=0) >= experts:
-            raise RuntimeError(
-                f"routed experts of layer {layer} were not recorded or are no expert numbers (all zero, negative or "
-                f">= {experts} for some token): its router did not run as expected. In SGLang the triton_kernel MoE "
-                "backend does this; triton does not"
-            )
+    """``routes`` int16 [tokens, layers, top_k]. Raises RuntimeError naming the layer that made no real choice: an
+    expert twice, as in a buffer that nobody filled (all zeros), or a number that is none of ``experts``."""
+    ordered = np.sort(routes, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+    wrong = np.argwhere(twice | (ordered[..., 0] < 0) | (ordered[..., -1] >= experts))
+    if len(wrong):
+        token, layer = wrong[0]
+        raise RuntimeError(
+            f"routed experts of layer {layer} were not recorded or are no expert numbers: {routes[token, layer]} of "
+            f"{experts} at token {token}. Its router did not run as expected. In SGLang the triton_kernel MoE backend "
+            "does this; triton does not"
+        )
     return routes

@@ -94,8 +94,6 @@ class SglangEngine:
         self._load: Counter[str] = Counter()
         self._homes: OrderedDict[str, str] = OrderedDict()  # episode -> server that has its prefix cached
         self._turns: dict[str, _Turn] = {}
-        self._open = asyncio.Event()
-        self._open.set()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation. Raises ValueError for a request that no server takes, RuntimeError naming the last
@@ -161,7 +159,6 @@ class SglangEngine:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_seconds
         while True:
-            await self._open.wait()
             await self._ask()
             fit = {s.url: s for s in self._known if s.state is ServerState.SYNCED and self._is_fresh(s.version)}
             home = self._homes.get(episode)
@@ -265,24 +262,10 @@ class SglangEngine:
             if request_id in (None, name):
                 turn.aborted.set()
 
-    async def pause(self) -> None:
-        self._open.clear()
-        await self.abort()
-
-    async def resume(self) -> None:
-        self._open.set()
-
     async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """The servers take their weights from the trainer (``weight_sender``); now older answers are refused."""
         self.oldest_version = version
         self._asked = -math.inf
-
-    async def sleep(self) -> None:
-        """Servers are put to sleep by who owns them; the engine only stops asking them."""
-        await self.pause()
-
-    async def wake(self) -> None:
-        await self.resume()
 
     async def close(self) -> None:
         for client in self._clients.values():

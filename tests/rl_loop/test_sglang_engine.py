@@ -201,16 +201,6 @@ async def test_score_is_of_every_token_at_temperature_one_only() -> None:
             await engine.score(ids, 0.5)
 
 
-async def test_a_paused_engine_starts_nothing() -> None:
-    async with engine_over(LocalServer()) as (engine, fleet):
-        await engine.pause()
-        waiting = asyncio.ensure_future(engine.generate(request(PROMPT)))
-        await asyncio.sleep(0.1)
-        assert not fleet.all[0].served
-        await engine.resume()
-        check(await waiting, PROMPT)
-
-
 async def test_a_thousand_episodes_with_faults_are_all_complete_and_none_duplicated() -> None:
     servers = [LocalServer(faults=0.05, seed=i) for i in range(4)]
     async with engine_over(*servers) as (engine, _):

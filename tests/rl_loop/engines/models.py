@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -88,3 +90,14 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+@contextmanager
+def held(engine: TransformersEngine) -> Iterator[None]:
+    """The engine's thread is busy: requests that come meanwhile are all there when its next step begins."""
+    release = threading.Event()
+    engine._thread.submit(release.wait)
+    try:
+        yield
+    finally:
+        release.set()

@@ -1,4 +1,4 @@
-"""Abort, pause, sleep, weight sync, cancellation and failure while requests run."""
+"""Abort, weight sync, cancellation and failure while requests run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rl_loop.trajectory import FinishReason, WeightVersionSpan
 from tests.rl_loop.engines.models import (
     VOCAB,
     engine_of,
+    held,
     plain_log_probs,
     plain_routes,
     prompt,
@@ -78,62 +79,6 @@ def test_abort_all_also_answers_requests_that_wait_for_a_place() -> None:
     asyncio.run(main())
 
 
-def test_pause_aborts_what_runs_and_holds_what_comes_until_resume() -> None:
-    engine = engine_of(MODEL)
-
-    async def main() -> None:
-        _, running = start(engine)
-        await started(engine)
-        await engine.pause()
-        assert (await answer(running)).finish_reason == FinishReason.ABORT
-        held = asyncio.create_task(engine.generate(request(prompt(5), 4)))
-        steps = engine.steps
-        await asyncio.sleep(0.1)
-        assert engine.steps == steps and not held.done()
-        assert len(await engine.score(prompt(5))) == 4  # the canary works while paused
-        await engine.resume()
-        assert len((await answer(held)).output_ids) == 4
-
-    asyncio.run(main())
-
-
-def test_sleep_frees_the_cache_and_wake_resumes_with_the_same_weights() -> None:
-    engine = engine_of(MODEL)
-
-    async def main() -> None:
-        first = await engine.generate(request(prompt(30), 5, temperature=0.0))
-        await engine.sleep()
-        held = asyncio.create_task(engine.generate(request(prompt(30), 5, temperature=0.0)))
-        await engine.resume()  # not paused: sleeping is another reason
-        await asyncio.sleep(0.05)
-        assert not held.done()
-        await engine.wake()
-        second = await answer(held)
-        assert second.cached_tokens == 0
-        assert second.output_ids == first.output_ids
-
-    asyncio.run(main())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_sleep_takes_the_weights_off_the_gpu_and_they_can_be_synced_meanwhile() -> None:
-    engine = engine_of(MODEL, device="cuda")
-
-    async def main() -> None:
-        await engine.generate(request(prompt(30), 5))
-        await engine.sleep()
-        assert {p.device.type for p in engine._model.parameters()} == {"cpu"}
-        await engine.sync_weights(OTHER.state_dict().items(), 2)
-        await engine.wake()
-        assert {p.device.type for p in engine._model.parameters()} == {"cuda"}
-        result = await engine.generate(request(prompt(30), 5))
-        expected = plain_log_probs(OTHER, prompt(30) + result.output_ids)[29:]
-        np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-4, rtol=0)
-
-    asyncio.run(main())
-
-
 def test_cancelled_task_frees_its_place() -> None:
     engine = engine_of(MODEL, max_batch_size=1)
 
@@ -182,7 +127,7 @@ def test_the_same_request_id_twice_at_once_is_refused() -> None:
     asyncio.run(main())
 
 
-def test_weight_sync_in_mid_request_gives_one_span_per_version_each_exact() -> None:
+def test_weight_sync_ends_what_runs_and_the_rest_is_sampled_with_the_new_weights() -> None:
     engine = engine_of(MODEL)
 
     async def main() -> None:
@@ -190,19 +135,17 @@ def test_weight_sync_in_mid_request_gives_one_span_per_version_each_exact() -> N
         await started(engine)
         await engine.sync_weights(OTHER.state_dict().items(), 2)
         assert engine.weight_version == 2
-        await started(engine)
-        await engine.abort()
-        result = await answer(running)
-        old, new = result.weight_versions
-        assert old == WeightVersionSpan(0, old.end, 1) and new == WeightVersionSpan(old.end, len(result.output_ids), 2)
-        tokens = r.input_ids + result.output_ids
-        for span, model in ((old, MODEL), (new, OTHER)):
-            expected = plain_log_probs(model, tokens)[len(r.input_ids) - 1 :][span.start : span.end]
-            np.testing.assert_allclose(result.output_log_probs[span.start : span.end], expected, atol=1e-5, rtol=0)
-        # a token's routes are of the weights it was processed with first
-        split = len(r.input_ids) + old.end - 1
-        np.testing.assert_array_equal(result.routed_experts[:split], plain_routes(MODEL, tokens)[:split])
-        np.testing.assert_array_equal(result.routed_experts[split:], plain_routes(OTHER, tokens)[split:])
+        part = await answer(running)
+        n = len(part.output_ids)
+        assert (part.finish_reason, part.weight_versions) == (FinishReason.ABORT, [WeightVersionSpan(0, n, 1)])
+        tokens = r.input_ids + part.output_ids
+        rest = await engine.generate(request(tokens, 5, routes=True))
+        assert rest.weight_versions == [WeightVersionSpan(0, 5, 2)]
+        for model, prefix, result in ((MODEL, r.input_ids, part), (OTHER, tokens, rest)):
+            whole = prefix + result.output_ids
+            expected = plain_log_probs(model, whole)[len(prefix) - 1 :]
+            np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-5, rtol=0)
+            np.testing.assert_array_equal(result.routed_experts, plain_routes(model, whole))
 
     asyncio.run(main())
 
@@ -300,11 +243,10 @@ def test_values_that_overflowed_in_one_request_do_not_reach_later_ones() -> None
         await engine.sync_weights(weights.items(), 2)
         with pytest.raises(RuntimeError, match="not finite"):
             await engine.generate(request([7] * 30, 3))
-        await engine.pause()
         prompts = [[1, 2, 3], [token for token in prompt(40) if token != 7]]  # the short one takes the row that failed
-        tasks = [asyncio.create_task(engine.generate(request(p, 2, temperature=0.0))) for p in prompts]
-        await asyncio.sleep(0)
-        await engine.resume()
+        with held(engine):
+            tasks = [asyncio.create_task(engine.generate(request(p, 2, temperature=0.0))) for p in prompts]
+            await asyncio.sleep(0)
         for p, task in zip(prompts, tasks, strict=True):
             result = await answer(task)
             expected = plain_log_probs(MODEL, p + result.output_ids)[len(p) - 1 :]
@@ -325,7 +267,7 @@ def test_closing_fails_requests_under_way_and_later_ones() -> None:
         with pytest.raises(RuntimeError, match="closed"):
             await engine.generate(request(prompt(5), 3))
         with pytest.raises(RuntimeError, match="closed"):
-            await engine.pause()
+            await engine.abort()
 
     asyncio.run(main())
 
@@ -334,7 +276,7 @@ def test_a_forgotten_engine_takes_its_thread_with_it() -> None:
     threads = threading.active_count()
     engine = engine_of(MODEL)
     asyncio.run(engine.generate(request([VOCAB - 1], 2)))
-    asyncio.run(engine.pause())
+    asyncio.run(engine.abort())
     gone = weakref.ref(engine)
     del engine
     gc.collect()
