@@ -36,8 +36,5 @@ def environment_class(name: str) -> type[Environment]:
 
 
 def make_environment(task: Task, execute: Execute, reward: RewardConfig) -> Environment:
-    """The environment of one episode. Raises ValueError naming the task if its environment does not exist."""
-    try:
-        return environment_class(task.environment)(task, execute, reward)
-    except ValueError as error:
-        raise ValueError(f"task {task.task_id}: {error}") from None
+    """The environment of one episode. Raises ValueError if there is no such environment."""
+    return environment_class(task.environment)(task, execute, reward)

@@ -43,12 +43,15 @@ class MathVerifyProcess:
                 self._process = self._start()
             reply = self._ask(self._process, json.dumps([given, wanted]))
             if reply is None:
-                self._stop()
+                self.close()
             return reply == "true"
 
     def close(self) -> None:
-        with self._lock:
-            self._stop()
+        """End the process; the next comparison starts another one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
 
     def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "rl_loop.rewards.math_verify_process", str(self._seconds)]
@@ -68,12 +71,6 @@ class MathVerifyProcess:
         except BrokenPipeError:
             return None
         return process.stdout.readline().strip() or None
-
-    def _stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
 
 
 _process = MathVerifyProcess()

@@ -5,41 +5,29 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
 from rl_loop.sandbox.server import NOBODY
 
 SERVER_PATH = "/server.py"
-_INTERPRETER_PREFIX = Path("/python")
 
 
-@dataclass(frozen=True)
-class Interpreter:
-    """A Python installation: what to execute inside the sandbox and what to bind there, read-only."""
-
-    executable: Path
-    lib_directory: Path
-    binds: tuple[tuple[Path, Path], ...]
-
-
-def find_interpreter(config: SandboxConfig) -> Interpreter:
-    """The configured interpreter. Raises SandboxUnavailable where it does not exist or is a virtual environment.
+def find_interpreter(config: SandboxConfig) -> tuple[Path, list[str]]:
+    """The executable of the configured interpreter inside the sandbox, and bubblewrap's arguments that bring it there.
 
     An installation outside /usr (pyenv, conda, uv) is seen under /python: only the executable and its libraries, and
-    nothing of the directory, often a home, that it lies in.
+    nothing of the directory, often a home, that it lies in. Raises SandboxUnavailable where there is no interpreter or
+    it is a virtual environment.
     """
-    if config.interpreter is None:
-        name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        executable = Path(sys.base_prefix) / "bin" / name
-    else:
-        if (config.interpreter.parent.parent / "pyvenv.cfg").exists():
-            raise SandboxUnavailable(
-                f"interpreter {config.interpreter} is a virtual environment, which the sandbox does not expose; "
-                "name a base installation such as /usr/bin/python3"
-            )
-        executable = config.interpreter
+    executable = config.interpreter
+    if executable is None:
+        executable = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    elif (executable.parent.parent / "pyvenv.cfg").exists():
+        raise SandboxUnavailable(
+            f"interpreter {executable} is a virtual environment, which the sandbox does not expose; "
+            "name a base installation such as /usr/bin/python3"
+        )
     if not executable.exists():
         raise SandboxUnavailable(
             f"there is no Python interpreter {executable}; set interpreter in the sandbox's configuration"
@@ -47,13 +35,14 @@ def find_interpreter(config: SandboxConfig) -> Interpreter:
     executable = executable.resolve()
     prefix = executable.parent.parent
     if prefix.is_relative_to("/usr"):
-        return Interpreter(executable, prefix / "lib", ())
-    inside = _INTERPRETER_PREFIX / "bin" / executable.name
-    binds = [(executable, inside)]
+        return executable, []
+    inside = Path("/python/bin") / executable.name
+    # by name, because the parents that bubblewrap makes unasked are closed to nobody
+    arguments = ["--dir", "/python", "--dir", "/python/bin", "--ro-bind", str(executable), str(inside)]
     for name in ("lib", "lib64"):
         if (prefix / name).is_dir() and not (prefix / name).is_symlink():
-            binds.append((prefix / name, _INTERPRETER_PREFIX / name))
-    return Interpreter(inside, _INTERPRETER_PREFIX / "lib", tuple(binds))
+            arguments += ["--ro-bind", str(prefix / name), f"/python/{name}"]
+    return inside, arguments
 
 
 def bubblewrap_command(config: SandboxConfig, server_descriptor: int, info_descriptor: int) -> list[str]:
@@ -68,7 +57,7 @@ def bubblewrap_command(config: SandboxConfig, server_descriptor: int, info_descr
         raise SandboxUnavailable(
             "bubblewrap (bwrap) is not in PATH: install it (apt-get install bubblewrap, dnf install bubblewrap)"
         )
-    interpreter = find_interpreter(config)
+    executable, interpreter = find_interpreter(config)
     command = [bubblewrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if os.geteuid() == 0:
         command += ["--cap-drop", "ALL"]
@@ -83,28 +72,24 @@ def bubblewrap_command(config: SandboxConfig, server_descriptor: int, info_descr
             command += ["--symlink", os.readlink(path), str(path)]
         elif path.is_dir():
             command += ["--ro-bind", str(path), str(path)]
-    if interpreter.binds:
-        # by name, because the parents that bubblewrap makes unasked are closed to nobody
-        command += ["--dir", str(_INTERPRETER_PREFIX), "--dir", str(_INTERPRETER_PREFIX / "bin")]
-    for source, target in interpreter.binds:
-        command += ["--ro-bind", str(source), str(target)]
+    command += interpreter
     command += ["--dir", "/proc"] if os.geteuid() == 0 else ["--proc", "/proc"]
     command += ["--dev", "/dev", "--dir", "/tmp", "--file", str(server_descriptor), SERVER_PATH]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--clearenv"]
     environment = {
-        "PATH": f"{interpreter.executable.parent}:/usr/bin:/bin",
+        "PATH": f"{executable.parent}:/usr/bin:/bin",
         "HOME": "/tmp",
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    if interpreter.lib_directory != Path("/usr/lib"):
-        environment["LD_LIBRARY_PATH"] = str(interpreter.lib_directory)  # libpython, where it is a shared library
+    if (libraries := executable.parent.parent / "lib") != Path("/usr/lib"):
+        environment["LD_LIBRARY_PATH"] = str(libraries)  # libpython, where it is a shared library
     for name, value in environment.items():
         command += ["--setenv", name, value]
     # not -I: it would ignore PYTHONHASHSEED
-    return [*command, str(interpreter.executable), "-s", SERVER_PATH]
+    return [*command, str(executable), "-s", SERVER_PATH]
 
 
 def hints() -> list[str]:

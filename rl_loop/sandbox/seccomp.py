@@ -81,20 +81,11 @@ def seccomp_filter(machine: str) -> bytes:
         if (number := numbers[column]) is not None:
             program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
     program += [(_JUMP_EQUAL, 0, 1, clone3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
-    program += [
-        (_JUMP_EQUAL, 0, 4, clone),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT_OFFSET),
-        (_JUMP_ANY_BIT, 0, 1, _CLONE_NEW_NAMESPACES),
-        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-    for number in (socket, socketpair):
-        program += [
-            (_JUMP_EQUAL, 0, 4, number),
-            (_LOAD, 0, 0, _FIRST_ARGUMENT_OFFSET),
-            (_JUMP_EQUAL, 1, 0, _AF_UNIX),
-            (_RETURN, 0, 0, _ERRNO | errno.EACCES),
-            (_RETURN, 0, 0, _ALLOW),
-        ]
+    # these by their first argument: how it is tested, and whether the test refuses or allows
+    unix_only = (_JUMP_EQUAL, 1, 0, _AF_UNIX), errno.EACCES
+    no_namespaces = (_JUMP_ANY_BIT, 0, 1, _CLONE_NEW_NAMESPACES), errno.EPERM
+    for number, (test, error) in ((clone, no_namespaces), (socket, unix_only), (socketpair, unix_only)):
+        program += [(_JUMP_EQUAL, 0, 4, number), (_LOAD, 0, 0, _FIRST_ARGUMENT_OFFSET), test]
+        program += [(_RETURN, 0, 0, _ERRNO | error), (_RETURN, 0, 0, _ALLOW)]
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
