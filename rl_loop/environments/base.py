@@ -170,9 +170,12 @@ class Environment:
         return self.finished(0.0)
 
     def illegal(self, kind: str) -> StepResult:
-        """The reward when what was sampled is not a legal Harmony message or calls a tool that does not exist."""
-        parts = {"correct": 0.0, "format_error": 1.0}
-        return StepResult(done=True, reward=self.reward.format_error, reward_parts=parts, format_error=kind)
+        """The reward when what was sampled is not a legal Harmony message or calls a tool that does not exist: what a
+        format error earns, less the harm done before, which such an end must not undo."""
+        reward = self.reward.format_error + min(0.0, self.unfinished().reward - self.reward.wrong)
+        return StepResult(
+            done=True, reward=reward, reward_parts={"correct": 0.0, "format_error": 1.0}, format_error=kind
+        )
 
     def finished(self, score: float, answer: str | None = None, **parts: float) -> StepResult:
         """The end of an episode with ``score`` (1 is perfect, 0 what doing nothing scores)."""

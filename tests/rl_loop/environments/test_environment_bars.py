@@ -118,6 +118,16 @@ def test_a_thousand_random_agents_end_without_an_exception(name: str, options: d
     asyncio.run(main())
 
 
+def test_a_format_error_does_not_undo_the_harm_done_before() -> None:
+    async def reward(*turns: list[ParsedMessage]) -> float:
+        environment = make_environment(task_of("incident", {}, 0), arithmetic.interpret, REWARD)
+        return [(await environment.step(turn)).reward for turn in turns][-1]
+
+    illegal, harm = [function_call("x")], [function_call("reset_user", user="nobody")]
+    assert asyncio.run(reward(illegal)) == pytest.approx(-5.0)
+    assert asyncio.run(reward(harm, illegal)) == pytest.approx(-5.0 - 5.0 * 0.5 / 9)
+
+
 @pytest.mark.parametrize(("name", "options"), [kind for kind in KINDS if kind[0] != "retool"])
 def test_a_thousand_steps_take_a_second_of_one_core(name: str, options: dict[str, Any]) -> None:
     options = options | ({"tools": False} if name == "gsm8k" else {})
