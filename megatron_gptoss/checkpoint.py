@@ -49,6 +49,8 @@ def _metadata() -> dict[str, Any]:
 def _state(trainer: PolicyTrainer, loading: bool) -> dict[str, Any]:
     metadata = _metadata()
     model = trainer.module.sharded_state_dict(metadata=metadata)
+    if not trainer.updated:  # a critic may be learning alone, or every token be masked
+        return {"model": model}
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer}
 
@@ -125,9 +127,13 @@ def latest_checkpoint(root: Path) -> Path | None:
 def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     """Restore model and optimizer in place and return the saved training state. Collective; same layout as saved."""
     try:
+        trainer.updated = "optimizer" in dist_checkpointing.load_common_state_dict(str(path))
         state = dist_checkpointing.load(_state(trainer, loading=True), str(path))
         trainer.module.load_state_dict(state["model"], strict=True)
-        trainer.optimizer.load_state_dict(state["optimizer"])
+        if trainer.updated:
+            trainer.optimizer.load_state_dict(state["optimizer"])
+        else:
+            trainer.optimizer.reload_model_params()
         return json.loads((path / TRAINING_STATE_FILE).read_text())
     except FAILURES as error:
         raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error

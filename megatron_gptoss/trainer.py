@@ -216,6 +216,8 @@ class PolicyTrainer(Scorer):
         self.optimizer = get_megatron_optimizer(
             settings, [self.model], config_overrides=get_standard_config_overrides(settings) | router_biases
         )
+        self.updated = False
+        """Whether the optimizer has taken a step; it has nothing to save before."""
 
     @staticmethod
     def _gpu_optimizer(config: OptimizerConfig) -> dict[str, Any]:
@@ -264,6 +266,7 @@ class PolicyTrainer(Scorer):
                 group["lr"] = learning_rate
             updated, grad_norm, _ = self.optimizer.step()
             statistics.parameters_updated, statistics.grad_norm = bool(updated), float(grad_norm)
+            self.updated |= statistics.parameters_updated
         else:
             statistics.not_finite = self._where_gradients_are_not_finite()
             if self.config.on_non_finite == "stop":

@@ -126,7 +126,7 @@ def _with_generalized_advantages(
     samples: Sequence[Sample], rewards: torch.Tensor, penalties: list[torch.Tensor], config: AlgorithmConfig
 ) -> list[Sample]:
     lengths = [len(penalty) for penalty in penalties]
-    token_rewards, values = torch.zeros(2, len(samples), max(lengths))
+    token_rewards, values = torch.zeros(2, len(samples), max(1, *lengths))
     for i, (sample, penalty) in enumerate(zip(samples, penalties, strict=True)):
         if lengths[i] == 0:
             continue
@@ -188,27 +188,26 @@ def rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> 
     metrics.add_mean("rollout/groups_without_signal", silent, len(groups), "groups")
 
 
+PER_TOKEN = ("entropy", "clip_fraction", "ratio/", "correction/", "kl_reference")
+"""How the names of sums over all loss tokens begin."""
+
+
 def training_metrics(metrics: StepMetrics, updates: Sequence[StepStatistics]) -> None:
     """What the policy's optimizer steps on those episodes were like."""
     for update in updates:
-        sums, tokens, comparable = update.sums, update.sums["tokens"], update.sums["comparable"]
+        sums = update.sums
         metrics.add_mean(Name.LOSS, sums["loss"], 1, "updates")
-        for name, key in ((Name.ENTROPY, "entropy"), (Name.CLIP_FRACTION, "clipped"), ("ratio/mean", "ratio")):
-            metrics.add_mean(name, sums[key], tokens, "tokens")
-        for key in MISMATCH:
-            metrics.add_mean(f"mismatch/{key}", sums[key], comparable, "tokens")
-        metrics.add_mean("mismatch/log_ppl_gap", sums["log_ppl_gap"], sums["sequences"], "sequences")
-        for key in ("logprob_gap_max", "log_ppl_gap_max"):
-            metrics.add_max(f"mismatch/{key}", update.maxima[key], "tokens")
-        metrics.add_mean("correction/weight", sums["correction_weight"], tokens, "tokens")
-        metrics.add_mean("correction/truncated", sums["truncated"], tokens, "tokens")
-        for key in (key for key in sums if key.startswith("dropped_")):
-            metrics.add_mean(f"correction/{key}", sums[key], tokens, "tokens")
-        if "kl_reference" in sums:
-            metrics.add_mean("kl_reference", sums["kl_reference"], tokens, "tokens")
+        for name, total in sums.items():
+            if name == "mismatch/log_ppl_gap":
+                metrics.add_mean(name, total, sums["sequences"], "sequences")
+            elif name.startswith("mismatch/"):  # grafted tokens are not compared
+                metrics.add_mean(name, total, sums["comparable"], "tokens")
+            elif name.startswith(PER_TOKEN):
+                metrics.add_mean(name, total, sums["tokens"], "tokens")
         if "routes_compared" in sums:
             metrics.add_mean("routing/agreement", sums["routes_agreeing"], sums["routes_compared"], "routes")
-        metrics.add_max("ratio/deviation_max", update.maxima["ratio_deviation"], "tokens")
+        for name, value in update.maxima.items():
+            metrics.add_max(name, value, "tokens")
         optimizer_metrics(metrics, update)
 
 
@@ -221,18 +220,6 @@ def optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
     metrics.add_last("train/tflops_per_gpu", update.tflops_per_gpu)
     if update.mfu is not None:
         metrics.add_last("train/mfu", update.mfu)
-
-
-MISMATCH = (
-    "logprob_gap",
-    "kl_k1",
-    "kl_k2",
-    "kl_k3",
-    "prob_ratio",
-    "chi_square",
-    "log_perplexity_train",
-    "log_perplexity_rollout",
-)
 
 
 def kl_without_replay(metrics: StepMetrics, samples: Sequence[Sample], log_probs: Sequence[Sequence[float]]) -> None:

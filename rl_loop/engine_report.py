@@ -40,18 +40,16 @@ def engine_report(config: RlConfig) -> str:
             lines.append(f"canary: {check_canary(trainer, rollouts, tasks.canary(), config, 0):.2e} nats per token")
             groups = rollouts.run(held_out_requests(tasks, config.rollout.temperature))
             samples = to_samples(groups, config.algorithm, 0)
-            for title, scored in _variants(samples):
-                lines += ["", title, *gap_table(scored, trainer.score(scored), tasks.harmony)]
+            variants = {"routes freely": [replace(sample, routed_experts=None) for sample in samples]}
+            if samples[0].routed_experts is not None:
+                variants["takes the engine's routes"] = samples
+            for title, scored in variants.items():
+                table = gap_table(scored, trainer.score(scored), tasks.harmony)
+                lines += ["", f"|d log p|, the trainer {title}", *table]
         finally:
             rollouts.close()
             trainer.close()
     return "\n".join(lines)
-
-
-def _variants(samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
-    free = ("|d log p|, the trainer routes freely", [replace(sample, routed_experts=None) for sample in samples])
-    replayed = ("|d log p|, the trainer takes the engine's routes", samples)
-    return [free] if samples[0].routed_experts is None else [free, replayed]
 
 
 def gap_table(samples: Sequence[Sample], scores: Sequence[Sequence[float]], harmony: Harmony) -> list[str]:

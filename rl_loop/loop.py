@@ -84,6 +84,7 @@ class RlLoop:
             rollout_metrics(metrics, groups)
             training_metrics(metrics, updates.policy)
             critic_metrics(metrics, updates.critic)
+            metrics.add_sum("skipped_updates", updates.skipped, "steps")
             self._add_drift(metrics)
             seconds = time.monotonic() - began
             metrics.add_last(Name.STEP_SECONDS, seconds)

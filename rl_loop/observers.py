@@ -23,26 +23,22 @@ class RolloutCounters:
     """Totals per rollout worker: its engine's sampled tokens, its episodes, and its sandbox's calls and failures."""
 
     def __init__(self) -> None:
-        self._counters = {
-            name: Counter(f"gptoss_rollout_{name}", description=text, tag_keys=("worker",))
+        self._counters = [
+            Counter(f"gptoss_rollout_{name}", description=text, tag_keys=("worker",))
             for name, text in (
                 ("sampled_tokens", "tokens that the engine sampled"),
                 ("episodes", "finished episodes"),
                 ("tool_calls", "calls of tools"),
                 ("tool_errors", "calls of tools that failed"),
             )
-        }
+        ]
 
     def count(self, worker: int, group: TrajectoryGroup) -> None:
         for trajectory in group.trajectories:
-            self._add("sampled_tokens", worker, sum(trajectory.loss_mask))
-            self._add("episodes", worker, 1)
-            self._add("tool_calls", worker, trajectory.tool_calls)
-            self._add("tool_errors", worker, trajectory.tool_errors)
-
-    def _add(self, name: str, worker: int, value: int) -> None:
-        if value:  # Ray refuses a zero
-            self._counters[name].inc(value, tags={"worker": str(worker)})
+            counted = (trajectory.sampled_tokens, 1, trajectory.tool_calls, trajectory.tool_errors)
+            for counter, value in zip(self._counters, counted, strict=True):
+                if value:  # Ray refuses a zero
+                    counter.inc(value, tags={"worker": str(worker)})
 
 
 def prometheus_listener(run_name: str) -> Listener:

@@ -61,10 +61,6 @@ class RolloutPool:
         worker.__ray_call__.remote(outlive_sigterm)
         return worker
 
-    @property
-    def restarts(self) -> int:
-        return self._restarts
-
     def ready(self) -> None:
         """Wait until every worker's engine and sandbox run; raises what went wrong in one."""
         if self._fleet:
@@ -151,10 +147,6 @@ class RolloutPool:
                 return
             except RayActorError as again:
                 death = again
-
-    def process_ids(self) -> list[int]:
-        """Of the workers, for people (and tests) who want to look at or kill one."""
-        return [self._call(index, "process_id") for index in range(len(self._workers))]
 
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
         """What an engine says of itself, as far as it knows the names."""

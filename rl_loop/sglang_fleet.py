@@ -76,8 +76,6 @@ class SglangFleet:
         self._source: tuple[WeightSource | dict[str, torch.Tensor], int] | None = None
         self._canary: tuple[list[int], list[float]] | None = None
         self._asleep: set[int] = set()  # incarnations
-        self.last_sync: dict[str, float] = {}
-        """Bytes and seconds of the last weight sync."""
 
     def ready(self) -> None:
         """Wait until every server is healthy; raises RuntimeError with the end of its log if one cannot start."""
@@ -133,7 +131,7 @@ class SglangFleet:
             asleep = tuple(status.url for status in begun.values() if status.incarnation in self._asleep)
             self._asleep.clear()
             self._memory(asleep, "/resume_memory_occupation", ["weights"])
-            self.last_sync = self._send(source, urls, version)
+            self._send(source, urls, version)
             self._memory(asleep, "/resume_memory_occupation", ["kv_cache", "cuda_graph"])
             self._compare_with_canary(urls)
             held = version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,10 @@ CRITIC_CHECKPOINTS = "critic_checkpoints"
 class RlUpdates:
     """The optimizer steps of one training step; none of the policy while the critic warms up."""
 
-    policy: list[StepStatistics]
-    critic: list[StepStatistics]
+    policy: list[StepStatistics] = field(default_factory=list)
+    critic: list[StepStatistics] = field(default_factory=list)
+    skipped: int = 0
+    """Mini-batches without a token to learn from: nothing was changed."""
 
 
 class TrainerWorker:
@@ -90,8 +92,10 @@ class TrainerWorker:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def sft_step(self, samples: list[Sample], step: int) -> StepStatistics:
-        """One optimizer step on demonstrations."""
-        return self._update(self.trainer, samples, sft_objective(_loss_tokens(samples)), step)
+        """One optimizer step on demonstrations. Raises ValueError if they have no token to learn from."""
+        if not (tokens := _loss_tokens(samples)):
+            raise ValueError(f"none of the {len(samples)} samples has a token to learn from")
+        return self._update(self.trainer, samples, sft_objective(tokens), step)
 
     def estimates(self, samples: list[Sample]) -> dict[str, list[list[float]]]:
         """Per-token columns that advantages need, by the name of their field of Sample: the critic's values and the
@@ -117,11 +121,13 @@ class TrainerWorker:
                 replay.agreement()  # of the updates only
         elif algorithm.old_log_probs_from == "rollout":
             samples = [replace(sample, old_log_probs=sample.rollout_log_probs) for sample in samples]
-        updates = RlUpdates([], [])
+        updates = RlUpdates()
         critic, limit = algorithm.critic, self.config.rollout.max_tokens
         for part in range(algorithm.mini_batches):
             mini_batch = samples[part :: algorithm.mini_batches]
-            _loss_tokens(mini_batch)
+            if not _loss_tokens(mini_batch):  # every episode may be masked, and there is no mean over no tokens
+                updates.skipped += 1
+                continue
             if self.critic is not None:
                 plain = [replace(sample, routed_experts=None) for sample in mini_batch]
                 objective = value_objective(algorithm, mini_batch, limit)
@@ -222,7 +228,4 @@ class TrainerWorker:
 
 
 def _loss_tokens(samples: list[Sample]) -> int:
-    tokens = sum(sum(sample.loss_mask[1:]) for sample in samples)
-    if tokens == 0:
-        raise ValueError(f"none of the {len(samples)} samples has a token to learn from")
-    return tokens
+    return sum(sum(sample.loss_mask[1:]) for sample in samples)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from openai_harmony import HarmonyEncoding, HarmonyEncodingName, load_harmony_encoding
 
@@ -48,30 +48,6 @@ O200K_PATTERN = "|".join(
 )
 
 
-class Vocabulary(Protocol):
-    """Ids of one model."""
-
-    size: int
-    stop_token_ids: tuple[int, ...]
-    """What ends an assistant turn: <|return|> and <|call|>."""
-
-    def encode_text(self, text: str) -> list[int]:
-        """Ids of plain text; "<|end|>" in it is five ordinary characters and more, never the special token."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text with special tokens written out; bytes that are not UTF-8 become U+FFFD."""
-        ...
-
-    def from_harmony(self, ids: Sequence[int]) -> list[int]: ...
-
-    def to_harmony(self, ids: Sequence[int]) -> list[int]: ...
-
-    def save(self, directory: Path) -> list[Path]:
-        """Write what transformers' AutoTokenizer needs; returns the files."""
-        ...
-
-
 @cache
 def harmony_encoding() -> HarmonyEncoding:
     """openai-harmony's encoding; raises VocabularyUnavailable where its file cannot be had."""
@@ -92,11 +68,14 @@ class GptOssVocabulary:
     def __init__(self) -> None:
         self.size = 201_088
         self.stop_token_ids: tuple[int, ...] = (special_id("<|return|>"), special_id("<|call|>"))
+        """What ends an assistant turn."""
 
     def encode_text(self, text: str) -> list[int]:
+        """Ids of plain text; "<|end|>" in it is five ordinary characters and more, never the special token."""
         return harmony_encoding().encode(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Text with special tokens written out; bytes that are not UTF-8 become U+FFFD."""
         return harmony_encoding().decode(list(ids))
 
     def from_harmony(self, ids: Sequence[int]) -> list[int]:
@@ -106,7 +85,10 @@ class GptOssVocabulary:
         return list(ids)
 
     def save(self, directory: Path) -> list[Path]:
-        """Nothing: the released tokenizer files are copied from the checkpoint that training started from."""
+        """Write what transformers' AutoTokenizer needs; returns the files.
+
+        Nothing here: the released tokenizer files are copied from the checkpoint that training started from.
+        """
         return []
 
 
@@ -180,6 +162,9 @@ class TinyVocabulary:
         special = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
         whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=131_072, **special)
         return [Path(file) for file in whole.save_pretrained(directory)]
+
+
+Vocabulary = GptOssVocabulary | TinyVocabulary
 
 
 def make_vocabulary(kind: Literal["gptoss", "tiny"], size: int, corpus: Callable[[], str]) -> Vocabulary:

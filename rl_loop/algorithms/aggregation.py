@@ -20,9 +20,9 @@ def sample_weights(tokens: torch.Tensor, aggregation: str, constant: float) -> t
     keeps the gradient an average over what was sampled.
     """
     tokens = tokens.double()
-    samples = (tokens > 0).sum()
+    samples = (tokens > 0).sum().clamp(min=1)
     if aggregation == "token-mean":
-        return torch.ones_like(tokens) / tokens.sum()
+        return torch.ones_like(tokens) / tokens.sum().clamp(min=1)
     if aggregation == "seq-mean-token-mean":
         return 1 / (samples * tokens.clamp(min=1))
     if aggregation == "seq-mean-token-sum":

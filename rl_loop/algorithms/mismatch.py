@@ -11,7 +11,8 @@ from rl_loop.algorithms.sequences import Sequences
 def mismatch_sums(
     log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor, sequences: Sequences
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Sums over masked tokens (divide by their number) and maxima. Inputs [tokens], mask bool; natural logs.
+    """Sums over masked tokens (divide by their number) and maxima, by the names of metrics. Inputs [tokens], the mask
+    bool; natural logs.
 
     With d = log pi_train - log pi_rollout and tokens drawn from pi_rollout (Schulman, "Approximating KL divergence"):
     k1 = -d, k2 = d^2 / 2 and k3 = exp(d) - 1 - d each average to an estimate of KL(pi_rollout || pi_train).
@@ -27,15 +28,15 @@ def mismatch_sums(
     # a sequence may be spread over ranks: every token brings its share
     share = torch.where(mask, 1 / sequences.spread(length), 0.0)
     sums = {
-        "logprob_gap": d.abs().sum(),
-        "kl_k1": (-d).sum(),
-        "kl_k2": (d.square() / 2).sum(),
-        "kl_k3": (torch.expm1(d) - d).sum(),
-        "prob_ratio": torch.where(mask, d.abs().exp(), 0.0).sum(),
-        "chi_square": (ratio - 1).square().sum(),
-        "log_perplexity_train": torch.where(mask, -log_probs.detach(), 0.0).sum(),
-        "log_perplexity_rollout": torch.where(mask, -rollout_log_probs, 0.0).sum(),
-        "log_ppl_gap": (share * sequences.spread(gap)).sum(),
+        "mismatch/logprob_gap": d.abs().sum(),
+        "mismatch/kl_k1": (-d).sum(),
+        "mismatch/kl_k2": (d.square() / 2).sum(),
+        "mismatch/kl_k3": (torch.expm1(d) - d).sum(),
+        "mismatch/prob_ratio": torch.where(mask, d.abs().exp(), 0.0).sum(),
+        "mismatch/chi_square": (ratio - 1).square().sum(),
+        "mismatch/log_perplexity_train": torch.where(mask, -log_probs.detach(), 0.0).sum(),
+        "mismatch/log_perplexity_rollout": torch.where(mask, -rollout_log_probs, 0.0).sum(),
+        "mismatch/log_ppl_gap": (share * sequences.spread(gap)).sum(),
         "sequences": share.sum(),
     }
-    return sums, {"logprob_gap_max": d.abs().max(), "log_ppl_gap_max": gap.max()}
+    return sums, {"mismatch/logprob_gap_max": d.abs().max(), "mismatch/log_ppl_gap_max": gap.max()}

@@ -82,18 +82,18 @@ def policy_objective(
             if config.kl and config.kl.place == "loss":
                 terms = terms + config.kl.coefficient * kl
         total = torch.where(on, terms * weight, 0.0).sum()
-        sums |= {f"dropped_{reason}": (tokens & on).sum() for reason, tokens in dropped.items()}
+        sums |= {f"correction/dropped_{reason}": (tokens & on).sum() for reason, tokens in dropped.items()}
         sums |= {
             "loss": total,
             "tokens": on.sum(),
             "comparable": comparable.sum(),
             "entropy": torch.where(on, entropy, 0.0).sum(),
-            "clipped": (policy.clipped & on).sum(),
-            "ratio": torch.where(on, policy.ratio, 0.0).sum(),
-            "correction_weight": torch.where(on, correction.weights, 0.0).sum(),
-            "truncated": (on & (log_rho.exp() > config.correction.cap)).sum(),
+            "clip_fraction": (policy.clipped & on).sum(),
+            "ratio/mean": torch.where(on, policy.ratio, 0.0).sum(),
+            "correction/weight": torch.where(on, correction.weights, 0.0).sum(),
+            "correction/truncated": (on & (log_rho.exp() > config.correction.cap)).sum(),
         }
-        maxima["ratio_deviation"] = torch.where(on, (policy.ratio - 1).abs(), 0.0).max()
+        maxima["ratio/deviation_max"] = torch.where(on, (policy.ratio - 1).abs(), 0.0).max()
         return LossOutput(total, sums, maxima)
 
     return loss

@@ -63,9 +63,9 @@ class RunningSequence:
 class BatchedGeneration:
     """All sequences of one model: those that run, one cache row each, and those that wait."""
 
-    def __init__(self, model: GptOssForCausalLM, max_batch_size: int, weight_version: int) -> None:
+    def __init__(self, model: GptOssForCausalLM, max_batch_size: int) -> None:
         self.model = model
-        self.weight_version = weight_version
+        self.weight_version = 0
         self.steps = 0  # forward passes of generation so far
         self._max_batch_size = max_batch_size
         self._running: list[RunningSequence] = []  # index = cache row

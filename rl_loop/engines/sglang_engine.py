@@ -85,8 +85,6 @@ class SglangEngine:
         self._servers, self._routes_shape, self._num_experts = servers, (-1, num_layers, top_k), num_experts
         self._idle_seconds, self._wait_seconds, self._abort_seconds = idle_seconds, wait_seconds, abort_seconds
         self.oldest_version = 0
-        self.faults = 0
-        """Failures of servers that requests have met so far."""
         self._known: list[ServerStatus] = []
         self._asked = -math.inf
         self._asking = asyncio.Lock()
@@ -143,7 +141,6 @@ class SglangEngine:
             except ServerFailed as failure:
                 turn.failed[server.url] += 1
                 faults = turn.failed.total()
-                self.faults += 1
                 self._asked = -math.inf
                 if faults == MAX_FAULTS:
                     raise RuntimeError(

@@ -26,9 +26,9 @@ AttentionInterface.register(ATTENTION_NAME, row_cache_attention)
 class TransformersEngine:
     """RolloutEngine around a GptOssForCausalLM, which it takes over: nobody else may run or change that model."""
 
-    def __init__(self, model: GptOssForCausalLM, *, max_batch_size: int = 64, weight_version: int = 0) -> None:
+    def __init__(self, model: GptOssForCausalLM, *, max_batch_size: int = 64) -> None:
         """``max_batch_size``: sequences decoded together; as many finished ones keep their keys and values for the next
-        turn. ``weight_version``: of the weights it has now."""
+        turn."""
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
         model.eval().requires_grad_(False)
@@ -36,7 +36,7 @@ class TransformersEngine:
         if model.lm_head.weight.dtype == torch.float64:
             model.set_experts_implementation("eager")  # torch's grouped matrix product, the default, knows no fp64
         self._model = model
-        self._generation = BatchedGeneration(model, max_batch_size, weight_version)
+        self._generation = BatchedGeneration(model, max_batch_size)
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
         self._closed = False
 
@@ -58,15 +58,6 @@ class TransformersEngine:
         finally:
             torch.set_default_dtype(before)
         return cls(model, **options)
-
-    @property
-    def weight_version(self) -> int:
-        return self._generation.weight_version
-
-    @property
-    def steps(self) -> int:
-        """Forward passes of generation so far."""
-        return self._generation.steps
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation; requests made concurrently are batched.

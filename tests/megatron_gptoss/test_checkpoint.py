@@ -49,6 +49,15 @@ def test_a_resumed_trainer_continues_the_same_curve_to_the_bit(tmp_path: Path) -
     assert steps(other, 3) == expected
 
 
+def test_a_checkpoint_from_before_the_first_update_is_resumed(tmp_path: Path) -> None:
+    policy = trainer()
+    save_checkpoint(tmp_path, policy, 0, {"step": 0})
+    expected = steps(policy, 2)
+    other = trainer(seed=1)
+    assert load_checkpoint(latest_checkpoint(tmp_path), other) == {"step": 0}
+    assert steps(other, 2) == expected
+
+
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     policy = trainer()
     for step in (1, 2, 3):

@@ -310,6 +310,23 @@ def evaluate(config: AlgorithmConfig, everyone: list[Sample], parts: list[list[i
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_a_batch_without_loss_tokens_has_a_loss_and_a_gradient_of_zero(name: str, aggregation: str) -> None:
+    config = CONFIGS[name].model_copy(update={"aggregation": aggregation})
+    masked = [replace(sample, loss_mask=[0] * len(sample.token_ids)) for sample in samples()]
+    batch = in_fp64(build_batch([replace(sample, sample_id=i) for i, sample in enumerate(masked)], align=4))
+    predicted = (-0.1 * (batch.labels.double() + 1)).requires_grad_()
+    if config.critic:
+        output = value_objective(config, masked, 50)(predicted, batch)
+    else:
+        output = policy_objective(config, masked, 50)(predicted, predicted.abs(), batch)
+    output.loss.backward()
+    assert predicted.grad is not None and not predicted.grad.any()
+    figures = (output.loss.detach(), *output.sums.values(), *output.maxima.values())
+    assert {float(value.detach()) for value in figures} == {0.0}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_cutting_a_batch_into_micro_batches_does_not_change_loss_or_sums(name: str) -> None:
     everyone = samples()
     whole = evaluate(CONFIGS[name], everyone, [[0, 1, 2, 3]])
@@ -347,9 +364,9 @@ def test_on_policy_the_objective_reports_ratio_one_and_no_clipping() -> None:
     config = AlgorithmConfig()
     batch = build_batch([replace(s, sample_id=i) for i, s in enumerate(everyone)])
     output = policy_objective(config, everyone)(batch.rollout_log_probs + 0.1, batch.loss_mask, batch)
-    assert output.sums["clipped"] == 0
-    assert output.sums["ratio"] == output.sums["tokens"]
-    assert output.maxima["ratio_deviation"] == 0
+    assert output.sums["clip_fraction"] == 0
+    assert output.sums["ratio/mean"] == output.sums["tokens"]
+    assert output.maxima["ratio/deviation_max"] == 0
 
 
 # ---- mismatch
@@ -361,17 +378,17 @@ def test_mismatch_estimators_agree_with_their_definitions_and_ignore_unmasked_to
     sums, maxima = mismatch_sums(train, rollout, mask, Sequences(torch.tensor([0, 1, 1, 1]), 2))
     d = [0.1, -0.3, 0.0]
     want = {
-        "logprob_gap": 0.4,
-        "kl_k1": -sum(d),
-        "kl_k2": sum(x * x / 2 for x in d),
-        "kl_k3": sum(math.exp(x) - 1 - x for x in d),
-        "prob_ratio": sum(math.exp(abs(x)) for x in d),
-        "chi_square": sum((math.exp(x) - 1) ** 2 for x in d),
-        "log_perplexity_train": 3.5,
-        "log_perplexity_rollout": 3.3,
-        "log_ppl_gap": 0.1 + 0.15,
+        "mismatch/logprob_gap": 0.4,
+        "mismatch/kl_k1": -sum(d),
+        "mismatch/kl_k2": sum(x * x / 2 for x in d),
+        "mismatch/kl_k3": sum(math.exp(x) - 1 - x for x in d),
+        "mismatch/prob_ratio": sum(math.exp(abs(x)) for x in d),
+        "mismatch/chi_square": sum((math.exp(x) - 1) ** 2 for x in d),
+        "mismatch/log_perplexity_train": 3.5,
+        "mismatch/log_perplexity_rollout": 3.3,
+        "mismatch/log_ppl_gap": 0.1 + 0.15,
         "sequences": 2,
     }
     assert {name: float(value) for name, value in sums.items()} == pytest.approx(want, **EXACT)
-    assert maxima["logprob_gap_max"].item() == pytest.approx(0.3)
-    assert maxima["log_ppl_gap_max"].item() == pytest.approx(0.15)
+    assert maxima["mismatch/logprob_gap_max"].item() == pytest.approx(0.3)
+    assert maxima["mismatch/log_ppl_gap_max"].item() == pytest.approx(0.15)

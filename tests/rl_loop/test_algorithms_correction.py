@@ -115,14 +115,14 @@ def test_rho_is_the_trainers_probability_over_the_engines() -> None:
     weights, sums = run(config, sample(), [-1.0, -1.0 + math.log(8), -1.0 - math.log(8)])
     # 8 lies within, 1/8 does not: the other way round the verdicts would change places
     assert weights.tolist() == pytest.approx([1.0, 8.0, 0.0])
-    assert sums["dropped_icepop"] == 1
+    assert sums["correction/dropped_icepop"] == 1
 
 
 def test_a_drop_in_one_token_of_a_sequence_drops_the_sequence() -> None:
     config = AlgorithmConfig.model_validate({"correction": {"veto": 1e-4}})
     weights, sums = run(config, sample(), [-1.0, -1.0, -12.0])
     assert not weights.any()
-    assert sums["dropped_veto"] == 3
+    assert sums["correction/dropped_veto"] == 3
     assert sums["tokens"] == 3  # still in the denominator
 
 
@@ -134,11 +134,11 @@ def test_tokens_older_than_allowed_are_left_out() -> None:
     one.old_log_probs = one.rollout_log_probs
     weights, sums = run(config, one, [-1.0, -1.0, -1.0])
     assert weights.tolist() == pytest.approx([1.0, 1.0, 0.0])
-    assert sums["dropped_stale"] == 1
+    assert sums["correction/dropped_stale"] == 1
 
 
 def test_grafted_tokens_learn_but_enter_neither_weights_nor_mismatch() -> None:
     weights, sums = run(AlgorithmConfig(), sample([0, 0, GRAFTED, 0]), [-1.0, -3.0, -1.0 + math.log(1.5)])
     assert weights.tolist() == pytest.approx([1.0, 1.0, 1.5])
     assert sums["comparable"] == 2
-    assert sums["logprob_gap"].item() == pytest.approx(math.log(1.5))
+    assert sums["mismatch/logprob_gap"].item() == pytest.approx(math.log(1.5))

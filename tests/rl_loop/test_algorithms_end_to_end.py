@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rl_loop.batch import OffPolicyError, to_samples
 from rl_loop.config import RlConfig, load_config
@@ -59,7 +60,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRollouts
     shared.close()
 
 
-def train(settings: RlConfig, rollouts: LocalRollouts, resume: bool = False) -> list[dict[str, Any]]:
+def train(settings: RlConfig, rollouts: LocalRollouts | None, resume: bool = False) -> list[dict[str, Any]]:
     with local_loop(settings, rollouts, resume) as loop:
         loop.train()
     return read_json_lines(settings.directory / "metrics.jsonl")
@@ -91,6 +92,37 @@ def test_an_algorithm_trains_without_nan(name: str, tmp_path: Path, rollouts: Lo
     if name == "cispo":
         assert 0.5 < trained[0]["routing/agreement"] < 1
         assert trained[0]["mismatch/kl_k3"] < trained[0]["routing/kl_k3_without_replay"]
+
+
+NOTHING_ENDS = ["rollout.max_new_tokens_per_turn=1", "training.steps=2", "training.checkpoint_every=1", "seed=1"]
+"""No episode gets as far as a stop token, with this seed."""
+EXTRA = {"dapo": ["algorithm.overlong_buffer=100"], "ppo": ["algorithm.critic.warmup_steps=1"]}
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "ppo", "gdpo"])
+def test_a_step_whose_every_token_is_masked_changes_nothing_and_the_run_goes_on(name: str, tmp_path: Path) -> None:
+    options = [f"algorithm={name}", "algorithm.mini_batches=2", "rollout.truncated_episodes=mask", *NOTHING_ENDS]
+    options += ["algorithm.old_log_probs=forward", *EXTRA.get(name, [])]
+    with local_loop(config(tmp_path, *options)) as loop:
+        before = loop.trainer.weights()
+        loop.train()
+        after = loop.trainer.weights()
+        steps = read_json_lines(loop.session.run.metrics)
+    assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
+    assert [step["skipped_updates"] for step in steps] == [2, 2]
+    for step in steps:
+        assert all(value is not None and math.isfinite(value) for value in step.values())
+        assert not {"loss", "grad_norm", "critic/loss"} & set(step)
+    train(config(tmp_path, *options, "training.steps=3"), None, resume=True)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gdpo"])
+def test_groups_without_signal_give_a_gradient_of_zero_and_no_nan(name: str, tmp_path: Path) -> None:
+    steps = train(config(tmp_path, f"algorithm={name}", *NOTHING_ENDS, *EXTRA.get(name, [])), None)
+    for step in steps:
+        assert all(value is not None and math.isfinite(value) for value in step.values())
+        assert step["rollout/groups_without_signal"] == 1
+        assert (step["loss"], step["grad_norm"]) == (0, 0)
 
 
 def test_a_resumed_critic_continues_the_same_curve(tmp_path: Path, rollouts: LocalRollouts) -> None:

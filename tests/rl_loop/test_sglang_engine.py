@@ -162,7 +162,6 @@ async def test_a_turn_of_a_server_that_dies_goes_on_elsewhere_from_its_tokens() 
         check(result, PROMPT)
         assert len(result.output_ids) == 200
         assert len(result.routed_experts) == len(PROMPT) + 199
-        assert engine.faults == 1
         assert second.met == [] and len(second.served) == 1
 
 
