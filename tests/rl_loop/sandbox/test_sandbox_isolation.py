@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.doctor import Status, check_sandbox
 from rl_loop.sandbox import PythonSandbox, SandboxConfig, SandboxUnavailable, check_isolation
 
 CHECK = "from rl_loop.sandbox import check_isolation; check_isolation()"
@@ -37,6 +38,9 @@ def test_broken_bubblewrap_is_reported_in_its_own_words(monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(SandboxUnavailable, match="setting up uid map: Permission denied"):
         start(SandboxConfig())
+    status, _, advice = check_sandbox()  # what gptoss doctor says
+    assert status is Status.MISSING
+    assert "Permission denied" in advice
 
 
 def test_forbidden_user_namespaces_name_the_setting() -> None:
