@@ -72,8 +72,8 @@ class RewardConfig(BaseModel):
     wrong: float = -1.0
     """Reward of score 0, and of an episode without an answer."""
     format_error: float = -1.0
-    """The sampled tokens are not a legal Harmony message, or call a tool that does not exist. Harm done before, a score below
-    0, is taken off."""
+    """The sampled tokens are not a legal Harmony message, or call a tool that does not exist. Harm done before, a score
+    below 0, is taken off."""
     tool_use: bool = False
     """ReTool only: a wrong episode that called tools earns up to 0.4 more, 0.1 for every two calls, so that a policy
     that is always wrong learns to try them."""
