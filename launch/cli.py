@@ -163,11 +163,12 @@ def plan(
     """Say how the layout would run: the memory of a GPU, and how layers communicate under context parallelism."""
     with errors_in_one_line():
         config = load_config(path, SftConfig if sft else RlConfig, overrides)
-        from launch.plan import attention_plan
+        from launch.plan import attention_plan, step_plan
         from megatron_gptoss.memory import memory_plan
 
         print(memory_plan(*config.memory_inputs, gpu_gb))
         print(attention_plan(config))
+        print(step_plan(config))
 
 
 @app.command()

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import accumulate
 
 from megatron_gptoss.context_parallel import AttentionShape, Machine, balanced_layout, candidates
-from rl_loop.config import RunConfig
+from megatron_gptoss.performance import predict_step
+from rl_loop.config import RlConfig, RunConfig
+
+
+def full_row(config: RunConfig) -> list[int]:
+    """Lengths of the sequences in a micro-batch that is full of longest episodes."""
+    limit, longest = config.training.max_tokens_per_micro_batch, config.rollout.max_tokens
+    return [longest] * (limit // longest) + ([limit % longest] if limit % longest else [])
+
+
+def step_plan(config: RunConfig) -> str:
+    """Time of one update on H200s if every episode is as long as it may be."""
+    lengths, parallel = full_row(config), config.parallel
+    episodes = 1
+    if isinstance(config, RlConfig):
+        episodes = config.rollout.tasks_per_step * config.rollout.samples_per_task
+    micro_batches = max(1, -(-episodes * config.rollout.max_tokens // (sum(lengths) * parallel.data)))
+    step = predict_step(config.model, parallel, config.optimizer, lengths, micro_batches)
+    tokens = sum(lengths) * micro_batches * parallel.data
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in asdict(step).items() if seconds >= 0.005)
+    return (
+        f"an update on H200s, {tokens} tokens in {micro_batches} micro-batches per data-parallel rank: "
+        f"{step.total:.2f} s, {tokens / step.total / parallel.world_size:.0f} tokens/s/GPU ({parts})"
+    )
 
 
 def attention_plan(config: RunConfig) -> str:
@@ -16,8 +40,7 @@ def attention_plan(config: RunConfig) -> str:
     model, parallel = config.model, config.parallel
     if parallel.context == 1:
         return "context parallelism: none (parallel.context is 1); every rank attends to whole rows by itself"
-    limit, longest = config.training.max_tokens_per_micro_batch, config.rollout.max_tokens
-    lengths = [longest] * (limit // longest) + ([limit % longest] if limit % longest else [])
+    limit, lengths = config.training.max_tokens_per_micro_batch, full_row(config)
     align = parallel.context * parallel.tensor
     if padding := -limit % align:
         lengths.append(padding)

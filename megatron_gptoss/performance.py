@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from statistics import median
 
 import torch
 
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.memory import EXPERT_LOAD, parameters_per_gpu
+
+GPUS_PER_NODE = 8
+ARITHMETIC = 405e12
+"""Operations per second of an H200 in forward and backward, all but communication and the optimizer included. With it
+``predict_step`` is within 10 % of what docs/performance.md has measured."""
+NODE_BANDWIDTH = 180e9
+"""Bytes per second that a GPU gets through in the all-to-all of experts within a node, as measured under NVLink."""
+NETWORK_BANDWIDTH = 40e9
+"""Bytes per second of one GPU to other nodes: a 400 Gb/s adapter each, at 80 %. Assumed, not measured."""
+MEMORY_BANDWIDTH = 3.5e12
+"""Bytes per second that the optimizer reads and writes."""
 
 
 def attended_pairs(length: int, window: int | None = None) -> int:
@@ -36,6 +49,79 @@ def forward_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
     windows = [model.sliding_window if kind == "sliding_attention" else None for kind in model.layer_types]
     pairs = sum(attended_pairs(length, window) for window in windows for length in lengths)
     return 2 * per_token * sum(lengths) + 4 * queries * pairs
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a training step; ``predict_step`` says what is in them."""
+
+    arithmetic: float
+    experts: float
+    """All-to-all of tokens to experts and back, which nothing overlaps."""
+    tensor: float
+    """All-gather and reduce-scatter of activations among tensor-parallel ranks."""
+    bubble: float
+    """Pipeline stages that wait for the first and the last micro-batch."""
+    gradients: float
+    """What the backward pass of the last micro-batch does not hide of their reduction."""
+    parameters: float
+    """Gathering them after the optimizer's step."""
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def predict_step(
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, lengths: Sequence[int], micro_batches: int
+) -> StepTime:
+    """Time of a bf16 training step on H200s, for layouts that nobody has run yet.
+
+    ``lengths``: of the sequences in one micro-batch, before context parallelism shares them out; ``micro_batches``: of
+    each data-parallel rank. Context parallelism is counted as free: its messages hide behind attention. Ranks are taken
+    to fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one.
+    """
+    layers, stages = model.num_layers / parallel.pipeline, parallel.pipeline
+    sharers = parallel.tensor * parallel.context
+    local = sum(lengths) / sharers
+    arithmetic = micro_batches * 3 * forward_flops(model, lengths) / (sharers * stages * ARITHMETIC)
+
+    def seconds(size: float, ranks: int, span: int) -> float:
+        """Of sending ``size`` bytes from each of ``ranks`` ranks, spread over ``span`` consecutive ones, to all."""
+        near = max(1, ranks * GPUS_PER_NODE // max(span, GPUS_PER_NODE))  # ranks on the sender's node, itself included
+        within, beyond = (near - 1) / NODE_BANDWIDTH, (ranks - near) / NETWORK_BANDWIDTH
+        return size / ranks * max(within, beyond)
+
+    rows = 2 * local * model.hidden_size  # bytes
+    # dispatch and combine, each forward and backward; the fullest rank decides
+    routed = 4 * rows * model.experts_per_token * EXPERT_LOAD
+    experts = micro_batches * layers * seconds(routed, parallel.expert, parallel.expert)
+    # around attention and around the experts, forward and backward
+    tensor = micro_batches * layers * seconds(8 * rows * parallel.tensor, parallel.tensor, parallel.tensor)
+    bubble = (arithmetic + experts + tensor) * (stages - 1) / micro_batches
+    dense, expert = parameters_per_gpu(model, parallel)
+    replicas = parallel.world_size // (parallel.tensor * stages)
+    expert_replicas = parallel.world_size // (parallel.expert * stages)
+    spread = parallel.world_size // stages
+
+    def reduction(bytes_per_parameter: float) -> float:
+        return seconds(bytes_per_parameter * dense, replicas, spread) + seconds(
+            bytes_per_parameter * expert, expert_replicas, spread
+        )
+
+    gradient_bytes = 2 if optimizer.gradient_dtype == "bf16" else 4
+    moments = 2 if optimizer.moment_dtype == "bf16" else 4
+    touched = 2 * (2 + 2 + 2 * moments) + 2 * gradient_bytes  # weights, their other 16 bits and moments, to and fro
+    return StepTime(
+        arithmetic,
+        experts,
+        tensor,
+        bubble,
+        gradients=max(0.0, reduction(gradient_bytes) - arithmetic * 2 / 3 / micro_batches),
+        parameters=reduction(2),
+        optimizer=touched * (dense / replicas + expert / expert_replicas) / MEMORY_BANDWIDTH,
+    )
 
 
 @functools.cache

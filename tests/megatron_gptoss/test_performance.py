@@ -1,0 +1,53 @@
+"""The prediction of a step's time against what GPUs took (docs/performance.md, "Training on GPUs")."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.performance import predict_step
+
+GPT_OSS_120B = ModelConfig(num_layers=36, num_experts=128)
+BF16_MOMENTS = OptimizerConfig(moment_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout", "optimizer", "lengths", "micro_batches", "tokens_per_second_per_gpu"),
+    [
+        (24, {"world_size": 4, "expert": 4}, BF16_MOMENTS, [4096] * 4, 2, 16_226),
+        (24, {"world_size": 4, "expert": 4, "context": 4}, BF16_MOMENTS, [32_768], 2, 10_169),
+        (4, {"world_size": 4, "expert": 4}, BF16_MOMENTS, [4096] * 4, 1, 55_695),
+        (4, {}, OptimizerConfig(), [4096] * 4, 1, 48_075),
+        (4, {}, OptimizerConfig(), [32_768], 1, 49_366),
+    ],
+)
+def test_measured_steps_are_predicted_within_ten_percent(
+    layers: int,
+    layout: dict[str, Any],
+    optimizer: OptimizerConfig,
+    lengths: list[int],
+    micro_batches: int,
+    tokens_per_second_per_gpu: float,
+) -> None:
+    parallel = ParallelConfig(**layout)
+    model = ModelConfig(num_layers=layers, num_experts=32)
+    step = predict_step(model, parallel, optimizer, lengths, micro_batches)
+    tokens = sum(lengths) * micro_batches / parallel.context
+    assert tokens / step.total == pytest.approx(tokens_per_second_per_gpu, rel=0.1)
+
+
+def test_experts_spread_over_nodes_cost_more_than_within_one() -> None:
+    within, beyond = (
+        predict_step(GPT_OSS_120B, ParallelConfig(world_size=32, expert=expert), BF16_MOMENTS, [4096] * 4, 8).experts
+        for expert in (8, 16)
+    )
+    assert beyond > 2 * within
+
+
+def test_more_micro_batches_shrink_the_share_of_the_pipeline_bubble() -> None:
+    parallel = ParallelConfig(world_size=32, expert=8, pipeline=4)
+    few, many = (predict_step(GPT_OSS_120B, parallel, BF16_MOMENTS, [4096] * 4, n) for n in (4, 32))
+    assert few.bubble / few.total == pytest.approx(3 / 7, rel=0.05)
+    assert many.bubble / many.total < 0.1
