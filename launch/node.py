@@ -34,6 +34,7 @@ from launch.cluster import ClusterConfig, load_cluster
 from launch.node_checks import check_node, odd_ones_out, slow_ones
 from launch.placement import place
 from rl_loop.config import RlConfig, RunConfig, SftConfig, load_config
+from rl_loop.placed import free_port
 from rl_loop.run_directory import RunDirectory, read_json
 
 POLL_SECONDS = 0.5
@@ -214,7 +215,7 @@ class NodeProgram:
         try:
             address = node_address()
             base = self.cluster.ray_port
-            ports = [base, base + 3, base + 9, base + 8] if base else free_ports(address, 4)
+            ports = [base, base + 3, base + 9, base + 8] if base else [free_port() for _ in range(4)]
             names = ("port", "dashboard_port", "check_port", "client_port")
             shown = f"http://{address}:{ports[1]}" if self.cluster.dashboard else "is switched off"
             self.attempt.write_head(host=address, dashboard=shown, **dict(zip(names, map(str, ports), strict=True)))
@@ -318,7 +319,7 @@ def ray_command(node: NodeProgram, head: dict[str, Any]) -> list[str]:
         command += [
             "--head", f"--port={head['port']}", f"--temp-dir={node.scratch}", f"--dashboard-host={address}",
             f"--dashboard-port={head['dashboard_port']}", f"--ray-client-server-port={head['client_port']}",
-            f"--include-dashboard={str(cluster.dashboard).lower()}",
+            "--no-monitor", f"--include-dashboard={str(cluster.dashboard).lower()}",
         ]  # fmt: skip
     else:
         command.append(f"--address={head['host']}:{head['port']}")
@@ -341,17 +342,6 @@ def node_address() -> str:
         except OSError:
             return address
         return probe.getsockname()[0]
-
-
-def free_ports(address: str, count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind((address, 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def started_or_ended(ray: subprocess.Popen[bytes], log: Path, offset: int) -> bool:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import socket
 from typing import Any
-
-import ray
 
 TRAINER_RANK = "trainer_rank"
 ROLLOUT_WORKER = "rollout_worker"
@@ -38,17 +37,33 @@ def outlive_sigterm(actor: Any) -> None:
         ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_IGN)))
 
 
+def free_port() -> int:
+    """A port that nothing on this machine uses on any of its addresses.
+
+    From below those that Linux gives to outgoing connections: one of them would take the port before its server does.
+    """
+    while True:
+        port = random.SystemRandom().randrange(11_000, 32_000)  # the run's seed must not choose the same for two
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
 def free_address() -> tuple[str, int]:
     """An address of this node that the other nodes reach, and a port that is free on it."""
-    host = ray.util.get_node_ip_address() if is_placed() else "127.0.0.1"
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return host, probe.getsockname()[1]
+    import ray  # here, because a node of a job is checked before anything of Ray is loaded
+
+    return ray.util.get_node_ip_address() if is_placed() else "127.0.0.1", free_port()
 
 
 def master_address() -> tuple[str, int]:
     """``free_address`` of the node of trainer rank 0."""
     if not is_placed():
         return free_address()
+    import ray
+
     task = ray.remote(free_address).options(num_cpus=0, **place_of(TRAINER_RANK, 0))
     return ray.get(task.remote())
