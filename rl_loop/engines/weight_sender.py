@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -66,32 +68,31 @@ async def send_weights(
 ) -> dict[str, float]:
     """Returns bytes and seconds. Raises SyncFailed naming the server or WeightMismatch naming the tensor; ``named`` is
     not read further then."""
-    clients = [SglangClient(url, plan.seconds) for url in plan.urls]
-    clock = asyncio.get_running_loop().time
-    began = clock()
-
-    async def all_servers(path: str, body: dict[str, Any]) -> None:
-        async with asyncio.TaskGroup() as group:
-            for client in clients:
-                group.create_task(client.call(path, body, seconds=plan.seconds))
-
-    transport: Transport = (
-        Broadcast(plan, clients) if plan.transport in ("nccl", "gloo") else Handles(plan, all_servers)
-    )
+    servers = Servers(plan)
+    began = time.monotonic()
     sent = 0
+
+    def counted() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal sent
+        for name, tensor in checked(named, config):
+            sent += tensor.nbytes
+            yield name, tensor
+            del tensor  # or it would outlive its bucket
+
     try:
-        await all_servers("/pause_generation", {"mode": "abort"})
+        await servers.call("/pause_generation", {"mode": "abort"})
         if plan.transport == "disk":
-            sent = await _through_disk(checked(named, config), config, plan, all_servers)
+            await asyncio.to_thread(write_hf_directory, plan.directory, config, counted(), overwrite=True)
+            # servers start with --load-format dummy, which would hold here too
+            body = {"model_path": str(plan.directory), "load_format": "auto", "flush_cache": False}
+            await servers.call("/update_weights_from_disk", body)
+        elif plan.transport in ("nccl", "gloo"):
+            await _broadcast(buckets(counted(), plan.bucket_bytes), servers)
         else:
-            await transport.open()
-            for bucket in buckets(checked(named, config), plan.bucket_bytes):
-                await transport.send(bucket)
-                sent += sum(tensor.nbytes for _, tensor in bucket)
-            await transport.finish()
-        await all_servers("/flush_cache", {})
-        await all_servers("/update_weight_version", {"new_version": str(plan.version), "abort_all_requests": False})
-        await all_servers("/continue_generation", {"torch_empty_cache": False})
+            await _share_memory(buckets(counted(), plan.bucket_bytes), servers)
+        await servers.call("/flush_cache", {})
+        await servers.call("/update_weight_version", {"new_version": str(plan.version), "abort_all_requests": False})
+        await servers.call("/continue_generation", {"torch_empty_cache": False})
     except* Exception as errors:
         first: BaseException = errors
         while isinstance(first, BaseExceptionGroup):
@@ -100,10 +101,30 @@ async def send_weights(
             raise first from None
         raise SyncFailed(f"weights {plan.version} did not reach all servers: {first}") from first
     finally:
-        transport.close()
-        for client in clients:
+        for client in servers.clients:
             await client.close()
-    return {"bytes": sent, "seconds": clock() - began}
+    return {"bytes": sent, "seconds": time.monotonic() - began}
+
+
+class Servers:
+    """Those of a plan, asked all at once."""
+
+    def __init__(self, plan: SyncPlan) -> None:
+        self.plan, self.clients = plan, [SglangClient(url, plan.seconds) for url in plan.urls]
+
+    async def call[T](
+        self,
+        path: str,
+        body: dict[str, Any] | Callable[[int], dict[str, Any]],
+        meanwhile: Callable[[], T | None] = lambda: None,
+    ) -> T | None:
+        """POST ``body``, or what it makes of the server's number, to each; the result of ``meanwhile``, which runs in a
+        thread at the same time."""
+        async with asyncio.TaskGroup() as tasks:
+            for number, client in enumerate(self.clients):
+                own = body(number) if callable(body) else body
+                tasks.create_task(client.call(path, own, seconds=self.plan.seconds))
+            return await asyncio.to_thread(meanwhile)
 
 
 def checked(named: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -139,108 +160,72 @@ def buckets(named: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[B
         yield bucket
 
 
-class Transport(Protocol):
-    async def open(self) -> None: ...
-
-    async def send(self, bucket: Bucket) -> None:
-        """Returns when every server has loaded the bucket."""
-        ...
-
-    async def finish(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Broadcast:
+async def _broadcast(parts: Iterable[Bucket], servers: Servers) -> None:
     """Over a process group of this process (rank 0) and every rank of every server."""
+    plan, finished = servers.plan, False
+    world = 1 + len(servers.clients) * plan.tensor_parallel
+    group: Any = None
+    name = f"weights_{plan.version}_{uuid.uuid4().hex[:8]}"
 
-    def __init__(self, plan: SyncPlan, clients: list[SglangClient]) -> None:
-        self._plan, self._clients = plan, clients
-        self._group: Any = None
-        self._finished = False
-        self._name = f"weights_{plan.version}_{uuid.uuid4().hex[:8]}"
-
-    async def open(self) -> None:
-        plan = self._plan
-        world = 1 + len(self._clients) * plan.tensor_parallel
-        async with asyncio.TaskGroup() as tasks:
-            for i, client in enumerate(self._clients):
-                body = {
-                    "master_address": plan.host,
-                    "master_port": plan.port,
-                    "rank_offset": 1 + i * plan.tensor_parallel,
-                    "world_size": world,
-                    "group_name": self._name,
-                    "backend": plan.transport,
-                }
-                tasks.create_task(client.call("/init_weights_update_group", body, seconds=plan.seconds))
-            self._group = await asyncio.to_thread(self._join, world)
-
-    def _join(self, world: int) -> Any:
-        # torch has no public call for a group of processes that share no default group; servers make theirs like this
-        helper: Any = dist.distributed_c10d._new_process_group_helper
-        timeout = timedelta(seconds=self._plan.seconds)
-        store = dist.TCPStore(self._plan.host, self._plan.port, world, is_master=True, timeout=timeout)
-        prefixed = dist.PrefixStore(self._name, store)
-        backend = dist.Backend(self._plan.transport)
-        group, _ = helper(world, 0, [], backend, prefixed, group_name=self._name, timeout=timeout)
-        dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
-        return group
-
-    async def send(self, bucket: Bucket) -> None:
-        body = {
-            "names": [name for name, _ in bucket],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
-            "group_name": self._name,
-            "flush_cache": False,
+    def member(number: int) -> dict[str, Any]:
+        return {
+            "master_address": plan.host,
+            "master_port": plan.port,
+            "rank_offset": 1 + number * plan.tensor_parallel,
+            "world_size": world,
+            "group_name": name,
+            "backend": plan.transport,
         }
-        async with asyncio.TaskGroup() as tasks:
-            for client in self._clients:
-                call = client.call("/update_weights_from_distributed", body, seconds=self._plan.seconds)
-                tasks.create_task(call)
-            await asyncio.to_thread(self._broadcast, bucket)
 
-    async def finish(self) -> None:
-        for client in self._clients:
-            await client.call("/destroy_weights_update_group", {"group_name": self._name}, seconds=self._plan.seconds)
-        self._finished = True
-
-    def _broadcast(self, bucket: Bucket) -> None:
-        for work in [self._group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]:
+    def send(bucket: Bucket) -> None:
+        for work in [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]:
             work.wait()
-        if self._plan.transport == "nccl":
+        if plan.transport == "nccl":
             torch.cuda.synchronize()
 
-    def close(self) -> None:
-        if self._group is None:
-            return
-        with suppress(RuntimeError):
-            if not self._finished:  # a member may be dead, and the thread that broadcasts waits for it
-                self._group.abort()
-            dist.destroy_process_group(self._group)
+    try:
+        group = await servers.call("/init_weights_update_group", member, partial(_process_group, plan, name, world))
+        for bucket in parts:
+            body = {
+                "names": [name for name, _ in bucket],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                "shapes": [list(tensor.shape) for _, tensor in bucket],
+                "group_name": name,
+                "flush_cache": False,
+            }
+            await servers.call("/update_weights_from_distributed", body, partial(send, bucket))
+        await servers.call("/destroy_weights_update_group", {"group_name": name})
+        finished = True
+    finally:
+        if group is not None:
+            with suppress(RuntimeError):
+                if not finished:  # a member may be dead, and the thread that broadcasts waits for it
+                    group.abort()
+                dist.destroy_process_group(group)
 
 
-class Handles:
+def _process_group(plan: SyncPlan, name: str, world: int) -> Any:
+    # torch has no public call for a group of processes that share no default group; servers make theirs like this
+    helper: Any = dist.distributed_c10d._new_process_group_helper
+    timeout = timedelta(seconds=plan.seconds)
+    store = dist.TCPStore(plan.host, plan.port, world, is_master=True, timeout=timeout)
+    backend = dist.Backend(plan.transport)
+    group, _ = helper(world, 0, [], backend, dist.PrefixStore(name, store), group_name=name, timeout=timeout)
+    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
+    return group
+
+
+async def _share_memory(parts: Iterable[Bucket], servers: Servers) -> None:
     """The server opens the memory of the tensors: GPU memory of the same node, or host memory."""
-
-    def __init__(self, plan: SyncPlan, all_servers: Callable[[str, dict[str, Any]], Awaitable[None]]) -> None:
-        self._plan, self._all_servers = plan, all_servers
-
-    async def open(self) -> None:
-        set_sharing_strategy("file_system")  # with file descriptors the server would have to be our child
-
-    async def send(self, bucket: Bucket) -> None:
-        kept = bucket if self._plan.transport == "cuda_ipc" else [(name, tensor.cpu()) for name, tensor in bucket]
+    set_sharing_strategy("file_system")  # with file descriptors the server would have to be our child
+    plan = servers.plan
+    for bucket in parts:
+        kept = bucket if plan.transport == "cuda_ipc" else [(name, tensor.cpu()) for name, tensor in bucket]
         buffer = io.BytesIO()
         ForkingPickler(buffer).dump([(name, _Handle(tensor.contiguous())) for name, tensor in kept])
         payload = base64.b64encode(buffer.getvalue()).decode()
-        body = {"serialized_named_tensors": [payload] * self._plan.tensor_parallel, "flush_cache": False}
-        await self._all_servers("/update_weights_from_tensor", body)
-
-    async def finish(self) -> None: ...
-
-    def close(self) -> None: ...
+        body = {"serialized_named_tensors": [payload] * plan.tensor_parallel, "flush_cache": False}
+        await servers.call("/update_weights_from_tensor", body)
 
 
 @dataclass
@@ -255,16 +240,3 @@ class _Handle:
             device = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
             arguments = (*arguments[:6], device, *arguments[7:])
         return rebuild, arguments
-
-
-async def _through_disk(
-    named: Iterator[tuple[str, torch.Tensor]],
-    config: ModelConfig,
-    plan: SyncPlan,
-    all_servers: Callable[[str, dict[str, Any]], Awaitable[None]],
-) -> int:
-    await asyncio.to_thread(write_hf_directory, plan.directory, config, named, overwrite=True)
-    # servers start with --load-format dummy, which would hold here too
-    body = {"model_path": str(plan.directory), "load_format": "auto", "flush_cache": False}
-    await all_servers("/update_weights_from_disk", body)
-    return sum(file.stat().st_size for file in plan.directory.glob("*.safetensors"))
