@@ -1,10 +1,10 @@
-"""The progress display: a live panel on a terminal, one line per step in a log."""
+"""The progress display: a live display on a terminal, one line per step in a log."""
 
 import io
 
 from rich.console import Console
 
-from launch.progress import TrainingProgress, clock, sparkline
+from launch.progress import TrainingProgress, clock
 from rl_loop.metrics import Name
 
 VALUES = {Name.REWARD: 0.5, Name.TOKENS_PER_SECOND: 1234.0, Name.LOGPROB_GAP: 2e-6, Name.CLIP_FRACTION: 0.0}
@@ -33,10 +33,10 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     assert "\x1b" not in "".join(lines)
 
 
-def test_on_a_terminal_the_panel_shows_step_phase_and_metrics() -> None:
+def test_on_a_terminal_the_display_shows_step_phase_and_metrics() -> None:
     output = run_two_steps(terminal=True)
     last = output[output.rindex("RL · [tiny]") :]
-    for part in ("step 3/4", "done", "reward 0.750", "▁█", "tokens/s 1,234", "|Δlogp| 2.0e-06", "left"):
+    for part in ("step 3/4", "done", "reward 0.750", "tokens/s 1,234", "|Δlogp| 2.0e-06", "left"):
         assert part in last
     assert "saved runs/tiny/[1]" in output
     assert "step 2/4  reward" not in output  # the log lines are not printed as well
@@ -49,12 +49,6 @@ def test_a_value_that_is_not_finite_is_shown_and_does_not_stop_the_run() -> None
         progress.step(0, {Name.REWARD: float("nan"), Name.GRAD_NORM: float("inf")})
     assert "reward nan" in output.getvalue()
     assert "grad norm inf" in output.getvalue()
-
-
-def test_the_sparkline_spans_its_own_range() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([5, 9, 1], width=2) == "█▁"
-    assert sparkline([3, float("nan"), 3], width=9) == "▁ ▁"
 
 
 def test_the_clock_shows_hours_only_when_there_are_some() -> None:
