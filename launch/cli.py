@@ -61,46 +61,24 @@ class Precision(StrEnum):
     mxfp4 = "mxfp4"
 
 
-def fail(message: object) -> typer.Exit:
-    print(f"gptoss: {message}", file=sys.stderr)
-    return typer.Exit(1)
-
-
-@contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """Mistakes of the user end in a message; faults of ours keep their traceback."""
-    try:
-        yield
-    except (ConfigError, RunDirectoryError, RunWriteError) as error:
-        raise fail(error) from None
-    except Exception as error:
-        # imported late: these modules bring torch with them, and by now it is loaded anyway
-        from rl_loop.run import user_errors
-
-        if isinstance(error, user_errors()):
-            raise fail(error) from None
-        raise
-
-
 def train(
     kind: type[RunConfig], run: Callable[..., Path], path: Path, overrides: list[str] | None, resume: bool, new: bool
 ) -> None:
     from launch.progress import TrainingProgress
     from rl_loop.run import Interrupted
 
-    with errors_in_one_line():
-        config = load_config(path, kind, overrides)
-        try:
-            directory = run(config, TrainingProgress, resume=resume, overwrite=new)
-        except Interrupted as stop:
-            command = " ".join(["gptoss", kind.command, str(path), *(overrides or []), "--resume"])
-            print(f"{stop}\nto continue: {command}")
-            raise typer.Exit(130) from None
-        from launch.report import build_report
+    config = load_config(path, kind, overrides)
+    try:
+        directory = run(config, TrainingProgress, resume=resume, overwrite=new)
+    except Interrupted as stop:
+        command = " ".join(["gptoss", kind.command, str(path), *(overrides or []), "--resume"])
+        print(f"{stop}\nto continue: {command}")
+        raise typer.Exit(130) from None
+    from launch.report import build_report
 
-        print(f"report: {build_report(directory)}")
-        if kind is RlConfig:
-            print(f"evaluate the exported checkpoint: gptoss eval {path} --weights {directory / 'export'}")
+    print(f"report: {build_report(directory)}")
+    if kind is RlConfig:
+        print(f"evaluate the exported checkpoint: gptoss eval {path} --weights {directory / 'export'}")
 
 
 @app.command()
@@ -132,25 +110,23 @@ def evaluate(
     baseline: Annotated[Path | None, typer.Option(help="Episodes of another evaluation to compare with.")] = None,
 ) -> None:
     """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by category."""
-    with errors_in_one_line():
-        config = load_config(path, RlConfig, overrides)
-        from launch.evaluation_table import print_evaluation
-        from rl_loop.evaluation import evaluate as run_evaluation
-        from rl_loop.scores import read_evaluation
+    config = load_config(path, RlConfig, overrides)
+    from launch.evaluation_table import print_evaluation
+    from rl_loop.evaluation import evaluate as run_evaluation
+    from rl_loop.scores import read_evaluation
 
-        earlier = read_evaluation(baseline) if baseline is not None else []
-        file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
-        print_evaluation(run_evaluation(config, weights, file), earlier)
-        print(f"episodes: {file}")
+    earlier = read_evaluation(baseline) if baseline is not None else []
+    file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
+    print_evaluation(run_evaluation(config, weights, file), earlier)
+    print(f"episodes: {file}")
 
 
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="A run directory, such as runs/tiny_retool.")]) -> None:
     """Write report.html and curve.png of a finished or running run."""
-    with errors_in_one_line():
-        from launch.report import build_report
+    from launch.report import build_report
 
-        print(build_report(run_dir))
+    print(build_report(run_dir))
 
 
 @app.command()
@@ -161,14 +137,13 @@ def plan(
     gpu_gb: Annotated[float, typer.Option("--gpu-gb", help="Memory of one GPU that training may use.")] = 135.0,
 ) -> None:
     """Say how the layout would run: the memory of a GPU, and how layers communicate under context parallelism."""
-    with errors_in_one_line():
-        config = load_config(path, SftConfig if sft else RlConfig, overrides)
-        from launch.plan import attention_plan, step_plan
-        from megatron_gptoss.memory import memory_plan
+    config = load_config(path, SftConfig if sft else RlConfig, overrides)
+    from launch.plan import attention_plan, step_plan
+    from megatron_gptoss.memory import memory_plan
 
-        print(memory_plan(*config.memory_inputs, gpu_gb))
-        print(attention_plan(config))
-        print(step_plan(config))
+    print(memory_plan(*config.memory_inputs, gpu_gb))
+    print(attention_plan(config))
+    print(step_plan(config))
 
 
 @app.command()
@@ -181,11 +156,10 @@ def doctor(
 ) -> None:
     """Check that this machine has everything a run needs, and say what to do where it does not."""
     if engine is not None:
-        with errors_in_one_line():
-            config = load_config(engine, RlConfig, overrides)
-            from rl_loop.engine_report import engine_report
+        config = load_config(engine, RlConfig, overrides)
+        from rl_loop.engine_report import engine_report
 
-            print(engine_report(config))
+        print(engine_report(config))
         return
     from launch.doctor import print_doctor
 
@@ -209,12 +183,11 @@ def convert_import(
     megatron_dir: Annotated[Path, typer.Argument(help="The torch_dist checkpoint to write; must not exist.")],
 ) -> None:
     """Hugging Face -> Megatron torch_dist, loadable at any parallel layout."""
-    with errors_in_one_line():
-        from converters.torch_dist import import_checkpoint
+    from converters.torch_dist import import_checkpoint
 
-        with bytes_bar("import") as progress:
-            import_checkpoint(hf_dir, megatron_dir, progress=progress)
-        print(megatron_dir)
+    with bytes_bar("import") as progress:
+        import_checkpoint(hf_dir, megatron_dir, progress=progress)
+    print(megatron_dir)
 
 
 @convert.command("export")
@@ -227,14 +200,13 @@ def convert_export(
     ] = None,
 ) -> None:
     """Megatron torch_dist -> Hugging Face safetensors."""
-    with errors_in_one_line():
-        from converters.torch_dist import export_checkpoint
+    from converters.torch_dist import export_checkpoint
 
-        with bytes_bar("export") as progress:
-            report = export_checkpoint(megatron_dir, hf_dir, precision.value, reference, progress=progress)
-        if report.errors:
-            print(report)
-        print(hf_dir)
+    with bytes_bar("export") as progress:
+        report = export_checkpoint(megatron_dir, hf_dir, precision.value, reference, progress=progress)
+    if report.errors:
+        print(report)
+    print(hf_dir)
 
 
 @convert.command("verify")
@@ -243,13 +215,12 @@ def convert_verify(
     megatron_dir: Annotated[Path, typer.Argument(help="The torch_dist checkpoint.")],
 ) -> None:
     """Compare every tensor of the two bit for bit, and what the two models compute, layer by layer."""
-    with errors_in_one_line():
-        from converters.verify import verify
+    from converters.verify import verify
 
-        with bytes_bar("verify") as progress:
-            result = verify(hf_dir, megatron_dir, progress)
-        print(result)
-        raise typer.Exit(0 if result.equal else 1)
+    with bytes_bar("verify") as progress:
+        result = verify(hf_dir, megatron_dir, progress)
+    print(result)
+    raise typer.Exit(0 if result.equal else 1)
 
 
 Name = Annotated[str, typer.Argument(help="The name of the run: `name` of its configuration.")]
@@ -267,37 +238,34 @@ def launch_start(
     ] = False,
 ) -> None:
     """Check the cluster, copy the code as it is now, and start the run. It resumes by itself."""
-    with errors_in_one_line():
-        from launch import submit
-        from launch.cluster import load_cluster
+    from launch import submit
+    from launch.cluster import load_cluster
 
-        where = load_cluster(cluster, nodes)
-        config = submit.on_cluster(load_config(path, SftConfig if sft else RlConfig, overrides), where)
-        if dry_run:
-            print(submit.dry_run(config, where))
-            return
-        started = submit.start(config, where)
-        print(f"{started.name}: {'job' if started.kind == 'slurm' else 'process'} {started.job} in {started.run_dir}")
-        print(f"gptoss launch status {started.name} | logs {started.name} --follow | cancel {started.name}")
+    where = load_cluster(cluster, nodes)
+    config = submit.on_cluster(load_config(path, SftConfig if sft else RlConfig, overrides), where)
+    if dry_run:
+        print(submit.dry_run(config, where))
+        return
+    started = submit.start(config, where)
+    print(f"{started.name}: {'job' if started.kind == 'slurm' else 'process'} {started.job} in {started.run_dir}")
+    print(f"gptoss launch status {started.name} | logs {started.name} --follow | cancel {started.name}")
 
 
 @launch.command("list")
 def launch_list() -> None:
     """Runs that were launched from this machine."""
-    with errors_in_one_line():
-        from launch.jobs import known_launches
+    from launch.jobs import known_launches
 
-        for run in known_launches():
-            print(f"{run.name:24} {run.submitted}  {run.kind:5}  {run.login + ':' if run.login else ''}{run.run_dir}")
+    for run in known_launches():
+        print(f"{run.name:24} {run.submitted}  {run.kind:5}  {run.login + ':' if run.login else ''}{run.run_dir}")
 
 
 @launch.command("status")
 def launch_status(name: Name) -> None:
     """State, step, attempts and the first error of each."""
-    with errors_in_one_line():
-        from launch import jobs
+    from launch import jobs
 
-        print(jobs.describe(jobs.find_launch(name)))
+    print(jobs.describe(jobs.find_launch(name)))
 
 
 @launch.command("logs")
@@ -309,25 +277,34 @@ def launch_logs(
     follow: Annotated[bool, typer.Option("--follow", help="Go on as lines are written.")] = False,
 ) -> None:
     """What the run said."""
-    with errors_in_one_line():
-        from launch import jobs
+    from launch import jobs
 
-        for line in jobs.logs(jobs.find_launch(name), attempt, node, lines, follow):
-            print(line, flush=follow)
+    for line in jobs.logs(jobs.find_launch(name), attempt, node, lines, follow):
+        print(line, flush=follow)
 
 
 @launch.command("cancel")
 def launch_cancel(name: Name) -> None:
     """End a run and what is queued for it."""
-    with errors_in_one_line():
-        from launch import jobs
+    from launch import jobs
 
-        jobs.cancel(jobs.find_launch(name))
-        print(f"{name}: cancelled; its checkpoints stay")
+    jobs.cancel(jobs.find_launch(name))
+    print(f"{name}: cancelled; its checkpoints stay")
 
 
 def main() -> None:
+    """Mistakes of the user end in a message; faults of ours keep their traceback."""
     # Megatron and torch announce at every import that Apex and CUDA are not there; `gptoss doctor` says it once
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    app()
+    try:
+        app()
+    except (ConfigError, RunDirectoryError, RunWriteError) as error:
+        sys.exit(f"gptoss: {error}")
+    except Exception as error:
+        # imported late: these modules bring torch with them, and by now it is loaded anyway
+        from rl_loop.run import user_errors
+
+        if isinstance(error, user_errors()):
+            sys.exit(f"gptoss: {error}")
+        raise
