@@ -13,11 +13,12 @@ import asyncio
 import hashlib
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams
 from rl_loop.environments.base import Environment, StepResult
@@ -26,22 +27,23 @@ from rl_loop.purification import Attempt, PurificationConfig, Purifier, snapshot
 from rl_loop.trajectory import FinishReason, Trajectory, Turn, WeightVersionSpan
 
 
-@dataclass(frozen=True)
-class EpisodeLimits:
+class EpisodeLimits(BaseModel):
     """Where an episode ends without the agent's doing."""
 
-    max_turns: int
-    """Assistant turns."""
-    max_tokens: int
-    """Tokens in all, prompt and tool output included."""
-    seconds: float
-    """Wall-clock time."""
-    max_tool_calls: int | None = None
-    """Calls to tools in all."""
-    max_sampled_tokens: int | None = None
-    """Tokens that the policy writes in all its turns."""
-    mask_truncated: bool = False
-    """Whether an episode that a limit ended is left out of training instead of counting as a failure."""
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    max_turns: int = Field(4, gt=0)
+    """Assistant turns per episode; the last may not call a tool usefully any more."""
+    max_tokens: int = Field(8192, gt=0)
+    """Tokens of a whole episode, prompt and tool outputs included."""
+    max_tool_calls: int | None = Field(None, gt=0)
+    """Tool calls of a whole episode; null for no limit."""
+    max_sampled_tokens: int | None = Field(None, gt=0)
+    """Sampled tokens of a whole episode; null for no limit but max_tokens."""
+    episode_seconds: float = Field(600.0, gt=0)
+    """Wall-clock limit of one episode."""
+    truncated_episodes: Literal["penalise", "mask"] = "penalise"
+    """What a limit ends counts as a failure, or is left out of training (but not of the group's mean)."""
 
 
 async def run_episode(
@@ -61,7 +63,7 @@ async def run_episode(
     The same seed, weights and task give the same episode, whatever else the engine is doing. Raises ValueError if the
     prompt leaves no room to answer.
     """
-    deadline = time.monotonic() + limits.seconds
+    deadline = time.monotonic() + limits.episode_seconds
     prompt = harmony.render_prompt(environment.prompt(), environment.tools())
     if len(prompt) >= limits.max_tokens:
         raise ValueError(
@@ -212,7 +214,7 @@ def _append(
 
 def _end(episode: Trajectory, limits: EpisodeLimits, result: StepResult, reason: FinishReason) -> Trajectory:
     episode.finish_reason = reason
-    episode.excluded = limits.mask_truncated and episode.truncated
+    episode.excluded = limits.truncated_episodes == "mask" and episode.truncated
     episode.answer, episode.format_error = result.answer, result.format_error
     episode.reward, episode.reward_parts = result.reward, result.reward_parts
     episode.validate()

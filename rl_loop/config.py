@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from yaml import YAMLError
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
+from rl_loop.agent import EpisodeLimits
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from rl_loop.demonstrations import DemonstrationConfig
 from rl_loop.engines.sglang_config import SglangConfig
@@ -99,7 +100,7 @@ class EvaluationConfig(StrictModel):
     """Episodes at a time with an endpoint."""
 
 
-class RolloutConfig(StrictModel):
+class RolloutConfig(EpisodeLimits, StrictModel):
     """How episodes are run."""
 
     workers: int = Field(1, gt=0)
@@ -114,20 +115,8 @@ class RolloutConfig(StrictModel):
     """Temperature of held-out evaluations; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling. Below 1 the sampled distribution is not the one whose log-probs are trained on."""
-    max_turns: int = Field(4, gt=0)
-    """Assistant turns per episode; the last may not call a tool usefully any more."""
     max_new_tokens_per_turn: int = Field(1024, gt=0)
     """Sampled tokens per turn."""
-    max_tokens: int = Field(8192, gt=0)
-    """Tokens of a whole episode, prompt and tool outputs included."""
-    max_tool_calls: int | None = Field(None, gt=0)
-    """Tool calls of a whole episode; null for no limit."""
-    max_sampled_tokens: int | None = Field(None, gt=0)
-    """Sampled tokens of a whole episode; null for no limit but max_tokens."""
-    episode_seconds: float = Field(600.0, gt=0)
-    """Wall-clock limit of one episode."""
-    truncated_episodes: Literal["penalise", "mask"] = "penalise"
-    """What a limit ends counts as a failure, or is left out of training (but not of the group's mean)."""
     engine: Literal["transformers", "sglang"] = "transformers"
     """``transformers`` is embedded in each worker; ``sglang`` runs servers on GPUs that all workers share."""
     sglang: SglangConfig = SglangConfig()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rl_loop.agent import EpisodeLimits, run_episode
+from rl_loop.agent import run_episode
 from rl_loop.config import RunConfig
 from rl_loop.demonstrations import harmony_of
 from rl_loop.engines import RolloutEngine, SamplingParams
@@ -45,14 +45,6 @@ class RolloutWorker:
     async def run_group(self, task: Task, seeds: tuple[int, ...], temperature: float) -> TrajectoryGroup:
         """One episode per seed, all at the same time."""
         rollout = self.config.rollout
-        limits = EpisodeLimits(
-            rollout.max_turns,
-            rollout.max_tokens,
-            rollout.episode_seconds,
-            rollout.max_tool_calls,
-            rollout.max_sampled_tokens,
-            rollout.truncated_episodes == "mask",
-        )
         sampling = SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p)
         episodes = [
             run_episode(
@@ -60,7 +52,7 @@ class RolloutWorker:
                 make_environment(task, self.sandbox.run, self.config.reward),
                 self.engine,
                 self.harmony,
-                limits,
+                rollout,
                 sampling,
                 seed=seed,
                 routed_experts=rollout.routed_experts,

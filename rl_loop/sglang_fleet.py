@@ -21,7 +21,7 @@ from rl_loop.engines.sglang_client import SglangClient
 from rl_loop.engines.sglang_engine import score_on
 from rl_loop.engines.sglang_server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.weight_sender import SyncFailed, SyncPlan, send_weights
-from rl_loop.placed import SGLANG_SERVER, is_placed, place_of
+from rl_loop.placed import SGLANG_SERVER, place_of
 
 MAX_SYNCS = 3
 SAME_WEIGHTS = 0.02  # nats per token that two servers may differ on one text
@@ -67,7 +67,6 @@ class SglangFleet:
                 ),
                 settings.env,
                 self._directory / f"server_{index}.log",
-                reachable=is_placed(),
                 start_seconds=settings.start_seconds,
                 health_seconds=settings.health_seconds,
             )

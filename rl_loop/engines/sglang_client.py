@@ -91,9 +91,6 @@ class SglangClient:
             return False
         return True
 
-    async def weight_version(self) -> str:
-        return str((await self.call("/model_info", seconds=30))["weight_version"])
-
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()

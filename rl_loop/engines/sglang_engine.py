@@ -12,7 +12,7 @@ import math
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,7 +35,8 @@ class _Turn:
 
     request: GenerateRequest
     result: GenerateResult = field(default_factory=lambda: GenerateResult([], [], FinishReason.ABORT))
-    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: bool = False
+    limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     failed: Counter[str] = field(default_factory=Counter)  # faults of servers, by address
     client: SglangClient | None = None
     rid: str = ""
@@ -99,35 +100,20 @@ class SglangEngine:
         if request.request_id in self._turns:
             raise ValueError(f"request {request.request_id} is already running: request ids must be unique")
         turn = self._turns[request.request_id] = _Turn(request)
-        sampling = asyncio.ensure_future(self._sample(turn))
-        aborting = asyncio.ensure_future(self._give_up(turn))
         try:
-            await asyncio.wait({sampling, aborting}, return_when=asyncio.FIRST_COMPLETED)
-            if sampling.done():
-                sampling.result()
-            elif request.return_routed_experts:  # they come with the last token, which will not come
+            async with turn.limit:
+                await self._sample(turn)
+        except TimeoutError:  # only an abort sets a limit
+            if request.return_routed_experts:  # they come with the last token, which will not come
                 return GenerateResult([], [], FinishReason.ABORT)
-            return turn.result
         finally:
             del self._turns[request.request_id]
-            for task in (sampling, aborting):
-                task.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await task
-
-    async def _give_up(self, turn: _Turn) -> None:
-        """Ends some seconds after the turn was aborted, whatever its server does about it."""
-        await turn.aborted.wait()
-        if turn.client is not None:
-            with suppress(ServerFailed, RequestRejected):
-                body = {"rid": turn.rid, "abort_all": False}
-                await turn.client.call("/abort_request", body, seconds=self._abort_seconds)
-                await asyncio.sleep(self._abort_seconds)
+        return turn.result
 
     async def _sample(self, turn: _Turn) -> None:
         while True:
             server = await self._route(turn.request.episode, turn.failed)
-            if turn.aborted.is_set():
+            if turn.aborted:
                 return
             self._load[server.url] += 1
             try:
@@ -255,9 +241,16 @@ class SglangEngine:
         return await score_on(self._client(server.url), input_ids)
 
     async def abort(self, request_id: str | None = None) -> None:
+        """A turn ends ``abort_seconds`` later at the latest, whatever its server does about it."""
+        now, asked = asyncio.get_running_loop().time(), []
         for name, turn in self._turns.items():
-            if request_id in (None, name):
-                turn.aborted.set()
+            if request_id in (None, name) and not turn.aborted:
+                turn.aborted = True
+                turn.limit.reschedule(now + (self._abort_seconds if turn.client else 0))
+                if turn.client:
+                    body = {"rid": turn.rid, "abort_all": False}
+                    asked.append(turn.client.call("/abort_request", body, seconds=self._abort_seconds))
+        await asyncio.gather(*asked, return_exceptions=True)
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """The servers take their weights from the trainer (``weight_sender``); now older answers are refused."""

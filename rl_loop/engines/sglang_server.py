@@ -13,7 +13,6 @@ import asyncio
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_loop.engines.sglang_client import SglangClient
+from rl_loop.placed import free_address
 
 MAX_FAILURES = 5
 """Starts that failed one after the other, after which a server is given up."""
@@ -54,7 +54,7 @@ class SglangServer:
     """Keeps one server process alive. All methods run on one event loop and return at once, except ``stop``.
 
     ``command(host, port)`` is the argument vector of a process; ``environment`` is added to this process's own; what it
-    prints goes to ``log``. ``reachable``: from other nodes. ``start_seconds``: until then it must be healthy.
+    prints goes to ``log``. ``start_seconds``: until then it must be healthy.
     ``health_seconds``: between two checks, and the time for one.
     """
 
@@ -64,7 +64,6 @@ class SglangServer:
         environment: dict[str, str],
         log: Path,
         *,
-        reachable: bool = False,
         start_seconds: float = 1200.0,
         health_seconds: float = 30.0,
         back_off: float = 1.0,
@@ -72,7 +71,6 @@ class SglangServer:
         self._command, self._log = command, log
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         self._environment = own | environment
-        self._host = socket.gethostbyname(socket.gethostname()) if reachable else "127.0.0.1"
         self._start_seconds, self._health_seconds, self._back_off = start_seconds, health_seconds, back_off
         self._status = ServerStatus("", ServerState.DEAD)
         self._syncing = False
@@ -143,15 +141,15 @@ class SglangServer:
 
     async def _one_incarnation(self) -> str:
         """Run a process until it fails; returns how it did."""
-        port = _free_port(self._host)
-        url = f"http://{self._host}:{port}"
+        host, port = free_address()
+        url = f"http://{host}:{port}"
         client = SglangClient(url)
         self._syncing = False
         self._status = ServerStatus(url, ServerState.STARTING, time.time_ns())
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("ab") as log:
-                command = self._command(self._host, port)
+                command = self._command(host, port)
                 self._process = subprocess.Popen(
                     command,
                     env=self._environment,
@@ -207,9 +205,3 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def _end_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

@@ -28,7 +28,7 @@ PIECES = [
     " to=functions.fetch_email", " to=functions.submit_report", " json", " code", "\n", "é", "\x00", "😀", "{", "}",
     '{"email": 1}',     "<|end|>", "print(1)", r"\boxed{1}", "",
 ]  # fmt: skip
-LIMITS = EpisodeLimits(max_turns=4, max_tokens=3000, seconds=60, max_tool_calls=5, max_sampled_tokens=400)
+LIMITS = EpisodeLimits(max_turns=4, max_tokens=3000, episode_seconds=60, max_tool_calls=5, max_sampled_tokens=400)
 
 
 def sampled_turn(harmony: Harmony, rng: random.Random) -> list[int]:

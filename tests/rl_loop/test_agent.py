@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from rl_loop.trajectory import FinishReason, Trajectory
 from tests.rl_loop.scripted_engine import ScriptedEngine, log_prob_at
 
 TASK = Task("t", [{"role": "user", "content": "What is 17*23?"}], "391")
-ROOM = EpisodeLimits(max_turns=8, max_tokens=2000, seconds=60)
+ROOM = EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=60)
 REWARD = RewardConfig(correct=1.0, wrong=-1.0, format_error=-0.5)
 
 
@@ -121,7 +121,7 @@ def test_an_episode_is_what_went_through_the_engine_whatever_ends_it(
     tiny: Harmony, outputs: list[str], aborts: list[int | None], max_turns: int, room: int, max_new_tokens: int
 ) -> None:
     engine = ScriptedEngine([call(tiny) for _ in outputs] + [answer(tiny)], aborts)
-    limits = EpisodeLimits(max_turns, len(tiny.render_prompt(TASK.messages)) + room, 60)
+    limits = EpisodeLimits(max_turns=max_turns, max_tokens=len(tiny.render_prompt(TASK.messages)) + room)
     trajectory = episode(tiny, engine, outputs, limits, max_new_tokens)
     check_against_engine(trajectory, engine, tiny)
     assert len(trajectory) <= limits.max_tokens
@@ -145,7 +145,7 @@ def test_turn_limit_of_tokens_ends_the_episode(harmony: Harmony) -> None:
 def test_a_tools_answer_that_leaves_no_room_is_not_part_of_the_episode(harmony: Harmony) -> None:
     engine = ScriptedEngine([call(harmony), answer(harmony)])
     prompt = harmony.render_prompt(TASK.messages)
-    limits = EpisodeLimits(8, len(prompt) + len(call(harmony)) + 10, 60)
+    limits = EpisodeLimits(max_turns=8, max_tokens=len(prompt) + len(call(harmony)) + 10)
     trajectory = episode(harmony, engine, ["1 " * 100], limits)
     assert trajectory.token_ids == prompt + call(harmony)
     assert (trajectory.finish_reason, trajectory.tool_calls) == (FinishReason.MAX_CONTEXT, 1)
@@ -154,7 +154,9 @@ def test_a_tools_answer_that_leaves_no_room_is_not_part_of_the_episode(harmony: 
 
 def test_turns_run_out(harmony: Harmony) -> None:
     engine = ScriptedEngine([call(harmony)] * 3)
-    trajectory = episode(harmony, engine, ["1", "2", "3"], EpisodeLimits(2, 2000, 60))
+    trajectory = episode(
+        harmony, engine, ["1", "2", "3"], EpisodeLimits(max_turns=2, max_tokens=2000, episode_seconds=60)
+    )
     assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.MAX_TURNS, -1.0)
     assert trajectory.assistant_turns == 2
     check_against_engine(trajectory, engine, harmony)
@@ -163,10 +165,16 @@ def test_turns_run_out(harmony: Harmony) -> None:
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [
-        (EpisodeLimits(8, 2000, 60, max_tool_calls=2), FinishReason.MAX_TOOL_CALLS),
-        (EpisodeLimits(8, 2000, 60, max_sampled_tokens=30), FinishReason.MAX_SAMPLED_TOKENS),
-        (EpisodeLimits(2, 2000, 60), FinishReason.MAX_TURNS),
-        (EpisodeLimits(8, 120, 60), FinishReason.MAX_CONTEXT),
+        (
+            EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=60, max_tool_calls=2),
+            FinishReason.MAX_TOOL_CALLS,
+        ),
+        (
+            EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=60, max_sampled_tokens=30),
+            FinishReason.MAX_SAMPLED_TOKENS,
+        ),
+        (EpisodeLimits(max_turns=2, max_tokens=2000, episode_seconds=60), FinishReason.MAX_TURNS),
+        (EpisodeLimits(max_turns=8, max_tokens=120, episode_seconds=60), FinishReason.MAX_CONTEXT),
     ],
 )
 @pytest.mark.parametrize("mask", [False, True])
@@ -174,19 +182,23 @@ def test_every_limit_has_a_name_and_masks_the_episode_if_configured(
     tiny: Harmony, limits: EpisodeLimits, reason: FinishReason, mask: bool
 ) -> None:
     engine = ScriptedEngine([call(tiny)] * 5)
-    trajectory = episode(tiny, engine, ["1"] * 5, replace(limits, mask_truncated=mask))
+    trajectory = episode(
+        tiny, engine, ["1"] * 5, limits.model_copy(update={"truncated_episodes": "mask" if mask else "penalise"})
+    )
     assert trajectory.finish_reason is reason
     assert (trajectory.truncated, trajectory.excluded, trajectory.reward) == (True, mask, -1.0)
     assert len(trajectory) <= limits.max_tokens
     assert trajectory.sampled_tokens <= (limits.max_sampled_tokens or 10**9)
-    finished = episode(tiny, ScriptedEngine([answer(tiny)]), limits=replace(ROOM, mask_truncated=True))
+    finished = episode(
+        tiny, ScriptedEngine([answer(tiny)]), limits=ROOM.model_copy(update={"truncated_episodes": "mask"})
+    )
     assert not finished.excluded
 
 
 def test_time_runs_out_while_sampling(tiny: Harmony) -> None:
     engine = ScriptedEngine([answer(tiny)[:7]], hang=True)
     began = time.monotonic()
-    trajectory = episode(tiny, engine, limits=EpisodeLimits(8, 2000, 0.2))
+    trajectory = episode(tiny, engine, limits=EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=0.2))
     assert 0.1 < time.monotonic() - began < 5
     assert (trajectory.finish_reason, trajectory.sampled_tokens) == (FinishReason.TIMEOUT, 7)
     check_against_engine(trajectory, engine, tiny)
@@ -200,7 +212,7 @@ def test_time_runs_out_before_the_first_token_of_a_turn(tiny: Harmony) -> None:
         return Output("391\n")
 
     environment = ReToolEnvironment(TASK, slow, REWARD)
-    limits = EpisodeLimits(8, 2000, 0.2)
+    limits = EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=0.2)
     run = run_episode("t", environment, engine, tiny, limits, SamplingParams(500), seed=5, routed_experts=True)
     trajectory = asyncio.run(run)
     assert trajectory.token_ids == tiny.render_prompt(TASK.messages) + call(tiny)
@@ -216,7 +228,15 @@ def test_an_episode_that_ended_in_time_aborts_nothing_later(tiny: Harmony) -> No
 
     async def main() -> None:
         environment = ReToolEnvironment(TASK, execute, REWARD)
-        await run_episode("t", environment, engine, tiny, EpisodeLimits(8, 2000, 0.3), SamplingParams(500), seed=5)
+        await run_episode(
+            "t",
+            environment,
+            engine,
+            tiny,
+            EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=0.3),
+            SamplingParams(500),
+            seed=5,
+        )
         await asyncio.sleep(0.4)
 
     asyncio.run(main())
@@ -301,4 +321,4 @@ def test_an_engine_that_forgets_the_routes_is_noticed(tiny: Harmony) -> None:
 
 def test_a_prompt_that_leaves_no_room_names_the_task_and_the_setting(tiny: Harmony) -> None:
     with pytest.raises(ValueError, match=r"task t has \d+ tokens; rollout\.max_tokens is 10"):
-        episode(tiny, ScriptedEngine([]), limits=EpisodeLimits(8, 10, 60))
+        episode(tiny, ScriptedEngine([]), limits=EpisodeLimits(max_turns=8, max_tokens=10, episode_seconds=60))
