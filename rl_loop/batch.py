@@ -42,7 +42,7 @@ def to_samples(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, versi
         if oldest > 0 and config.old_log_probs_from == "substitute":
             raise OffPolicyError(
                 f"task {trajectory.task_id}: tokens sampled {oldest} weight versions ago would count as on-policy "
-                "(importance ratio 1). Set algorithm.max_staleness, and algorithm.old_log_probs to rollout or forward"
+                "(importance ratio 1). With algorithm.old_log_probs rollout or forward they would be left out"
             )
         routes = None
         if config.routing_replay == "R3":

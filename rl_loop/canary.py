@@ -11,6 +11,9 @@ from rl_loop.config import RlConfig
 from rl_loop.rollout_pool import RolloutPool
 from rl_loop.trainer_group import TrainerGroup
 
+TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
+"""Where the configuration does not say: nats per token."""
+
 
 class CanaryError(RuntimeError):
     """Engine and trainer disagree right after a weight sync."""
@@ -22,14 +25,14 @@ def check_canary(
     """The largest mean |log-prob difference| over the workers, in nats. Raises CanaryError above the tolerance."""
     samples = [Sample(token_ids, [0] + [1] * (len(token_ids) - 1))] * config.parallel.data
     expected = trainer.score(samples, 1.0)[0][1:]
-    worst = 0.0
+    worst, tolerance = 0.0, config.canary_tolerance or TOLERANCES[config.dtype]
     for worker, scored in enumerate(rollouts.score(token_ids, 1.0)):
         gap = sum(abs(a - b) for a, b in zip(scored, expected, strict=True)) / len(expected)
         worst = max(worst, gap)
-        if not gap <= config.canary_tolerance:  # also true for NaN
+        if not gap <= tolerance:  # also true for NaN
             raise CanaryError(
                 f"after syncing weights {version}, rollout worker {worker} and the trainer differ by {gap:.2e} nats "
-                f"per token on the canary prompt (canary_tolerance {config.canary_tolerance:.0e}): they do not hold "
+                f"per token on the canary prompt (canary_tolerance {tolerance:.0e}): they do not hold "
                 "the same model. Nothing was trained on this version; the last checkpoint is good."
             )
     return worst

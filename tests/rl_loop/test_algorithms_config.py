@@ -27,6 +27,7 @@ def test_every_named_algorithm_loads(path: Path) -> None:
         (["critic.warmup_steps=1"], "a critic is of no use to advantage grpo"),
         (["old_log_probs=rollout"], "a correction would count it twice"),
         (["max_staleness=1"], "substitute calls stale tokens on-policy"),
+        (["max_staleness=1", "old_log_probs=forward"], "rollouts do not overlap training"),
         (["mini_batches=2", "old_log_probs=substitute"], "only the first is on-policy"),
         (["advantage=gdpo"], "gdpo needs algorithm.reward_weights"),
         (["routing_replay=R2"], "R2 replays the routes of the forward pass"),

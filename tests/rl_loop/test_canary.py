@@ -1,0 +1,51 @@
+"""How far engine and trainer may be apart after a weight sync."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_loop.canary import CanaryError, check_canary
+from rl_loop.config import RlConfig, load_config
+
+TINY = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
+
+
+class Trainer:
+    def score(self, samples: list[Any], temperature: float) -> list[list[float]]:
+        return [[0.0, -1.0, -2.0]]
+
+
+class Engines:
+    def __init__(self, gap: float) -> None:
+        self.gap = gap
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        return [[-1.0, -2.0], [-1.0 - self.gap, -2.0 + self.gap]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gap", "agrees"),
+    [
+        (["dtype=float32"], 0.0005, True),
+        (["dtype=float32"], 0.01, False),
+        (["dtype=bfloat16"], 0.01, True),
+        (["dtype=bfloat16"], 0.1, False),
+        (["dtype=bfloat16", "canary_tolerance=0.2"], 0.1, True),
+        (["dtype=bfloat16"], math.nan, False),
+    ],
+)
+def test_the_tolerance_is_that_of_the_precision_unless_it_is_given(
+    overrides: list[str], gap: float, agrees: bool
+) -> None:
+    config = load_config(TINY, RlConfig, overrides)
+    trainer: Any = Trainer()
+    engines: Any = Engines(gap)
+    if agrees:
+        assert check_canary(trainer, engines, [5, 6, 7], config, 3) == pytest.approx(gap)
+    else:
+        with pytest.raises(CanaryError, match="syncing weights 3, rollout worker 1 and the trainer differ"):
+            check_canary(trainer, engines, [5, 6, 7], config, 3)
