@@ -17,7 +17,28 @@ import typer.core
 from rl_loop.config import ConfigError, RlConfig, RunConfig, SftConfig, load_config
 from rl_loop.run_directory import RunDirectoryError, RunWriteError
 
+
+class ErrorsInOneLine(typer.core.TyperGroup):
+    """Mistakes of the user end in a message; faults of ours keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ConfigError, RunDirectoryError, RunWriteError) as error:
+            message = str(error)
+        except Exception as error:
+            # imported late: these modules bring torch with them, and by now it is loaded anyway
+            from rl_loop.run import user_errors
+
+            if not isinstance(error, user_errors()):
+                raise
+            message = str(error)
+        print(f"gptoss: {message}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
 app = typer.Typer(
+    cls=ErrorsInOneLine,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -293,18 +314,7 @@ def launch_cancel(name: Name) -> None:
 
 
 def main() -> None:
-    """Mistakes of the user end in a message; faults of ours keep their traceback."""
     # Megatron and torch announce at every import that Apex and CUDA are not there; `gptoss doctor` says it once
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    try:
-        app()
-    except (ConfigError, RunDirectoryError, RunWriteError) as error:
-        sys.exit(f"gptoss: {error}")
-    except Exception as error:
-        # imported late: these modules bring torch with them, and by now it is loaded anyway
-        from rl_loop.run import user_errors
-
-        if isinstance(error, user_errors()):
-            sys.exit(f"gptoss: {error}")
-        raise
+    app()

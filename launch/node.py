@@ -180,6 +180,7 @@ class NodeProgram:
         return child
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
+        os.write(1, f"asked to stop by {signal.Signals(number).name}\n".encode())  # print is not safe in a handler
         self.stop_requested = True
 
     def _clean_up(self) -> None:

@@ -8,8 +8,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -53,7 +55,7 @@ class Lab:
             "nodes": 2,
             "cpus_per_node": 2,
             "time_limit": "00:30:00",
-            "stop_before_end": 60,
+            "stop_before_end": 100,
             "min_free_disk": 0.5,
             "ready_seconds": 300,
             "dashboard": False,
@@ -81,20 +83,62 @@ class Lab:
         files = sorted((run.path / "attempts").glob("*/outcome.json"), key=lambda path: path.stat().st_mtime)
         return [read_json(path) for path in files]
 
-    def until(self, done: Callable[[], object], what: str, seconds: float = 240) -> None:
+    def until(
+        self, done: Callable[[], object], what: str, seconds: float = 180, run: RunDirectory | None = None
+    ) -> None:
+        """Wait for ``done``. A failure shows ``what`` was waited for and what ``run`` says; an attempt of ``run`` that
+        fails meanwhile ends the wait."""
         deadline = time.monotonic() + seconds
         while not done():
-            if time.monotonic() > deadline:
-                logs = sorted((self.shared / "runs").glob("*/attempts/*/*.log"))
-                tails = [f"--- {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-8:]) for log in logs]
-                pytest.fail(f"not within {seconds:.0f} s: {what}\n{self.queue()}\n" + "\n".join(tails[-8:]))
+            failed = run and any(outcome["result"] in ("failed", "bad nodes") for outcome in self.outcomes(run))
+            if failed or time.monotonic() > deadline:
+                tails = [f"not within {seconds:.0f} s: {what}", self.queue()]
+                if run:
+                    tails += map(str, self.outcomes(run))
+                    for log in sorted((run.path / "attempts").glob("*/*.log"), key=lambda log: log.stat().st_mtime):
+                        tails += [f"--- {log}", *log.read_text(errors="replace").splitlines()[-8:]]
+                pytest.fail("\n".join(tails))
             time.sleep(0.2)
+
+    @contextmanager
+    def frozen(self, run: RunDirectory) -> Iterator[None]:
+        """Within, no step of ``run`` ends, for its rollout workers stand still; until the head node is told to stop."""
+        workers = ray_actors("RolloutWorker", run)
+        assert workers
+        for worker in workers:
+            worker.suspend()
+        told = len(self.notices(run))
+        yield
+        self.until(lambda: len(self.notices(run)) > told, "Slurm's notice", run=run)
+        for worker in workers:
+            with suppress(psutil.NoSuchProcess):
+                worker.resume()
+
+    def notices(self, run: RunDirectory) -> list[str]:
+        """What the head nodes of all attempts wrote about signals of Slurm."""
+        logs = [log.read_text() for log in run.path.glob("attempts/*/n1.log")]
+        return [line for log in logs for line in log.splitlines() if "asked to stop" in line]
 
     def queue(self) -> str:
         return self.cluster.run("squeue", "-h", "-o", "%i %j %T %N %R", check=False)
 
     def state(self, name: str) -> str:
-        return self.cluster.run("squeue", "-h", "-n", f"gptoss.{name}", "-o", "%T", check=False)
+        names = ",".join(f"gptoss.{name}{part}" for part in ("", "-0", "-1"))  # heterogeneous jobs have parts
+        return self.cluster.run("squeue", "-h", "-n", names, "-o", "%T", check=False)
+
+
+def ray_actors(kind: str, run: RunDirectory, node: str | None = None) -> list[psutil.Process]:
+    """Processes of ``run`` that hold actors of this class, on all nodes or on one."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        with suppress(psutil.NoSuchProcess):
+            if process.info["cmdline"] and process.info["cmdline"][0].startswith(f"ray::{kind}"):
+                environment = process.environ()
+                if environment.get("GPTOSS_RUN_DIR") == str(run.path) and environment["SLURMD_NODENAME"] == (
+                    node or environment["SLURMD_NODENAME"]
+                ):
+                    found.append(process)
+    return found
 
 
 def steps_done(run: RunDirectory) -> int:

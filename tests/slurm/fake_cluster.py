@@ -81,7 +81,8 @@ class FakeCluster:
         return done.stdout.strip()
 
     def skip_requeue_delay(self) -> None:
-        """Requeued jobs wait two minutes before they start; tests do not."""
+        """Requeued jobs wait two minutes before they start; tests wait until the old credential is forgotten."""
+        time.sleep(3)  # AuthInfo's cred_expire and a little; a node refuses a job that starts again before
         for job in self.run("squeue", "-h", "-t", "PD", "-o", "%i").split():
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import signal
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from launch.cluster import load_cluster
@@ -18,10 +14,10 @@ from launch.preflight import check_before_queue
 from launch.submit import on_cluster
 from rl_loop.config import ConfigError, RlConfig, load_config
 from rl_loop.run_directory import RunDirectory, read_json, read_json_lines
-from tests.slurm.conftest import ROOT, SMALL, Lab, steps_done
+from tests.slurm.conftest import ROOT, SMALL, Lab, ray_actors, steps_done
 
 pytestmark = pytest.mark.slurm
-STEPS = "training.steps=8"
+STEPS = "training.steps=6"
 
 
 def curve(run: RunDirectory) -> list[tuple[float, ...]]:
@@ -35,9 +31,9 @@ def uninterrupted(lab: Lab) -> RunDirectory:
     """A run over four nodes: one trainer rank on each of the first two, one engine on each of the others."""
     began = time.monotonic()
     run = lab.launch("uninterrupted", STEPS, nodes=4)
-    lab.until(lambda: steps_done(run) > 0, "the first training step")
+    lab.until(lambda: steps_done(run) > 0, "the first training step", run=run)
     print(f"\nfirst training step {time.monotonic() - began:.0f} s after `gptoss launch`")
-    lab.until(lambda: lab.outcomes(run), "the end of the run")
+    lab.until(lambda: lab.outcomes(run), "the end of the run", run=run)
     assert lab.outcomes(run)[0]["result"] == "finished"
     return run
 
@@ -45,7 +41,7 @@ def uninterrupted(lab: Lab) -> RunDirectory:
 def test_a_run_over_four_nodes_puts_every_part_where_it_was_planned(lab: Lab, uninterrupted: RunDirectory) -> None:
     attempt = next((uninterrupted.path / "attempts").iterdir())
     assert sorted(path.stem for path in (attempt / "nodes").iterdir()) == ["n1", "n2", "n3", "n4"]
-    assert len(curve(uninterrupted)) == 8
+    assert len(curve(uninterrupted)) == 6
     assert (uninterrupted.export / "model.safetensors").exists()
     text = lab.gptoss("launch", "start", "configs/rl/tiny_retool.yaml", *SMALL, "--cluster",
                       str(lab.cluster_file(nodes=4)), "--dry-run").stdout  # fmt: skip
@@ -53,7 +49,7 @@ def test_a_run_over_four_nodes_puts_every_part_where_it_was_planned(lab: Lab, un
 
 
 def test_status_and_logs_answer_at_once(lab: Lab, uninterrupted: RunDirectory) -> None:
-    for arguments, expected in [(("status",), "step 8 of 8"), (("logs",), "step 8/8"), (("logs", "--node", "n3"), "")]:
+    for arguments, expected in [(("status",), "step 6 of 6"), (("logs",), "step 6/6"), (("logs", "--node", "n3"), "")]:
         began = time.monotonic()
         done = lab.gptoss("launch", arguments[0], "uninterrupted", *arguments[1:])
         seconds = time.monotonic() - began
@@ -67,42 +63,49 @@ def test_preemption_and_the_time_limit_leave_the_curve_as_it_would_have_been(
     lab: Lab, uninterrupted: RunDirectory
 ) -> None:
     run = lab.launch("interrupted", STEPS, "training.checkpoint_every=100", nodes=2)
-    lab.until(lambda: steps_done(run) >= 2, "two steps of the first attempt")
-    preemptor = lab.cluster.run(
-        "sbatch", "--parsable", "-p", "high", "-A", "team", "-N4", "--exclusive", "--wrap=sleep 1", "-o", "/dev/null"
-    )
-    lab.until(lambda: len(lab.outcomes(run)) == 1, "the first attempt to save and leave")
+    lab.until(lambda: steps_done(run) >= 2, "two steps of the first attempt", run=run)
+    with lab.frozen(run):
+        preemptor = lab.cluster.run(
+            "sbatch", "--parsable", "-p", "high", "-A", "team", "-N4", "--exclusive", "--wrap=true", "-o", "/dev/null"
+        )
+    lab.until(lambda: len(lab.outcomes(run)) == 1, "the first attempt to save and leave", run=run)
     lab.until(lambda: preemptor not in lab.queue(), "the job of higher priority to run")
     first = lab.outcomes(run)[0]
     assert first["result"] == "interrupted"
-    assert 2 <= first["last_step"] < 8
+    assert 2 <= first["last_step"] < 6
 
     lab.cluster.skip_requeue_delay()
-    lab.until(lambda: steps_done(run) > first["last_step"], "the second attempt to go on")
+    lab.until(lambda: steps_done(run) > first["last_step"], "the second attempt to go on", run=run)
     job = lab.cluster.run("squeue", "-h", "-n", "gptoss.interrupted", "-o", "%i")
-    lab.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # minutes; the notice comes 60 s before
-    lab.until(lambda: len(lab.outcomes(run)) == 2, "the second attempt to save and leave")
+    with lab.frozen(run):
+        minutes = int(lab.cluster.run("squeue", "-h", "-j", job, "-o", "%M").split(":")[-2]) + 2
+        lab.cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")  # the notice comes 100 s before
+    lab.until(lambda: len(lab.outcomes(run)) == 2, "the second attempt to save and leave", run=run)
     second = lab.outcomes(run)[1]
-    assert second["first_step"] == first["last_step"]
-
-    if second["result"] == "interrupted":
-        lab.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
-        lab.cluster.skip_requeue_delay()
-        lab.until(lambda: len(lab.outcomes(run)) == 3, "the last attempt to finish")
     assert second["result"] == "interrupted"
+    assert second["first_step"] == first["last_step"] < second["last_step"] < 6
+
+    lab.until(lambda: "PENDING" in lab.state("interrupted"), "the requeue")
+    lab.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+    lab.cluster.skip_requeue_delay()
+    lab.until(lambda: len(lab.outcomes(run)) == 3, "the last attempt to finish", run=run)
     assert lab.outcomes(run)[-1]["result"] == "finished"
     assert curve(run) == [pytest.approx(step, rel=1e-5, abs=1e-7) for step in curve(uninterrupted)]
 
 
-def test_a_killed_rank_is_the_first_error_within_a_minute(lab: Lab) -> None:
-    run = lab.launch("killed", "training.steps=500", nodes=2, retries=0)
-    lab.until(lambda: steps_done(run) >= 1, "the first step")
-    rank = next(
-        process for process in psutil.process_iter(["cmdline"])
-        if process.info["cmdline"] and process.info["cmdline"][0].startswith("ray::TrainerWorker")
-        and process.environ().get("SLURMD_NODENAME") == "n2"
-    )  # fmt: skip
-    os.kill(rank.pid, signal.SIGKILL)
+def test_a_killed_rank_of_a_heterogeneous_job_is_the_first_error_within_a_minute(lab: Lab) -> None:
+    """Trainer ranks on two nodes and rollout workers on a third, which is another part of the job."""
+    run = lab.launch("killed", "training.steps=500", nodes=2, rollout_nodes=1, retries=0, dashboard=True)
+    lab.until(lambda: steps_done(run) >= 1, "the first step", run=run)
+    assert "Ray dashboard http://127.0.0.11:" in lab.gptoss("launch", "status", "killed").stdout
+    attempt = next((run.path / "attempts").iterdir())
+    assert len(list(attempt.glob("nodes/*.json"))) == 3
+    lab.until((attempt / "prometheus.json").exists, "the list for Prometheus", seconds=30, run=run)
+    assert len(read_json(attempt / "prometheus.json")[0]["targets"]) >= 2
+    assert len(ray_actors("RolloutWorker", run, "n3")) == 2
+
+    (rank,) = ray_actors("TrainerWorker", run, "n2")
+    rank.kill()
     began = time.monotonic()
     lab.until(lambda: lab.outcomes(run) and not lab.state("killed"), "the job to end", seconds=60)
     print(f"\nended {time.monotonic() - began:.0f} s after kill -9")
@@ -155,18 +158,6 @@ def test_cancel_ends_the_run_and_what_is_chained_to_it(lab: Lab) -> None:
     assert "gptoss launch cancel cancelled" in again.stderr
     assert lab.gptoss("launch", "cancel", "cancelled").returncode == 0
     lab.until(lambda: not lab.state("cancelled"), "the queue to be empty", seconds=30)
-
-
-def test_trainer_and_rollout_nodes_of_a_heterogeneous_job_meet_in_one_ray(lab: Lab) -> None:
-    run = lab.launch("two_kinds", "training.steps=1", nodes=1, rollout_nodes=1, dashboard=True)
-    lab.until(lambda: list(run.path.glob("attempts/*/head.json")), "Ray's address")
-    assert "Ray dashboard http://127.0.0.1" in lab.gptoss("launch", "status", "two_kinds").stdout
-    lab.until(lambda: lab.outcomes(run), "the end of the run")
-    assert lab.outcomes(run)[0]["result"] == "finished"
-    attempt = next((run.path / "attempts").iterdir())
-    assert len(list(attempt.glob("nodes/*.json"))) == 2
-    targets = json.loads((attempt / "prometheus.json").read_text())
-    assert len(targets[0]["targets"]) >= 2
 
 
 WRONG = [
