@@ -11,10 +11,12 @@ import io
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -31,6 +33,12 @@ from rl_loop.run_directory import (
 
 EPISODES_SHOWN = 8
 COLOURS = ("#2f7d3e", "#2f6fde", "#d1603d")
+STYLE = {
+    "font.size": 8, "axes.titlesize": 10, "axes.titlecolor": "#1f2933", "axes.labelcolor": "#66727f",
+    "xtick.labelcolor": "#66727f", "ytick.labelcolor": "#66727f", "axes.edgecolor": "#c3ccd5",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e1e6eb",
+    "legend.frameon": False,
+}  # fmt: skip
 TEMPLATE = Path(__file__).with_name("report_template.html")
 
 Records = Sequence[dict[str, Any]]
@@ -79,7 +87,7 @@ def build_report(run_dir: Path | str) -> Path:
     page = Template(TEMPLATE.read_text()).substitute(
         title=clean(run.path.resolve().name),
         subtitle=clean(subtitle(records, finished=bool(summary))),
-        figures=figures_html(summary or latest_values(records)),
+        figures=figures_html(summary),
         curves="".join(image_html(png) for png in (outcome, details) if png)
         or "<p class='soft'>No step has ended yet.</p>",
         episodes=episodes_html(read_json_lines(run.episodes)),
@@ -102,21 +110,6 @@ def subtitle(records: Records, finished: bool) -> str:
     hours = (records[-1]["time"] - records[0]["time"]) / 3600 if "time" in records[0] else 0.0
     ended = "finished" if finished else f"not finished; last step {records[-1]['step']}"
     return f"{len(records)} steps over {hours * 60:.1f} minutes, {ended}"
-
-
-def latest_values(records: Records) -> dict[str, float]:
-    """The newest value of the metrics worth a card, for a run without summary.json."""
-    names = (
-        Name.REWARD,
-        Name.ACCURACY,
-        Name.HELD_OUT_ACCURACY,
-        Name.LOSS,
-        Name.TOOL_CALL_RATE,
-        Name.TURNS,
-        Name.LOGPROB_GAP,
-    )
-    curves = {name: metric_curve(records, name)[1] for name in names}
-    return {name: values[-1] for name, values in curves.items() if values}
 
 
 def number(value: object) -> str:
@@ -167,11 +160,12 @@ def draw(charts: Sequence[Chart], records: Records, columns: int, size: tuple[fl
         return None
     columns = min(columns, len(present))
     rows = math.ceil(len(present) / columns)
-    figure = Figure(figsize=(size[0] * columns, size[1] * rows), dpi=130, layout="constrained")
-    for i, chart in enumerate(present):
-        draw_chart(figure.add_subplot(rows, columns, i + 1), chart, records)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows), dpi=130, layout="constrained")
+        for i, chart in enumerate(present):
+            draw_chart(figure.add_subplot(rows, columns, i + 1), chart, records)
+        figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
@@ -192,17 +186,11 @@ def draw_chart(axes: Axes, chart: Chart, records: Records) -> None:
         )
     if chart.log_scale and all(v > 0 for name, _ in chart.metrics for v in metric_curve(records, name)[1]):
         axes.set_yscale("log")
-    axes.set_title(chart.title, fontsize=10, loc="left", color="#1f2933")
-    axes.set_xlabel("step", fontsize=8, color="#66727f")
+    axes.set_title(chart.title, loc="left")
+    axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.tick_params(labelsize=8, colors="#66727f")
-    axes.grid(color="#e1e6eb", linewidth=0.8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#c3ccd5")
     if drawn > 1:
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend()
 
 
 def moving_mean(values: Sequence[float], reach: int) -> list[float]:
@@ -235,33 +223,21 @@ def episode_html(record: dict[str, Any], opened: bool) -> str:
     )
     tokens = record["tokens"]
     turns = "".join(
-        f"<div class='turn {role_class(turn['role'])}'><div class='role'>{clean(turn['role'])}</div>"
+        f"<div class='turn {clean(turn['role'])}'><div class='role'>{clean(turn['role'])}</div>"
         f"<pre>{tokens_html(tokens[turn['start'] : turn['end']])}</pre></div>"
         for turn in record["turns"] or [{"role": "prompt", "start": 0, "end": len(tokens)}]
     )
     return f"<details{' open' if opened else ''}><summary>{head}</summary><div class='turns'>{turns}</div></details>"
 
 
-def role_class(role: str) -> str:
-    return role if role in ("prompt", "assistant", "tool") else "prompt"
-
-
 def tokens_html(tokens: Records) -> str:
     """One span per sampled token with its log-probs as tooltip; given tokens run together in one span."""
     pieces: list[str] = []
-    given: list[str] = []
-
-    def close_given() -> None:
-        if given:
-            pieces.append(f"<span class='g'>{clean(''.join(given))}</span>")
-            given.clear()
-
-    for token in tokens:
-        if not token["mask"]:
-            given.append(token["text"])
+    for sampled, run in groupby(tokens, key=lambda token: bool(token["mask"])):
+        if not sampled:
+            pieces.append(f"<span class='g'>{clean(''.join(token['text'] for token in run))}</span>")
             continue
-        close_given()
-        tooltip = f"log p rollout {token['logprob']:.4f} (p {math.exp(token['logprob']):.3f})"
-        pieces.append(f"<span class='s' title='{clean(tooltip)}'>{clean(token['text'])}</span>")
-    close_given()
+        for token in run:
+            tooltip = f"log p rollout {token['logprob']:.4f} (p {math.exp(token['logprob']):.3f})"
+            pieces.append(f"<span class='s' title='{clean(tooltip)}'>{clean(token['text'])}</span>")
     return "".join(pieces)
