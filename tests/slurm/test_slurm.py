@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -100,8 +101,11 @@ def test_a_killed_rank_of_a_heterogeneous_job_is_the_first_error_within_a_minute
     assert "Ray dashboard http://127.0.0.11:" in lab.gptoss("launch", "status", "killed").stdout
     attempt = next((run.path / "attempts").iterdir())
     assert len(list(attempt.glob("nodes/*.json"))) == 3
-    lab.until((attempt / "prometheus.json").exists, "the list for Prometheus", seconds=30, run=run)
-    assert len(read_json(attempt / "prometheus.json")[0]["targets"]) >= 2
+    scraped = attempt / "prometheus.json"
+    lab.until(
+        lambda: scraped.exists() and len(json.loads(scraped.read_text() or "[{}]")[0].get("targets", [])) >= 3,
+        "every node in the list for Prometheus", seconds=30, run=run,
+    )  # fmt: skip
     assert len(ray_actors("RolloutWorker", run, "n3")) == 2
 
     (rank,) = ray_actors("TrainerWorker", run, "n2")
