@@ -27,7 +27,6 @@ from rl_loop.batch import (
 )
 from rl_loop.canary import check_canary
 from rl_loop.config import RlConfig
-from rl_loop.environments import Task
 from rl_loop.evaluation import evaluation_figures, held_out_requests
 from rl_loop.metrics import Name, StepMetrics
 from rl_loop.rollout_pool import GroupRequest, RolloutPool, RolloutsAbandoned
@@ -57,7 +56,11 @@ class RlLoop:
             with self._timed("sync", metrics):
                 self.sync_weights(step, metrics)
             # held-out episodes run among those of the step, so that no worker waits for the last of them
-            held_out = self.held_out_requests() if step % config.evaluate_every == 0 else []
+            held_out = (
+                held_out_requests(self.tasks, config.rollout.evaluation_temperature)
+                if step % config.evaluate_every == 0
+                else []
+            )
             try:
                 with self._timed("rollout", metrics):
                     groups = self.collect(step, metrics, held_out)
@@ -72,12 +75,15 @@ class RlLoop:
             with self._timed("prepare", metrics):
                 samples = to_samples(groups, config.algorithm, step)
             with self._timed("estimate", metrics):
-                columns = self.trainer.estimates(samples) if config.algorithm.critic or config.algorithm.kl else {}
+                columns: dict[str, Any] = (
+                    self.trainer.estimates(samples) if config.algorithm.critic or config.algorithm.kl else {}
+                )
                 if config.algorithm.routing_replay != "none" and step % config.evaluate_every == 0:
                     free = self.trainer.score([replace(sample, routed_experts=None) for sample in samples])
                     kl_without_replay(metrics, samples, free)
             with self._timed("prepare", metrics):
-                samples = [replace(sample, **_row(columns, i)) for i, sample in enumerate(samples)]
+                for name, rows in columns.items():
+                    samples = [replace(s, **{name: row}) for s, row in zip(samples, rows, strict=True)]
                 samples = with_advantages(samples, groups, config.algorithm, config.rollout.max_tokens)
             with self._timed("train", metrics):
                 updates = self.trainer.rl_step(samples, config.algorithm, step)
@@ -122,11 +128,12 @@ class RlLoop:
         """The episodes of a block of ``tasks_per_step`` tasks; a step is one block unless it samples dynamically."""
         rollout = self.config.rollout
         tasks = self.tasks.train(block * rollout.tasks_per_step, rollout.tasks_per_step)
-        return [self._request(task, block, i, rollout.samples_per_task) for i, task in enumerate(tasks)]
-
-    def _request(self, task: Task, step: int, position: int, samples: int) -> GroupRequest:
-        base = ((self.config.seed * 1_000_003 + step) * 1_000_003 + position) * 1_000
-        return GroupRequest(task, tuple(base + i for i in range(samples)), self.config.rollout.temperature)
+        requests = []
+        for position, task in enumerate(tasks):
+            base = ((self.config.seed * 1_000_003 + block) * 1_000_003 + position) * 1_000
+            seeds = tuple(range(base, base + rollout.samples_per_task))
+            requests.append(GroupRequest(task, seeds, rollout.temperature))
+        return requests
 
     def sync_weights(self, version: int, metrics: StepMetrics) -> None:
         """Bring the workers to the trainer's weights and make sure that both compute the same with them."""
@@ -137,10 +144,6 @@ class RlLoop:
             self.rollouts.sync_weights(weights, version)
         gap = check_canary(self.trainer, self.rollouts, self.tasks.canary(), self.config, version)
         metrics.add_max("mismatch/canary_gap", gap, over="tokens")
-
-    def held_out_requests(self) -> list[GroupRequest]:
-        """Held-out tasks, one episode each."""
-        return held_out_requests(self.tasks, self.config.rollout.evaluation_temperature)
 
     def record_evaluation(self, step: int, metrics: StepMetrics, groups: list[TrajectoryGroup]) -> None:
         episodes = [group.trajectories[0] for group in groups]
@@ -153,7 +156,8 @@ class RlLoop:
         metrics = StepMetrics(self.config.training.steps)
         self.progress.phase("evaluate")
         self.sync_weights(self.config.training.steps, metrics)
-        self.record_evaluation(self.config.training.steps, metrics, self.rollouts.run(self.held_out_requests()))
+        held_out = held_out_requests(self.tasks, self.config.rollout.evaluation_temperature)
+        self.record_evaluation(self.config.training.steps, metrics, self.rollouts.run(held_out))
         return metrics
 
     def _add_drift(self, metrics: StepMetrics) -> None:
@@ -178,7 +182,3 @@ class RlLoop:
         began = time.monotonic()
         yield
         metrics.add_sum(f"seconds/{phase}", time.monotonic() - began, over="phases")
-
-
-def _row(columns: dict[str, list[Any]], index: int) -> dict[str, Any]:
-    return {name: rows[index] for name, rows in columns.items()}

@@ -12,8 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rl_loop.run_directory import RunDirectory, append_lines, atomic_write_text, read_json
 
@@ -21,13 +20,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class Reduction(StrEnum):
-    """How parts of one step become one number."""
-
-    MEAN = "mean"
-    SUM = "sum"
-    MAX = "max"
-    LAST = "last"
+Reduction = Literal["mean", "sum", "max", "last"]
+"""How parts of one step become one number."""
 
 
 class Name:
@@ -63,7 +57,7 @@ class Scalar:
 
     @property
     def value(self) -> float:
-        return self.total / self.count if self.reduction is Reduction.MEAN else self.total
+        return self.total / self.count if self.reduction == "mean" else self.total
 
     @property
     def description(self) -> str:
@@ -72,9 +66,9 @@ class Scalar:
 
     def merged(self, other: Scalar) -> Scalar:
         """This and a later part of the same metric."""
-        if self.reduction in (Reduction.MEAN, Reduction.SUM):
+        if self.reduction in ("mean", "sum"):
             return Scalar(self.total + other.total, self.count + other.count, self.reduction, self.over)
-        if self.reduction is Reduction.LAST:
+        if self.reduction == "last":
             return other
         # A NaN must survive: max(1.0, nan) is 1.0 in Python, and a hidden NaN is exactly what metrics are for.
         parts = (self.total, other.total)
@@ -91,24 +85,24 @@ class StepMetrics:
 
     def add_mean(self, name: str, total: float, count: float, over: str) -> None:
         """A mean given as its sum and the number of things summed. ``over`` names them: "tokens", "sequences"."""
-        self._add(name, Scalar(float(total), float(count), Reduction.MEAN, over))
+        self._add(name, Scalar(float(total), float(count), "mean", over))
 
     def add_sum(self, name: str, value: float, over: str) -> None:
-        self._add(name, Scalar(float(value), 1.0, Reduction.SUM, over))
+        self._add(name, Scalar(float(value), 1.0, "sum", over))
 
     def add_max(self, name: str, value: float, over: str) -> None:
-        self._add(name, Scalar(float(value), 1.0, Reduction.MAX, over))
+        self._add(name, Scalar(float(value), 1.0, "max", over))
 
     def add_last(self, name: str, value: float, over: str = "steps") -> None:
         """A value that is the same on every rank, such as the learning rate; of several, the newest wins."""
-        self._add(name, Scalar(float(value), 1.0, Reduction.LAST, over))
+        self._add(name, Scalar(float(value), 1.0, "last", over))
 
     def values(self) -> dict[str, float]:
         """name -> reduced value. A mean over nothing has no value and is left out; NaN and infinity are kept."""
         return {
             name: scalar.value
             for name, scalar in self.scalars.items()
-            if not (scalar.reduction is Reduction.MEAN and scalar.count == 0)
+            if not (scalar.reduction == "mean" and scalar.count == 0)
         }
 
     def descriptions(self) -> dict[str, str]:

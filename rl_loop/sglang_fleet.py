@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import ray
@@ -141,17 +142,11 @@ class SglangFleet:
     def _send(
         self, source: WeightSource | dict[str, torch.Tensor], urls: tuple[str, ...], version: int
     ) -> dict[str, float]:
-        settings = self._settings
-        plan = SyncPlan(
-            urls,
-            version,
-            "disk" if isinstance(source, dict) else settings.weight_sync,  # this process has no GPU
-            settings.tensor_parallel,
-            settings.bucket_bytes,
-            self._directory / "weights",
-            settings.sync_seconds,
-        )
-        if isinstance(source, dict):
+        settings, directory = self._settings, self._directory / "weights"
+        sizes = settings.tensor_parallel, settings.bucket_bytes
+        plan = SyncPlan(urls, version, settings.weight_sync, *sizes, directory, settings.sync_seconds)
+        if isinstance(source, dict):  # they are in this process, which has no GPU
+            plan = replace(plan, transport="disk")
             return asyncio.run(send_weights(source.items(), self._config.model, plan))
         return source.send_weights(plan)
 

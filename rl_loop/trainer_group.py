@@ -51,29 +51,22 @@ class TrainerGroup:
         it is told even if one of them was faster."""
         failures: dict[int, Exception] = {}
         waiting = list(calls)
-        while waiting and not failures:
-            (done,), waiting = ray.wait(waiting, num_returns=1)
-            failures |= self._failures(calls, [done])
+        while waiting:
+            ended, waiting = ray.wait(waiting, num_returns=1, timeout=2 if failures else None)
+            if not ended:
+                break
+            try:
+                ray.get(ended[0])
+            except (RayActorError, RayTaskError) as failure:
+                failures[calls.index(ended[0])] = failure
         if not failures:
             return ray.get(calls)
-        ended, _ = ray.wait(waiting, num_returns=len(waiting), timeout=2) if waiting else ([], [])
-        failures |= self._failures(calls, ended)
         for rank, error in failures.items():
             if isinstance(error, RayActorError):
                 raise RankDied(f"trainer rank {rank} on {self._processes[rank]} died: {_reason(error)}") from error
         rank, error = next(iter(failures.items()))
         error.add_note(f"first on trainer rank {rank} on {self._processes[rank]}")
         raise error
-
-    @staticmethod
-    def _failures(calls: list[Any], ended: list[Any]) -> dict[int, Exception]:
-        failures: dict[int, Exception] = {}
-        for call in ended:
-            try:
-                ray.get(call)
-            except (RayActorError, RayTaskError) as error:
-                failures[calls.index(call)] = error
-        return failures
 
     def sft_step(self, samples: list[Sample], step: int) -> StepStatistics:
         return self._all("sft_step", ray.put(samples), step)

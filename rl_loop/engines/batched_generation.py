@@ -139,13 +139,11 @@ class BatchedGeneration:
         params = [sequence.request.sampling for sequence in self._running]
         log_probs = sampling_log_probs(logits, torch.tensor([p.temperature for p in params], device=device))
         uniforms = [sequence.uniforms[len(sequence.log_probs)] for sequence in self._running]
-        greedy = [p.temperature == 0 for p in params]
-        top_ps = [p.top_p for p in params]
         tokens = sample(
             log_probs,
             torch.tensor(uniforms, dtype=torch.float64, device=device),
-            torch.tensor(greedy, device=device) if any(greedy) else None,
-            torch.tensor(top_ps, dtype=torch.float64, device=device) if min(top_ps) < 1 else None,
+            torch.tensor([p.temperature == 0 for p in params], device=device),
+            torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
         )
         chosen = log_probs.gather(1, tokens[:, None])[:, 0]
         if not torch.isfinite(chosen).all():

@@ -15,28 +15,24 @@ def sampling_log_probs(logits: torch.Tensor, temperatures: torch.Tensor) -> torc
     return torch.log_softmax(logits / scale[:, None], dim=-1)
 
 
-def sample(
-    log_probs: torch.Tensor, uniforms: torch.Tensor, greedy: torch.Tensor | None, top_ps: torch.Tensor | None
-) -> torch.Tensor:
+def sample(log_probs: torch.Tensor, uniforms: torch.Tensor, greedy: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
     """One token per row by inverting the cumulative distribution at a uniform number.
 
     One number per token, drawn by the request's own generator, makes a continuation independent of the batch.
 
-    log_probs: [rows, vocab_size]; uniforms: fp64 [rows] in [0, 1); greedy: bool [rows], None if no row is;
-    top_ps: [rows], None if all are 1. Returns int64 [rows].
+    log_probs: [rows, vocab_size]; uniforms: fp64 [rows] in [0, 1); greedy: bool [rows]; top_ps: [rows].
+    Returns int64 [rows].
     """
     probs = log_probs.double().exp()
     tokens = _invert(probs, uniforms)
-    if top_ps is not None:
-        (nucleus,) = torch.nonzero(top_ps < 1, as_tuple=True)
+    (nucleus,) = torch.nonzero(top_ps < 1, as_tuple=True)
+    if len(nucleus):
         ordered, order = probs[nucleus].sort(dim=-1, descending=True, stable=True)
         # the smallest set whose mass reaches top_p: a token belongs if the mass before it does not
         before = ordered.cumsum(-1) - ordered
         kept = ordered * (before < top_ps[nucleus, None])
         tokens[nucleus] = order.gather(1, _invert(kept, uniforms[nucleus])[:, None])[:, 0]
-    if greedy is not None:
-        tokens = torch.where(greedy, log_probs.argmax(-1), tokens)
-    return tokens
+    return torch.where(greedy, log_probs.argmax(-1), tokens)
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

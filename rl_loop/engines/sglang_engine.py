@@ -41,10 +41,6 @@ class _Turn:
     client: SglangClient | None = None
     rid: str = ""
 
-    @property
-    def room(self) -> int:
-        return self.request.sampling.max_new_tokens - len(self.result.output_ids)
-
     def body(self) -> dict[str, object]:
         sampling = self.request.sampling
         self.rid = f"{self.request.request_id}#{uuid.uuid4().hex[:12]}"
@@ -52,7 +48,7 @@ class _Turn:
             "rid": self.rid,
             "input_ids": self.request.input_ids + self.result.output_ids,
             "sampling_params": {
-                "max_new_tokens": self.room,
+                "max_new_tokens": sampling.max_new_tokens - len(self.result.output_ids),
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "stop_token_ids": list(sampling.stop_token_ids),

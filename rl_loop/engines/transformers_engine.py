@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import torch
-from transformers import AttentionInterface, GptOssConfig, GptOssForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from rl_loop.engines.batched_generation import BatchedGeneration, RunningSequence
 from rl_loop.engines.cached_attention import ATTENTION_NAME, row_cache_attention
@@ -50,13 +50,10 @@ class TransformersEngine:
         **options: Any,
     ) -> Self:
         """With random weights, to be replaced by ``sync_weights``. ``options`` are those of the constructor."""
-        before = torch.get_default_dtype()
-        try:
-            torch.set_default_dtype(dtype)  # the rotary frequencies stay fp32, which .to(dtype) would round
-            with torch.device(device):
-                model = GptOssForCausalLM(copy.deepcopy(config))  # the engine changes its attention setting
-        finally:
-            torch.set_default_dtype(before)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=dtype
+            )  # the engine changes its config
         return cls(model, **options)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

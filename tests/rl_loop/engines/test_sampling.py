@@ -8,6 +8,7 @@ import torch
 from rl_loop.engines.sampling import sample, sampling_log_probs
 
 DRAWS = 20000
+NOT_GREEDY = torch.tensor([False])
 LOGITS = torch.tensor([1.5, -0.3, 0.2, 2.1, -30.0, 0.9, -1.2, 0.0])
 
 
@@ -15,7 +16,7 @@ def draw(temperature: float, top_p: float) -> torch.Tensor:
     """Counts of DRAWS tokens, [vocab_size]."""
     uniforms = torch.rand(DRAWS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     log_probs = sampling_log_probs(LOGITS.expand(DRAWS, -1), torch.full((DRAWS,), temperature))
-    tokens = sample(log_probs, uniforms, None, torch.full((DRAWS,), top_p, dtype=torch.float64) if top_p < 1 else None)
+    tokens = sample(log_probs, uniforms, NOT_GREEDY.expand(DRAWS), torch.full((DRAWS,), top_p, dtype=torch.float64))
     return torch.bincount(tokens, minlength=len(LOGITS))
 
 
@@ -67,4 +68,6 @@ def test_half_precision_logits_are_normalised_in_fp32() -> None:
 def test_a_token_of_no_probability_is_never_drawn() -> None:
     log_probs = sampling_log_probs(torch.tensor([[float("-inf"), 0.0, 0.0, float("-inf")]]), torch.ones(1))
     for uniform, token in ((0.0, 1), (0.5, 2), (1 - 2**-53, 2)):
-        assert sample(log_probs, torch.tensor([uniform], dtype=torch.float64), None, None).item() == token
+        assert (
+            sample(log_probs, torch.tensor([uniform], dtype=torch.float64), NOT_GREEDY, torch.ones(1)).item() == token
+        )
