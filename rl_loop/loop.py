@@ -44,7 +44,8 @@ class RlLoop:
     def __init__(self, config: RlConfig, session: Session, rollouts: RolloutPool) -> None:
         self.config, self.session, self.rollouts = config, session, rollouts
         self.trainer, self.tasks, self.progress = session.trainer, session.tasks, session.progress
-        earlier = read_json_lines(session.run.metrics) if session.run.metrics.exists() else []
+        self.held_out = held_out_requests(self.tasks, config.rollout.evaluation_temperature)
+        earlier = read_json_lines(session.run.metrics)
         self._first_gaps = metric_curve(earlier, Name.LOGPROB_GAP)[1][:DRIFT_STEPS]
 
     def train(self) -> int:
@@ -56,11 +57,7 @@ class RlLoop:
             with self._timed("sync", metrics):
                 self.sync_weights(step, metrics)
             # held-out episodes run among those of the step, so that no worker waits for the last of them
-            held_out = (
-                held_out_requests(self.tasks, config.rollout.evaluation_temperature)
-                if step % config.evaluate_every == 0
-                else []
-            )
+            held_out = self.held_out if step % config.evaluate_every == 0 else []
             try:
                 with self._timed("rollout", metrics):
                     groups = self.collect(step, metrics, held_out)
@@ -156,8 +153,7 @@ class RlLoop:
         metrics = StepMetrics(self.config.training.steps)
         self.progress.phase("evaluate")
         self.sync_weights(self.config.training.steps, metrics)
-        held_out = held_out_requests(self.tasks, self.config.rollout.evaluation_temperature)
-        self.record_evaluation(self.config.training.steps, metrics, self.rollouts.run(held_out))
+        self.record_evaluation(self.config.training.steps, metrics, self.rollouts.run(self.held_out))
         return metrics
 
     def _add_drift(self, metrics: StepMetrics) -> None:
