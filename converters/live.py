@@ -112,9 +112,10 @@ def export_hf_weights(model: GPTModel, config: ModelConfig) -> Iterator[tuple[st
     """All Hugging Face tensors of the model, on global rank 0, in the order of ``names.hf_shapes``.
 
     Collective: every rank must run the iterator to its end; on other ranks than 0 it yields nothing. dtype and device
-    are the parameter's: of a bf16 model the router's bias comes in fp32. Each byte is sent once, from the lowest rank that holds it to rank 0. Rank 0 holds one Hugging
-    Face tensor at a time (of a layer's experts, the stack of all) besides its own weights. A yielded tensor may share
-    memory with a parameter: copy it to keep it beyond the next optimizer step.
+    are the parameter's: of a bf16 model the router's bias comes in fp32. Each byte is sent once, from the lowest rank
+    that holds it to rank 0. Rank 0 holds one Hugging Face tensor at a time (of a layer's experts, the stack of all)
+    besides its own weights. A yielded tensor may share memory with a parameter: copy it to keep it beyond the next
+    optimizer step.
     """
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
     rank = dist.get_rank()
