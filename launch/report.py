@@ -33,7 +33,7 @@ from rl_loop.run_directory import (
 
 EPISODES_SHOWN = 8
 COLOURS = ("#2f7d3e", "#2f6fde", "#d1603d")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 8, "axes.titlesize": 10, "axes.titlecolor": "#1f2933", "axes.labelcolor": "#66727f",
     "xtick.labelcolor": "#66727f", "ytick.labelcolor": "#66727f", "axes.edgecolor": "#c3ccd5",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e1e6eb",
