@@ -5,8 +5,8 @@
     ROOT/step_000120/training_state.json     what the caller wants back: step, data position, ...
     ROOT/latest                  the name of the newest complete checkpoint
 
-A checkpoint is written beside its final place and renamed when every rank is done; ``latest`` changes last. A full
-disk or a kill at any moment leaves the previous checkpoint as it was.
+A checkpoint is copied to host memory, written beside its final place by a thread while training goes on, and renamed
+when every rank is done; ``latest`` changes last. A full disk or a kill leaves the previous checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,9 @@ from megatron_gptoss.trainer import PolicyTrainer
 MODEL_CONFIG_FILE = "gptoss_config.json"
 TRAINING_STATE_FILE = "training_state.json"
 LATEST_FILE = "latest"
+
+WRITER = ThreadPoolExecutor(1, "checkpoint")
+"""Of this process. One thread: Megatron's results come through one queue, in the order in which they were written."""
 
 FAILURES = (Exception, CheckpointException)  # torch's own is a BaseException, which "except Exception" lets through
 
@@ -55,44 +61,96 @@ def _state(trainer: PolicyTrainer, loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
+class CheckpointWriter:
+    """Writes the checkpoints of one trainer under ``root`` while it goes on learning; all but the newest ``keep`` go.
+
+    Every method is collective. CheckpointError is raised on every rank if any rank could not write, by the call that
+    notices; then the previous checkpoint is still the latest.
+    """
+
+    def __init__(self, root: Path, keep: int = 2) -> None:
+        self._root, self._keep = root, keep
+        self._complete: Callable[[], None] | None = None
+        self._written: list[Future[None]] = []
+
+    def start(self, trainer: PolicyTrainer, step: int, training_state: dict[str, Any]) -> Path:
+        """Copy everything to host memory and begin to write ``root/step_{step}``, whose path is returned; an earlier
+        one is finished first."""
+        self.finish()
+        final, partial = self._root / f"step_{step:06d}", self._root / f"step_{step:06d}.partial"
+        with _failing_together(partial):
+            if dist.get_rank() == 0:
+                for abandoned in self._root.glob("step_??????.partial"):
+                    shutil.rmtree(abandoned, ignore_errors=True)
+                partial.mkdir(parents=True)
+        with _failing_together(partial):
+            state = _state(trainer, loading=False)
+            request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
+            self._written = []
+            if request.async_fn is not None:  # this rank has something to write
+                rank, files, results = request.async_fn_args
+                on_host = [
+                    (path, key, (objects, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]))
+                    for path, key, (objects, tensors) in files
+                ]
+                self._written.append(WRITER.submit(request.async_fn, rank, on_host, results))
+        config: ModelConfig = trainer.module.config.gptoss
+
+        def complete() -> None:
+            with _failing_together(partial):
+                wait(self._written)
+                for collect_results in request.finalize_fns:
+                    collect_results()
+            with _failing_together(partial):
+                if dist.get_rank() == 0:
+                    (partial / MODEL_CONFIG_FILE).write_text(config.model_dump_json(indent=1))
+                    (partial / TRAINING_STATE_FILE).write_text(json.dumps(training_state))
+                    self._publish(partial, final)
+
+        self._complete = complete
+        return final
+
+    def finish(self, block: bool = True) -> None:
+        """Make what was started the latest checkpoint. Without ``block`` only if all ranks have written it."""
+        if self._complete is None:
+            return
+        if not block:
+            everyone = [False] * dist.get_world_size()
+            dist.all_gather_object(everyone, all(future.done() for future in self._written))
+            if not all(everyone):
+                return
+        complete, self._complete = self._complete, None
+        complete()
+
+    def _publish(self, partial: Path, final: Path) -> None:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        pointer = self._root / f"{LATEST_FILE}.partial"
+        pointer.write_text(final.name)
+        os.replace(pointer, self._root / LATEST_FILE)
+        for old in sorted(self._root.glob("step_??????"))[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
 def save_checkpoint(
     root: Path, trainer: PolicyTrainer, step: int, training_state: dict[str, Any], keep: int = 2
 ) -> Path:
-    """Write ``root/step_{step}``, point ``latest`` at it and delete all but the newest ``keep``. Collective.
+    """Write ``root/step_{step}`` and wait for it; see CheckpointWriter."""
+    writer = CheckpointWriter(root, keep)
+    path = writer.start(trainer, step, training_state)
+    writer.finish()
+    return path
 
-    Raises CheckpointError on every rank if any rank could not write; then the previous checkpoint is still the latest.
-    """
-    final, partial = root / f"step_{step:06d}", root / f"step_{step:06d}.partial"
-    first = dist.get_rank() == 0
+
+@contextmanager
+def _failing_together(partial: Path) -> Iterator[None]:
+    """Whatever goes wrong on this rank is known to all before anyone goes on."""
     error: BaseException | None = None
     try:
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-    except OSError as failure:
+        yield
+    except FAILURES as failure:
         error = failure
     _raise_together(error, partial)
-    try:
-        dist_checkpointing.save(_state(trainer, loading=False), str(partial))
-    except FAILURES as failure:  # whatever went wrong on this rank must be known to all before anyone goes on
-        error = failure
-    _raise_together(error, partial)
-    try:
-        if first:
-            config: ModelConfig = trainer.module.config.gptoss
-            (partial / MODEL_CONFIG_FILE).write_text(config.model_dump_json(indent=1))
-            (partial / TRAINING_STATE_FILE).write_text(json.dumps(training_state))
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            pointer = root / f"{LATEST_FILE}.partial"
-            pointer.write_text(final.name)
-            os.replace(pointer, root / LATEST_FILE)
-            for old in sorted(root.glob("step_??????"))[:-keep]:
-                shutil.rmtree(old, ignore_errors=True)
-    except OSError as failure:
-        error = failure
-    _raise_together(error, partial)
-    return final
 
 
 def _raise_together(error: BaseException | None, partial: Path) -> None:

@@ -256,10 +256,15 @@ class RlConfig(RunConfig):
                 f"algorithm.advantage {self.algorithm.advantage} compares the samples of a task, and "
                 "rollout.samples_per_task is 1: use 2 or more, or advantage gae or reinforce"
             )
-        if self.algorithm.max_staleness > 0:
+        if self.algorithm.max_staleness > 1:
             raise ValueError(
-                f"algorithm.max_staleness {self.algorithm.max_staleness}: rollouts do not overlap training. Every step "
-                "begins with a weight sync and waits for its episodes, so no token is ever stale; leave it at 0"
+                f"algorithm.max_staleness {self.algorithm.max_staleness}: rollouts begin one step ahead of their "
+                "training at most, so no token is ever older; use 1, or 0 to be strictly on-policy"
+            )
+        if self.algorithm.max_staleness and self.rollout.engine == "sglang" and self.rollout.sglang.colocated:
+            raise ValueError(
+                "algorithm.max_staleness 1 generates while the trainer learns, and rollout.sglang.colocated gives its "
+                "GPUs to one of them at a time: use 0, or servers on GPUs of their own"
             )
         if self.algorithm.routing_replay == "R3" and not self.rollout.routed_experts:
             raise ValueError("algorithm.routing_replay R3 needs the engine's routes: set rollout.routed_experts")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ class LocalRollouts:
         return self._do(all_groups())
 
     def sleep(self) -> None: ...
+
+    def source_changing_to(self, version: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         self._do(self._worker.close())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -47,30 +48,34 @@ class RlLoop:
         self.held_out = held_out_requests(self.tasks, config.rollout.evaluation_temperature)
         earlier = read_json_lines(session.run.metrics)
         self._first_gaps = metric_curve(earlier, Name.LOGPROB_GAP)[1][:DRIFT_STEPS]
+        self._thread = ThreadPoolExecutor(1, "rollouts")
+        self._ahead: Future[tuple[list[TrajectoryGroup], int]] | None = None
+        self._ended = False
 
     def train(self) -> int:
         """All steps that are left. Returns the number of steps done in all, fewer than wanted if interrupted."""
+        try:
+            return self._train()
+        finally:
+            self._ended = True
+            self._thread.shutdown()
+
+    def _train(self) -> int:
         config, session = self.config, self.session
         for step in range(session.first_step, config.training.steps):
             began = time.monotonic()
             metrics = StepMetrics(step)
-            with self._timed("sync", metrics):
-                self.sync_weights(step, metrics)
-            # held-out episodes run among those of the step, so that no worker waits for the last of them
-            held_out = self.held_out if step % config.evaluate_every == 0 else []
             try:
-                with self._timed("rollout", metrics):
-                    groups = self.collect(step, metrics, held_out)
+                groups = self.groups_of(step, metrics)
             except RolloutsAbandoned:  # nothing of this step has changed the policy; it begins anew after the resume
                 if step > session.first_step:
-                    session.save(step)
+                    session.save(step, block=True)
                 return step
-            if held_out:
-                self.record_evaluation(step, metrics, groups[: len(held_out)])
-                groups = groups[len(held_out) :]
             self.rollouts.sleep()
             with self._timed("prepare", metrics):
                 samples = to_samples(groups, config.algorithm, step)
+                oldest = max((max(sample.staleness) for sample in samples if sample.staleness), default=0)
+                metrics.add_max("rollout/staleness_max", oldest, "tokens")
             with self._timed("estimate", metrics):
                 columns: dict[str, Any] = (
                     self.trainer.estimates(samples) if config.algorithm.critic or config.algorithm.kl else {}
@@ -82,7 +87,7 @@ class RlLoop:
                 for name, rows in columns.items():
                     samples = [replace(s, **{name: row}) for s, row in zip(samples, rows, strict=True)]
                 samples = with_advantages(samples, groups, config.algorithm, config.rollout.max_tokens)
-            with self._timed("train", metrics):
+            with self._timed("train", metrics), self.rollouts.source_changing_to(step + 1):
                 updates = self.trainer.rl_step(samples, config.algorithm, step)
             rollout_metrics(metrics, groups)
             training_metrics(metrics, updates.policy)
@@ -97,29 +102,56 @@ class RlLoop:
             session.writer.write(metrics)
             last = session.interrupt.requested or step + 1 == config.training.steps
             if last or (step + 1) % config.training.checkpoint_every == 0:
-                session.save(step + 1)
+                session.save(step + 1, block=last)
             if session.interrupt.requested:
                 return step + 1
         return config.training.steps
 
-    def collect(self, step: int, metrics: StepMetrics, also: Sequence[GroupRequest] = ()) -> list[TrajectoryGroup]:
+    def groups_of(self, step: int, metrics: StepMetrics) -> list[TrajectoryGroup]:
+        """The episodes to train on in this step, after a sync to its weights and, where due, their evaluation.
+
+        With ``max_staleness`` 1 they were begun one step ago, and those of the next step begin here: the engines work
+        while the trainer does, on weights that are one step older than the trainer's.
+        """
+        config, ahead = self.config, self._ahead
+        with self._timed("rollout", metrics):
+            begun = ahead.result() if ahead else None
+        with self._timed("sync", metrics):
+            self.sync_weights(step, metrics)
+        held_out = self.held_out if step % config.evaluate_every == 0 else []
+        with self._timed("rollout", metrics):
+            # held-out episodes run among those of the step, so that no worker waits for the last of them
+            groups, replaced = begun or self.collect(step, held_out)
+            if begun and held_out:
+                groups = self._run(held_out) + groups
+        if config.algorithm.max_staleness and step + 1 < config.training.steps:
+            self._ahead = self._thread.submit(self.collect, step + 1)
+        if config.algorithm.dynamic_sampling_rounds > 1:
+            metrics.add_sum("rollout/groups_replaced", replaced, "groups")
+        if held_out:
+            self.record_evaluation(step, metrics, groups[: len(held_out)])
+        return groups[len(held_out) :]
+
+    def collect(self, step: int, also: Sequence[GroupRequest] = ()) -> tuple[list[TrajectoryGroup], int]:
         """The groups of ``also`` and the episodes of one training step. With dynamic sampling, groups without signal
-        make room for those of further tasks; what is still missing after the last round is filled up with them."""
+        make room for those of further tasks (how many comes second); what is still missing after the last round is
+        filled up with them."""
         wanted, rounds = self.config.rollout.tasks_per_step, self.config.algorithm.dynamic_sampling_rounds
         others: list[TrajectoryGroup] = []
         kept: list[TrajectoryGroup] = []
         silent: list[TrajectoryGroup] = []
         for number in range(rounds):
             requests = [*(() if number else also), *self.requests(step * rounds + number)]
-            groups = self.rollouts.run(requests, lambda: self.session.interrupt.hurried)
+            groups = self._run(requests)
             others += groups[: len(requests) - wanted]
             for group in groups[len(requests) - wanted :]:
                 (kept if rounds == 1 or has_signal(group) else silent).append(group)
             if len(kept) >= wanted:
                 break
-        if rounds > 1:
-            metrics.add_sum("rollout/groups_replaced", len(silent), "groups")
-        return others + (kept + silent)[:wanted]
+        return others + (kept + silent)[:wanted], len(silent)
+
+    def _run(self, requests: Sequence[GroupRequest]) -> list[TrajectoryGroup]:
+        return self.rollouts.run(requests, lambda: self._ended or self.session.interrupt.hurried)
 
     def requests(self, block: int) -> list[GroupRequest]:
         """The episodes of a block of ``tasks_per_step`` tasks; a step is one block unless it samples dynamically."""

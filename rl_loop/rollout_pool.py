@@ -6,7 +6,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +158,10 @@ class RolloutPool:
         """No episodes until the next weight sync: servers on the trainer's GPUs give it their memory."""
         if self._fleet:
             self._fleet.sleep()
+
+    def source_changing_to(self, version: int) -> AbstractContextManager[None]:
+        """While the source of the last sync learns, servers that were restarted wait; afterwards it has ``version``."""
+        return self._fleet.source_changing_to(version) if self._fleet else nullcontext()
 
     def close(self) -> None:
         for worker in self._workers:

@@ -110,9 +110,10 @@ class Session:
     def seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.began
 
-    def save(self, steps_done: int) -> None:
+    def save(self, steps_done: int, block: bool) -> None:
+        """Begin a checkpoint, and with ``block`` wait until it is complete."""
         self.progress.phase("checkpoint")
-        self.trainer.save(steps_done, {"step": steps_done, "seconds": self.seconds})
+        self.trainer.save(steps_done, {"step": steps_done, "seconds": self.seconds}, block)
 
 
 class Interrupted(Exception):
@@ -167,7 +168,7 @@ def run_sft(config: SftConfig, show: ProgressFactory, *, resume: bool = False, o
             done = step + 1
             last = session.interrupt.requested or done == config.training.steps
             if last or done % config.training.checkpoint_every == 0:
-                session.save(done)
+                session.save(done, block=last)
             if session.interrupt.requested and done < config.training.steps:
                 raise Interrupted(f"saved after step {done} of {config.training.steps} in {session.run.path}")
         losses = metric_curve(read_json_lines(session.run.metrics), Name.LOSS)[1]

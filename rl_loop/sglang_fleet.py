@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from threading import Lock
 from typing import Any, Protocol
 
 import ray
@@ -44,7 +46,8 @@ async def statuses(actors: list[Any]) -> list[ServerStatus]:
 
 
 class SglangFleet:
-    """``config.rollout.sglang.servers`` servers. Methods block; no two run at the same time."""
+    """``config.rollout.sglang.servers`` servers. Methods block. No two run at the same time, but for ``heal`` in the
+    thread of rollouts that overlap training."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._settings = config, config.rollout.sglang
@@ -76,6 +79,7 @@ class SglangFleet:
         self._source: tuple[WeightSource | dict[str, torch.Tensor], int] | None = None
         self._canary: tuple[list[int], list[float]] | None = None
         self._asleep: set[int] = set()  # incarnations
+        self._source_learns = Lock()
 
     def ready(self) -> None:
         """Wait until every server is healthy; raises RuntimeError with the end of its log if one cannot start."""
@@ -105,10 +109,17 @@ class SglangFleet:
                     raise
 
     def heal(self) -> None:
-        """Bring servers that were restarted to the weights of the last ``sync``, whose source must not have changed
-        since. They serve only if they score the canary as the others did."""
-        if self._source is None:
+        """Bring servers that were restarted to the weights of the last ``sync``, or to what became of them since. They
+        serve only if they score the canary as the others did."""
+        if not self._source_learns.acquire(blocking=False):
             return
+        try:
+            if self._source is not None:
+                self._heal()
+        finally:
+            self._source_learns.release()
+
+    def _heal(self) -> None:
         alive = self._alive(lambda _: False)
         stale = {actor: status for actor, status in alive.items() if status.state is ServerState.STALE}
         if stale:
@@ -118,6 +129,14 @@ class SglangFleet:
                 if len(stale) == len(alive):
                     raise
                 print(f"a restarted SGLang server stays out: {failure}")
+
+    @contextmanager
+    def source_changing_to(self, version: int) -> Iterator[None]:
+        """The source learns meanwhile, so that nothing can be had from it, and has weights ``version`` afterwards."""
+        with self._source_learns:
+            yield
+            if self._source is not None:
+                self._source, self._canary = (self._source[0], version), None
 
     def _bring(self, servers: dict[Any, ServerStatus]) -> None:
         assert self._source is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from threading import Lock
 from typing import Any
 
 import ray
@@ -38,13 +39,16 @@ class TrainerGroup:
             for rank in range(world)
         ]
         self._processes = ["a node not yet known"] * world
+        self._asking = Lock()
 
     def ready(self) -> None:
         """Wait until every rank has its weights; raises what went wrong in one."""
         self._processes = self._join([rank.__ray_call__.remote(_process) for rank in self._ranks])
 
     def _all(self, method: str, *arguments: Any) -> Any:
-        return self._join([getattr(rank, method).remote(*arguments) for rank in self._ranks])[0]
+        with self._asking:  # what is asked is collective: every rank must hear two threads in the same order
+            calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
+        return self._join(calls)[0]
 
     def _join(self, calls: list[Any]) -> list[Any]:
         """All results, or the error of the rank that failed first. A death is the reason of its neighbours' errors:
@@ -89,8 +93,8 @@ class TrainerGroup:
     def send_weights(self, plan: SyncPlan) -> dict[str, float]:
         return self._all("send_weights", plan)
 
-    def save(self, step: int, state: dict[str, Any]) -> str:
-        return self._all("save", step, state)
+    def save(self, step: int, state: dict[str, Any], block: bool) -> None:
+        self._all("save", step, state, block)
 
     def resume(self) -> dict[str, Any] | None:
         return self._all("resume")

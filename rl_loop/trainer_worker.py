@@ -17,7 +17,7 @@ from converters.hf_directory import HfDirectory
 from converters.live import export_hf_weights, load_hf_weights
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint import latest_checkpoint, load_checkpoint, load_model_weights, save_checkpoint
+from megatron_gptoss.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint, load_model_weights
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.memory import out_of_memory_explained
 from megatron_gptoss.model import build_model, freeze
@@ -69,6 +69,11 @@ class TrainerWorker:
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
             self.critic = ValueTrainer(make_critic(self._initial_model()), self.algorithm.critic.optimizer)
+        root, keep = config.directory, config.training.keep_checkpoints
+        self._saved: list[tuple[CheckpointWriter, PolicyTrainer]] = []
+        if self.critic:  # one more than of the policy, which is written last and decides what is the latest
+            self._saved.append((CheckpointWriter(root / CRITIC_CHECKPOINTS, keep + 1), self.critic))
+        self._saved.append((CheckpointWriter(root / "checkpoints", keep), self.trainer))
 
     def _initial_model(self) -> GPTModel:
         """This rank's part of the model that the run starts from."""
@@ -141,6 +146,8 @@ class TrainerWorker:
     def _update(
         self, trainer: PolicyTrainer, samples: list[Sample], objective: LossFunction, step: int
     ) -> StepStatistics:
+        for writer, _ in self._saved:
+            writer.finish(block=False)
         rate = learning_rate_at(step, trainer.config, self.config.training.steps)
         with out_of_memory_explained(*self.config.memory_inputs):
             return trainer.train_step(self._batches(samples), objective, rate, self.config.rollout.temperature)
@@ -211,11 +218,13 @@ class TrainerWorker:
                 pass
         return None
 
-    def save(self, step: int, state: dict[str, Any]) -> str:
-        root, keep = self.config.directory, self.config.training.keep_checkpoints
-        if self.critic is not None:  # one more than of the policy, which is written last and decides what is the latest
-            save_checkpoint(root / CRITIC_CHECKPOINTS, self.critic, step, state, keep + 1)
-        return str(save_checkpoint(root / "checkpoints", self.trainer, step, state, keep))
+    def save(self, step: int, state: dict[str, Any], block: bool) -> None:
+        """Begin a checkpoint; it is complete on return if ``block``, else at the beginning of a later update."""
+        for writer, trainer in self._saved:
+            writer.start(trainer, step, state)
+        if block:
+            for writer, _ in self._saved:
+                writer.finish()
 
     def resume(self) -> dict[str, Any] | None:
         """Load the newest checkpoint of the run; None if there is none."""

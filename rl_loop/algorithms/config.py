@@ -115,7 +115,8 @@ class AlgorithmConfig(StrictModel):
     old_log_probs: Literal["auto", "substitute", "forward", "rollout"] = "auto"
     """Denominator of the importance ratio. substitute: the new log-probs themselves, detached, so that the ratio is
     exactly 1; on-policy only. forward: a forward pass of the trainer before the first update. rollout: the engine's,
-    which puts mismatch and staleness into the ratio. auto: substitute if mini_batches is 1, else forward."""
+    which puts mismatch and staleness into the ratio. auto: substitute if mini_batches is 1 and max_staleness 0, else
+    forward."""
     kl: KlConfig | None = None
     """Null for no reference policy."""
     entropy_bonus: float = Field(0.0, ge=0)
@@ -123,7 +124,9 @@ class AlgorithmConfig(StrictModel):
     correction: CorrectionConfig = CorrectionConfig()
     """Of the difference between engine and trainer."""
     max_staleness: int = Field(0, ge=0)
-    """Tokens sampled with weights older than this many versions are left out of the loss."""
+    """Weight versions that a token may be older than the policy it trains; older ones are left out of the loss. 0:
+    generation and training take turns. 1: the episodes of a step are generated while the trainer learns from those of
+    the step before."""
     routing_replay: Literal["none", "R2", "R3"] = "none"
     """Which experts the trainer uses. R2: those of its own forward pass for the old log-probs. R3: the engine's."""
     dynamic_sampling_rounds: int = Field(1, gt=0)
@@ -138,7 +141,7 @@ class AlgorithmConfig(StrictModel):
         """``old_log_probs`` with auto resolved."""
         if self.old_log_probs != "auto":
             return self.old_log_probs
-        return "substitute" if self.mini_batches == 1 else "forward"
+        return "substitute" if self.mini_batches == 1 and self.max_staleness == 0 else "forward"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -158,6 +161,10 @@ class AlgorithmConfig(StrictModel):
             "first is on-policy: use forward, or mini_batches 1": source == "substitute" and self.mini_batches > 1,
             "max_staleness above 0 with old_log_probs substitute calls stale tokens on-policy: use rollout, or forward "
             "with a correction": source == "substitute" and self.max_staleness > 0,
+            "max_staleness above 0 with old_log_probs forward ignores how far the policy has moved since tokens were "
+            "sampled: set a correction, or use rollout": (
+                source == "forward" and self.max_staleness > 0 and not self.correction.active
+            ),
             "old_log_probs rollout already has the mismatch in its ratio; a correction would count it twice: set "
             "correction.weight to none and its rejections to null": source == "rollout" and self.correction.active,
             "policy_loss reinforce has no ratio: old_log_probs would be computed for nothing; leave it at auto with "

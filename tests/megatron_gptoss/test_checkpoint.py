@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +10,13 @@ import pytest
 import torch
 
 from megatron_gptoss import checkpoint, distributed
-from megatron_gptoss.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
+from megatron_gptoss.checkpoint import (
+    CheckpointError,
+    CheckpointWriter,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
@@ -58,6 +66,23 @@ def test_a_checkpoint_from_before_the_first_update_is_resumed(tmp_path: Path) ->
     assert steps(other, 2) == expected
 
 
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    policy, writer, disk_is_free = trainer(), CheckpointWriter(tmp_path), threading.Event()
+    steps(policy, 2)
+    checkpoint.WRITER.submit(disk_is_free.wait)
+    (tmp_path / "step_000001.partial").mkdir()  # of an attempt that was killed
+    writer.start(policy, 2, {"step": 2})
+    expected = steps(policy, 3)
+    writer.finish(block=False)
+    assert latest_checkpoint(tmp_path) is None
+    disk_is_free.set()
+    writer.finish()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002"]
+    other = trainer(seed=1)
+    assert load_checkpoint(latest_checkpoint(tmp_path), other) == {"step": 2}
+    assert steps(other, 3) == expected
+
+
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     policy = trainer()
     for step in (1, 2, 3):
@@ -85,6 +110,25 @@ def test_a_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, monkey
     assert not list(tmp_path.glob("*.partial"))
     load_checkpoint(latest_checkpoint(tmp_path), policy)
     assert steps(policy, 1) == expected
+
+
+def test_a_disk_that_fills_up_while_training_goes_on_is_told_when_it_is_noticed(tmp_path: Path) -> None:
+    policy, writer = trainer(), CheckpointWriter(tmp_path)
+    save_checkpoint(tmp_path, policy, 1, {"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # of every file
+        writer.start(policy, 2, {"step": 2})
+        steps(policy, 1)
+        with pytest.raises(CheckpointError, match="step_000002 could not be written"):
+            writer.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000001"]
+    load_checkpoint(latest_checkpoint(tmp_path), policy)
+    writer.start(policy, 3, {"step": 3})
+    writer.finish()
+    assert latest_checkpoint(tmp_path).name == "step_000003"
 
 
 def test_a_pointer_to_nothing_is_named(tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ def test_every_named_algorithm_loads(path: Path) -> None:
         (["advantage=gae"], "advantage gae needs a value model"),
         (["critic.warmup_steps=1"], "a critic is of no use to advantage grpo"),
         (["old_log_probs=rollout"], "a correction would count it twice"),
-        (["max_staleness=1"], "substitute calls stale tokens on-policy"),
-        (["max_staleness=1", "old_log_probs=forward"], "rollouts do not overlap training"),
+        (["max_staleness=1", "old_log_probs=substitute"], "substitute calls stale tokens on-policy"),
+        (["max_staleness=1", "correction.weight=none"], "ignores how far the policy has moved"),
+        (["max_staleness=2"], "one step ahead of their training at most"),
         (["mini_batches=2", "old_log_probs=substitute"], "only the first is on-policy"),
         (["advantage=gdpo"], "gdpo needs algorithm.reward_weights"),
         (["routing_replay=R2"], "R2 replays the routes of the forward pass"),
@@ -48,6 +49,13 @@ def test_a_group_of_one_needs_an_advantage_without_groups() -> None:
     with pytest.raises(ConfigError, match="samples_per_task is 1"):
         load_config(TINY, RlConfig, ["rollout.samples_per_task=1"])
     load_config(TINY, RlConfig, ["rollout.samples_per_task=1", "algorithm=reinforce"])
+
+
+def test_servers_on_the_trainer_s_gpus_cannot_generate_while_it_learns() -> None:
+    overlap = ["algorithm.max_staleness=1", "rollout.engine=sglang"]
+    assert load_config(TINY, RlConfig, overlap).algorithm.old_log_probs_from == "forward"
+    with pytest.raises(ConfigError, match="gives its GPUs to one of them at a time"):
+        load_config(TINY, RlConfig, [*overlap, "rollout.sglang.colocated=true", "rollout.sglang.weight_sync=cuda_ipc"])
 
 
 def test_a_critic_that_warms_up_for_the_whole_run_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -141,9 +142,34 @@ def test_stale_tokens_are_not_taken_for_on_policy(tmp_path: Path, rollouts: Loca
     with local_loop(settings, rollouts) as loop:
         metrics = StepMetrics(0)
         loop.sync_weights(3, metrics)
-        groups = loop.collect(0, metrics)
+        groups, _ = loop.collect(0)
         assert all(sample.staleness is None for sample in to_samples(groups, settings.algorithm, 3))
         with pytest.raises(OffPolicyError, match="sampled 1 weight versions ago would count as on-policy"):
             to_samples(groups, settings.algorithm, 4)
         groups[0].trajectories[0] = replace(groups[0].trajectories[0], excluded=True)
         assert sum(to_samples(groups, settings.algorithm, 3)[0].loss_mask) == 0
+
+
+def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> None:
+    options = ["algorithm.max_staleness=1", "training.steps=4", "evaluate_every=2", "optimizer.lr=1e-2"]
+    with local_loop(config(tmp_path, *options)) as loop:
+        generating, generate, learn = threading.Semaphore(0), loop.rollouts.run, loop.trainer.rl_step
+
+        def run(*arguments: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                generating.release()
+            return generate(*arguments)
+
+        def rl_step(samples: Any, algorithm: Any, step: int) -> Any:
+            if step < 3:  # the last step has none after it
+                assert generating.acquire(timeout=60), "nothing is generated while the trainer learns"
+            return learn(samples, algorithm, step)
+
+        loop.rollouts.run, loop.trainer.rl_step = run, rl_step
+        loop.train()
+        steps = read_json_lines(loop.session.run.metrics)
+    assert [step["rollout/staleness_max"] for step in steps] == [0, 1, 1, 1]
+    assert all(step["correction/dropped_stale"] == 0 for step in steps)
+    assert ["held_out/reward" in step for step in steps] == [True, False, True, False]
+    # the importance weight carries what the policy learned since the tokens were sampled
+    assert steps[0]["mismatch/kl_k3"] < 1e-6 < min(step["mismatch/kl_k3"] for step in steps[1:])

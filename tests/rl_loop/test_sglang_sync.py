@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import ray
@@ -217,6 +218,23 @@ def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weigh
     fleet.heal()
     assert states(fleet)[0][0] is not ServerState.SYNCED
     assert states(fleet)[1] == (ServerState.SYNCED, 1)
+
+
+def test_a_server_that_restarts_while_the_trainer_learns_waits_for_what_it_has_learned(fleet: SglangFleet) -> None:
+    fleet.ready()
+    trainer = Trainer(1)
+    fleet.sync(trainer, 1)
+    with fleet.source_changing_to(2):
+        os.kill(ray.get(fleet.actors[0].process_id.remote()), signal.SIGKILL)
+        until(lambda: states(fleet)[0] == (ServerState.STALE, None))
+        healer = Thread(target=fleet.heal)  # as the thread of rollouts does
+        healer.start()
+        healer.join()
+        assert trainer.sends == 1
+        trainer.named = Trainer(2).named
+    fleet.heal()
+    assert states(fleet) == [(ServerState.SYNCED, 2), (ServerState.SYNCED, 1)]
+    assert fleet.score(TEXT, 1.0)[0] == scores_under(trainer.named)
 
 
 def test_a_server_or_trainer_that_dies_in_mid_sync_leaves_nothing_half_loaded_to_serve(
