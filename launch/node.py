@@ -71,7 +71,7 @@ class NodeProgram:
         self.attempt = Attempt(self.run.path / "attempts" / environment["GPTOSS_ATTEMPT"])
         self.plan = place(config, cluster, isinstance(config, RlConfig))[self.index]
         self.deadline = time.monotonic() + cluster.ready_seconds
-        self.scratch = Path("/tmp") / f"gptoss-ray-{environment['GPTOSS_ATTEMPT']}"
+        self.scratch = Path("/tmp") / f"gptoss-ray-{environment['GPTOSS_ATTEMPT']}-{self.index}"
         self.stop_requested = False
         self.children: list[subprocess.Popen[bytes]] = []
         self.ray: subprocess.Popen[bytes] | None = None
@@ -314,11 +314,11 @@ def ray_command(node: NodeProgram, head: dict[str, Any]) -> list[str]:
         sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
         f"--node-ip-address={address}", f"--node-name={node.name}",
         f"--num-cpus={cluster.cpus_per_node or os.cpu_count()}", f"--num-gpus={cluster.gpus_per_node}",
-        f"--resources={json.dumps(node.plan.resources())}",
+        f"--resources={json.dumps(node.plan.resources())}", f"--temp-dir={node.scratch}",
     ]  # fmt: skip
     if node.is_head:
         command += [
-            "--head", f"--port={head['port']}", f"--temp-dir={node.scratch}", f"--dashboard-host={address}",
+            "--head", f"--port={head['port']}", f"--dashboard-host={address}",
             f"--dashboard-port={head['dashboard_port']}", f"--ray-client-server-port={head['client_port']}",
             "--no-monitor", f"--include-dashboard={str(cluster.dashboard).lower()}",
         ]  # fmt: skip

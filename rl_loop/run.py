@@ -17,6 +17,7 @@ from rl_loop.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.run_directory import RunDirectory, metric_curve, read_json, read_json_lines, start_run
 
 if TYPE_CHECKING:
+    from rl_loop.rollout_pool import RolloutPool
     from rl_loop.tasks import TaskSource
     from rl_loop.trainer_group import TrainerGroup
 
@@ -105,6 +106,7 @@ class Session:
     seconds_before: float
     """Wall time of earlier attempts of this run."""
     began: float
+    rollouts: RolloutPool | None = None
 
     @property
     def seconds(self) -> float:
@@ -125,11 +127,16 @@ def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: 
     """Everything that a training run starts, and stops again: directory, Ray, trainer ranks, metrics, signals."""
     run = start_run(config.directory, dump_config(config), resume=resume, overwrite=overwrite)
     from rl_loop.observers import step_listeners
+    from rl_loop.rollout_pool import RolloutPool
     from rl_loop.tasks import TaskSource  # these import torch and Ray; a wrong directory should not wait for them
     from rl_loop.trainer_group import TrainerGroup
 
     with ray_session():
-        trainer = TrainerGroup(config)
+        trainer, rollouts = TrainerGroup(config), None
+        if isinstance(config, RlConfig):
+            if config.rollout.engine == "sglang" and config.rollout.sglang.colocated:
+                trainer.ready()  # servers that share its GPUs take a part of what it leaves
+            rollouts = RolloutPool(config)
         trainer.ready()
         state = (trainer.resume() if resume else None) or {"step": 0, "seconds": 0.0}
         first, interrupt = int(state["step"]), Interrupt()
@@ -140,7 +147,16 @@ def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: 
             with interrupt.installed(lambda: progress.note("stopping after this step; Ctrl-C again stops at once")):
                 tasks = TaskSource(config)
                 yield Session(
-                    run, tasks, trainer, writer, progress, interrupt, first, state["seconds"], time.monotonic()
+                    run,
+                    tasks,
+                    trainer,
+                    writer,
+                    progress,
+                    interrupt,
+                    first,
+                    state["seconds"],
+                    time.monotonic(),
+                    rollouts,
                 )
             writer.close()
         trainer.close()
@@ -181,9 +197,9 @@ def run_rl(config: RlConfig, show: ProgressFactory, *, resume: bool = False, ove
     with _session(config, show, resume, overwrite) as session:
         from rl_loop.export import export_policy, greedy_agreement
         from rl_loop.loop import RlLoop
-        from rl_loop.rollout_pool import RolloutPool
 
-        rollouts = RolloutPool(config)
+        rollouts = session.rollouts
+        assert rollouts is not None
         rollouts.ready()
         loop = RlLoop(config, session, rollouts)
         done = loop.train()
