@@ -26,12 +26,10 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow" --timeout=300 --durations=10
 
-# One machine plays four nodes, so the tests take turns; a loaded machine needs the longer limit. CI leaves out those that
-# train: SLURM_TESTS="slurm and not slow".
-SLURM_TESTS := slurm
+# One machine plays four nodes, so the tests take turns; a loaded machine needs the longer limit.
 test-slurm: setup
 	@tests/slurm/install.sh
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/slurm -m "$(SLURM_TESTS)" --timeout=600 --durations=10 -s
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/slurm -m slurm --timeout=600 --durations=10 -s
 
 lint: setup
 	.venv/bin/ruff check .

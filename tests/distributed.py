@@ -6,7 +6,6 @@ import io
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -15,12 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-
-def free_port() -> int:
-    """A TCP port on the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from rl_loop.placed import free_port as free_port
 
 
 def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
@@ -30,7 +24,8 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
     all are stopped and the test fails with that rank's traceback; likewise when they are not done after ``timeout``
     seconds.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # whose server imports what takes seconds only once
+    context.set_forkserver_preload(["megatron_gptoss.checkpoint", "megatron_gptoss.model"])
     channels, processes = {}, []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)

@@ -39,7 +39,6 @@ def uninterrupted(lab: Lab) -> RunDirectory:
     return run
 
 
-@pytest.mark.slow
 def test_a_run_over_four_nodes_puts_every_part_where_it_was_planned(lab: Lab, uninterrupted: RunDirectory) -> None:
     attempt = next((uninterrupted.path / "attempts").iterdir())
     assert sorted(path.stem for path in (attempt / "nodes").iterdir()) == ["n1", "n2", "n3", "n4"]
@@ -50,7 +49,6 @@ def test_a_run_over_four_nodes_puts_every_part_where_it_was_planned(lab: Lab, un
     assert "trainer 3   rollout workers 1" in text
 
 
-@pytest.mark.slow
 def test_status_and_logs_answer_at_once(lab: Lab, uninterrupted: RunDirectory) -> None:
     for arguments, expected in [(("status",), "step 6 of 6"), (("logs",), "step 6/6"), (("logs", "--node", "n3"), "")]:
         began = time.monotonic()
@@ -62,7 +60,6 @@ def test_status_and_logs_answer_at_once(lab: Lab, uninterrupted: RunDirectory) -
     assert "uninterrupted" in lab.gptoss("launch", "list").stdout
 
 
-@pytest.mark.slow
 def test_preemption_and_the_time_limit_leave_the_curve_as_it_would_have_been(
     lab: Lab, uninterrupted: RunDirectory
 ) -> None:
@@ -97,7 +94,6 @@ def test_preemption_and_the_time_limit_leave_the_curve_as_it_would_have_been(
     assert curve(run) == [pytest.approx(step, rel=1e-5, abs=1e-7) for step in curve(uninterrupted)]
 
 
-@pytest.mark.slow
 def test_a_killed_rank_of_a_heterogeneous_job_is_the_first_error_within_a_minute(lab: Lab) -> None:
     """Trainer ranks on two nodes and rollout workers on a third, which is another part of the job."""
     run = lab.launch("killed", "training.steps=500", nodes=2, rollout_nodes=1, retries=0, dashboard=True)
