@@ -132,16 +132,6 @@ class CheckpointWriter:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def save_checkpoint(
-    root: Path, trainer: PolicyTrainer, step: int, training_state: dict[str, Any], keep: int = 2
-) -> Path:
-    """Write ``root/step_{step}`` and wait for it; see CheckpointWriter."""
-    writer = CheckpointWriter(root, keep)
-    path = writer.start(trainer, step, training_state)
-    writer.finish()
-    return path
-
-
 @contextmanager
 def _failing_together(partial: Path) -> Iterator[None]:
     """Whatever goes wrong on this rank is known to all before anyone goes on."""

@@ -19,7 +19,7 @@ from converters.hf_directory import HfDirectory
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.verify import verify
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint import _metadata, load_model_weights, save_checkpoint
+from megatron_gptoss.checkpoint import _metadata, load_model_weights
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
@@ -27,7 +27,7 @@ from megatron_gptoss.trainer import PolicyTrainer
 from tests.converters.models import TINY, save_hf, tiny_weights
 from tests.converters.test_hf_directory import files_limited_to
 from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import documents, hf_logits
+from tests.megatron_gptoss.reference import documents, hf_logits, save_checkpoint
 
 Weights = dict[str, torch.Tensor]
 DOWN_PROJ = "model.layers.1.mlp.experts.down_proj"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from megatron_gptoss.checkpoint import CheckpointWriter
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.packing import Sample
-from megatron_gptoss.trainer import LossFunction, LossOutput
+from megatron_gptoss.trainer import LossFunction, LossOutput, PolicyTrainer
 
 # hidden != intermediate, more kv heads than ranks of any test, a window that is shorter than the documents
 TINY = ModelConfig(
@@ -82,3 +85,11 @@ def hf_norms_in_full_precision() -> Iterator[None]:
         yield
     finally:
         modeling_gpt_oss.GptOssRMSNorm.forward = original
+
+
+def save_checkpoint(root: Path, trainer: PolicyTrainer, step: int, state: dict[str, Any], keep: int = 2) -> Path:
+    """Begin a checkpoint and wait for it."""
+    writer = CheckpointWriter(root, keep)
+    path = writer.start(trainer, step, state)
+    writer.finish()
+    return path

@@ -15,14 +15,13 @@ from megatron_gptoss.checkpoint import (
     CheckpointWriter,
     latest_checkpoint,
     load_checkpoint,
-    save_checkpoint,
 )
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
-from tests.megatron_gptoss.reference import TINY, documents, mean_cross_entropy
+from tests.megatron_gptoss.reference import TINY, documents, mean_cross_entropy, save_checkpoint
 
 BATCH = build_batch(documents([20, 13]))
 

@@ -11,14 +11,14 @@ from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint import load_checkpoint, save_checkpoint
+from megatron_gptoss.checkpoint import load_checkpoint
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.router import GptOssRouter
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
-from tests.megatron_gptoss.reference import documents, hf_logits, hf_loss, hf_model, mean_cross_entropy
+from tests.megatron_gptoss.reference import documents, hf_logits, hf_loss, hf_model, mean_cross_entropy, save_checkpoint
 
 pytestmark = pytest.mark.gpu
 

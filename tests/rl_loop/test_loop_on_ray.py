@@ -119,6 +119,15 @@ def test_an_interrupted_run_saves_and_continues_the_same_curve(tmp_path: Path) -
     assert curve(resumed) == pytest.approx(curve(whole), rel=1e-4, abs=1e-6)
 
 
+def test_an_interrupted_run_whose_rollouts_overlap_training_goes_on(tmp_path: Path) -> None:
+    config = rl_config(tmp_path, "algorithm.max_staleness=1", "training.steps=4")
+    with pytest.raises(Interrupted, match="saved after step 2 of 4"):
+        run_rl(config, Quiet(on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 1 else None))
+    steps = read_json_lines(run_rl(config, Quiet(), resume=True) / "metrics.jsonl")
+    ages = [step["rollout/staleness_max"] for step in steps if "reward" in step]
+    assert ages == [0, 1, 0, 1], "episodes that were under way at the interrupt begin anew, with the newest weights"
+
+
 def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
     config = rl_config(tmp_path, "rollout.max_new_tokens_per_turn=200", "rollout.workers=2")
     trainer = TrainerGroup(config)
