@@ -1,6 +1,6 @@
 """Saving and resuming a trainer: torch_dist checkpoints that are either complete or not there.
 
-    ROOT/step_000120/            torch_dist: model and optimizer, loadable at other tensor/pipeline/expert sizes (model)
+    ROOT/step_000120/            torch_dist: model and optimizer, loadable at other parallel sizes
     ROOT/step_000120/gptoss_config.json      the ModelConfig
     ROOT/step_000120/training_state.json     what the caller wants back: step, data position, ...
     ROOT/latest                  the name of the newest complete checkpoint
@@ -37,6 +37,9 @@ WRITER = ThreadPoolExecutor(1, "checkpoint")
 """Of this process. One thread: Megatron's results come through one queue, in the order in which they were written."""
 
 FAILURES = (Exception, CheckpointException)  # torch's own is a BaseException, which "except Exception" lets through
+
+
+EXPERTS_APART = "experts_have_an_optimizer_of_their_own"
 
 
 class CheckpointError(RuntimeError):
@@ -84,7 +87,7 @@ class CheckpointWriter:
                     shutil.rmtree(abandoned, ignore_errors=True)
                 partial.mkdir(parents=True)
         with _failing_together(partial):
-            state = _state(trainer, loading=False)
+            state = _state(trainer, loading=False) | {EXPERTS_APART: _experts_apart(trainer)}
             request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
             self._written = []
             if request.async_fn is not None:  # this rank has something to write
@@ -171,11 +174,25 @@ def latest_checkpoint(root: Path) -> Path | None:
     return path
 
 
+def _experts_apart(trainer: PolicyTrainer) -> bool:
+    """Whether Megatron keeps the experts in an optimizer of their own, as it does with expert or tensor parallelism."""
+    return any(not getattr(parameter, "allreduce", True) for parameter in trainer.module.parameters())
+
+
 @torch.no_grad()
 def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
-    """Restore model and optimizer in place and return the saved training state. Collective; same layout as saved."""
+    """Restore model and optimizer in place and return the saved training state. Collective. The layout may be another
+    than the one that saved, if both or neither have expert or tensor parallelism. Raises CheckpointError."""
     try:
-        trainer.updated = "optimizer" in dist_checkpointing.load_common_state_dict(str(path))
+        common = dist_checkpointing.load_common_state_dict(str(path))
+        trainer.updated = "optimizer" in common
+        if trainer.updated and common[EXPERTS_APART] != _experts_apart(trainer):
+            had, wanted = ("with", "above 1") if common[EXPERTS_APART] else ("without", "1")
+            raise CheckpointError(
+                f"checkpoint {path} was saved {had} expert or tensor parallelism, and its optimizer cannot be split or "
+                f"joined: go on with parallel.expert or parallel.tensor {wanted}, or start a new run whose "
+                "initial_weights are this run"
+            )
         state = dist_checkpointing.load(_state(trainer, loading=True), str(path))
         trainer.module.load_state_dict(state["model"], strict=True)
         if trainer.updated:
@@ -183,6 +200,8 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         else:
             trainer.optimizer.reload_model_params()
         return json.loads((path / TRAINING_STATE_FILE).read_text())
+    except CheckpointError:
+        raise
     except FAILURES as error:
         raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 

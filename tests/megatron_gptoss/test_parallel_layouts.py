@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
+from megatron_gptoss.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import pack
 from megatron_gptoss.trainer import PolicyTrainer, alignment, data_parallel_slice
 from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
+from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy, save_checkpoint
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 STEPS = 6
@@ -28,8 +30,11 @@ LAYOUTS = {
 }
 
 
-def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
-    """Losses and gradient norms of a few steps, and the log-probs of the trained policy."""
+def train(
+    parallel: ParallelConfig, rank: int, port: int, save_under: Path | None = None, resume: Path | None = None
+) -> dict[str, Any]:
+    """Losses and gradient norms of a few steps, and the log-probs of the trained policy. ``save_under``: gets a
+    checkpoint after half of them; ``resume``: such a checkpoint, after which only the other half remains."""
     distributed.initialize(parallel, rank, port=port)
     try:
         model = build_model(TINY, parallel, torch.float32)
@@ -37,7 +42,13 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1.0))
         batches = data_parallel_slice(pack(SAMPLES, 64, parallel.data, alignment()))
         tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
-        steps = [trainer.train_step(batches, mean_cross_entropy(tokens), 3e-3) for _ in range(STEPS)]
+        if resume:
+            load_checkpoint(resume, trainer)
+        steps = []
+        for step in range(STEPS // 2 if resume else 0, STEPS):
+            if save_under and step == STEPS // 2:
+                save_checkpoint(save_under, trainer, step, {})
+            steps.append(trainer.train_step(batches, mean_cross_entropy(tokens), 3e-3))
         scores = trainer.score(batches)
         return {
             "losses": [step.sums["loss"] for step in steps],
@@ -48,22 +59,27 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
         distributed.shutdown()
 
 
-def train_every_layout(rank: int, ports: list[int]) -> dict[str, Any]:
+def train_every_layout(rank: int, ports: list[int], checkpoints: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     return {
-        name: train(ParallelConfig(world_size=2, **layout), rank, port)
+        name: train(ParallelConfig(world_size=2, **layout), rank, port, checkpoints / name)
         for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True)
     }
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return run_distributed(train_every_layout, 2, [free_port() for _ in LAYOUTS])
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> dict[str, Any]:
-    return train(ParallelConfig(), 0, free_port())
+def two_ranks(checkpoints: Path) -> list[dict[str, Any]]:
+    return run_distributed(train_every_layout, 2, [free_port() for _ in LAYOUTS], checkpoints)
+
+
+@pytest.fixture(scope="module")
+def one_rank(checkpoints: Path) -> dict[str, Any]:
+    return train(ParallelConfig(), 0, free_port(), checkpoints / "one")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -95,3 +111,38 @@ def test_scores_reach_every_rank_in_order(
             n = len(want_labels)
             assert labels[:n] == want_labels
             torch.testing.assert_close(values[:n], want, atol=2e-3, rtol=0)
+
+
+RESUMED = {
+    "one": ["data", "pipeline", "context"],
+    "pipeline": ["context"],
+    "expert": ["tensor+sequence", "tensor+sequence+expert"],
+    "tensor+sequence+expert": ["expert"],
+}
+
+
+def resume_in_other_layouts(rank: int, ports: list[int], checkpoints: Path) -> list[tuple[str, str, list[float]]]:
+    torch.set_num_threads(1)
+    results, port = [], iter(ports)
+    for saved, others in RESUMED.items():
+        for name in others:
+            checkpoint = latest_checkpoint(checkpoints / saved)
+            run = train(ParallelConfig(world_size=2, **LAYOUTS[name]), rank, next(port), resume=checkpoint)
+            results.append((saved, name, run["losses"]))
+    return results
+
+
+def test_a_checkpoint_with_its_optimizer_goes_on_in_another_layout(
+    one_rank: dict[str, Any], two_ranks: list[dict[str, Any]], checkpoints: Path
+) -> None:
+    ports = [free_port() for others in RESUMED.values() for _ in others]
+    for saved, name, losses in run_distributed(resume_in_other_layouts, 2, ports, checkpoints)[0]:
+        assert losses == pytest.approx(one_rank["losses"][STEPS // 2 :], rel=1e-5), (saved, name)
+
+
+def test_an_optimizer_that_cannot_be_split_or_joined_is_refused_with_the_way_out(
+    two_ranks: list[dict[str, Any]], checkpoints: Path
+) -> None:
+    message = r"step_000003 was saved with expert or tensor parallelism.*parallel.expert or parallel.tensor above 1"
+    with pytest.raises(CheckpointError, match=message):
+        train(ParallelConfig(), 0, free_port(), resume=latest_checkpoint(checkpoints / "expert"))
