@@ -1,4 +1,4 @@
-"""Executions per second of the warm sandbox: ``python -m rl_loop.sandbox.benchmark``. Prints one line of JSON."""
+"""Executions per second of the warm sandbox: ``python benchmarks/sandbox.py``. Prints one line of JSON."""
 
 from __future__ import annotations
 
