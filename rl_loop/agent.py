@@ -4,18 +4,18 @@
     repeat: sample a turn from ids; append exactly what was sampled; let the environment act on it;
             append what tools answered or the user said
 
-Nothing is rendered twice. The loss mask is 1 exactly on what was sampled.
-"""
+Nothing is rendered twice. The loss mask is 1 exactly on what was sampled."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import random
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -61,14 +61,12 @@ async def run_episode(
     """Run one episode to its end. ``sampling.max_new_tokens`` is the limit of one turn; stop ids and seed are set here.
 
     The same seed, weights and task give the same episode, whatever else the engine is doing. Raises ValueError if the
-    prompt leaves no room to answer.
-    """
+    prompt leaves no room to answer."""
     deadline = time.monotonic() + limits.episode_seconds
     prompt = harmony.render_prompt(environment.prompt(), environment.tools())
     if len(prompt) >= limits.max_tokens:
-        raise ValueError(
-            f"the prompt of task {task_id} has {len(prompt)} tokens; rollout.max_tokens is {limits.max_tokens}"
-        )
+        length = f"has {len(prompt)} tokens; rollout.max_tokens is {limits.max_tokens}"
+        raise ValueError(f"the prompt of task {task_id} {length}")
     episode = Trajectory(task_id, [], [], [])
     _append(episode, harmony, "prompt", prompt)
     end = partial(_end, episode, limits)
@@ -95,7 +93,7 @@ async def run_episode(
             return end(environment.unfinished(), sampled.finish_reason)
         if unread:
             _append(episode, harmony, "tool" if result.tool_outputs else "user", unread)
-        before = replace(episode, **_lists(episode)) if purifier else episode
+        before = copy.deepcopy(episode) if purifier else episode
         _append(episode, harmony, "assistant", sampled.output_ids, sampled)
         if sampled.finish_reason is not FinishReason.STOP:
             stopped = sampled.finish_reason
@@ -105,7 +103,8 @@ async def run_episode(
             return end(environment.illegal(messages.kind), FinishReason.FORMAT_ERROR)
         state = snapshot(environment) if purifier else {}
         result = await environment.step(messages)
-        if purifier and result.tool_errors and not result.done and _chosen(purifier, f"{task_id}/{seed}/{turn}"):
+        chance = random.Random(f"{task_id}/{seed}/{turn}").random()
+        if purifier and result.tool_errors and not result.done and chance < purifier.config.probability:
             failed = Attempt(prefix, sampled, messages, result, len(sampled.output_ids))
             if (pure := await purifier.purified(failed, state)) is not None:
                 result = pure.result
@@ -115,8 +114,7 @@ async def run_episode(
         episode.tool_calls += result.tool_calls
         episode.tool_errors += result.tool_errors
         if result.done:
-            reason = FinishReason.FORMAT_ERROR if result.format_error else FinishReason.STOP
-            return end(result, reason)
+            return end(result, FinishReason.FORMAT_ERROR if result.format_error else FinishReason.STOP)
         if limits.max_tool_calls is not None and episode.tool_calls >= limits.max_tool_calls:
             return end(environment.unfinished(), FinishReason.MAX_TOOL_CALLS)
         unread = harmony.render_observation(result.tool_outputs, result.user)
@@ -134,8 +132,7 @@ def _room(episode: Trajectory, used: int, limits: EpisodeLimits, turn: int) -> t
 async def _sample(engine: RolloutEngine, turn: GenerateRequest, deadline: float) -> GenerateResult:
     """One turn, resumed from its own tokens as often as the engine aborts it (to take new weights, say).
 
-    Out of time, it ends with what there is, perhaps nothing, and FinishReason.TIMEOUT.
-    """
+    Out of time, it ends with what there is, perhaps nothing, and FinishReason.TIMEOUT."""
     whole = GenerateResult([], [], FinishReason.ABORT)
     while whole.finish_reason is FinishReason.ABORT:
         done = len(whole.output_ids)
@@ -150,39 +147,25 @@ async def _sample(engine: RolloutEngine, turn: GenerateRequest, deadline: float)
         part = await _generate(engine, request, deadline)
         if turn.return_routed_experts and part.output_ids and part.routed_experts is None:
             raise RuntimeError(f"the engine did not return the routed experts that request {name} asked for")
-        spans = [WeightVersionSpan(s.start + done, s.end + done, s.version) for s in part.weight_versions]
-        whole = GenerateResult(
-            whole.output_ids + part.output_ids,
-            whole.output_log_probs + part.output_log_probs,
-            part.finish_reason,
-            whole.weight_versions + spans,
-            _first_routes(whole.routed_experts, part.routed_experts),
-        )
+        spans = _shifted(part.weight_versions, done)
+        ids, log_probs = whole.output_ids + part.output_ids, whole.output_log_probs + part.output_log_probs
+        routes = _first_routes(whole.routed_experts, part.routed_experts)
+        whole = GenerateResult(ids, log_probs, part.finish_reason, whole.weight_versions + spans, routes)
     return whole
 
 
 async def _generate(engine: RolloutEngine, request: GenerateRequest, deadline: float) -> GenerateResult:
     """Sample until the deadline (of time.monotonic()) at the latest; then the engine is told to abort."""
-    loop = asyncio.get_running_loop()
-    aborts: list[asyncio.Task[None]] = []  # keeps the task alive
 
     async def abort() -> None:
+        await asyncio.sleep(deadline - time.monotonic())
         await engine.abort(request.request_id)
 
-    timer = loop.call_later(deadline - time.monotonic(), lambda: aborts.append(loop.create_task(abort())))
+    timer = asyncio.create_task(abort())
     try:
         return await engine.generate(request)
     finally:
         timer.cancel()
-
-
-def _chosen(purifier: Purifier, name: str) -> bool:
-    return random.Random(name).random() < purifier.config.probability
-
-
-def _lists(episode: Trajectory) -> dict[str, Any]:
-    """Copies of what a turn appends to."""
-    return {name: list(value) for name, value in vars(episode).items() if isinstance(value, list)}
 
 
 def _seed_of(request_id: str) -> int:
@@ -197,6 +180,10 @@ def _first_routes(earlier: np.ndarray | None, latest: np.ndarray | None) -> np.n
     return np.concatenate([earlier, latest[len(earlier) :]])
 
 
+def _shifted(spans: list[WeightVersionSpan], by: int) -> list[WeightVersionSpan]:
+    return [WeightVersionSpan(span.start + by, span.end + by, span.version) for span in spans]
+
+
 def _append(
     episode: Trajectory, harmony: Harmony, role: str, ids: list[int], sampled: GenerateResult | None = None
 ) -> None:
@@ -206,9 +193,7 @@ def _append(
     episode.rollout_log_probs += sampled.output_log_probs if sampled else [0.0] * len(ids)
     if sampled:
         episode.routed_experts = _first_routes(episode.routed_experts, sampled.routed_experts)
-        episode.weight_versions += [
-            WeightVersionSpan(s.start + start, s.end + start, s.version) for s in sampled.weight_versions
-        ]
+        episode.weight_versions += _shifted(sampled.weight_versions, start)
     episode.turns.append(Turn(role, start, len(episode), harmony.decode(ids)))
 
 

@@ -1,8 +1,7 @@
 """Harmony in token space: rendering prompts and tool output, and parsing what the policy sampled.
 
 openai-harmony does both on token ids; there are no regular expressions here. Sampled ids are parsed and then kept as
-they are: rendering a parsed message again gives other ids (the recipient moves before the channel).
-"""
+they are: rendering a parsed message again gives other ids (the recipient moves before the channel)."""
 
 from __future__ import annotations
 
@@ -10,25 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from openai_harmony import (
-    Author,
-    Conversation,
-    DeveloperContent,
-    HarmonyError,
-    Message,
-    ReasoningEffort,
-    Role,
-    SystemContent,
-    ToolDescription,
-)
+from openai_harmony import Conversation, DeveloperContent, HarmonyError, Message, Role, SystemContent, ToolDescription
 from pydantic import BaseModel, ConfigDict
 
 from rl_loop.vocabulary import SPECIAL_TOKENS, Vocabulary, harmony_encoding, special_id
 
 CHANNELS = ("analysis", "commentary", "final")
 
+# Harmony ids from here on are special tokens, the reserved ones included
 FIRST_SPECIAL_ID = 199_998
-"""Harmony ids from here on are special tokens, the reserved ones included."""
 
 # which special token may follow which in one assistant turn; a turn begins inside a header, as after <|start|>
 SUCCESSORS = {
@@ -63,8 +52,7 @@ class Tool:
 
     name: str
     description: str
-    parameters: dict[str, Any]
-    """JSON schema of the arguments."""
+    parameters: dict[str, Any]  # JSON schema of the arguments
 
 
 @dataclass(frozen=True)
@@ -72,8 +60,7 @@ class ParsedMessage:
     """One message that the policy wrote."""
 
     channel: str
-    recipient: str | None
-    """The tool that is called, such as "python" or "functions.search"; None if it is no call."""
+    recipient: str | None  # the tool that is called, such as "python" or "functions.search"; None if it is no call
     content_type: str | None
     text: str
 
@@ -91,8 +78,7 @@ class ToolOutput:
 class FormatError:
     """The sampled ids are not what Harmony allows."""
 
-    kind: str
-    """Under which it is counted: "structure", "header", "role", "channel", "recipient"."""
+    kind: str  # under which it is counted: "structure", "header", "role", "channel", "recipient"
     reason: str
 
 
@@ -100,22 +86,16 @@ class Harmony:
     """Renders and parses for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary, prompt: PromptConfig) -> None:
-        self.vocabulary = vocabulary
+        self.vocabulary, self.stop_token_ids = vocabulary, vocabulary.stop_token_ids
         self._system = _system_content(prompt)
-        self.assistant_header = vocabulary.from_harmony(
-            harmony_encoding().encode("<|start|>assistant", allowed_special="all")
-        )
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return self.vocabulary.stop_token_ids
+        header = harmony_encoding().encode("<|start|>assistant", allowed_special="all")
+        self.assistant_header = vocabulary.from_harmony(header)
 
     def render_prompt(self, messages: Sequence[dict[str, str]], tools: Sequence[Tool] = ()) -> list[int]:
         """Ids of system, developer and user messages, ending where the assistant begins.
 
         ``messages``: {"role": "developer" or "user", "content": text}; ``tools`` are described in the first developer
-        message, or in one of their own. Raises ValueError naming another role.
-        """
+        message, or in one of their own. Raises ValueError naming another role."""
         rendered = [] if self._system is None else [Message.from_role_and_content(Role.SYSTEM, self._system)]
         if tools and all(message["role"] != "developer" for message in messages):
             rendered.append(_developer_message(None, tools))
@@ -127,9 +107,8 @@ class Harmony:
                 tools = ()
             else:
                 raise ValueError(f"a prompt message has role {message['role']!r}; expected 'developer' or 'user'")
-        ids = harmony_encoding().render_conversation_for_completion(
-            Conversation.from_messages(rendered), Role.ASSISTANT
-        )
+        conversation = Conversation.from_messages(rendered)
+        ids = harmony_encoding().render_conversation_for_completion(conversation, Role.ASSISTANT)
         return self.vocabulary.from_harmony(ids)
 
     def render_observation(self, outputs: Sequence[ToolOutput], user: str | None = None) -> list[int]:
@@ -137,7 +116,8 @@ class Harmony:
         again."""
         ids: list[int] = []
         for output in outputs:
-            message = Message.from_author_and_content(Author.new(Role.TOOL, output.tool), output.text)
+            message = Message.from_role_and_content(Role.TOOL, output.text)
+            message.author.name = output.tool
             ids += harmony_encoding().render(message.with_channel(output.channel).with_recipient("assistant"))
         if user is not None:
             ids += harmony_encoding().render(Message.from_role_and_content(Role.USER, user))
@@ -146,8 +126,7 @@ class Harmony:
     def render_assistant(self, messages: Sequence[ParsedMessage], end: Literal["<|return|>", "<|call|>"]) -> list[int]:
         """Ids of an assistant turn as a policy would sample it, after ``<|start|>assistant``. For demonstrations.
 
-        The header has the order that GPT-OSS itself writes: channel, then recipient, then content type.
-        """
+        The header has the order that GPT-OSS itself writes: channel, then recipient, then content type."""
         text_ids, special = self.vocabulary.encode_text, self._special
         ids: list[int] = []
         for i, message in enumerate(messages):
@@ -163,8 +142,7 @@ class Harmony:
         """The messages of one sampled assistant turn: thoughts and comments, then calls to tools or a final answer.
 
         ``ids`` are those after ``<|start|>assistant``, the stop token included. A recipient is whatever the policy
-        wrote: the environment says which tools there are.
-        """
+        wrote: the environment says which tools there are."""
         harmony_ids = self.vocabulary.to_harmony(ids)
         # openai-harmony takes special tokens inside a message for text and inside a header for a recipient
         if fault := _fault_of_structure(harmony_ids):
@@ -199,12 +177,8 @@ class Harmony:
 
 
 def _system_content(prompt: PromptConfig) -> SystemContent | None:
-    effort = {"low": ReasoningEffort.LOW, "medium": ReasoningEffort.MEDIUM, "high": ReasoningEffort.HIGH}
-    settings: dict[str, Any] = {
-        "model_identity": prompt.model_identity,
-        "knowledge_cutoff": prompt.knowledge_cutoff,
-        "reasoning_effort": effort.get(prompt.reasoning_effort or ""),
-    }
+    settings: dict[str, Any] = prompt.model_dump(include={"model_identity", "knowledge_cutoff"})
+    settings["reasoning_effort"] = prompt.reasoning_effort and prompt.reasoning_effort.capitalize()
     if not prompt.channels:
         settings["channel_config"] = None
     if not prompt.channels and not prompt.python_tool and all(value is None for value in settings.values()):
@@ -218,9 +192,8 @@ def _developer_message(instructions: str | None, tools: Sequence[Tool]) -> Messa
     if instructions is not None:
         content = content.with_instructions(instructions)
     if tools:
-        content = content.with_function_tools(
-            [ToolDescription.new(tool.name, tool.description, tool.parameters) for tool in tools]
-        )
+        described = [ToolDescription.new(tool.name, tool.description, tool.parameters) for tool in tools]
+        content = content.with_function_tools(described)
     return Message.from_role_and_content(Role.DEVELOPER, content)
 
 

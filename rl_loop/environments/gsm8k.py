@@ -1,7 +1,6 @@
 r"""GSM8K (arXiv 2110.14168): word problems whose answer is an integer, single turn, from the head or with Python.
 
-Files and the hub give the real ones; without either, small word problems are generated.
-"""
+Files and the hub give the real ones; without either, small word problems are generated."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 
 from rl_loop import arithmetic
 from rl_loop.environments.base import Script, Split, Task, UnknownTool, final, think
-from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions
+from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions, prompt_of
 
 
 class Gsm8kOptions(ReToolOptions):
@@ -37,10 +36,7 @@ class Gsm8kEnvironment(ReToolEnvironment):
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:
         """{"question", "answer"} whose answer ends with "#### 1,234"."""
         wanted = record["answer"].rpartition("####")[2].strip().replace(",", "")
-        messages = [{"role": "user", "content": record["question"]}]
-        if options.instructions is not None:
-            messages.insert(0, {"role": "developer", "content": options.instructions})
-        return Task(name, messages, wanted, "gsm8k", {"tools": options.tools})
+        return Task(name, prompt_of(record["question"], options), wanted, "gsm8k", {"tools": options.tools})
 
     @classmethod
     def solve(cls, task: Task, rng: Random, careless: bool) -> Script:

@@ -1,8 +1,7 @@
 """Verifiable instruction following: answers must meet constraints that programs check (IFEval, arXiv 2311.07911).
 
 Prompts are composed from the IFEval checkers of if-verifiable that need no download; in later turns, as in Multi-IF,
-the user adds constraints and the earlier ones must still hold. IFEval and IFBench files are read as they are.
-"""
+the user adds constraints and the earlier ones must still hold. IFEval and IFBench files are read as they are."""
 
 from __future__ import annotations
 
@@ -75,10 +74,11 @@ class InstructionEnvironment(Environment):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
+        count = options.constraints * options.turns
         for attempt in range(1000):
             rng = Random(f"{split}/{seed}/{index}/{attempt}")
             topic = rng.choice(TOPICS)
-            names = _compatible(options.checkers, options.constraints * options.turns, rng)
+            names = _compatible(options.checkers, count, rng)
             described = [_constraint(name, rng.randrange(1 << 30)) for name in names]
             parts = [described[i : i + options.constraints] for i in range(0, len(described), options.constraints)]
             texts = [" ".join(text for _, _, text in part) for part in parts]
@@ -86,14 +86,11 @@ class InstructionEnvironment(Environment):
             follow_ups = [f"Now also: {text}" for text in texts[1:]]
             messages = [{"role": "user", "content": f"Write about {topic}. {texts[0]}"}]
             metadata = {"turns": turns, "user": follow_ups, "topic": topic}
-            task = Task(f"{split}-{index}", messages, "", "instructions", metadata)
             known = [constraint for turn in turns for constraint in turn]
-            if len(names) == options.constraints * options.turns and all(
-                _check(constraint, _solution(topic, known[:end]), "")[0]
-                for end in range(options.constraints, len(known) + 1, options.constraints)
-                for constraint in known[:end]
-            ):
-                return task
+            ends = range(options.constraints, len(known) + 1, options.constraints)
+            met = (_check(known[i], _solution(topic, known[:end]), "")[0] for end in ends for i in range(end))
+            if len(names) == count and all(met):
+                return Task(f"{split}-{index}", messages, "", "instructions", metadata)
         raise ValueError(f"no {options.constraints} x {options.turns} constraints of {options.checkers} go together")
 
     @classmethod

@@ -21,8 +21,8 @@ class ReasoningGymOptions(EnvironmentOptions):
     """Of the generator, such as {max_terms: 3}; see its configuration class."""
 
 
+# items of one data set of the generator; some make a list of this length
 SIZE = 10_000
-"""Items of one data set of the generator; some make a list of this length."""
 
 
 @lru_cache(maxsize=16)

@@ -1,8 +1,7 @@
 r"""ReTool (arXiv 2504.11536): a mathematical problem, a Python interpreter, the answer in \boxed{}.
 
 The reward is that of a correct answer or that of a wrong one; errors of the interpreter are answers like any other, so
-that the agent can correct itself, and are not punished.
-"""
+that the agent can correct itself, and are not punished."""
 
 from __future__ import annotations
 
@@ -11,28 +10,17 @@ from random import Random
 from typing import Any
 
 from rl_loop import arithmetic
-from rl_loop.environments.base import (
-    Environment,
-    EnvironmentOptions,
-    Script,
-    Split,
-    StepResult,
-    Task,
-    ToolError,
-    UnknownTool,
-    arguments_of,
-    final,
-    think,
-)
+from rl_loop.environments import base
+from rl_loop.environments.base import Script, StepResult, Task, ToolError, final, think
 from rl_loop.harmony import ParsedMessage
 from rl_loop.rewards.math_answer import is_correct, is_number, last_boxed, normalised
 
+# printed between what ran before and what is new
 MARK = "\x1eoutput"
-"""Printed between what ran before and what is new."""
 INSTRUCTIONS = r"Use python. Answer in \boxed{}."
 
 
-class ReToolOptions(EnvironmentOptions):
+class ReToolOptions(base.EnvironmentOptions):
     instructions: str | None = INSTRUCTIONS
     """The developer message; null for none."""
     numeric_only: bool = True
@@ -42,7 +30,7 @@ class ReToolOptions(EnvironmentOptions):
     new one, unseen. They should then be deterministic and quick."""
 
 
-class ReToolEnvironment(Environment):
+class ReToolEnvironment(base.Environment):
     """Tools are ``python`` (plain code, as GPT-OSS knows it) and ``functions.python`` (JSON with a key "code")."""
 
     Options = ReToolOptions
@@ -53,10 +41,10 @@ class ReToolEnvironment(Environment):
         self._history = ""
 
     @classmethod
-    def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
+    def generate(cls, split: base.Split, seed: int, index: int, options: Any) -> Task:
         problem = arithmetic.problem(split, seed, index)
         metadata = {"expression": problem.expression, "stateful": options.stateful}
-        return Task(f"{split}-{index}", _messages(problem.text, options), str(problem.answer), "retool", metadata)
+        return Task(f"{split}-{index}", prompt_of(problem.text, options), str(problem.answer), "retool", metadata)
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
@@ -69,13 +57,12 @@ class ReToolEnvironment(Environment):
             question, wanted = found.get("problem") or found["question"], str(found["answer"])
         if options.numeric_only and not is_number(wanted):
             return None
-        return Task(name, _messages(question, options), wanted, "retool", {"stateful": options.stateful})
+        return Task(name, prompt_of(question, options), wanted, "retool", {"stateful": options.stateful})
 
     @classmethod
     def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
         """Calls Python, sometimes after a mistake; careless, it answers from the head and is right one time in ten."""
-        expression = task.metadata["expression"]
-        answer = task.ground_truth
+        expression, answer = task.metadata["expression"], task.ground_truth
         if careless:
             if rng.random() >= 0.1:
                 answer = str(arithmetic.guess(int(answer), rng))
@@ -94,15 +81,13 @@ class ReToolEnvironment(Environment):
         return self._judged(correct, last_boxed(text))
 
     async def call(self, tool: str, arguments: str) -> str:
-        if tool == "python":
-            code = arguments
-        elif tool == "functions.python":
-            given = arguments_of(arguments).get("code")
-            if not isinstance(given, str):
+        code: Any = arguments
+        if tool == "functions.python":
+            code = base.arguments_of(arguments).get("code")
+            if not isinstance(code, str):
                 raise ToolError('functions.python takes JSON like {"code": "print(1)"}')
-            code = given
-        else:
-            raise UnknownTool
+        elif tool != "python":
+            raise base.UnknownTool
         self._calls += 1
         program = f"{self._history}print({MARK!r})\n{code}" if self._history else code
         execution = await self.execute(program)
@@ -122,7 +107,8 @@ class ReToolEnvironment(Environment):
         return self.finished(float(correct) + (shaping / scale if scale else 0.0), normalised(answer))
 
 
-def _messages(question: str, options: ReToolOptions) -> list[dict[str, str]]:
+def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, str]]:
+    """The messages of a task: the developer's instructions, if any, and the question."""
     messages = [{"role": "user", "content": question}]
     if options.instructions is not None:
         messages.insert(0, {"role": "developer", "content": options.instructions})

@@ -20,8 +20,7 @@ class TaskData:
 
     ``place``: a path (.jsonl, .parquet), or "hub:NAME:SPLIT" or "hub:NAME:CONFIGURATION:SPLIT". A row is a ``Task``
     (task_id, messages, ground_truth, ...) or what ``environment.from_record`` reads; all are checked once, here. Raises
-    TaskFileError.
-    """
+    TaskFileError."""
 
     def __init__(self, place: str, name: str, environment: type[Environment], options: Any) -> None:
         self._place, self._name, self._environment, self._options = place, name, environment, options
@@ -30,14 +29,12 @@ class TaskData:
         self.task_ids: list[str] = []
         seen: set[str] = set()
         for number in range(len(self._rows)):
-            task = self._read(number)
-            if task is None:
-                continue
-            if task.task_id in seen:
-                raise TaskFileError(f"{self._where(number)}: task_id {task.task_id!r} is there twice")
-            seen.add(task.task_id)
-            self.task_ids.append(task.task_id)
-            self._kept.append(number)
+            if (task := self._read(number)) is not None:
+                if task.task_id in seen:
+                    raise TaskFileError(f"{self._where(number)}: task_id {task.task_id!r} is there twice")
+                seen.add(task.task_id)
+                self.task_ids.append(task.task_id)
+                self._kept.append(number)
         if not self._kept:
             raise TaskFileError(f"{place} holds no task")
 

@@ -1,1 +1,0 @@
-"""Rewards: functions of what an episode said and did."""

@@ -35,8 +35,7 @@ def is_number(text: str) -> bool:
 def is_correct(answer: str, ground_truth: str) -> bool:
     r"""Whether the last \boxed{} of ``answer`` equals ``ground_truth``, as math-verify sees it.
 
-    Two plain decimal numbers are compared as such, which is what math-verify finds, only faster.
-    """
+    Two plain decimal numbers are compared as such, which is what math-verify finds, only faster."""
     boxed = last_boxed(answer)
     if boxed is None:
         return False

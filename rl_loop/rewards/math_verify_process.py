@@ -1,8 +1,7 @@
 """math-verify in a process of its own, because an answer can make it run for ever or eat the memory.
 
 sympy computes 9^(9^(9^9)) in one call into C that no Python timeout interrupts. The process therefore asks the kernel
-to kill it (SIGALRM, RLIMIT_AS) when a comparison takes too much, and the next comparison starts another one.
-"""
+to kill it (SIGALRM, RLIMIT_AS) when a comparison takes too much, and the next comparison starts another one."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ import sys
 import threading
 from typing import Any
 
+# wall-clock limit of one comparison; a slower one counts as not equivalent
 SECONDS = 5.0
-"""Wall-clock limit of one comparison; a slower one counts as not equivalent."""
+# address space of the process
 MEMORY_BYTES = 4 << 30
-"""Address space of the process."""
+# characters of an answer; a longer one counts as not equivalent
 LONGEST = 2000
-"""Characters of an answer; a longer one counts as not equivalent."""
 
 
 class MathVerifyProcess:
@@ -34,8 +33,7 @@ class MathVerifyProcess:
     def equivalent(self, given: str, wanted: str) -> bool:
         """Whether math-verify finds two mathematical expressions (LaTeX or plain) equivalent.
 
-        Raises RuntimeError if math-verify cannot be started at all.
-        """
+        Raises RuntimeError if math-verify cannot be started at all."""
         if max(len(given), len(wanted)) > LONGEST:
             return False
         with self._lock:
