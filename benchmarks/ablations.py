@@ -5,6 +5,12 @@
 Trains the demo's model from a supervised start under every VARIANT, in one process, and draws reward, entropy, gradient
 norm, KL, the largest log-perplexity difference and the clip fraction: OUT/ablations.png and OUT/ablations.md. A run
 that is complete in OUT is not repeated.
+
+The sinks of that model begin at 0 and hardly move. For a start that leans on them, as GPT-OSS does:
+
+    python benchmarks/ablations.py runs/strong_sinks --write-initial 2
+    gptoss sft configs/sft/tiny_retool.yaml name=strong_sinks_sft initial_weights=runs/strong_sinks
+    python benchmarks/ablations.py runs/strong_sinks_sft --only sinks --steps 40 --out runs/ablations_strong_sinks
 """
 
 from __future__ import annotations
@@ -16,6 +22,9 @@ from pathlib import Path
 
 import torch
 
+from converters.hf_directory import write_hf_directory
+from converters.names import hf_shapes
+from converters.random_weights import random_hf_weights
 from rl_loop.config import RlConfig, load_config
 from rl_loop.in_process import LocalRollouts, local_loop
 from rl_loop.run_directory import metric_curve, read_json_lines
@@ -32,7 +41,7 @@ VARIANTS: dict[str, list[str]] = {
     "engine without sinks": [*NO_SINKS, *NO_CORRECTION],
     "engine without sinks, attention frozen": [*NO_SINKS, *NO_CORRECTION, "ablation.freeze=[attention]"],
     "engine without sinks, sequence correction": [*NO_SINKS, *SEQUENCE],
-    "trainer without sink gradient": ["ablation.sink_gradient=false"],
+    "trainer without the sinks' gradient": ["ablation.sink_gradient=false"],
     "engine noise": [*ENGINE_NOISE, *NO_CORRECTION],
     "engine noise, R3": [*ENGINE_NOISE, *NO_CORRECTION, "algorithm.routing_replay=R3"],
 }
@@ -50,16 +59,24 @@ CONFIG = Path(__file__).parents[1] / "configs/rl/tiny_retool.yaml"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("start", type=Path, help="the run directory of `gptoss sft configs/sft/tiny_retool.yaml`")
+    parser.add_argument(
+        "--write-initial", type=float, metavar="SINK", help="only write START: weights with these sinks"
+    )
+    parser.add_argument("--only", default="", metavar="WORDS", help="only variants named so, and the first")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/ablations"))
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
     options = parser.parse_intermixed_args()
+    if options.write_initial is not None:
+        return write_initial(options.start, options.write_initial)
     torch.set_num_threads(1)
+    chosen = [name for number, name in enumerate(VARIANTS) if number == 0 or options.only in name]
     curves = {}
     for seed in options.seeds:
         rollouts: LocalRollouts | None = None
-        for name, changes in VARIANTS.items():
+        for name in chosen:
+            changes = VARIANTS[name]
             config = load_config(CONFIG, RlConfig, _common(options, name, seed) + changes + options.overrides)
             rollouts = rollouts or LocalRollouts(config)
             curves[name, seed] = run(config, rollouts)
@@ -68,6 +85,14 @@ def main() -> None:
             rollouts.close()
     draw(curves, options.out / "ablations.png")
     (options.out / "ablations.md").write_text(table(curves))
+
+
+def write_initial(directory: Path, sink: float) -> None:
+    """The demo's untrained model with all sink logits at ``sink``, as a Hugging Face directory."""
+    model = load_config(CONFIG, RlConfig).model
+    weights = random_hf_weights(model, seed=0)
+    named = ((name, weights(name) + sink if name.endswith(".sinks") else weights(name)) for name in hf_shapes(model))
+    write_hf_directory(directory, model, named)
 
 
 def _common(options: argparse.Namespace, name: str, seed: int) -> list[str]:
@@ -116,7 +141,7 @@ def draw(curves: Curves, file: Path) -> None:
 
     figure, axes = pyplot.subplots(2, 3, figsize=(17, 9))
     for axis, (metric, title) in zip(axes.flat, PANELS.items(), strict=True):
-        for variant in VARIANTS:
+        for variant in dict.fromkeys(name for name, _ in curves):
             values = _over_seeds(curves, variant, metric)
             steps = range(values.shape[1])
             (line,) = axis.plot(steps, values.mean(dim=0), label=variant, linewidth=1.3)
@@ -132,7 +157,7 @@ def draw(curves: Curves, file: Path) -> None:
 def table(curves: Curves) -> str:
     """Markdown: mean over seeds and the last third of the steps; of the clip fraction over all steps."""
     lines = ["| variant | " + " | ".join(PANELS.values()) + " |", "|---" * (len(PANELS) + 1) + "|"]
-    for variant in VARIANTS:
+    for variant in dict.fromkeys(name for name, _ in curves):
         cells = []
         for metric in PANELS:
             values = _over_seeds(curves, variant, metric)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -74,14 +73,11 @@ def local_loop(config: RlConfig, rollouts: LocalRollouts | None = None, resume: 
     """A loop over one trainer rank and one rollout worker, or over ``rollouts`` of the same model."""
     run = start_run(config.directory, dump_config(config), resume=resume, overwrite=not resume)
     trainer: Any = TrainerWorker(config, 0, "127.0.0.1", 0, torch.get_num_threads())
-    own = rollouts or LocalRollouts(config)
-    state = (trainer.resume() if resume else None) or {"step": 0}
-    first = int(state["step"])
-    writer = MetricsWriter(run, first - 1 if resume else None)
-    pool: Any = own
+    own: Any = rollouts or LocalRollouts(config)
+    state = (trainer.resume() if resume else None) or {"step": 0, "seconds": 0.0}
+    writer = MetricsWriter(run, state["step"] - 1 if resume else None)
     try:
-        session = Session(run, TaskSource(config), trainer, writer, Silent(), Interrupt(), first, 0.0, time.monotonic())
-        yield RlLoop(config, session, pool)
+        yield RlLoop(config, Session(run, TaskSource(config), trainer, own, writer, Silent(), Interrupt(), state))
     finally:
         writer.close()
         if rollouts is None:

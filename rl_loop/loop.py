@@ -30,7 +30,7 @@ from rl_loop.canary import check_canary
 from rl_loop.config import RlConfig
 from rl_loop.evaluation import evaluation_figures, held_out_requests
 from rl_loop.metrics import Name, StepMetrics
-from rl_loop.rollout_pool import GroupRequest, RolloutPool, RolloutsAbandoned
+from rl_loop.rollout_pool import GroupRequest, RolloutsAbandoned
 from rl_loop.run import Session
 from rl_loop.run_directory import episode_record, metric_curve, read_json_lines
 from rl_loop.trajectory import Trajectory, TrajectoryGroup
@@ -42,8 +42,9 @@ DRIFT_STEPS = 10
 class RlLoop:
     """One run of ``gptoss rl``."""
 
-    def __init__(self, config: RlConfig, session: Session, rollouts: RolloutPool) -> None:
-        self.config, self.session, self.rollouts = config, session, rollouts
+    def __init__(self, config: RlConfig, session: Session) -> None:
+        assert session.rollouts is not None
+        self.config, self.session, self.rollouts = config, session, session.rollouts
         self.trainer, self.tasks, self.progress = session.trainer, session.tasks, session.progress
         self.held_out = held_out_requests(self.tasks, config.rollout.evaluation_temperature)
         earlier = read_json_lines(session.run.metrics)
@@ -62,13 +63,13 @@ class RlLoop:
 
     def _train(self) -> int:
         config, session = self.config, self.session
-        for step in range(session.first_step, config.training.steps):
+        for step in range(session.state["step"], config.training.steps):
             began = time.monotonic()
             metrics = StepMetrics(step)
             try:
                 groups = self.groups_of(step, metrics)
             except RolloutsAbandoned:  # nothing of this step has changed the policy; it begins anew after the resume
-                if step > session.first_step:
+                if step > session.state["step"]:
                     session.save(step, block=True)
                 return step
             self.rollouts.sleep()
@@ -103,7 +104,7 @@ class RlLoop:
             last = session.interrupt.requested or step + 1 == config.training.steps
             if last or (step + 1) % config.training.checkpoint_every == 0:
                 session.save(step + 1, block=last)
-            if session.interrupt.requested:
+            if last:
                 return step + 1
         return config.training.steps
 

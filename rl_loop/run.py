@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -99,18 +99,19 @@ class Session:
     run: RunDirectory
     tasks: TaskSource
     trainer: TrainerGroup
+    rollouts: RolloutPool | None
+    """None without reinforcement learning."""
     writer: MetricsWriter
     progress: Progress
     interrupt: Interrupt
-    first_step: int
-    seconds_before: float
-    """Wall time of earlier attempts of this run."""
-    began: float
-    rollouts: RolloutPool | None = None
+    state: dict[str, Any]
+    """Of the checkpoint that the run goes on from: the steps done ("step") and the wall time they took ("seconds")."""
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
-        return self.seconds_before + time.monotonic() - self.began
+        """Wall time of the run so far, earlier attempts included."""
+        return self.state["seconds"] + time.monotonic() - self.began
 
     def save(self, steps_done: int, block: bool) -> None:
         """Begin a checkpoint, and with ``block`` wait until it is complete."""
@@ -139,25 +140,12 @@ def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: 
             rollouts = RolloutPool(config)
         trainer.ready()
         state = (trainer.resume() if resume else None) or {"step": 0, "seconds": 0.0}
-        first, interrupt = int(state["step"]), Interrupt()
+        first, interrupt = state["step"], Interrupt()
         with show(config.name, config.training.steps, first) as progress:
-            writer = MetricsWriter(
-                run, first - 1 if resume else None, listeners=[progress.step, *step_listeners(config)]
-            )
+            listeners = [progress.step, *step_listeners(config)]
+            writer = MetricsWriter(run, first - 1 if resume else None, listeners)
             with interrupt.installed(lambda: progress.note("stopping after this step; Ctrl-C again stops at once")):
-                tasks = TaskSource(config)
-                yield Session(
-                    run,
-                    tasks,
-                    trainer,
-                    writer,
-                    progress,
-                    interrupt,
-                    first,
-                    state["seconds"],
-                    time.monotonic(),
-                    rollouts,
-                )
+                yield Session(run, TaskSource(config), trainer, rollouts, writer, progress, interrupt, state)
             writer.close()
         trainer.close()
 
@@ -167,7 +155,7 @@ def run_sft(config: SftConfig, show: ProgressFactory, *, resume: bool = False, o
     with _session(config, show, resume, overwrite) as session:
         from rl_loop.batch import optimizer_metrics  # imports torch, which _session has done by now
 
-        for step in range(session.first_step, config.training.steps):
+        for step in range(session.state["step"], config.training.steps):
             started = time.monotonic()
             session.progress.phase("train")
             samples = session.tasks.demonstrations(
@@ -185,7 +173,7 @@ def run_sft(config: SftConfig, show: ProgressFactory, *, resume: bool = False, o
             last = session.interrupt.requested or done == config.training.steps
             if last or done % config.training.checkpoint_every == 0:
                 session.save(done, block=last)
-            if session.interrupt.requested and done < config.training.steps:
+            if last and done < config.training.steps:
                 raise Interrupted(f"saved after step {done} of {config.training.steps} in {session.run.path}")
         losses = metric_curve(read_json_lines(session.run.metrics), Name.LOSS)[1]
         session.run.write_summary(steps=config.training.steps, loss=losses[-1], seconds=round(session.seconds, 1))
@@ -198,16 +186,14 @@ def run_rl(config: RlConfig, show: ProgressFactory, *, resume: bool = False, ove
         from rl_loop.export import export_policy, greedy_agreement
         from rl_loop.loop import RlLoop
 
-        rollouts = session.rollouts
-        assert rollouts is not None
-        rollouts.ready()
-        loop = RlLoop(config, session, rollouts)
+        loop = RlLoop(config, session)
+        loop.rollouts.ready()
         done = loop.train()
         if done < config.training.steps:
             raise Interrupted(f"saved after step {done} of {config.training.steps} in {session.run.path}")
         evaluation = loop.final_evaluation()
         session.writer.write(evaluation)
-        rollouts.close()
+        loop.rollouts.close()
         session.progress.phase("export")
         exported = export_policy(session.trainer, session.tasks.harmony, config, session.run.export)
         agreeing, compared = greedy_agreement(session.trainer, session.tasks, config, exported)
