@@ -1,32 +1,28 @@
-"""Continuous batching: one step samples one token for every running sequence and takes in those that wait.
-
-Nothing here knows of threads or of asyncio, except that each request's future may be cancelled at any time.
-"""
+"""Continuous batching: one step samples one token for every running sequence and takes in those that wait."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from transformers import GptOssForCausalLM
 
-from rl_loop.engines.cached_attention import Segment, StepLayout
+from rl_loop.engines.cached_attention import RowCache, Segment, StepLayout, common_prefix
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, check_routes
-from rl_loop.engines.row_cache import RowCache, common_prefix
 from rl_loop.engines.sampling import sample, sampling_log_probs
 from rl_loop.trajectory import FinishReason, WeightVersionSpan
 
+# new prompt tokens that one step takes in, beyond which sequences wait for the next step (one always gets in)
 MAX_PREFILL_TOKENS = 8192
-"""New prompt tokens that one step takes in, beyond which sequences wait for the next step (one always gets in)."""
 
+# a sequence waits one step if another one, taken in now, will save it at least this many tokens of prefill
 WORTH_WAITING = 16
-"""A sequence waits one step if another one, taken in now, will save it at least this many tokens of prefill."""
 
+# positions whose logits exist at a time when a text is scored
 HEAD_CHUNK = 256
-"""Positions whose logits exist at a time when a text is scored."""
 
 
 @dataclass(eq=False)
@@ -47,9 +43,8 @@ class RunningSequence:
         else:
             generator.manual_seed(sampling.seed)
         # one number per token, whatever happens to other sequences
-        self.uniforms: list[float] = torch.rand(
-            sampling.max_new_tokens, generator=generator, dtype=torch.float64
-        ).tolist()
+        uniforms = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
+        self.uniforms: list[float] = uniforms.tolist()
 
     def append(self, token: int, log_prob: float) -> FinishReason | None:
         """Take the next sampled token; returns why the sequence ends with it, if it does."""
@@ -73,13 +68,10 @@ class BatchedGeneration:
         self.drop_cache()
         self._routes: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(model.model.layers):
-            layer.mlp.router.register_forward_hook(self._record_routes(index))
+            layer.mlp.router.register_forward_hook(partial(self._record_routes, index))
 
-    def _record_routes(self, index: int) -> Callable[[torch.nn.Module, object, tuple[torch.Tensor, ...]], None]:
-        def hook(module: torch.nn.Module, arguments: object, output: tuple[torch.Tensor, ...]) -> None:
-            self._routes[index] = output[2]  # of (logits, weights, indices): [tokens, top_k]
-
-        return hook
+    def _record_routes(self, index: int, router: object, inputs: object, output: tuple[torch.Tensor, ...]) -> None:
+        self._routes[index] = output[2]  # of (logits, weights, indices): [tokens, top_k]
 
     def drop_cache(self) -> None:
         """Forget all keys and values. Only when no sequence is running."""
@@ -125,13 +117,9 @@ class BatchedGeneration:
 
     def _forward(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
         """Last hidden states [tokens, hidden_size]; ``layout`` says which token belongs where."""
-        output = self.model.model(
-            input_ids=torch.tensor([tokens], device=self.model.device),
-            position_ids=layout.positions[None],
-            attention_mask={"full_attention": None, "sliding_attention": None},
-            use_cache=False,
-            layout=layout,
-        )
+        inputs = {"input_ids": torch.tensor([tokens], device=self.model.device), "position_ids": layout.positions[None]}
+        mask = {"full_attention": None, "sliding_attention": None}
+        output = self.model.model(**inputs, attention_mask=mask, use_cache=False, layout=layout)
         return output.last_hidden_state[0]
 
     def _sample(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
@@ -139,17 +127,14 @@ class BatchedGeneration:
         params = [sequence.request.sampling for sequence in self._running]
         log_probs = sampling_log_probs(logits, torch.tensor([p.temperature for p in params], device=device))
         uniforms = [sequence.uniforms[len(sequence.log_probs)] for sequence in self._running]
-        tokens = sample(
-            log_probs,
-            torch.tensor(uniforms, dtype=torch.float64, device=device),
-            torch.tensor([p.temperature == 0 for p in params], device=device),
-            torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
-        )
+        numbers = torch.tensor(uniforms, dtype=torch.float64, device=device)
+        greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+        top_ps = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
+        tokens = sample(log_probs, numbers, greedy, top_ps)
         chosen = log_probs.gather(1, tokens[:, None])[:, 0]
         if not torch.isfinite(chosen).all():
-            raise RuntimeError(
-                f"the model's logits are not finite: weights {self.weight_version} hold NaN or infinities, or overflow"
-            )
+            weights = f"weights {self.weight_version}"
+            raise RuntimeError(f"the model's logits are not finite: {weights} hold NaN or infinities, or overflow")
         return tokens.tolist(), chosen.tolist()
 
     def _admit(self) -> list[Segment]:
@@ -200,21 +185,17 @@ class BatchedGeneration:
     def _answer(self, sequence: RunningSequence, reason: FinishReason, routes: torch.Tensor | None) -> None:
         if not sequence.future.set_running_or_notify_cancel():
             return
-        count = len(sequence.log_probs)
-        result = GenerateResult(
-            output_ids=sequence.tokens[len(sequence.request.input_ids) :],
-            output_log_probs=sequence.log_probs,
-            finish_reason=reason,
-            weight_versions=[WeightVersionSpan(0, count, self.weight_version)] if count else [],
-            cached_tokens=sequence.cached_tokens,
-        )
+        sampled = sequence.tokens[len(sequence.request.input_ids) :]
+        versions = [WeightVersionSpan(0, len(sampled), self.weight_version)] if sampled else []
+        experts = None
         try:
             if sequence.request.return_routed_experts and routes is not None:
                 recorded = routes.to("cpu", copy=True).numpy()
-                result.routed_experts = check_routes(recorded, self.model.config.num_local_experts)
+                experts = check_routes(recorded, self.model.config.num_local_experts)
         except RuntimeError as error:
             sequence.future.set_exception(error)
         else:
+            result = GenerateResult(sampled, sequence.log_probs, reason, versions, experts, sequence.cached_tokens)
             sequence.future.set_result(result)
 
     def abort(self, request_id: str | None) -> None:

@@ -1,7 +1,5 @@
-"""RolloutEngine over an OpenAI-compatible completions endpoint that takes and returns token ids (vLLM and others).
-
-For evaluation: such an endpoint offers no weight sync.
-"""
+"""RolloutEngine over an OpenAI-compatible completions endpoint that takes and returns token ids (vLLM and others). For
+evaluation: such an endpoint offers no weight sync."""
 
 from __future__ import annotations
 
@@ -45,18 +43,12 @@ class CompletionsEngine:
 
     async def _complete(self, request: GenerateRequest) -> GenerateResult:
         sampling = request.sampling
+        seed = None if sampling.seed is None else sampling.seed % (1 << 31)
         body = {
-            "model": self._model,
-            "prompt": request.input_ids,
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seed": None if sampling.seed is None else sampling.seed % (1 << 31),
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "logprobs": 0,
-            "return_token_ids": True,
-            "skip_special_tokens": False,
-        }
+            "model": self._model, "prompt": request.input_ids, "max_tokens": sampling.max_new_tokens, "seed": seed,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "logprobs": 0, "return_token_ids": True,
+            "stop_token_ids": list(sampling.stop_token_ids), "skip_special_tokens": False,
+        }  # fmt: skip
         try:
             async with self._slots, self._session.post(self._url, json=body) as response:
                 if response.status != 200:
@@ -71,8 +63,7 @@ class CompletionsEngine:
 
     async def abort(self, request_id: str | None = None) -> None:
         for name in [request_id] if request_id is not None else list(self._running):
-            task = self._running.pop(name, None)
-            if task is not None:
+            if (task := self._running.pop(name, None)) is not None:
                 task.cancel()
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -46,8 +46,7 @@ class GenerateResult:
 
     ``output_log_probs`` are natural logs of the distribution that was sampled from, at the sampling temperature
     and before top-p truncation. ``routed_experts`` is int16 [len(input_ids) + len(output_ids) - 1, layers, top_k].
-    ``weight_versions`` are spans over output_ids.
-    """
+    ``weight_versions`` are spans over output_ids."""
 
     output_ids: list[int]
     output_log_probs: list[float]
@@ -62,24 +61,19 @@ class RolloutEngine(Protocol):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation. Requests made concurrently are batched."""
-        ...
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """log p(input_ids[i] | input_ids[:i]) for i >= 1: len(input_ids) - 1 natural logs."""
-        ...
 
     async def abort(self, request_id: str | None = None) -> None:
         """Stop one request, or all; each returns its partial tokens with FinishReason.ABORT."""
-        ...
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace all weights, by Hugging Face name; what runs is aborted. Raises ValueError naming missing or unknown
         tensors; then nothing has changed."""
-        ...
 
     async def close(self) -> None:
         """The engine is not used any more."""
-        ...
 
 
 def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:

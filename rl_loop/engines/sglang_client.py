@@ -1,7 +1,4 @@
-"""HTTP to one SGLang server (0.5.17), as far as rollouts need it. Faults of a server and of a request are told apart.
-
-Asyncio only; the trainer's weight sender and the rollout workers use the same client.
-"""
+"""HTTP to one SGLang server (0.5.17), as far as rollouts need it. Its faults and a request's are told apart."""
 
 from __future__ import annotations
 
@@ -38,14 +35,10 @@ class SglangClient:
         """POST ``body`` as JSON, or GET without one; the decoded answer, None if it is empty or no JSON.
 
         Raises RequestRejected for 4xx and ``success: false``, ServerFailed for everything else that is not 2xx or takes
-        more than ``seconds``.
-        """
-        method = "GET" if body is None else "POST"
+        more than ``seconds``."""
+        request = self._connection().request("GET" if body is None else "POST", self.url + path, json=body)
         try:
-            async with (
-                asyncio.timeout(seconds),
-                self._connection().request(method, self.url + path, json=body) as answer,
-            ):
+            async with asyncio.timeout(seconds), request as answer:
                 text = await answer.text()
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             raise ServerFailed(f"{self.url}{path}: {_reason(error)}") from error

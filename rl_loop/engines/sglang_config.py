@@ -11,6 +11,9 @@ from pydantic import Field, model_validator
 
 from megatron_gptoss.config import StrictModel
 
+# (host, port) -> the argument vector of a server
+Command = Callable[[str, int], list[str]]
+
 
 class SglangConfig(StrictModel):
     """Servers of SGLang 0.5.17, each a process of its own that may live in another Python environment."""
@@ -51,23 +54,13 @@ class SglangConfig(StrictModel):
             raise ValueError("colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU")
         return self
 
-    def command(
-        self, index: int, model: Path, dtype: str, *, routed_experts: bool, seed: int
-    ) -> Callable[[str, int], list[str]]:
-        """(host, port) -> arguments of server ``index``: the config.json in ``model``, dummy weights."""
-        words: list[object] = [
-            self.python,
-            "-m",
-            "sglang.launch_server",
-            "--model-path",
-            model,
-            "--load-format",
-            "dummy",
-        ]
-        words += ["--dtype", dtype, "--tp-size", self.tensor_parallel, "--random-seed", seed, "--skip-tokenizer-init"]
+    def command(self, index: int, model: Path, dtype: str, *, routed_experts: bool, seed: int) -> Command:
+        """Arguments of server ``index``: the config.json in ``model``, dummy weights."""
+        words: list[object] = [self.python, "-m", "sglang.launch_server", "--model-path", model]
+        words += ["--load-format", "dummy", "--dtype", dtype, "--tp-size", self.tensor_parallel, "--random-seed", seed]
         words += ["--attention-backend", self.attention_backend, "--moe-runner-backend", "triton"]
         words += ["--mem-fraction-static", self.memory_fraction, "--incremental-streaming-output"]
-        words += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
+        words += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-tokenizer-init"]
         if routed_experts:
             words += ["--enable-return-routed-experts"]
         if self.deterministic:

@@ -1,8 +1,7 @@
 """RolloutEngine over many SGLang servers: routing, continuation after faults, exact tokens, log-probs and versions.
 
 A turn is streamed. Whatever ends the stream early, its tokens so far are kept: after an ``abort`` they are the answer,
-and after the death of a server the turn goes on from them on another one.
-"""
+and after the death of a server the turn goes on from them on another one."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,31 +42,24 @@ class _Turn:
     rid: str = ""
 
     def body(self) -> dict[str, object]:
-        sampling = self.request.sampling
+        sampling, done = self.request.sampling, self.result.output_ids
         self.rid = f"{self.request.request_id}#{uuid.uuid4().hex[:12]}"
+        params = {
+            "max_new_tokens": sampling.max_new_tokens - len(done), "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "stop_token_ids": list(sampling.stop_token_ids), "sampling_seed": sampling.seed,
+            "stream_interval": STREAM_INTERVAL,
+        }  # fmt: skip
         return {
-            "rid": self.rid,
-            "input_ids": self.request.input_ids + self.result.output_ids,
-            "sampling_params": {
-                "max_new_tokens": sampling.max_new_tokens - len(self.result.output_ids),
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "stop_token_ids": list(sampling.stop_token_ids),
-                "sampling_seed": sampling.seed,
-                "stream_interval": STREAM_INTERVAL,
-            },
-            "return_logprob": True,
-            "return_routed_experts": self.request.return_routed_experts,
-            "stream": True,
-        }
+            "rid": self.rid, "input_ids": self.request.input_ids + done, "sampling_params": params,
+            "return_logprob": True, "return_routed_experts": self.request.return_routed_experts, "stream": True,
+        }  # fmt: skip
 
 
 class SglangEngine:
     """``servers`` tells the state of all servers; it is asked again when a second has passed or a server failed.
 
     ``num_layers``, ``top_k``, ``num_experts`` say how routed experts are to be read. A server that does not hold policy
-    weights ``oldest_version`` or later is not used, and an answer that was made with other weights is thrown away.
-    """
+    weights ``oldest_version`` or later is not used, and an answer that was made with other weights is thrown away."""
 
     def __init__(
         self,
@@ -75,12 +68,11 @@ class SglangEngine:
         num_layers: int,
         top_k: int,
         num_experts: int,
-        idle_seconds: float = 300.0,
         wait_seconds: float = 1800.0,
         abort_seconds: float = 5.0,
     ) -> None:
         self._servers, self._routes_shape, self._num_experts = servers, (-1, num_layers, top_k), num_experts
-        self._idle_seconds, self._wait_seconds, self._abort_seconds = idle_seconds, wait_seconds, abort_seconds
+        self._wait_seconds, self._abort_seconds = wait_seconds, abort_seconds
         self.oldest_version = 0
         self._known: list[ServerStatus] = []
         self._asked = -math.inf
@@ -115,19 +107,16 @@ class SglangEngine:
             try:
                 await self._stream(turn, server)
                 if turn.request.return_routed_experts and turn.result.output_ids and turn.result.routed_experts is None:
-                    raise RequestRejected(
-                        f"{server.url} returned no routed experts for request {turn.request.request_id}: does it run "
-                        "with --enable-return-routed-experts?"
-                    )
+                    where = f"{server.url} returned no routed experts for request {turn.request.request_id}"
+                    raise RequestRejected(f"{where}: does it run with --enable-return-routed-experts?")
                 return
             except ServerFailed as failure:
                 turn.failed[server.url] += 1
                 faults = turn.failed.total()
                 self._asked = -math.inf
                 if faults == MAX_FAULTS:
-                    raise RuntimeError(
-                        f"request {turn.request.request_id} met {faults} faults, the last: {failure}"
-                    ) from failure
+                    name = turn.request.request_id
+                    raise RuntimeError(f"request {name} met {faults} faults, the last: {failure}") from failure
                 await asyncio.sleep(min(1.0, 0.01 * 2**faults))
             finally:
                 turn.client = None
@@ -151,10 +140,8 @@ class SglangEngine:
                 return fit[home]
             if loop.time() > deadline:
                 states = "; ".join(f"{s.url or 'a server'} is {s.state} {s.fault}" for s in self._known)
-                raise RuntimeError(
-                    f"no SGLang server held policy weights {self.oldest_version} or later for {self._wait_seconds:.0f} "
-                    f"seconds: {states}"
-                )
+                wanted = f"policy weights {self.oldest_version} or later"
+                raise RuntimeError(f"no SGLang server held {wanted} for {self._wait_seconds:.0f} seconds: {states}")
             await asyncio.sleep(0.1)
 
     async def _ask(self) -> None:
@@ -168,9 +155,7 @@ class SglangEngine:
         return version is not None and version >= self.oldest_version
 
     def _client(self, url: str) -> SglangClient:
-        if url not in self._clients:
-            self._clients[url] = SglangClient(url, self._idle_seconds)
-        return self._clients[url]
+        return self._clients.setdefault(url, SglangClient(url))
 
     async def _stream(self, turn: _Turn, server: ServerStatus) -> None:
         """Let ``server`` go on with the turn to its end. Raises ServerFailed; what came before is kept."""
@@ -180,7 +165,7 @@ class SglangEngine:
         async with aclosing(turn.client.generate(turn.body())) as chunks:  # what is left early must end at the server
             async for chunk in chunks:
                 meta = chunk["meta_info"]
-                tokens, version = self._checked(chunk, meta, len(result.output_ids) - begin, server)
+                tokens, version = self._checked(chunk, len(result.output_ids) - begin, server)
                 finish = meta.get("finish_reason")
                 if finish is not None and finish["type"] == "abort" and (finish.get("status_code") or 0) >= 500:
                     raise ServerFailed(f"{server.url}: {finish.get('message')}")
@@ -197,26 +182,21 @@ class SglangEngine:
                     return
         raise ServerFailed(f"{server.url}: the answer has no finish reason")
 
-    def _checked(
-        self, chunk: dict[str, object], meta: dict[str, object], have: int, server: ServerStatus
-    ) -> tuple[list[tuple[float, int]], int]:
+    def _checked(self, chunk: dict[str, Any], have: int, server: ServerStatus) -> tuple[list[tuple[float, int]], int]:
         """(log-prob, token) of a chunk and its weight version."""
+        meta = chunk["meta_info"]
         version = str(meta.get("weight_version"))
         if not version.isdigit() or not self._is_fresh(int(version)):
-            raise ServerFailed(
-                f"{server.url} answered with weights {version!r}, the policy is {self.oldest_version} or later"
-            )
-        ids: list[int] = chunk["output_ids"]  # type: ignore[assignment]
-        total = meta["completion_tokens"]
+            wanted = f"the policy is {self.oldest_version} or later"
+            raise ServerFailed(f"{server.url} answered with weights {version!r}, {wanted}")
+        ids, total = chunk["output_ids"], meta["completion_tokens"]
         if total == have:  # a waiting request that is aborted repeats its last token
             return [], int(version)
-        entries: list[list[float]] = meta["output_token_logprobs"]  # type: ignore[assignment]
-        tokens = [(float(entry[0]), int(entry[1])) for entry in entries]
+        tokens = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
         if have + len(ids) != total or [token for _, token in tokens] != ids:
-            raise ServerFailed(
-                f"{server.url}: {len(ids)} tokens and {len(tokens)} log-probs after {have} of {total} do not fit: does "
-                "it run with --incremental-streaming-output?"
-            )
+            given = f"{len(ids)} tokens and {len(tokens)} log-probs after {have} of {total}"
+            advice = "does it run with --incremental-streaming-output?"
+            raise ServerFailed(f"{server.url}: {given} do not fit: {advice}")
         if not all(math.isfinite(log_prob) for log_prob, _ in tokens):
             raise ServerFailed(f"{server.url}: a log-prob is not finite: weights {version} are broken or overflow")
         return tokens, int(version)
@@ -262,12 +242,8 @@ async def score_on(client: SglangClient, input_ids: list[int]) -> list[float]:
     """log p(input_ids[i] | input_ids[:i]) for i >= 1 at temperature 1, past the prefix cache. Raises ServerFailed."""
     if len(input_ids) < 2:
         return []
-    body = {
-        "input_ids": input_ids,
-        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
+    body = {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
+    body |= {"return_logprob": True, "logprob_start_len": 0}
     entries = (await client.call("/generate", body))["meta_info"]["input_token_logprobs"]
     if [entry[1] for entry in entries] != input_ids:
         raise ServerFailed(f"{client.url}: the scored tokens are not those that were sent")
@@ -275,10 +251,7 @@ async def score_on(client: SglangClient, input_ids: list[int]) -> list[float]:
 
 
 def _extend(spans: list[WeightVersionSpan], tokens: int, version: int) -> None:
-    if not tokens:
-        return
     end = spans[-1].end if spans else 0
-    if spans and spans[-1].version == version:
-        spans[-1] = WeightVersionSpan(spans[-1].start, end + tokens, version)
-    else:
-        spans.append(WeightVersionSpan(end, end + tokens, version))
+    start = spans.pop().start if spans and spans[-1].version == version else end
+    if end + tokens > start:
+        spans.append(WeightVersionSpan(start, end + tokens, version))

@@ -1,8 +1,7 @@
 """The embedded rollout engine: transformers' GptOssForCausalLM with continuous batching, in this process.
 
 One thread owns the model. Steps and commands queue for it, so commands take effect between two steps, and the event
-loop, and the tool calls on it, go on meanwhile.
-"""
+loop, and the tool calls on it, go on meanwhile."""
 
 from __future__ import annotations
 
@@ -41,27 +40,16 @@ class TransformersEngine:
         self._closed = False
 
     @classmethod
-    def from_config(
-        cls,
-        config: GptOssConfig,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        **options: Any,
-    ) -> Self:
-        """With random weights, to be replaced by ``sync_weights``. ``options`` are those of the constructor."""
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=dtype
-            )  # the engine changes its config
-        return cls(model, **options)
+    def from_config(cls, config: GptOssConfig, *, dtype: torch.dtype = torch.float32, **options: Any) -> Self:
+        """On the CPU, with random weights for ``sync_weights`` to replace; ``options`` are the constructor's."""
+        own_config = copy.deepcopy(config)  # the engine changes it
+        return cls(AutoModelForCausalLM.from_config(own_config, dtype=dtype), **options)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation; requests made concurrently are batched.
 
         Raises ValueError for a request that cannot run, RuntimeError with the cause if the model failed. Cancelling
-        frees the request's place. Aborted before it started, a request has no outputs and no routed experts.
-        """
+        frees the request's place. Aborted before it started, a request has no outputs and no routed experts."""
         name = f"request {request.request_id}"
         self._check_tokens(request.input_ids, name)
         total = len(request.input_ids) + request.sampling.max_new_tokens
@@ -105,8 +93,7 @@ class TransformersEngine:
     async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace all weights, by Hugging Face name, in place and cast to the engine's dtype; all requests are aborted.
 
-        Raises ValueError listing missing, unknown, repeated and wrongly shaped tensors; then nothing changed.
-        """
+        Raises ValueError listing missing, unknown, repeated and wrongly shaped tensors; then nothing changed."""
         named = list(named_tensors)
         await self._call(lambda: self._replace_weights(named, version))
 
@@ -116,11 +103,8 @@ class TransformersEngine:
         faults = [f"missing {name}" for name in targets if name not in given]
         faults += [f"unknown {name}" for name in given if name not in targets]
         faults += [f"repeated {name}" for name, count in Counter(name for name, _ in named).items() if count > 1]
-        faults += [
-            f"shape of {name} is {list(given[name].shape)}, not {list(target.shape)}"
-            for name, target in targets.items()
-            if name in given and given[name].shape != target.shape
-        ]
+        wrong = [name for name in targets if name in given and given[name].shape != targets[name].shape]
+        faults += [f"shape of {n} is {list(given[n].shape)}, not {list(targets[n].shape)}" for n in wrong]
         if faults:
             shown = "; ".join(faults[:20]) + (f"; and {len(faults) - 20} more" if len(faults) > 20 else "")
             raise ValueError(f"weights {version} do not fit the rollout engine's model, nothing was changed: {shown}")
