@@ -8,12 +8,11 @@ at a time, of the experts only those that the tokens are routed to, so memory do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch.nn.functional import linear, rms_norm
 
-from converters.hf_directory import HfDirectory
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.rotary import RotaryEmbedding, apply_rotary
 
@@ -23,127 +22,89 @@ VOCABULARY_BLOCK = 16_384
 TOKENS = 16
 
 
-class Side(Protocol):
+class Side:
     """Weights of one model with the arithmetic of its layout; x and results are fp32 [tokens, ...]."""
 
-    def embedding(self) -> Tensor: ...
+    names: ClassVar[dict[str, str]]
+    """What the layout calls the tensors and linear maps that both layouts hold alike."""
 
-    def output_layer(self) -> Tensor: ...
+    def __init__(self, config: ModelConfig, get: Callable[..., Tensor]) -> None:
+        """``get`` of HfDirectory or of MegatronCheckpoint."""
+        self.config, self.get = config, get
 
-    def final_norm(self) -> Tensor: ...
-
-    def norms(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Before attention, before the experts."""
+    def of(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
+        """A tensor by the layout's name, which in a layer is without the layers' common prefix."""
+        raise NotImplementedError
 
     def query_key_value(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[tokens, heads or groups, head_size]"""
+        raise NotImplementedError
 
-    def sinks(self, layer: int) -> Tensor: ...
+    def expert(self, layer: int, expert: int, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
-    def attention_output(self, layer: int, x: Tensor) -> Tensor: ...
+    def linear(self, name: str, x: Tensor, layer: int, expert: int | None = None) -> Tensor:
+        """x [tokens, in] through a map with weight [out, in] and bias."""
+        weight, bias = (self.of(f"{name}.{kind}", layer, expert).float() for kind in ("weight", "bias"))
+        return linear(x, weight, bias)
 
-    def router(self, layer: int, x: Tensor) -> Tensor: ...
 
-    def expert(self, layer: int, expert: int, x: Tensor) -> Tensor: ...
-
-
-class HuggingFaceSide:
+class HuggingFaceSide(Side):
     """Of a directory: separate q, k and v; experts x @ [in, out] with alternating gate and up channels."""
 
-    def __init__(self, source: HfDirectory) -> None:
-        self._get, self._config = source.get, source.config
+    names: ClassVar[dict[str, str]] = {
+        "embedding": "model.embed_tokens.weight",
+        "output layer": "lm_head.weight",
+        "final norm": "model.norm.weight",
+        "norm before attention": "input_layernorm.weight",
+        "norm before experts": "post_attention_layernorm.weight",
+        "sinks": "self_attn.sinks",
+        "attention output": "self_attn.o_proj",
+    }
 
-    def embedding(self) -> Tensor:
-        return self._get("model.embed_tokens.weight")
-
-    def output_layer(self) -> Tensor:
-        return self._get("lm_head.weight")
-
-    def final_norm(self) -> Tensor:
-        return self._get("model.norm.weight").float()
-
-    def norms(self, layer: int) -> tuple[Tensor, Tensor]:
-        first, second = (self._of(layer, f"{name}_layernorm.weight") for name in ("input", "post_attention"))
-        return first, second
+    def of(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
+        return self.get(name if layer is None else f"model.layers.{layer}.{name}", expert)
 
     def query_key_value(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (
-            self._linear(layer, f"self_attn.{n}_proj", x).unflatten(-1, (-1, self._config.head_size)) for n in "qkv"
-        )
-        return q, k, v
-
-    def sinks(self, layer: int) -> Tensor:
-        return self._of(layer, "self_attn.sinks")
-
-    def attention_output(self, layer: int, x: Tensor) -> Tensor:
-        return self._linear(layer, "self_attn.o_proj", x)
-
-    def router(self, layer: int, x: Tensor) -> Tensor:
-        return self._linear(layer, "mlp.router", x)
+        q, k, v = (self.linear(f"self_attn.{name}_proj", x, layer) for name in "qkv")
+        size = self.config.head_size
+        return q.unflatten(-1, (-1, size)), k.unflatten(-1, (-1, size)), v.unflatten(-1, (-1, size))
 
     def expert(self, layer: int, expert: int, x: Tensor) -> Tensor:
         def project(name: str, x: Tensor) -> Tensor:
-            return x @ self._of(layer, f"mlp.experts.{name}", expert) + self._of(
-                layer, f"mlp.experts.{name}_bias", expert
-            )
+            weight, bias = (self.of(f"mlp.experts.{name}{end}", layer, expert).float() for end in ("", "_bias"))
+            return x @ weight + bias
 
         both = project("gate_up_proj", x)
-        return project("down_proj", swiglu(both[:, 0::2], both[:, 1::2], self._config.swiglu_limit))
-
-    def _of(self, layer: int, name: str, expert: int | None = None) -> Tensor:
-        return self._get(f"model.layers.{layer}.{name}", expert).float()
-
-    def _linear(self, layer: int, name: str, x: Tensor) -> Tensor:
-        return linear(x, self._of(layer, f"{name}.weight"), self._of(layer, f"{name}.bias"))
+        return project("down_proj", swiglu(both[:, 0::2], both[:, 1::2], self.config.swiglu_limit))
 
 
-class MegatronSide:
+class MegatronSide(Side):
     """Of a torch_dist checkpoint: one QKV by groups; experts [out, in] @ x, all gates before all ups."""
 
-    def __init__(self, config: ModelConfig, get: Callable[[str, tuple[int, ...]], Tensor]) -> None:
-        """``get`` returns the tensor of a checkpoint key at an index of layers (and experts)."""
-        self._get, self._config = get, config
+    names: ClassVar[dict[str, str]] = {
+        "embedding": "embedding.word_embeddings.weight",
+        "output layer": "output_layer.weight",
+        "final norm": "decoder.final_layernorm.weight",
+        "norm before attention": "self_attention.linear_qkv.layer_norm_weight",
+        "norm before experts": "pre_mlp_layernorm.weight",
+        "sinks": "self_attention.core_attention.softmax_offset",
+        "attention output": "self_attention.linear_proj",
+    }
 
-    def embedding(self) -> Tensor:
-        return self._get("embedding.word_embeddings.weight", ())
-
-    def output_layer(self) -> Tensor:
-        return self._get("output_layer.weight", ())
-
-    def final_norm(self) -> Tensor:
-        return self._get("decoder.final_layernorm.weight", ()).float()
-
-    def norms(self, layer: int) -> tuple[Tensor, Tensor]:
-        return (
-            self._of(layer, "self_attention.linear_qkv.layer_norm_weight"),
-            self._of(layer, "pre_mlp_layernorm.weight"),
-        )
+    def of(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
+        index = tuple(i for i in (layer, expert) if i is not None)
+        return self.get(name if layer is None else f"decoder.layers.{name}", index)
 
     def query_key_value(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mixed = self._linear(layer, "self_attention.linear_qkv", x)
-        groups = mixed.view(len(x), self._config.num_key_value_heads, -1, self._config.head_size)
+        mixed = self.linear("self_attention.linear_qkv", x, layer)
+        groups = mixed.view(len(x), self.config.num_key_value_heads, -1, self.config.head_size)
         return groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]
 
-    def sinks(self, layer: int) -> Tensor:
-        return self._of(layer, "self_attention.core_attention.softmax_offset")
-
-    def attention_output(self, layer: int, x: Tensor) -> Tensor:
-        return self._linear(layer, "self_attention.linear_proj", x)
-
-    def router(self, layer: int, x: Tensor) -> Tensor:
-        return self._linear(layer, "mlp.router", x)
-
     def expert(self, layer: int, expert: int, x: Tensor) -> Tensor:
-        gate, up = self._linear(layer, "mlp.experts.experts.linear_fc1", x, expert).chunk(2, dim=-1)
-        return self._linear(
-            layer, "mlp.experts.experts.linear_fc2", swiglu(gate, up, self._config.swiglu_limit), expert
-        )
-
-    def _of(self, layer: int, name: str, *expert: int) -> Tensor:
-        return self._get(f"decoder.layers.{name}", (layer, *expert)).float()
-
-    def _linear(self, layer: int, name: str, x: Tensor, *expert: int) -> Tensor:
-        return linear(x, self._of(layer, f"{name}.weight", *expert), self._of(layer, f"{name}.bias", *expert))
+        experts = "mlp.experts.experts"
+        gate, up = self.linear(f"{experts}.linear_fc1", x, layer, expert).chunk(2, dim=-1)
+        return self.linear(f"{experts}.linear_fc2", swiglu(gate, up, self.config.swiglu_limit), layer, expert)
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -154,12 +115,13 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 def embedded(side: Side, tokens: Tensor) -> Tensor:
     """[tokens] -> [tokens, hidden]"""
-    return side.embedding()[tokens].float()
+    return side.of(side.names["embedding"])[tokens].float()
 
 
 def update(side: Side, config: ModelConfig, layer: int, x: Tensor) -> Tensor:
     """What a layer adds to the residual stream x: [tokens, hidden], one sequence."""
-    before_attention, before_experts = side.norms(layer)
+    norms = (side.of(side.names[f"norm before {part}"], layer).float() for part in ("attention", "experts"))
+    before_attention, before_experts = norms
     width, eps, tokens = (config.hidden_size,), config.rms_norm_eps, len(x)
     q, k, v = side.query_key_value(layer, rms_norm(x, width, before_attention, eps))
     cos, sin = RotaryEmbedding(config).cos_sin(torch.arange(tokens), torch.float32)
@@ -170,12 +132,12 @@ def update(side: Side, config: ModelConfig, layer: int, x: Tensor) -> Tensor:
     if config.layer_types[layer] == "sliding_attention":
         seen &= ~seen.tril(-config.sliding_window)
     scores = scores.masked_fill(~seen, -torch.inf)
-    sinks = side.sinks(layer)[:, None, None].expand(-1, tokens, 1)
+    sinks = side.of(side.names["sinks"], layer).float()[:, None, None].expand(-1, tokens, 1)
     probabilities = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
     attended = torch.einsum("hqk,khd->qhd", probabilities, v).flatten(1)
-    middle = x + side.attention_output(layer, attended)
+    middle = x + side.linear(side.names["attention output"], attended, layer)
     normed = rms_norm(middle, width, before_experts, eps)
-    best, chosen = side.router(layer, normed).topk(config.experts_per_token)
+    best, chosen = side.linear("mlp.router", normed, layer).topk(config.experts_per_token)
     weights = best.softmax(-1)
     result = middle.clone()
     for expert in chosen.unique().tolist():
@@ -186,8 +148,9 @@ def update(side: Side, config: ModelConfig, layer: int, x: Tensor) -> Tensor:
 
 def logits(side: Side, config: ModelConfig, x: Tensor) -> Tensor:
     """Of the last hidden states x: [tokens, hidden] -> [tokens, vocabulary]."""
-    normed = rms_norm(x, (config.hidden_size,), side.final_norm(), config.rms_norm_eps)
-    return torch.cat([normed @ rows.float().T for rows in side.output_layer().split(VOCABULARY_BLOCK)], dim=-1)
+    normed = rms_norm(x, (config.hidden_size,), side.of(side.names["final norm"]).float(), config.rms_norm_eps)
+    output_layer = side.of(side.names["output layer"]).split(VOCABULARY_BLOCK)
+    return torch.cat([normed @ rows.float().T for rows in output_layer], dim=-1)
 
 
 def deviations(config: ModelConfig, ours: Side, theirs: Side) -> Iterator[tuple[str, float]]:

@@ -17,17 +17,9 @@ from typing import Any
 
 import torch
 
+from converters import hf_layouts
 from converters.errors import ConversionError
-from converters.hf_layouts import (
-    BLOCK,
-    QUANTIZATION_CONFIG,
-    Shape,
-    Stored,
-    is_expert_matrix,
-    mxfp4_shapes,
-    openai_config,
-    stored_tensors,
-)
+from converters.hf_layouts import BLOCK, Shape, Stored, is_expert_matrix, mxfp4_shapes
 from converters.names import hf_shapes
 from converters.safetensors_files import DTYPES, SafetensorsFile, SafetensorsWriter
 from gptoss_kernels import mxfp4
@@ -74,7 +66,7 @@ class HfDirectory:
         try:
             raw = _read_json(where) if where.exists() else {}
             openai = "num_experts" in raw and "model_type" not in raw
-            self.config = ModelConfig.from_hf_config(openai_config(raw) if openai else self.path)
+            self.config = ModelConfig.from_hf_config(hf_layouts.openai_config(raw) if openai else self.path)
         except KeyError as error:
             raise ConversionError(f"{where}: key {error} is missing") from None
         except ValueError as error:
@@ -82,7 +74,7 @@ class HfDirectory:
             raise ConversionError(message if str(where) in message else f"{where}: {message}") from None
         self._files: dict[str, SafetensorsFile] = {}
         self._file_of = self._locate()
-        self._stored = stored_tensors(self.config, self._file_of)
+        self._stored = hf_layouts.stored_tensors(self.config, self._file_of)
         self._check()
 
     def names(self) -> list[str]:
@@ -212,7 +204,7 @@ def write_hf_directory(
         dtype = _write_shards(partial, expected, named_tensors, max_shard_bytes)
         extra: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
         if quantised:
-            extra["quantization_config"] = QUANTIZATION_CONFIG
+            extra["quantization_config"] = hf_layouts.QUANTIZATION_CONFIG
         generation = dict(generation_config or {})
         if eos_token_ids:
             generation["eos_token_id"] = list(eos_token_ids)

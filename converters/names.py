@@ -164,9 +164,9 @@ def _mappings(config: ModelConfig) -> Iterator[ParameterMapping]:
         yield whole("mlp.router.bias", "mlp.router.bias", (experts,))
         for name, hf_name, shape, part_shape, to_megatron, to_hf in (
             ("linear_fc1.weight", "gate_up_proj", (2 * i, h), (h, 2 * i), _fc1_weight, _gate_up_proj),
-            ("linear_fc1.bias", "gate_up_proj_bias", (2 * i,), (2 * i,), separate_gate_up, _gate_up_proj_bias),
-            ("linear_fc2.weight", "down_proj", (h, i), (i, h), _transpose, _transpose_back),
-            ("linear_fc2.bias", "down_proj_bias", (h,), (h,), _same, _same_back),
+            ("linear_fc1.bias", "gate_up_proj_bias", (2 * i,), (2 * i,), separate_gate_up, interleave_gate_up),
+            ("linear_fc2.weight", "down_proj", (h, i), (i, h), _transpose, _transpose),
+            ("linear_fc2.bias", "down_proj_bias", (h,), (h,), _same, _same),
         ):
             for expert in range(experts):
                 yield ParameterMapping(
@@ -179,7 +179,7 @@ def _mappings(config: ModelConfig) -> Iterator[ParameterMapping]:
                     expert=expert,
                     checkpoint_key=f"decoder.layers.mlp.experts.experts.{name}",
                     to_megatron=to_megatron,
-                    to_hf=to_hf,
+                    to_hf=_alone(to_hf),
                 )
     yield _whole("decoder.final_layernorm.weight", "model.norm.weight", (h,), None)
     yield _whole("output_layer.weight", "lm_head.weight", (v, h), 0)
@@ -187,7 +187,7 @@ def _mappings(config: ModelConfig) -> Iterator[ParameterMapping]:
 
 def _whole(name: str, hf_name: str, shape: Shape, tp: int | None, layer: int | None = None) -> ParameterMapping:
     key = re.sub(r"^decoder\.layers\.\d+\.", "decoder.layers.", name)
-    return ParameterMapping(name, shape, (hf_name,), (shape,), tp, layer, None, key, _same, _same_back)
+    return ParameterMapping(name, shape, (hf_name,), (shape,), tp, layer, None, key, _same, _alone(_same))
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -241,25 +241,17 @@ def _fc1_weight(gate_up_proj: torch.Tensor) -> torch.Tensor:
     return separate_gate_up(gate_up_proj.T)
 
 
-def _gate_up_proj(fc1_weight: torch.Tensor) -> Parts:
-    return (interleave_gate_up(fc1_weight).T,)
-
-
-def _gate_up_proj_bias(fc1_bias: torch.Tensor) -> Parts:
-    return (interleave_gate_up(fc1_bias),)
+def _gate_up_proj(fc1_weight: torch.Tensor) -> torch.Tensor:
+    return interleave_gate_up(fc1_weight).T
 
 
 def _transpose(part: torch.Tensor) -> torch.Tensor:
     return part.T
 
 
-def _transpose_back(tensor: torch.Tensor) -> Parts:
-    return (tensor.T,)
-
-
 def _same(part: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def _same_back(tensor: torch.Tensor) -> Parts:
-    return (tensor,)
+def _alone(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], Parts]:
+    return lambda tensor: (function(tensor),)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from converters.errors import ConversionError
+from converters.errors import ConversionError, errors_name
 
 Shape = tuple[int, ...]
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}
@@ -100,20 +100,14 @@ class SafetensorsWriter:
     def close(self) -> None:
         self._file.seek(0)
         self._write(struct.pack("<Q", self._room) + self._header(self._entries).ljust(self._room))
-        try:
+        with errors_name(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
-        except OSError as error:
-            error.filename = str(self.path)
-            raise
         self._file.close()
 
     def _write(self, data: object) -> None:
-        try:
+        with errors_name(self.path):
             self._file.write(data)  # type: ignore[arg-type]
-        except OSError as error:
-            error.filename = str(self.path)
-            raise
 
     @staticmethod
     def _entry(dtype: str, shape: Shape, start: int, stop: int) -> dict[str, object]:

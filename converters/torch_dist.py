@@ -13,18 +13,13 @@ import contextlib
 import math
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
+from converters import hf_directory
 from converters.errors import ConversionError
-from converters.hf_directory import (
-    HfDirectory,
-    new_directory,
-    tokenizer_and_generation,
-    write_hf_directory,
-    written_shapes,
-)
+from converters.hf_directory import HfDirectory, new_directory, tokenizer_and_generation, write_hf_directory
 from converters.hf_layouts import is_expert_matrix
 from converters.mxfp4_export import ExportReport, QuantisationError, quantise
 from converters.names import ParameterMapping, hf_tensors, parameter_mappings, stack_experts
@@ -40,19 +35,6 @@ MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class HfWeights(Protocol):
-    """Where an import reads from: bf16 or fp32 tensors by Hugging Face name, however they are stored."""
-
-    config: ModelConfig
-
-    def names(self) -> list[str]: ...
-
-    def dtype(self, name: str) -> torch.dtype: ...
-
-    def get(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """The tensor, or the ``expert``-th slice along its first dimension."""
-
-
 def import_checkpoint(
     hf_dir: Path, megatron_dir: Path, dtype: Precision | None = None, progress: Progress | None = None
 ) -> None:
@@ -64,12 +46,12 @@ def import_checkpoint(
     source = HfDirectory(hf_dir)
     with new_directory(Path(megatron_dir)) as partial:
         with TorchDistWriter(partial) as writer:
-            write_checkpoint(source, writer, dtype, progress)
+            _write_checkpoint(source, writer, dtype, progress)
         (partial / MODEL_CONFIG_FILE).write_text(source.config.model_dump_json(indent=1))
 
 
-def write_checkpoint(
-    source: HfWeights, writer: TorchDistWriter, dtype: Precision | None, progress: Progress | None = None
+def _write_checkpoint(
+    source: HfDirectory, writer: TorchDistWriter, dtype: Precision | None, progress: Progress | None
 ) -> None:
     """Every parameter of ``source``, and the entries without content that Megatron's loader insists on."""
     config = source.config
@@ -111,7 +93,7 @@ def export_checkpoint(
     """
     checkpoint, report = MegatronCheckpoint(megatron_dir), ExportReport()
     quantised = dtype == "mxfp4"
-    written_shapes(checkpoint.config, quantised)  # does it fit at all?
+    hf_directory.written_shapes(checkpoint.config, quantised)  # does it fit at all?
     tokenizer_files, generation = tokenizer_and_generation(reference) if reference is not None else ([], {})
     original = None
     if quantised and reference is not None and (Path(reference) / "config.json").exists():

@@ -15,24 +15,15 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from converters.errors import ConversionError
+from converters.errors import ConversionError, errors_name
 
 DATA_FILE = "__0_0.distcp"
 METADATA_FILE = ".metadata"
@@ -47,7 +38,7 @@ class TorchDistWriter:
         self.directory = directory
         self._file = open(directory / DATA_FILE, "wb")  # noqa: SIM115 (closed by close)
         self._metadata: dict[str, Any] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
 
     def add_tensor(self, key: str, leading_shape: Shape, leading_index: Shape, tensor: torch.Tensor) -> None:
         """Store ``tensor`` as element ``leading_index`` of the tensor ``key`` of shape [*leading_shape, *tensor.shape].
@@ -56,28 +47,26 @@ class TorchDistWriter:
         """
         offsets = torch.Size((*leading_index, *(0 for _ in tensor.shape)))
         chunk = tensor.detach().cpu().contiguous()[(None,) * len(leading_shape)]
-        entry = self._metadata.setdefault(
-            key,
-            TensorStorageMetadata(TensorProperties(chunk.dtype), torch.Size((*leading_shape, *tensor.shape)), []),
-        )
+        shape = torch.Size((*leading_shape, *tensor.shape))
+        entry = self._metadata.setdefault(key, dcp.TensorStorageMetadata(dcp.TensorProperties(chunk.dtype), shape, []))
         if entry.properties.dtype != chunk.dtype:
             raise ConversionError(
                 f"{key}: part {list(leading_index)} is {chunk.dtype}, earlier ones are {entry.properties.dtype}; "
                 "a checkpoint keeps one dtype per key: convert all weights to one dtype"
             )
-        entry.chunks.append(ChunkStorageMetadata(offsets, chunk.shape))
+        entry.chunks.append(dcp.ChunkStorageMetadata(offsets, chunk.shape))
         if chunk.untyped_storage().nbytes() != chunk.nbytes:
             chunk = chunk.clone()  # a view would take its whole storage along
-        self._write(MetadataIndex(key, offsets, len(entry.chunks) - 1), chunk)
+        self._write(dcp.MetadataIndex(key, offsets, len(entry.chunks) - 1), chunk)
 
     def add_object(self, key: str, leading_shape: Shape, leading_index: Shape, value: Any) -> None:
         """Store what is no tensor, as Megatron's ShardedObject of that key, shape and index."""
         place = f"{'.'.join(map(str, leading_index))}_{'.'.join(map(str, leading_shape))}"
         unique_key = f"{key}/shard_{place}"
-        self._metadata[unique_key] = BytesStorageMetadata()
-        self._write(MetadataIndex(unique_key), [value])
+        self._metadata[unique_key] = dcp.BytesStorageMetadata()
+        self._write(dcp.MetadataIndex(unique_key), [value])
 
-    def _write(self, index: MetadataIndex, value: Any) -> None:
+    def _write(self, index: dcp.MetadataIndex, value: Any) -> None:
         start = self._file.tell()
         sink = _ErrorKeepingFile(self._file)
         # nothing reads the checksums of torch's zip entries, and computing them is slower than a disk
@@ -86,30 +75,21 @@ class TorchDistWriter:
             torch.save(value, cast(Any, sink))
         finally:
             torch.serialization.set_crc32_options(True)
-        with self._errors_name_the_file():
+        with errors_name(self.directory / DATA_FILE):
             if sink.error is not None:
                 raise sink.error
             self._places[index] = _StorageInfo(DATA_FILE, start, self._file.tell() - start)
 
     def close(self) -> None:
-        with self._errors_name_the_file():
+        with errors_name(self.directory / DATA_FILE):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-        metadata = Metadata(
-            self._metadata, planner_data=None, storage_data=self._places, storage_meta=StorageMeta(), version="1.0.0"
-        )
+        places: Any = {"storage_data": self._places, "storage_meta": dcp.StorageMeta()}
+        metadata = dcp.Metadata(self._metadata, **places, version="1.0.0")
         (self.directory / METADATA_FILE).write_bytes(pickle.dumps(metadata))
         content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         (self.directory / FORMAT_FILE).write_text(json.dumps(content))
-
-    @contextlib.contextmanager
-    def _errors_name_the_file(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            error.filename = str(self.directory / DATA_FILE)
-            raise
 
     def __enter__(self) -> TorchDistWriter:
         return self
@@ -155,15 +135,15 @@ class TorchDistReader:
         path = self.directory / METADATA_FILE
         try:
             metadata = pickle.loads(path.read_bytes())
-            self._tensors: dict[str, TensorStorageMetadata] = {
+            self._tensors: dict[str, dcp.TensorStorageMetadata] = {
                 key: entry
                 for key, entry in metadata.state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata)
+                if isinstance(entry, dcp.TensorStorageMetadata)
             }
-            self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+            self._places: dict[dcp.MetadataIndex, _StorageInfo] = metadata.storage_data
         except Exception as error:  # unpickling a damaged file raises whatever it likes
             raise ConversionError(f"{path}: damaged ({error}); the checkpoint cannot be read") from None
-        self._chunks: dict[str, dict[Shape, list[ChunkStorageMetadata]]] = {}
+        self._chunks: dict[str, dict[Shape, list[dcp.ChunkStorageMetadata]]] = {}
 
     def keys(self) -> set[str]:
         return set(self._tensors)
@@ -201,10 +181,10 @@ class TorchDistReader:
             raise ConversionError(f"{self.directory}: {key}{list(leading_index)} is incomplete in the checkpoint")
         return result
 
-    def _chunks_at(self, key: str, axes: int) -> dict[Shape, list[ChunkStorageMetadata]]:
+    def _chunks_at(self, key: str, axes: int) -> dict[Shape, list[dcp.ChunkStorageMetadata]]:
         """Chunks by leading index. Megatron never puts two layers or two experts into one chunk."""
         if key not in self._chunks:
-            by_index: dict[Shape, list[ChunkStorageMetadata]] = {}
+            by_index: dict[Shape, list[dcp.ChunkStorageMetadata]] = {}
             for chunk in self._tensors[key].chunks:
                 if any(size != 1 for size in chunk.sizes[:axes]):
                     raise ConversionError(f"{self.directory}: {key} is not stored layer by layer; not a GPT-OSS model")
@@ -212,8 +192,8 @@ class TorchDistReader:
             self._chunks[key] = by_index
         return self._chunks[key]
 
-    def _read(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
-        place = self._places[MetadataIndex(key, chunk.offsets)]
+    def _read(self, key: str, chunk: dcp.ChunkStorageMetadata) -> torch.Tensor:
+        place = self._places[dcp.MetadataIndex(key, chunk.offsets)]
         path = self.directory / place.relative_path
         try:
             with open(path, "rb") as file:

@@ -95,7 +95,7 @@ def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -
                 progress(done * 2, total * 2)
     megatron = MegatronSide(checkpoint.config, checkpoint.get)
     with torch.no_grad():
-        stages = dict(deviations(source.config, HuggingFaceSide(source), megatron))
+        stages = dict(deviations(source.config, HuggingFaceSide(source.config, source.get), megatron))
     return VerifyReport(len(hf_shapes(source.config)), list(found.values()), stages)
 
 
