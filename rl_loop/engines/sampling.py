@@ -8,8 +8,7 @@ import torch
 def sampling_log_probs(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Natural log of the softmax at each row's temperature, in fp32 or better; temperature 0 counts as 1.
 
-    logits: [rows, vocab_size]; temperatures: [rows]; returns [rows, vocab_size].
-    """
+    logits: [rows, vocab_size]; temperatures: [rows]; returns [rows, vocab_size]."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     scale = torch.where(temperatures == 0, 1.0, temperatures).to(logits.dtype)
     return torch.log_softmax(logits / scale[:, None], dim=-1)
@@ -21,8 +20,7 @@ def sample(log_probs: torch.Tensor, uniforms: torch.Tensor, greedy: torch.Tensor
     One number per token, drawn by the request's own generator, makes a continuation independent of the batch.
 
     log_probs: [rows, vocab_size]; uniforms: fp64 [rows] in [0, 1); greedy: bool [rows]; top_ps: [rows].
-    Returns int64 [rows].
-    """
+    Returns int64 [rows]."""
     probs = log_probs.double().exp()
     tokens = _invert(probs, uniforms)
     (nucleus,) = torch.nonzero(top_ps < 1, as_tuple=True)
