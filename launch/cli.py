@@ -7,12 +7,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import typer.core
+from typer import Argument, Option
 
 from rl_loop.config import ConfigError, RlConfig, RunConfig, SftConfig, load_config
 from rl_loop.run_directory import RunDirectoryError, RunWriteError
@@ -24,16 +24,14 @@ class ErrorsInOneLine(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, RunDirectoryError, RunWriteError) as error:
-            message = str(error)
         except Exception as error:
-            # imported late: these modules bring torch with them, and by now it is loaded anyway
-            from rl_loop.run import user_errors
+            if not isinstance(error, ConfigError | RunDirectoryError | RunWriteError):
+                # imported late: these modules bring torch with them, and by now it is loaded anyway
+                from rl_loop.run import user_errors
 
-            if not isinstance(error, user_errors()):
-                raise
-            message = str(error)
-        print(f"gptoss: {message}", file=sys.stderr)
+                if not isinstance(error, user_errors()):
+                    raise
+            print(f"gptoss: {error}", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -65,32 +63,23 @@ app.add_typer(launch, name="launch")
 convert = typer.Typer(no_args_is_help=True, help="Hugging Face <-> Megatron checkpoints, without a GPU.")
 app.add_typer(convert, name="convert")
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/rl/tiny_retool.yaml.")]
+ConfigFile = Annotated[Path, Argument(metavar="CONFIG", help="A YAML file, such as configs/rl/tiny_retool.yaml.")]
+Precision = Literal["bf16", "fp32", "mxfp4"]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file, such as optimizer.lr=1e-6."),
+    list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Replace values of the file: optimizer.lr=1e-6.")
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run from its newest checkpoint.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of the same name first.")]
+Resume = Annotated[bool, Option("--resume", help="Continue the run from its newest checkpoint.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Delete an earlier run of the same name first.")]
+OfSft = Annotated[bool, Option("--sft", help="CONFIG is one of `gptoss sft`.")]
 
 
-class Precision(StrEnum):
-    """Format of exported weights."""
-
-    bf16 = "bf16"
-    fp32 = "fp32"
-    mxfp4 = "mxfp4"
-
-
-def train(
-    kind: type[RunConfig], run: Callable[..., Path], path: Path, overrides: list[str] | None, resume: bool, new: bool
-) -> None:
+def train(kind: type[RunConfig], run: Callable[..., Path], path: Path, overrides: Overrides, **start: bool) -> None:
     from launch.progress import TrainingProgress
     from rl_loop.run import Interrupted
 
     config = load_config(path, kind, overrides)
     try:
-        directory = run(config, TrainingProgress, resume=resume, overwrite=new)
+        directory = run(config, TrainingProgress, **start)
     except Interrupted as stop:
         command = " ".join(["gptoss", kind.command, str(path), *(overrides or []), "--resume"])
         print(f"{stop}\nto continue: {command}")
@@ -107,7 +96,7 @@ def sft(path: ConfigFile, overrides: Overrides = None, resume: Resume = False, o
     """Supervised fine-tuning on demonstrations: the warm start of an RL run."""
     from rl_loop.run import run_sft
 
-    train(SftConfig, run_sft, path, overrides, resume, overwrite)
+    train(SftConfig, run_sft, path, overrides, resume=resume, overwrite=overwrite)
 
 
 @app.command()
@@ -115,20 +104,16 @@ def rl(path: ConfigFile, overrides: Overrides = None, resume: Resume = False, ov
     """On-policy reinforcement learning: episodes, update, weight sync, and an exported checkpoint at the end."""
     from rl_loop.run import run_rl
 
-    train(RlConfig, run_rl, path, overrides, resume, overwrite)
+    train(RlConfig, run_rl, path, overrides, resume=resume, overwrite=overwrite)
 
 
 @app.command(name="eval")
 def evaluate(
     path: ConfigFile,
     overrides: Overrides = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="A Hugging Face directory; without it the config's initial_weights.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Where the episodes go, JSONL; RUNS/NAME.evaluation.jsonl if not given.")
-    ] = None,
-    baseline: Annotated[Path | None, typer.Option(help="Episodes of another evaluation to compare with.")] = None,
+    weights: Annotated[Path | None, Option(help="A Hugging Face directory; else the config's initial_weights.")] = None,
+    output: Annotated[Path | None, Option(help="JSONL of the episodes; else RUNS/NAME.evaluation.jsonl.")] = None,
+    baseline: Annotated[Path | None, Option(help="Episodes of another evaluation to compare with.")] = None,
 ) -> None:
     """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by category."""
     config = load_config(path, RlConfig, overrides)
@@ -143,7 +128,7 @@ def evaluate(
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(help="A run directory, such as runs/tiny_retool.")]) -> None:
+def report(run_dir: Annotated[Path, Argument(help="A run directory, such as runs/tiny_retool.")]) -> None:
     """Write report.html and curve.png of a finished or running run."""
     from launch.report import build_report
 
@@ -154,8 +139,8 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A run directory, such a
 def plan(
     path: ConfigFile,
     overrides: Overrides = None,
-    sft: Annotated[bool, typer.Option("--sft", help="CONFIG is one of `gptoss sft`.")] = False,
-    gpu_gb: Annotated[float, typer.Option("--gpu-gb", help="Memory of one GPU that training may use.")] = 135.0,
+    sft: OfSft = False,
+    gpu_gb: Annotated[float, Option("--gpu-gb", help="Memory of one GPU that training may use.")] = 135.0,
 ) -> None:
     """Say how the layout would run: the memory of a GPU, and how layers communicate under context parallelism."""
     config = load_config(path, SftConfig if sft else RlConfig, overrides)
@@ -169,10 +154,7 @@ def plan(
 
 @app.command()
 def doctor(
-    engine: Annotated[
-        Path | None,
-        typer.Option(metavar="CONFIG", help="Run the engine and the trainer of an RL configuration and compare them."),
-    ] = None,
+    engine: Annotated[Path | None, Option(metavar="CONFIG", help="Compare its engine and trainer instead.")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Check that this machine has everything a run needs, and say what to do where it does not."""
@@ -200,8 +182,8 @@ def bytes_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 @convert.command("import")
 def convert_import(
-    hf_dir: Annotated[Path, typer.Argument(help="GPT-OSS as safetensors: bf16, fp32, MXFP4 or OpenAI's original.")],
-    megatron_dir: Annotated[Path, typer.Argument(help="The torch_dist checkpoint to write; must not exist.")],
+    hf_dir: Annotated[Path, Argument(help="GPT-OSS as safetensors: bf16, fp32, MXFP4 or OpenAI's original.")],
+    megatron_dir: Annotated[Path, Argument(help="The torch_dist checkpoint to write; must not exist.")],
 ) -> None:
     """Hugging Face -> Megatron torch_dist, loadable at any parallel layout."""
     from converters.torch_dist import import_checkpoint
@@ -213,18 +195,16 @@ def convert_import(
 
 @convert.command("export")
 def convert_export(
-    megatron_dir: Annotated[Path, typer.Argument(help="A torch_dist checkpoint: imported, or a step of a run.")],
-    hf_dir: Annotated[Path, typer.Argument(help="The Hugging Face directory to write; must not exist.")],
-    precision: Annotated[Precision, typer.Option("--format", help="Precision of the weights.")] = Precision.bf16,
-    reference: Annotated[
-        Path | None, typer.Option(help="The original, for tokenizer, generation settings and the scales of MXFP4.")
-    ] = None,
+    megatron_dir: Annotated[Path, Argument(help="A torch_dist checkpoint: imported, or a step of a run.")],
+    hf_dir: Annotated[Path, Argument(help="The Hugging Face directory to write; must not exist.")],
+    precision: Annotated[Precision, Option("--format", help="Precision of the weights.")] = "bf16",
+    reference: Annotated[Path | None, Option(help="The original: tokenizer, settings, scales of MXFP4.")] = None,
 ) -> None:
     """Megatron torch_dist -> Hugging Face safetensors."""
     from converters.torch_dist import export_checkpoint
 
     with bytes_bar("export") as progress:
-        report = export_checkpoint(megatron_dir, hf_dir, precision.value, reference, progress=progress)
+        report = export_checkpoint(megatron_dir, hf_dir, precision, reference, progress=progress)
     if report.errors:
         print(report)
     print(hf_dir)
@@ -232,8 +212,8 @@ def convert_export(
 
 @convert.command("verify")
 def convert_verify(
-    hf_dir: Annotated[Path, typer.Argument(help="The Hugging Face directory.")],
-    megatron_dir: Annotated[Path, typer.Argument(help="The torch_dist checkpoint.")],
+    hf_dir: Annotated[Path, Argument(help="The Hugging Face directory.")],
+    megatron_dir: Annotated[Path, Argument(help="The torch_dist checkpoint.")],
 ) -> None:
     """Compare every tensor of the two bit for bit, and what the two models compute, layer by layer."""
     from converters.verify import verify
@@ -244,19 +224,17 @@ def convert_verify(
     raise typer.Exit(0 if result.equal else 1)
 
 
-Name = Annotated[str, typer.Argument(help="The name of the run: `name` of its configuration.")]
+Name = Annotated[str, Argument(help="The name of the run: `name` of its configuration.")]
 
 
 @launch.command("start")
 def launch_start(
     path: ConfigFile,
     overrides: Overrides = None,
-    cluster: Annotated[str, typer.Option(help="A YAML file, or one of configs/cluster.")] = "local",
-    nodes: Annotated[int | None, typer.Option(help="Replaces `nodes` of the cluster.")] = None,
-    sft: Annotated[bool, typer.Option("--sft", help="CONFIG is one of `gptoss sft`.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print script, placement and plan; change nothing.")
-    ] = False,
+    cluster: Annotated[str, Option(help="A YAML file, or one of configs/cluster.")] = "local",
+    nodes: Annotated[int | None, Option(help="Replaces `nodes` of the cluster.")] = None,
+    sft: OfSft = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print script, placement and plan; change nothing.")] = False,
 ) -> None:
     """Check the cluster, copy the code as it is now, and start the run. It resumes by itself."""
     from launch import submit
@@ -278,24 +256,24 @@ def launch_list() -> None:
     from launch.jobs import known_launches
 
     for run in known_launches():
-        print(f"{run.name:24} {run.submitted}  {run.kind:5}  {run.login + ':' if run.login else ''}{run.run_dir}")
+        print(f"{run.name:24} {run.submitted}  {run.kind:5}  {run.place}")
 
 
 @launch.command("status")
 def launch_status(name: Name) -> None:
     """State, step, attempts and the first error of each."""
-    from launch import jobs
+    from launch.jobs import describe, find_launch
 
-    print(jobs.describe(jobs.find_launch(name)))
+    print(describe(find_launch(name)))
 
 
 @launch.command("logs")
 def launch_logs(
     name: Name,
-    attempt: Annotated[str | None, typer.Option(help="As `status` names it; without it the newest.")] = None,
-    node: Annotated[str | None, typer.Option(help="The log of this node instead of the driver's.")] = None,
-    lines: Annotated[int, typer.Option(help="How many of the last lines.")] = 100,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on as lines are written.")] = False,
+    attempt: Annotated[str | None, Option(help="As `status` names it; without it the newest.")] = None,
+    node: Annotated[str | None, Option(help="The log of this node instead of the driver's.")] = None,
+    lines: Annotated[int, Option(help="How many of the last lines.")] = 100,
+    follow: Annotated[bool, Option("--follow", help="Go on as lines are written.")] = False,
 ) -> None:
     """What the run said."""
     from launch import jobs

@@ -14,6 +14,8 @@ from rl_loop.config import ConfigError, read_yaml, validated
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]*$")]
 TimeLimit = Annotated[str, StringConstraints(pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")]
+SBATCH_FIELDS = ("account", "partition", "qos", "constraint", "exclude")
+"""Fields of a cluster that are options of sbatch by the same name."""
 
 
 class ContainerConfig(StrictModel):

@@ -36,6 +36,7 @@ class Check(NamedTuple):
     advice: str = ""  # what to do; empty when all is well
 
 
+Finding = tuple[Status, str, str]  # A ``Check`` without its name
 STYLES = {Status.OK: "green", Status.LIMITED: "yellow", Status.MISSING: "bold red"}
 MIN_FREE_DISK = 10  # GB: the environment and a tiny run with its checkpoints
 MIN_MEMORY = 6  # GB: trainer, engine and Ray of the tiny run
@@ -78,69 +79,61 @@ def doctor_table(checks: list[Check]) -> Table:
     return table
 
 
-def guarded(name: str, check: Callable[[], tuple[Status, str, str]]) -> Check:
+def guarded(name: str, check: Callable[[], Finding]) -> Check:
     """A broken installation raises all kinds of errors on import, and the doctor is the one who must survive them."""
     try:
         return Check(name, *check())
     except Exception as error:
-        return Check(
-            name, Status.MISSING, first_line(error), "run make setup; if it stays, delete .venv (make clean-venv)"
-        )
+        found = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+        return Check(name, Status.MISSING, found, "run make setup; if it stays, delete .venv (make clean-venv)")
 
 
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def ok_if(good: bool, otherwise: Status, found: str, advice: str) -> Finding:
+    return (Status.OK, found, "") if good else (otherwise, found, advice)
 
 
-def check_python() -> tuple[Status, str, str]:
+def check_python() -> Finding:
     found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    if sys.version_info[:2] != (3, 12):
-        return Status.MISSING, found, "use Python 3.12: make setup creates .venv with it"
-    return Status.OK, found, ""
+    good = sys.version_info[:2] == (3, 12)
+    return ok_if(good, Status.MISSING, found, "use Python 3.12: make setup creates .venv with it")
 
 
-def check_package(package: str, module: str) -> Callable[[], tuple[Status, str, str]]:
+def check_package(package: str, module: str) -> Callable[[], Finding]:
     """Imports it for real: an installed version alone says nothing about a library that does not load."""
 
-    def check() -> tuple[Status, str, str]:
+    def check() -> Finding:
+        version = importlib.metadata.version(package)
         importlib.import_module(module)
-        return Status.OK, importlib.metadata.version(package), ""
+        return Status.OK, version, ""
 
     return check
 
 
-def check_transformer_engine() -> tuple[Status, str, str]:
+def check_transformer_engine() -> Finding:
     try:
-        version = importlib.metadata.version("transformer-engine")
+        return check_package("transformer-engine", "transformer_engine.pytorch")()
     except importlib.metadata.PackageNotFoundError:
-        return (
-            Status.LIMITED,
-            "not installed",
-            "GPU training needs it: pip install transformer-engine[pytorch]; CPU runs do not",
-        )
-    importlib.import_module("transformer_engine.pytorch")
-    return Status.OK, version, ""
+        advice = "GPU training needs it: pip install transformer-engine[pytorch]; CPU runs do not"
+        return Status.LIMITED, "not installed", advice
 
 
-def check_harmony() -> tuple[Status, str, str]:
+def check_harmony() -> Finding:
     """The same command as the set-up runs: finds or fetches the vocabulary file and checks its hash."""
     version = importlib.metadata.version("openai-harmony")
     command = [sys.executable, "-m", "rl_loop.o200k"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    lines = (run.stdout if run.returncode == 0 else run.stderr).strip().splitlines()
-    last = lines[-1] if lines else ""
+    last = (run.stdout if run.returncode == 0 else run.stderr).strip().rpartition("\n")[2]
     if run.returncode != 0:
         return Status.MISSING, f"openai-harmony {version}, no o200k vocabulary", last or "run python -m rl_loop.o200k"
     return Status.OK, f"openai-harmony {version} {last}".strip(), ""
 
 
-def check_compiler() -> tuple[Status, str, str]:
+def check_compiler() -> Finding:
     path = shutil.which("cc")
-    return (Status.OK, path, "") if path else (Status.MISSING, "no cc", "sudo apt-get install -y gcc libc6-dev")
+    return ok_if(path is not None, Status.MISSING, path or "no cc", "sudo apt-get install -y gcc libc6-dev")
 
 
-def check_sandbox() -> tuple[Status, str, str]:
+def check_sandbox() -> Finding:
     if not (path := shutil.which("bwrap")):
         return Status.MISSING, "no bwrap", "sudo apt-get install -y bubblewrap"
     sandbox = importlib.import_module("rl_loop.sandbox")
@@ -151,7 +144,7 @@ def check_sandbox() -> tuple[Status, str, str]:
     return Status.OK, f"{path}; namespaces work", ""
 
 
-def check_gpus() -> tuple[Status, str, str]:
+def check_gpus() -> Finding:
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         return Status.LIMITED, "none", "the tiny configs run on CPUs; 20B and 120B need GPUs"
@@ -159,18 +152,16 @@ def check_gpus() -> tuple[Status, str, str]:
     return Status.OK, ", ".join(f"{device.name} {device.total_memory / 1e9:.0f} GB" for device in devices), ""
 
 
-def check_disk() -> tuple[Status, str, str]:
+def check_disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free / 1e9
-    enough = free >= MIN_FREE_DISK
-    advice = "" if enough else f"{MIN_FREE_DISK} GB are advisable; delete old runs under runs/"
-    return Status.OK if enough else Status.LIMITED, f"{free:.0f} GB free in {Path.cwd()}", advice
+    advice = f"{MIN_FREE_DISK} GB are advisable; delete old runs under runs/"
+    return ok_if(free >= MIN_FREE_DISK, Status.LIMITED, f"{free:.0f} GB free in {Path.cwd()}", advice)
 
 
-def check_memory() -> tuple[Status, str, str]:
+def check_memory() -> Finding:
     total = memory_bytes() / 1e9
-    enough = total >= MIN_MEMORY
-    advice = "" if enough else f"the tiny run needs about {MIN_MEMORY} GB"
-    return Status.OK if enough else Status.LIMITED, f"{total:.0f} GB, {len(os.sched_getaffinity(0))} CPU cores", advice
+    found = f"{total:.0f} GB, {len(os.sched_getaffinity(0))} CPU cores"
+    return ok_if(total >= MIN_MEMORY, Status.LIMITED, found, f"the tiny run needs about {MIN_MEMORY} GB")
 
 
 def memory_bytes() -> int:
@@ -181,12 +172,10 @@ def memory_bytes() -> int:
     return physical if text == "max" else min(physical, int(text))
 
 
-CHECKS: tuple[tuple[str, Callable[[], tuple[Status, str, str]]], ...] = (
+PACKAGES = {"torch": "torch", "megatron-core": "megatron.core", "transformers": "transformers", "ray": "ray"}
+CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("python", check_python),
-    ("torch", check_package("torch", "torch")),
-    ("megatron-core", check_package("megatron-core", "megatron.core")),
-    ("transformers", check_package("transformers", "transformers")),
-    ("ray", check_package("ray", "ray")),
+    *((package, check_package(package, module)) for package, module in PACKAGES.items()),
     ("transformer-engine", check_transformer_engine),
     ("harmony vocabulary", check_harmony),
     ("C compiler", check_compiler),

@@ -29,6 +29,5 @@ def print_evaluation(records: Sequence[dict[str, Any]], baseline: Sequence[dict[
     console = Console(width=40 + 24 * (len(columns) + 1))  # whole rows in a pipe or a log, too
     console.print(table)
     for key in ("finish_reason", "format_error"):
-        counts = Counter(record[key] for record in records if record[key] is not None)
-        if counts:
+        if counts := Counter(record[key] for record in records if record[key] is not None):
             console.print(f"{key}: " + ", ".join(f"{name} {count}" for name, count in counts.most_common()))

@@ -1,8 +1,5 @@
-"""What was launched, and what has become of it: list, status, logs, cancel.
-
-One JSON file per run under ``~/.local/state/gptoss`` remembers where it runs; everything else is asked of Slurm and
-read from the run directory, in one call to a shell on the login node, so that an answer takes no longer than that.
-"""
+"""What was launched, and what has become of it: list, status, logs, cancel. A file per run under
+``~/.local/state/gptoss`` remembers where it runs; the rest is one call to a shell on the login node."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -36,9 +34,13 @@ class Launch:
     run_dir: str
     command: str
     steps: int
-    job: str
-    """Number of the Slurm job, or process id of a local run."""
+    job: str  # number of the Slurm job, or process id of a local run
     submitted: str
+
+    @property
+    def place(self) -> str:
+        """The run directory, and the login node to reach it by."""
+        return f"{self.login}:{self.run_dir}" if self.login else self.run_dir
 
     @property
     def job_names(self) -> str:
@@ -61,11 +63,10 @@ def known_launches() -> list[Launch]:
 
 
 def find_launch(name: str) -> Launch:
-    for launch in known_launches():
-        if launch.name == name:
-            return launch
-    names = ", ".join(launch.name for launch in known_launches()) or "none"
-    raise ConfigError(f"no run called {name!r} was launched from here; known: {names}")
+    known = {launch.name: launch for launch in known_launches()}
+    if name not in known:
+        raise ConfigError(f"no run called {name!r} was launched from here; known: {', '.join(known) or 'none'}")
+    return known[name]
 
 
 def shell(login: str | None, script: str, timeout: float = 60) -> str:
@@ -102,35 +103,26 @@ true
 class Status:
     """What is known of a run right now."""
 
-    state: str
-    """RUNNING, PENDING, ... as Slurm calls it."""
-    detail: str
-    """Time, limit, nodes or the reason for waiting."""
-    step: int
-    """Training steps done."""
-    attempts: list[tuple[str, dict[str, object], dict[str, str]]]
-    """(attempt, its outcome or {{}}, its head.json or {{}}), oldest first."""
+    state: str  # RUNNING, PENDING, ... as Slurm calls it.
+    detail: str  # time, limit, nodes or the reason for waiting
+    step: int  # training steps done
+    attempts: list[tuple[str, dict[str, Any], dict[str, Any]]]
+    """(attempt, its outcome or {}, its head.json or {}), oldest first."""
 
 
 def query(launch: Launch) -> Status:
     """Ask the cluster and read the run directory."""
     values = {"run_dir": launch.run_dir, "kind": launch.kind, "names": launch.job_names}
     output = shell(launch.login, STATUS.format(**{key: shlex.quote(value) for key, value in values.items()}))
-    attempts: list[tuple[str, dict[str, object], dict[str, str]]] = []
-    queue: list[str] = []
-    accounting, step = "", 0
-    for title, lines in sections(output):
-        if title == "queue":
-            queue = lines
-        elif title == "accounting":
-            accounting = lines[0] if lines else ""
-        elif title == "metrics":
-            step = int(json.loads(lines[0])["step"]) + 1 if lines else 0
-        else:
-            records = [json.loads(line) for line in lines]
-            outcome: dict[str, object] = next((record for record in records if "result" in record), {})
-            head: dict[str, str] = next((record for record in records if "host" in record), {})
-            attempts.append((title.split()[1], outcome, head))
+    answers = dict(sections(output))
+    queue, accounting, metrics = answers.pop("queue"), answers.pop("accounting"), answers.pop("metrics")
+    step = int(json.loads(metrics[0])["step"]) + 1 if metrics else 0
+    attempts = []
+    for title, lines in answers.items():
+        records = [json.loads(line) for line in lines]
+        outcome: dict[str, Any] = next((record for record in records if "result" in record), {})
+        head: dict[str, Any] = next((record for record in records if "host" in record), {})
+        attempts.append((title.split()[1], outcome, head))
     if launch.kind == "local":
         running = psutil.pid_exists(int(launch.job))
         state, detail = ("RUNNING" if running else "ENDED"), f"process {launch.job}"
@@ -139,7 +131,7 @@ def query(launch: Launch) -> Status:
         more = f", {len(queue) - 1} more in the queue" if len(queue) > 1 else ""
         detail = f"job {number}, {elapsed} of {limit}, {nodes} nodes {reason}{more}"
     elif accounting:
-        number, state, elapsed, end = accounting.split("|")
+        number, state, elapsed, end = accounting[0].split("|")
         detail = f"job {number}, ran {elapsed}, ended {end}"
     else:
         state, detail = "UNKNOWN", f"Slurm knows no job called gptoss.{launch.name}"
@@ -149,10 +141,8 @@ def query(launch: Launch) -> Status:
 def describe(launch: Launch) -> str:
     """``gptoss launch status``."""
     status = query(launch)
-    lines = [
-        f"{launch.name}: {status.state} ({status.detail})",
-        f"  step {status.step} of {launch.steps}, in {launch.login + ':' if launch.login else ''}{launch.run_dir}",
-    ]
+    lines = [f"{launch.name}: {status.state} ({status.detail})"]
+    lines.append(f"  step {status.step} of {launch.steps}, in {launch.place}")
     for number, outcome, head in status.attempts:
         if outcome:
             lines.append(f"  attempt {number}: {outcome['result']} at step {outcome['last_step']}; {outcome['why']}")
@@ -169,9 +159,8 @@ def logs(launch: Launch, attempt: str | None, node: str | None, lines: int, foll
     """Lines of the driver's log, or of one node's, of the newest or a given attempt."""
     which = shlex.quote(attempt) if attempt else "$(ls -1tr attempts 2>/dev/null | tail -1)"
     file = f"{shlex.quote(node)}.log" if node else "driver.log"
-    folder = shlex.quote(f"{launch.run_dir}/")
     script = (
-        f"cd {folder} && [ -d attempts ] || {{ echo 'no attempt has begun' >&2; exit 1; }}\n"
+        f"cd {shlex.quote(launch.run_dir)}/ && [ -d attempts ] || {{ echo 'no attempt has begun' >&2; exit 1; }}\n"
         f"cd attempts/{which} || exit 1\n"
         f'[ -f {file} ] || {{ echo "{file} is not there (yet); in $PWD:" $(ls) >&2; exit 1; }}\n'
     )
@@ -191,10 +180,8 @@ def logs(launch: Launch, attempt: str | None, node: str | None, lines: int, foll
 def cancel(launch: Launch) -> None:
     """End a run, and those that are chained to it. It gets the time that Slurm leaves (KillWait) to save."""
     if launch.kind == "slurm":
-        shell(
-            launch.login,
-            f"timeout 20 squeue -h --me -n {shlex.quote(launch.job_names)} -o %i | xargs -r timeout 20 scancel",
-        )
+        jobs = f"timeout 20 squeue -h --me -n {shlex.quote(launch.job_names)} -o %i"
+        shell(launch.login, f"{jobs} | xargs -r timeout 20 scancel")
     elif psutil.pid_exists(int(launch.job)):
         os.kill(int(launch.job), signal.SIGTERM)
 

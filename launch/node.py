@@ -1,11 +1,8 @@
-"""The program that runs once on every node of a job: checks the node, brings it into Ray and, on the head node, runs
-``gptoss rl`` until it ends or the time does.
+"""``python -m launch.node RUN_CONFIG CLUSTER_CONFIG COMMAND GROUP`` runs once on every node of a job: it checks the
+node, brings it into Ray and, on the head node, runs ``gptoss rl`` until it ends or the time does.
 
-    python -m launch.node RUN_CONFIG CLUSTER_CONFIG COMMAND GROUP
-
-The nodes talk through files in the run directory (``launch.attempts``), so that a container needs nothing of Slurm.
-Slurm sends its signals to every process of a job, and Ray would die of them before a checkpoint is saved: Ray and the
-driver are started with these signals blocked, and only this program listens.
+The nodes talk through files in the run directory (``launch.attempts``). Only this program listens to Slurm's signals:
+Ray and the driver, which would die of them before a checkpoint is saved, are started with them blocked.
 """
 
 from __future__ import annotations
@@ -35,13 +32,11 @@ from launch.node_checks import check_node, odd_ones_out, slow_ones
 from launch.placement import place
 from rl_loop.config import RlConfig, RunConfig, SftConfig, load_config
 from rl_loop.placed import free_port
-from rl_loop.run_directory import RunDirectory, read_json
+from rl_loop.run_directory import RunDirectory, read_json, write_json
 
 POLL_SECONDS = 0.5
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""SIGTERM: preempted or cancelled; SIGUSR1: the time limit is near."""
-RAY_STARTS = 3
-"""Ray gives each of its parts 30 s to start, which a loaded machine may not do."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SIGTERM: preempted or cancelled; SIGUSR1: the time limit is near
+RAY_STARTS = 3  # Ray gives each of its parts 30 s to start, which a loaded machine may not do
 PR_SET_PDEATHSIG = 1
 
 
@@ -66,6 +61,7 @@ class NodeProgram:
         self.name = environment.get("SLURMD_NODENAME", socket.gethostname())
         environment |= {"SLURMD_NODENAME": self.name, "GPTOSS_PLACED": "1"}  # Ray's workers inherit both
         self.index = int(environment.get("SLURM_NODEID", 0)) + (cluster.nodes if group else 0)
+        self.is_head = self.index == 0
         self.names = environment.get("GPTOSS_NODES", self.name).split(",")
         self.run = RunDirectory(config.directory)
         self.attempt = Attempt(self.run.path / "attempts" / environment["GPTOSS_ATTEMPT"])
@@ -73,16 +69,13 @@ class NodeProgram:
         self.deadline = time.monotonic() + cluster.ready_seconds
         self.scratch = Path("/tmp") / f"gptoss-ray-{environment['GPTOSS_ATTEMPT']}-{self.index}"
         self.stop_requested = False
+        self.lost = ""  # what is known of a node that ended while the driver ran
         self.children: list[subprocess.Popen[bytes]] = []
         self.ray: subprocess.Popen[bytes] | None = None
 
-    @property
-    def is_head(self) -> bool:
-        return self.index == 0
-
     def main(self) -> int:
         """Exit status of this node."""
-        self.attempt.create()
+        self.attempt.nodes.mkdir(parents=True, exist_ok=True)
         for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
         console = os.dup(1)
@@ -91,7 +84,8 @@ class NodeProgram:
         os.dup2(log, 2)
         try:
             if not self.is_head:
-                return self._serve()
+                self._serve()
+                return 0
             outcome = self._lead()
             lines = [f"{outcome.result}: {outcome.error}" if outcome.error else str(outcome.result), outcome.why]
             os.write(console, ("\n".join(lines) + "\n").encode())
@@ -115,7 +109,7 @@ class NodeProgram:
             self._measure(head)
         self._report("joining" if self.is_head else "waiting", **check)
         if not self.is_head:  # Ray gives up on a head that needs longer than 30 s
-            self._wait(lambda: self._reports().get(self.names[0], {}).get("state") == "ready")
+            self._wait(lambda: self._states().get(self.names[0]) == "ready")
         log = self.attempt.path / f"{self.name}.ray.log"
         for _ in range(RAY_STARTS):
             log.touch()
@@ -128,7 +122,8 @@ class NodeProgram:
                 self.ray = ray
                 self._report("ready", **check)
                 return
-        self._report("bad", problem=f"Ray did not start: {last_line(log)}", **check)
+        said = log.read_text(errors="replace").strip().rpartition("\n")[2] or "no output"
+        self._report("bad", problem=f"Ray did not start: {said}", **check)
         self._wait(lambda: False)
 
     def _measure(self, head: dict[str, Any]) -> None:
@@ -143,14 +138,12 @@ class NodeProgram:
         """Until ``done``. Raises what ends the wait before: AttemptEnded, Stopped, and on the head Unfit."""
         while not done():
             self._look_after_ray()
-            if not self.is_head and self.attempt.outcome.exists():
-                raise AttemptEnded
-            if self.is_head and self.stop_requested:
-                raise Stopped
             if self.is_head:
+                if self.stop_requested:
+                    raise Stopped
                 self._judge()
-            elif time.monotonic() > self.deadline + 60:
-                raise AttemptEnded  # the head should have decided by now; it is gone
+            elif self.attempt.outcome.exists() or time.monotonic() > self.deadline + 60:
+                raise AttemptEnded  # if the head has not decided by now, it is gone
             time.sleep(POLL_SECONDS)
 
     def _look_after_ray(self) -> None:
@@ -159,8 +152,12 @@ class NodeProgram:
             self._report("failed", problem=f"Ray ended with status {self.ray.returncode}; see {log}", facts={})
             self.ray = None
 
+    def _states(self) -> dict[str, str]:
+        return {node: report["state"] for node, report in self.attempt.reports().items()}
+
     def _report(self, state: str, **values: Any) -> None:
-        self.attempt.report(self.name, state=state, **values)
+        """Tell the head node about this one."""
+        write_json(self.attempt.nodes / f"{self.name}.json", {"state": state, **values})
 
     def _start(self, command: list[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
         """A child that Slurm's signals do not reach and that does not outlive this process."""
@@ -187,8 +184,8 @@ class NodeProgram:
         """End everything this node started, then keep Ray's logs."""
         for child in self.children:
             if child.poll() is None:
-                family = psutil.Process(child.pid).children(recursive=True)
-                for process in [*family, psutil.Process(child.pid)]:
+                parent = psutil.Process(child.pid)
+                for process in [*parent.children(recursive=True), parent]:
                     with suppress(psutil.NoSuchProcess):
                         process.kill()
         logs = self.scratch / "session_latest" / "logs"
@@ -198,15 +195,11 @@ class NodeProgram:
 
     # -- all but the head -----------------------------------------------------------------------------------------
 
-    def _serve(self) -> int:
-        try:
+    def _serve(self) -> None:
+        with suppress(AttemptEnded):
             self._join()
-            while not self.attempt.outcome.exists():
-                self._look_after_ray()
-                time.sleep(POLL_SECONDS)
-        except AttemptEnded:
-            pass
-        return 0
+            self.deadline = float("inf")
+            self._wait(lambda: False)
 
     # -- the head -------------------------------------------------------------------------------------------------
 
@@ -219,11 +212,12 @@ class NodeProgram:
             ports = [base, base + 3, base + 9, base + 8] if base else [free_port() for _ in range(4)]
             names = ("port", "dashboard_port", "check_port", "client_port")
             shown = f"http://{address}:{ports[1]}" if self.cluster.dashboard else "is switched off"
-            self.attempt.write_head(host=address, dashboard=shown, **dict(zip(names, map(str, ports), strict=True)))
+            head = {"host": address, "dashboard": shown} | dict(zip(names, ports, strict=True))
+            write_json(self.attempt.head, head)
             packages = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
             (self.attempt.path / "environment.txt").write_text("\n".join(packages) + "\n")
             self._join()
-            self._wait(lambda: all(r["state"] == "ready" for r in self._reports().values()) and not self._missing())
+            self._wait(lambda: set(self._states()) >= set(self.names) and set(self._states().values()) == {"ready"})
             self._judge(complete=True)
             status = self._drive(f"{address}:{ports[0]}")
             if status == 0:
@@ -247,19 +241,14 @@ class NodeProgram:
         self.attempt.write_outcome(outcome)
         return outcome
 
-    def _reports(self) -> dict[str, dict[str, Any]]:
-        return self.attempt.reports()
-
-    def _missing(self) -> list[str]:
-        return [name for name in self.names if name not in self._reports()]
-
     def _judge(self, complete: bool = False) -> None:
         """Raise Unfit once it is certain which nodes cannot take part."""
-        reports, missing = self._reports(), self._missing()
+        reports = self.attempt.reports()
+        missing = [name for name in self.names if name not in reports]
         reasons = {node: report["problem"] for node, report in reports.items() if "problem" in report}
         if time.monotonic() > self.deadline:
             late = f"did not come up within {self.cluster.ready_seconds} s (cluster.ready_seconds)"
-            states = {node: report["state"] for node, report in reports.items() if report["state"] != "ready"}
+            states = {node: state for node, state in self._states().items() if state != "ready"}
             busy = {node: state for node, state in states.items() if state == "checking"} or states
             slow = {node: f"still {state} after {self.cluster.ready_seconds} s" for node, state in busy.items()}
             reasons |= dict.fromkeys(missing, late) or slow
@@ -267,21 +256,16 @@ class NodeProgram:
             return
         if complete and self.cluster.gpus_per_node:
             reasons |= odd_ones_out(reports)
-        measured = self.attempt.path / "bandwidth.json"
         if complete and self.cluster.min_bandwidth is not None:
-            reasons |= slow_ones(read_json(measured), self.cluster.min_bandwidth)
+            reasons |= slow_ones(read_json(self.attempt.path / "bandwidth.json"), self.cluster.min_bandwidth)
         if reasons:
             raise Unfit(reasons)
 
     def _drive(self, address: str) -> int:
         """Run the training command; its exit status."""
-        config, _, command, _ = sys.argv[1:]
-        driver = self._start(
-            [sys.executable, "-m", "launch", command, config, "--resume"],
-            self.attempt.driver_log,
-            RAY_ADDRESS=address,
-            TYPER_STANDARD_TRACEBACK="1",  # Python's own, which first_error reads
-        )
+        command = [sys.executable, "-m", "launch", self.config.command, sys.argv[1], "--resume"]
+        # the traceback is to be Python's own, which first_error reads
+        driver = self._start(command, self.attempt.driver_log, RAY_ADDRESS=address, TYPER_STANDARD_TRACEBACK="1")
         discovery = self.scratch / "prom_metrics_service_discovery.json"  # Ray keeps it up to date
         while driver.poll() is None:
             self._look_after_ray()
@@ -289,7 +273,7 @@ class NodeProgram:
                 shutil.copyfile(discovery, self.attempt.path / "prometheus.json")
             if self.stop_requested:
                 driver.send_signal(signal.SIGUSR1)  # again and again: it may not listen yet
-            for node, report in self._reports().items():
+            for node, report in self.attempt.reports().items():
                 if report["state"] == "failed":
                     time.sleep(5)  # the driver may know more
                     self.lost = f"{node}: {report['problem']}"
@@ -297,14 +281,10 @@ class NodeProgram:
             time.sleep(POLL_SECONDS)
         return driver.returncode
 
-    lost = ""
-
     def _why_failed(self, status: int) -> str:
-        named = first_error(self.attempt.driver_log.read_text(errors="replace"))
-        if named or self.lost:
-            return named or self.lost
         ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return f"the driver on {self.name} {ending}; see {self.attempt.driver_log}"
+        unknown = f"the driver on {self.name} {ending}; see {self.attempt.driver_log}"
+        return first_error(self.attempt.driver_log.read_text(errors="replace")) or self.lost or unknown
 
 
 def ray_command(node: NodeProgram, head: dict[str, Any]) -> list[str]:
@@ -347,11 +327,6 @@ def node_address() -> str:
 
 def started_or_ended(ray: subprocess.Popen[bytes], log: Path, offset: int) -> bool:
     return b"Ray runtime started" in log.read_bytes()[offset:] or ray.poll() is not None
-
-
-def last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output"
 
 
 def main() -> None:

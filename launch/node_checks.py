@@ -11,8 +11,7 @@ from typing import Any
 
 from launch.cluster import ClusterConfig
 
-IDLE_MIB = 1024
-"""Memory in use above which a GPU is not idle; a driver alone takes a few hundred MiB."""
+IDLE_MIB = 1024  # memory in use above which a GPU is not idle; a driver alone takes a few hundred MiB
 QUERY = "index,name,driver_version,clocks.max.sm,memory.used"
 
 
@@ -34,9 +33,8 @@ def check_node(cluster: ClusterConfig) -> dict[str, Any]:
             gpus = [[field.strip() for field in line.split(",")] for line in output.strip().splitlines()]
             if len(gpus) < cluster.gpus_per_node:
                 problems.append(f"{len(gpus)} GPUs visible, cluster.gpus_per_node is {cluster.gpus_per_node}")
-            used = [f"GPU {index} holds {memory} MiB of another job" for index, *_, memory in gpus
-                    if int(memory) > IDLE_MIB]  # fmt: skip
-            problems.extend(used)
+            busy = [(index, memory) for index, *_, memory in gpus if int(memory) > IDLE_MIB]
+            problems += [f"GPU {index} holds {memory} MiB of another job" for index, memory in busy]
             for name, column in (("GPU", 1), ("driver", 2), ("SM clock", 3)):
                 facts[name] = "/".join(sorted({gpu[column] for gpu in gpus}))
     return {"facts": facts, "problems": problems}

@@ -12,8 +12,7 @@ from rl_loop.config import ConfigError, RunConfig
 class NodePlan:
     """What runs on one node."""
 
-    name: str
-    """Role and number, such as "trainer 0": Slurm chooses the machine."""
+    name: str  # role and number, such as "trainer 0": Slurm chooses the machine
     ranks: list[int] = field(default_factory=list)
     servers: list[int] = field(default_factory=list)
     workers: list[int] = field(default_factory=list)
@@ -42,7 +41,7 @@ def place(config: RunConfig, cluster: ClusterConfig, uses_rollouts: bool) -> lis
         trainers[rank // per_node].free_gpus -= 1
     hosts = others or trainers
     if uses_rollouts and rollout.engine == "sglang":
-        _place_servers(config, trainers, hosts, per_node, gpus > 0)
+        _place_servers(config, trainers, hosts, per_node, gpus)
     for worker in range(rollout.workers if uses_rollouts else 0):
         near = [node for node in hosts if node.servers] or hosts  # a worker talks to engines all the time
         emptiest = min(near, key=lambda node: len(node.ranks) + len(node.workers))
@@ -54,22 +53,22 @@ def place(config: RunConfig, cluster: ClusterConfig, uses_rollouts: bool) -> lis
 
 
 def _place_servers(
-    config: RunConfig, trainers: list[NodePlan], hosts: list[NodePlan], per_node: int, on_gpus: bool
+    config: RunConfig, trainers: list[NodePlan], hosts: list[NodePlan], per_node: int, gpus: int
 ) -> None:
-    settings = config.rollout.sglang
-    for server in range(settings.servers):
-        if settings.colocated:  # server i takes the GPUs of ranks i x width and on
-            trainers[min(server * settings.tensor_parallel // per_node, len(trainers) - 1)].servers.append(server)
+    servers, width = config.rollout.sglang.servers, config.rollout.sglang.tensor_parallel
+    for server in range(servers):
+        if config.rollout.sglang.colocated:  # server i takes the GPUs of ranks i x width and on
+            trainers[min(server * width // per_node, len(trainers) - 1)].servers.append(server)
             continue
         roomiest = max(hosts, key=lambda node: node.free_gpus)
-        if on_gpus and roomiest.free_gpus < settings.tensor_parallel:
+        if gpus and roomiest.free_gpus < width:
             raise ConfigError(
-                f"rollout.sglang.servers ({settings.servers} of {settings.tensor_parallel} GPUs): no node has as many "
-                f"left for server {server} beside the {config.parallel.world_size} trainer ranks; raise cluster.nodes "
-                "or cluster.rollout_nodes, or set rollout.sglang.colocated"
+                f"rollout.sglang.servers ({servers} of {width} GPUs): no node has as many left for server {server} "
+                f"beside the {config.parallel.world_size} trainer ranks; raise cluster.nodes or cluster.rollout_nodes, "
+                "or set rollout.sglang.colocated"
             )
         roomiest.servers.append(server)
-        roomiest.free_gpus -= settings.tensor_parallel
+        roomiest.free_gpus -= width
 
 
 def describe(plans: list[NodePlan], config: RunConfig) -> str:

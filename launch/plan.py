@@ -19,10 +19,9 @@ def full_row(config: RunConfig) -> list[int]:
 def step_plan(config: RunConfig) -> str:
     """Time of one update on H200s if every episode is as long as it may be."""
     lengths, parallel = full_row(config), config.parallel
-    episodes = 1
-    if isinstance(config, RlConfig):
-        episodes = config.rollout.tasks_per_step * config.rollout.samples_per_task
-    micro_batches = max(1, -(-episodes * config.rollout.max_tokens // (sum(lengths) * parallel.data)))
+    rollout = config.rollout
+    episodes = rollout.tasks_per_step * rollout.samples_per_task if isinstance(config, RlConfig) else 1
+    micro_batches = max(1, -(-episodes * rollout.max_tokens // (sum(lengths) * parallel.data)))
     step = predict_step(config.model, parallel, config.optimizer, lengths, micro_batches)
     tokens = sum(lengths) * micro_batches * parallel.data
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in asdict(step).items() if seconds >= 0.005)
@@ -33,10 +32,8 @@ def step_plan(config: RunConfig) -> str:
 
 
 def attention_plan(config: RunConfig) -> str:
-    """Per kind of layer what each context-parallel scheme would send and cost, for a full row of longest episodes.
-
-    At run time the choice is made for every row by the same model, from the lengths that the row really has.
-    """
+    """Per kind of layer what each context-parallel scheme would send and cost, for a full row of longest episodes. At
+    run time the same model chooses for every row, from its real lengths."""
     model, parallel = config.model, config.parallel
     if parallel.context == 1:
         return "context parallelism: none (parallel.context is 1); every rank attends to whole rows by itself"
@@ -45,12 +42,8 @@ def attention_plan(config: RunConfig) -> str:
     if padding := -limit % align:
         lengths.append(padding)
     layout = balanced_layout((0, *accumulate(lengths)), parallel.context)
-    shape = AttentionShape(
-        model.num_attention_heads // parallel.tensor,
-        model.num_key_value_heads // parallel.tensor,
-        model.head_size,
-        {"float32": 4, "bfloat16": 2}[config.dtype],
-    )
+    heads, kv_heads = (n // parallel.tensor for n in (model.num_attention_heads, model.num_key_value_heads))
+    shape = AttentionShape(heads, kv_heads, model.head_size, {"float32": 4, "bfloat16": 2}[config.dtype])
     machine = Machine(parallel.context_bandwidth * 1e9, parallel.attention_tflops * 1e12)
     lines = [
         f"context parallelism over {parallel.context} ranks: {limit} tokens in {len(lengths)} sequences, "
@@ -59,16 +52,14 @@ def attention_plan(config: RunConfig) -> str:
         "TFLOP/s:",
         f"  {'layers':22}{'scheme':12}{'sent MB':>10}{'communication ms':>18}{'computation ms':>16}{'together ms':>13}",
     ]
-    for kind, window, wanted in (
-        ("full_attention", None, parallel.context_scheme_full),
-        ("sliding_attention", model.sliding_window, parallel.context_scheme_window),
-    ):
-        found = candidates(layout, shape, window, machine)
+    schemes = {"full_attention": parallel.context_scheme_full, "sliding_attention": parallel.context_scheme_window}
+    for kind, wanted in schemes.items():
+        found = candidates(layout, shape, model.sliding_window if kind == "sliding_attention" else None, machine)
         chosen = found[0].scheme if wanted == "auto" else wanted
         for cost in found:
+            taken = "  <- taken" + ("" if wanted == "auto" else " (set)") if cost.scheme == chosen else ""
             lines.append(
                 f"  {model.layer_types.count(kind):3} {kind:18}{cost.scheme:12}{cost.bytes_sent / 1e6:10.2f}"
-                f"{cost.communication * 1e3:18.3f}{cost.computation * 1e3:16.3f}{cost.seconds * 1e3:13.3f}"
-                + ("  <- taken" + ("" if wanted == "auto" else " (set)") if cost.scheme == chosen else "")
+                f"{cost.communication * 1e3:18.3f}{cost.computation * 1e3:16.3f}{cost.seconds * 1e3:13.3f}{taken}"
             )
     return "\n".join(lines)

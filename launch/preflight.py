@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.cluster import ClusterConfig
+from launch.cluster import SBATCH_FIELDS, ClusterConfig
 from launch.jobs import ClusterError, sections, shell
 from rl_loop.config import ConfigError, RunConfig
 
@@ -40,8 +40,7 @@ class Partition:
     nodes: int
     gres: str
     cpus: int
-    memory: int
-    """MB of a node."""
+    memory: int  # MB of a node
     features: str
 
     @property
@@ -59,11 +58,9 @@ def check_before_queue(config: RunConfig, cluster: ClusterConfig) -> None:
     """Raises ConfigError with every field that will not work, and what the cluster offers instead."""
     local = cluster.container is None
     named = _named_paths(config, cluster)
-    script = (
-        PROBE.replace("SHARED", shlex.quote(str(cluster.shared_dir.absolute())))
-        .replace("PYTHON", shlex.quote(cluster.python) if local else "true")
-        .replace("PATHS", " ".join(shlex.quote(str(path)) for _, path in named) or '""')
-    )
+    script = PROBE.replace("SHARED", shlex.quote(str(cluster.shared_dir.absolute())))
+    script = script.replace("PYTHON", shlex.quote(cluster.python) if local else "true")
+    script = script.replace("PATHS", shlex.join(str(path) for _, path in named) or '""')
     try:
         answers = dict(sections(shell(cluster.login, script)))
     except ClusterError as error:
@@ -72,9 +69,8 @@ def check_before_queue(config: RunConfig, cluster: ClusterConfig) -> None:
     if cluster.kind == "slurm":
         if not answers["sbatch"]:
             where = cluster.login or "this machine"
-            raise ConfigError(
-                f"preflight: cluster.login: there is no sbatch on {where}; name a login node, or kind: local"
-            )
+            advice = "name a login node, or kind: local"
+            raise ConfigError(f"preflight: cluster.login: there is no sbatch on {where}; {advice}")
         partitions = [_partition(line) for line in answers["partitions"] if line.count("|") == 7]
         problems += slurm_problems(cluster, partitions, answers)
     absent = set(answers["absent"]) - {""}
@@ -106,29 +102,25 @@ def slurm_problems(cluster: ClusterConfig, partitions: list[Partition], answers:
         problems.append("cluster.container: srun has no --container-image here (pyxis is not installed); use python")
     offers = ", ".join(str(partition) for partition in partitions)
     fitting = [p for p in partitions if cluster.partition in (None, p.name)]
-    if not fitting:
-        return [*problems, f"cluster.partition: there is no {cluster.partition!r}; the cluster offers {offers}"]
     if not any(p.up for p in fitting):
-        return [*problems, f"cluster.partition: {cluster.partition} is down; the cluster offers {offers}"]
-    nodes = cluster.nodes + cluster.rollout_nodes
-    wanted = cluster.gpus_per_node
-    checks = [
-        ("gpu_type", cluster.gpu_type, lambda p: not wanted or cluster.gpu_type in (None, *p.gpus)),
-        ("gpus_per_node", wanted, lambda p: wanted <= max(p.gpus.values(), default=0)),
-        ("cpus_per_node", cluster.cpus_per_node, lambda p: (cluster.cpus_per_node or 0) <= p.cpus),
-        ("memory_per_node", cluster.memory_per_node, lambda p: _megabytes(cluster.memory_per_node or "0") <= p.memory),
-        ("constraint", cluster.constraint,
-         lambda p: set(re.findall(r"[\w.-]+", cluster.constraint or "")) & set(p.features.split(","))
-         or not cluster.constraint),
-        ("time_limit", cluster.time_limit, lambda p: seconds(cluster.time_limit) <= seconds(p.time_limit)),
-    ]  # fmt: skip
-    for field, value, fits in checks:
-        remaining = [p for p in fitting if fits(p)]
+        state = f"{cluster.partition} is down" if fitting else f"there is no {cluster.partition!r}"
+        return [*problems, f"cluster.partition: {state}; the cluster offers {offers}"]
+    gpus, nodes = cluster.gpus_per_node, cluster.nodes + cluster.rollout_nodes
+    wanted = set(re.findall(r"[\w.-]+", cluster.constraint or ""))
+    checks = {
+        "gpu_type": lambda p: not gpus or cluster.gpu_type in (None, *p.gpus),
+        "gpus_per_node": lambda p: gpus <= max(p.gpus.values(), default=0),
+        "cpus_per_node": lambda p: (cluster.cpus_per_node or 0) <= p.cpus,
+        "memory_per_node": lambda p: _megabytes(cluster.memory_per_node or "0") <= p.memory,
+        "constraint": lambda p: not cluster.constraint or wanted & set(p.features.split(",")),
+        "time_limit": lambda p: seconds(cluster.time_limit) <= seconds(p.time_limit),
+    }
+    for field, fits in checks.items():
+        offer, remaining = ", ".join(map(str, fitting)), [p for p in fitting if fits(p)]
         if not remaining:
-            offer = ", ".join(map(str, fitting)) + (
-                f" with features {fitting[0].features}" if field == "constraint" else ""
-            )
-            return [*problems, f"cluster.{field}: {value} is more or other than there is: {offer}"]
+            features = f" with features {fitting[0].features}" if field == "constraint" else ""
+            given = f"cluster.{field}: {getattr(cluster, field)}"
+            return [*problems, f"{given} is more or other than there is: {offer}{features}"]
         fitting = remaining
     if nodes > sum(p.nodes for p in fitting):
         problems.append(f"cluster.nodes: {nodes} wanted, there are {', '.join(map(str, fitting))}")
@@ -148,8 +140,7 @@ def seconds(time_limit: str) -> float:
 
 def _ask_slurm(cluster: ClusterConfig) -> list[str]:
     """Slurm's own word, for what cannot be read from its lists."""
-    fields = ("account", "partition", "qos", "constraint", "exclude")
-    options = [f"--{field}={getattr(cluster, field)}" for field in fields if getattr(cluster, field)]
+    options = [f"--{field}={value}" for field in SBATCH_FIELDS if (value := getattr(cluster, field))]
     options += [f"--nodes={cluster.nodes + cluster.rollout_nodes}", f"--time={cluster.time_limit}", "--wrap=true"]
     command = shlex.join(["sbatch", "--test-only", *options])
     answer = shell(cluster.login, f"timeout 20 {command} 2>&1 || true").strip()
@@ -157,17 +148,14 @@ def _ask_slurm(cluster: ClusterConfig) -> list[str]:
         return []
     message = answer.splitlines()[-1] if answer else "no answer"
     words = message.lower().replace("node name", "exclude")  # nothing else of ours names nodes
-    field = next((field for field in fields if field in words), "partition")
-    return [
-        f"cluster.{field}: {message}; sinfo -N lists the nodes" if field == "exclude" else f"cluster.{field}: {message}"
-    ]
+    field = next((field for field in SBATCH_FIELDS if field in words), "partition")
+    return [f"cluster.{field}: {message}" + ("; sinfo -N lists the nodes" if field == "exclude" else "")]
 
 
 def _partition(line: str) -> Partition:
-    name, up, limit, nodes, gres, cpus, memory, features = line.split("|")
-    return Partition(
-        name, up == "up", limit, int(nodes), gres, int(cpus.rstrip("+")), int(memory.rstrip("+")), features
-    )
+    name, up, limit, nodes, gres, *sizes, features = line.split("|")
+    cpus, memory = (int(size.rstrip("+")) for size in sizes)
+    return Partition(name, up == "up", limit, int(nodes), gres, cpus, memory, features)
 
 
 def _megabytes(memory: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from types import TracebackType
+from statistics import fmean
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -52,10 +52,8 @@ class StepDisplay(Progress):
 
 
 class TrainingProgress:
-    """A context manager. Give ``step`` to ``MetricsWriter`` as a listener and call ``phase`` as the loop moves on.
-
-    ``total_steps`` steps are numbered 0 .. total_steps - 1; a resumed run begins at ``first_step``.
-    """
+    """A context manager. Give ``step`` to ``MetricsWriter`` as a listener and call ``phase`` as the loop goes on. Steps
+    are numbered from 0; a resumed run begins at ``first_step``."""
 
     def __init__(self, title: str, total_steps: int, first_step: int = 0, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -80,9 +78,7 @@ class TrainingProgress:
         self._display.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.phase("done" if kind is None else "stopped")
         self._display.stop()
 
@@ -111,6 +107,4 @@ class TrainingProgress:
     @property
     def seconds_left(self) -> float | None:
         """From the recent steps; None before the first one ends."""
-        if not self._step_seconds:
-            return None
-        return sum(self._step_seconds) / len(self._step_seconds) * (self._total - self._done)
+        return fmean(self._step_seconds) * (self._total - self._done) if self._step_seconds else None

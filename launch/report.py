@@ -1,8 +1,5 @@
-"""The report of a run: one static HTML page that needs nothing else, and curve.png.
-
-Everything a model wrote is untrusted text: it is escaped here, and the page's content policy forbids scripts, remote
-files and anything but its own style and embedded images.
-"""
+"""The report of a run: one static HTML page that needs nothing else, and curve.png. What a model wrote is untrusted: it
+is escaped here, and the page's content policy forbids all but its own style and embedded images."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from string import Template
 from typing import Any, NamedTuple
 
@@ -50,10 +48,8 @@ class Chart(NamedTuple):
     log_scale: bool = False
 
 
-OUTCOME = Chart(
-    "reward and accuracy",
-    ((Name.REWARD, "reward"), (Name.ACCURACY, "accuracy"), (Name.HELD_OUT_ACCURACY, "held-out accuracy")),
-)
+OUTCOME_CURVES = (Name.REWARD, "reward"), (Name.ACCURACY, "accuracy"), (Name.HELD_OUT_ACCURACY, "held-out accuracy")
+OUTCOME = Chart("reward and accuracy", OUTCOME_CURVES)
 CHARTS = (
     Chart("loss", ((Name.LOSS, "loss"),)),
     Chart("tool-call rate", ((Name.TOOL_CALL_RATE, "training"), (Name.HELD_OUT_TOOL_CALL_RATE, "held out"))),
@@ -69,17 +65,14 @@ CHARTS = (
 
 
 def build_report(run_dir: Path | str) -> Path:
-    """Write report.html and curve.png of a finished or unfinished run; returns the page's path.
-
-    Raises RunDirectoryError if the directory holds no run or an unreadable file of one.
-    """
+    """Write report.html and curve.png of a finished or running run; returns the page's path. Raises RunDirectoryError
+    if the directory holds no run or an unreadable file of one."""
     run = RunDirectory(Path(run_dir))
     if not run.config.exists() and not run.metrics.exists():
         raise RunDirectoryError(f"{run.path} holds no run: neither config.yaml nor metrics.jsonl is there")
     records = read_json_lines(run.metrics)
-    descriptions = read_json(run.metric_descriptions) if run.metric_descriptions.exists() else {}
-    summary = read_json(run.summary) if run.summary.exists() else {}
-
+    described = run.metric_descriptions, run.summary
+    descriptions, summary = (read_json(path) if path.exists() else {} for path in described)
     outcome = draw([OUTCOME], records, columns=1, size=(9.0, 3.6))
     details = draw(CHARTS, records, columns=3, size=(3.6, 2.5))
     if outcome:
@@ -147,10 +140,8 @@ def metrics_html(records: Records, descriptions: dict[str, Any]) -> str:
 
 
 def image_html(png: bytes) -> str:
-    return (
-        "<div class='card' style='margin-bottom: 12px'>"
-        f"<img alt='curves over steps' src='data:image/png;base64,{base64.b64encode(png).decode()}'></div>"
-    )
+    image = f"<img alt='curves over steps' src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
+    return f"<div class='card' style='margin-bottom: 12px'>{image}</div>"
 
 
 def draw(charts: Sequence[Chart], records: Records, columns: int, size: tuple[float, float]) -> bytes | None:
@@ -170,37 +161,29 @@ def draw(charts: Sequence[Chart], records: Records, columns: int, size: tuple[fl
 
 
 def draw_chart(axes: Axes, chart: Chart, records: Records) -> None:
-    drawn = 0
-    for (name, label), colour in zip(chart.metrics, COLOURS, strict=False):
-        steps, values = metric_curve(records, name)
-        if not steps:
-            continue
-        drawn += 1
+    curves = [(metric_curve(records, name), label) for name, label in chart.metrics]
+    drawn = [(*curve, label, colour) for (curve, label), colour in zip(curves, COLOURS, strict=False) if curve[0]]
+    for steps, values, label, colour in drawn:
         if len(values) >= 30 and 2 * len(values) > len(records) and not chart.log_scale:
             # A noisy per-step curve: faint as measured, bold as the mean of nine steps around.
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
             values = moving_mean(values, 4)
             label = f"{label} (mean of 9 steps)"
-        axes.plot(
-            steps, values, color=colour, linewidth=1.8, marker="o" if len(steps) < 30 else "", markersize=3, label=label
-        )
-    if chart.log_scale and all(v > 0 for name, _ in chart.metrics for v in metric_curve(records, name)[1]):
+        marker = "o" if len(steps) < 30 else ""
+        axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=3, label=label)
+    if chart.log_scale and all(value > 0 for _, values, *_ in drawn for value in values):
         axes.set_yscale("log")
     axes.set_title(chart.title, loc="left")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    if drawn > 1:
+    if len(drawn) > 1:
         axes.legend()
 
 
 def moving_mean(values: Sequence[float], reach: int) -> list[float]:
     """Mean of each value and up to ``reach`` values on either side; fewer, but as many left as right, near the ends."""
-    means = []
-    for i in range(len(values)):
-        near = min(reach, i, len(values) - 1 - i)
-        window = values[i - near : i + near + 1]
-        means.append(sum(window) / len(window))
-    return means
+    near = [min(reach, i, len(values) - 1 - i) for i in range(len(values))]
+    return [fmean(values[i - n : i + n + 1]) for i, n in enumerate(near)]
 
 
 def episodes_html(records: Records) -> str:
@@ -218,16 +201,14 @@ def episode_html(record: dict[str, Any], opened: bool) -> str:
     pills = [f"<span class='pill {'good' if reward > 0 else 'bad'}'>reward {clean(number(reward))}</span>"]
     plain = (parts, record["finish_reason"], f"tool calls {record['tool_calls']}, failed {record['tool_errors']}")
     pills += [f"<span class='pill'>{clean(text)}</span>" for text in plain if text]
-    head = (
-        f"<b>step {clean(record['step'])}</b> · {clean(record['split'])} · {clean(record['task_id'])}{''.join(pills)}"
-    )
+    head = f"<b>step {clean(record['step'])}</b> · {clean(record['split'])} · {clean(record['task_id'])}"
     tokens = record["tokens"]
-    turns = "".join(
-        f"<div class='turn {clean(turn['role'])}'><div class='role'>{clean(turn['role'])}</div>"
-        f"<pre>{tokens_html(tokens[turn['start'] : turn['end']])}</pre></div>"
-        for turn in record["turns"] or [{"role": "prompt", "start": 0, "end": len(tokens)}]
-    )
-    return f"<details{' open' if opened else ''}><summary>{head}</summary><div class='turns'>{turns}</div></details>"
+    turns = ""
+    for turn in record["turns"] or [{"role": "prompt", "start": 0, "end": len(tokens)}]:
+        role, text = clean(turn["role"]), tokens_html(tokens[turn["start"] : turn["end"]])
+        turns += f"<div class='turn {role}'><div class='role'>{role}</div><pre>{text}</pre></div>"
+    summary = f"<summary>{head}{''.join(pills)}</summary>"
+    return f"<details{' open' if opened else ''}>{summary}<div class='turns'>{turns}</div></details>"
 
 
 def tokens_html(tokens: Records) -> str:

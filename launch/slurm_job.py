@@ -10,12 +10,11 @@ from pathlib import Path
 import nemo_run
 from nemo_run.core.frontend.console.api import CONSOLE
 
-from launch.cluster import ClusterConfig
+from launch.cluster import SBATCH_FIELDS, ClusterConfig
 from launch.snapshot import JOB_FOLDER, write_snapshot
 from rl_loop.config import RunConfig, dump_config
 
-CODE = "/nemo_run/code"
-"""Where the snapshot lies in a container; without one nemo-run puts the real path in its place."""
+CODE = "/nemo_run/code"  # where the snapshot lies in a container; without one nemo-run puts the real path in its place
 
 
 @dataclass(kw_only=True)
@@ -68,13 +67,12 @@ class SlurmJob:
         )  # fmt: skip
 
     def _add_tasks(self, experiment: nemo_run.Experiment) -> None:
-        groups = [self.cluster.nodes, self.cluster.rollout_nodes]
-        tasks = [self._task(group) for group, nodes in enumerate(groups) if nodes]
-        executors = [self._executor(nodes) for nodes in groups if nodes]
-        if len(tasks) == 1:
-            experiment.add(tasks[0], executor=executors[0], name=self.config.name)
-        else:
-            experiment.add(tasks, executor=executors, name=self.config.name)
+        groups = [nodes for nodes in (self.cluster.nodes, self.cluster.rollout_nodes) if nodes]
+        tasks = [self._task(group) for group in range(len(groups))]
+        executors = [self._executor(nodes) for nodes in groups]
+        if len(groups) == 1:
+            tasks, executors = tasks[0], executors[0]
+        experiment.add(tasks, executor=executors, name=self.config.name)
 
     def _task(self, group: int) -> nemo_run.Script:
         folder = f"{CODE}/{JOB_FOLDER}"
@@ -85,15 +83,14 @@ class SlurmJob:
         cluster = self.cluster
         container = cluster.container
         shared = f"{cluster.shared_dir}:{cluster.shared_dir}"
+        gpus = ("gpu", cluster.gpu_type, str(cluster.gpus_per_node))
+        paths = {"GPTOSS_RUN_DIR": str(self.config.directory), "PYTHONPATH": f"{CODE}:{CODE}/kernels"}
+        environment = {**paths, "PYTHONUNBUFFERED": "1", **cluster.env}
         return nemo_run.SlurmExecutor(
-            account=cluster.account,
-            partition=cluster.partition,
-            qos=cluster.qos,
-            constraint=cluster.constraint,
-            exclude=cluster.exclude,
+            **cluster.model_dump(include=set(SBATCH_FIELDS)),
             nodes=nodes,
             ntasks_per_node=1,
-            gres=gres(cluster),
+            gres=":".join(filter(None, gpus)) if cluster.gpus_per_node else None,
             cpus_per_task=cluster.cpus_per_node,
             mem=cluster.memory_per_node,
             exclusive=cluster.exclusive or None,
@@ -103,7 +100,7 @@ class SlurmJob:
             additional_parameters={"dependency": "singleton"} if cluster.chain > 1 else None,
             container_image=container.image if container else None,
             container_mounts=[shared, *container.mounts] if container else [],
-            env_vars={name: shlex.quote(value) for name, value in self._environment().items()},
+            env_vars={name: shlex.quote(value) for name, value in environment.items()},
             setup_lines=(Path(__file__).parent / "job_setup.sh").read_text(),
             tunnel=self._tunnel(),
             packager=SnapshotPackager(texts=self.files),
@@ -113,23 +110,8 @@ class SlurmJob:
             monitor_group_job_wait_time=5,
         )
 
-    def _environment(self) -> dict[str, str]:
-        return {
-            "GPTOSS_RUN_DIR": str(self.config.directory),
-            "PYTHONPATH": f"{CODE}:{CODE}/kernels",
-            "PYTHONUNBUFFERED": "1",
-            **self.cluster.env,
-        }
-
     def _tunnel(self) -> nemo_run.LocalTunnel | nemo_run.SSHTunnel:
         if self.cluster.login is None:
             return nemo_run.LocalTunnel(job_dir=str(self.jobs_dir))
         user, _, host = self.cluster.login.partition("@")
         return nemo_run.SSHTunnel(host=host, user=user, job_dir=str(self.jobs_dir))
-
-
-def gres(cluster: ClusterConfig) -> str | None:
-    """The --gres of a node, None without GPUs."""
-    if not cluster.gpus_per_node:
-        return None
-    return ":".join(["gpu", *([cluster.gpu_type] if cluster.gpu_type else []), str(cluster.gpus_per_node)])

@@ -10,15 +10,12 @@ from pathlib import Path
 from rl_loop.config import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[1]
-JOB_FOLDER = ".gptoss"
-"""In the snapshot: the configurations of the job and ``git.txt``."""
+JOB_FOLDER = ".gptoss"  # in the snapshot: the configurations of the job and ``git.txt``
 
 
 def write_snapshot(archive: Path, extra: dict[str, str]) -> Path:
-    """Pack the checkout (without what git ignores) and ``extra`` {name in JOB_FOLDER: text} into a tar.gz file.
-
-    ``git.txt`` names the commit and holds the difference to it. Raises ConfigError outside a git checkout.
-    """
+    """Pack the checkout (without what git ignores) and ``extra`` {name in JOB_FOLDER: text} into a tar.gz file; git.txt
+    names the commit and holds the difference to it. Raises ConfigError outside a git checkout."""
     listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
     texts = {"git.txt": _git("rev-parse", "HEAD") + _git("status", "--short") + _git("diff", "HEAD"), **extra}
     with tarfile.open(archive, "w:gz", compresslevel=1) as tar:

@@ -50,10 +50,8 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
     """Check everything that can be checked now, then start the run in the background. Raises ConfigError."""
     for known in known_launches():
         if known.name == config.name and (status := query(known)).state in ACTIVE:
-            raise ConfigError(
-                f"{config.name} is {status.state} ({status.detail}); `gptoss launch cancel {config.name}` ends it, "
-                "name=... starts another"
-            )
+            advice = f"`gptoss launch cancel {config.name}` ends it, name=... starts another"
+            raise ConfigError(f"{config.name} is {status.state} ({status.detail}); {advice}")
     place(config, cluster, isinstance(config, RlConfig))
     check_before_queue(config, cluster)
     now = time.localtime()
@@ -76,17 +74,12 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
 def _start_here(config: RunConfig, cluster: ClusterConfig, stamp: str) -> int:
     """The same program as on a cluster's node, from the same kind of snapshot, detached; its process id."""
     folder = config.directory / "launch" / stamp
-    code = folder / "code"
-    code.mkdir(parents=True)
+    (code := folder / "code").mkdir(parents=True)
     files = {"run.yaml": dump_config(config), "cluster.yaml": dump_config(cluster)}
     with tarfile.open(write_snapshot(folder / "code.tar.gz", files)) as archive:
         archive.extractall(code, filter="data")
-    environment = {
-        **os.environ,
-        **cluster.env,
-        "PYTHONPATH": f"{code}:{code}/kernels",
-        "GPTOSS_ATTEMPT": f"local-{stamp}",
-    }
+    environment = os.environ | cluster.env
+    environment |= {"PYTHONPATH": f"{code}:{code}/kernels", "GPTOSS_ATTEMPT": f"local-{stamp}"}
     arguments = [f"{JOB_FOLDER}/run.yaml", f"{JOB_FOLDER}/cluster.yaml", config.command, "0"]
     with open(folder / "node.log", "ab") as output:
         process = subprocess.Popen([cluster.python, "-m", "launch.node", *arguments], cwd=code, env=environment,

@@ -1,10 +1,9 @@
-"""The one typed configuration of a run: what YAML files in ``configs/`` say and ``gptoss`` commands override.
-
-Reading a configuration imports neither torch nor Ray, so a mistake is reported at once.
-"""
+"""The one typed configuration of a run: what YAML files in ``configs/`` say and ``gptoss`` commands override. Reading
+imports neither torch nor Ray, so a mistake is reported at once."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,7 +14,7 @@ from yaml import YAMLError
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
 from rl_loop.agent import EpisodeLimits
-from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
+from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig, refuse
 from rl_loop.demonstrations import DemonstrationConfig
 from rl_loop.engines.sglang_config import SglangConfig
 from rl_loop.environments import RewardConfig, environment_class
@@ -92,8 +91,7 @@ class EvaluationConfig(StrictModel):
     samples_per_task: int = Field(1, gt=0)
     """Episodes of each held-out task: what avg@k, pass@k and maj@k are computed from, for k = 2, 4, ... up to it."""
     endpoint: str | None = None
-    """Address of an OpenAI-compatible server whose completions return token ids, such as http://host:8000/v1; null for
-    an engine of our own with the weights given."""
+    """An OpenAI-compatible server whose completions return token ids, such as http://host:8000/v1; null for our own."""
     endpoint_model: str = "default"
     """The model's name there."""
     concurrency: int = Field(64, gt=0)
@@ -156,8 +154,7 @@ class AblationConfig(StrictModel):
     engine_noise: float = Field(0.0, ge=0)
     """The engine's weights are off by this times their standard deviation, anew at every weight sync."""
     router_noise: float = Field(0.0, ge=0)
-    """Standard deviation of noise on the trainer's router logits in every forward pass, as of kernels whose sums have
-    no fixed order."""
+    """Standard deviation of noise on the trainer's router logits, as of kernels whose sums have no fixed order."""
 
 
 class RunConfig(StrictModel):
@@ -179,8 +176,8 @@ class RunConfig(StrictModel):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
     vocabulary: Literal["gptoss", "tiny"] = "gptoss"
-    """Token ids. ``gptoss``: the 201,088 of the released models. ``tiny``: those that generated tasks and their
-    demonstrations need, cut from the same vocabulary, and the Harmony special tokens; for models of a laptop."""
+    """``gptoss``: the 201,088 token ids of the released models. ``tiny``: those of them that generated tasks and their
+    demonstrations need, and the Harmony special tokens; for models of a laptop."""
     prompt: PromptConfig = PromptConfig()
     """The Harmony system message."""
     tasks: TaskConfig = TaskConfig()
@@ -215,17 +212,15 @@ class RunConfig(StrictModel):
     @model_validator(mode="after")
     def _check_layout(self) -> Self:
         self.parallel.check_layout(self.model)
-        if self.rollout.max_tokens > self.training.max_tokens_per_micro_batch:
-            raise ValueError(
-                f"rollout.max_tokens ({self.rollout.max_tokens}) exceeds training.max_tokens_per_micro_batch "
-                f"({self.training.max_tokens_per_micro_batch}): the longest episode would not fit a micro-batch"
-            )
-        if self.rollout.engine == "sglang" and (not self.ablation.engine_sinks or self.ablation.engine_noise):
-            raise ValueError("ablation.engine_sinks and engine_noise need rollout.engine=transformers")
-        if self.rollout.max_tokens > self.model.max_length:
-            raise ValueError(
-                f"rollout.max_tokens ({self.rollout.max_tokens}) exceeds model.max_length ({self.model.max_length})"
-            )
+        rollout, ablation, row = self.rollout, self.ablation, self.training.max_tokens_per_micro_batch
+        refuse({
+            f"rollout.max_tokens ({rollout.max_tokens}) exceeds training.max_tokens_per_micro_batch ({row}): the "
+            "longest episode would not fit a micro-batch": rollout.max_tokens > row,
+            "ablation.engine_sinks and engine_noise need rollout.engine=transformers":
+                rollout.engine == "sglang" and (not ablation.engine_sinks or ablation.engine_noise),
+            f"rollout.max_tokens ({rollout.max_tokens}) exceeds model.max_length ({self.model.max_length})":
+                rollout.max_tokens > self.model.max_length,
+        })  # fmt: skip
         return self
 
 
@@ -239,45 +234,34 @@ class RlConfig(RunConfig):
     evaluate_every: int = Field(10, gt=0)
     """Steps between measurements of held-out accuracy; also before the first step and after the last."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest mean |log-prob difference| between engine and trainer on a canary prompt after a weight sync, in nats.
-    null: 0.001 in float32, 0.02 in bfloat16, in which their kernels round differently. ``gptoss doctor --engine`` shows
-    what a good engine has; stay above that."""
+    """Largest mean |log-prob difference| between engine and trainer on a canary prompt after a sync, in nats. null:
+    0.001 in float32, 0.02 in bfloat16. Stay above what ``gptoss doctor --engine`` shows of a good engine."""
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
-        episodes = self.rollout.tasks_per_step * self.rollout.samples_per_task
-        if episodes < self.parallel.data * self.algorithm.mini_batches:
-            raise ValueError(
-                f"rollout.tasks_per_step x samples_per_task ({episodes}) gives fewer episodes than data-parallel ranks "
-                f"x algorithm.mini_batches ({self.parallel.data} x {self.algorithm.mini_batches})"
-            )
-        if self.algorithm.advantage in GROUP_ADVANTAGES and self.rollout.samples_per_task == 1:
-            raise ValueError(
-                f"algorithm.advantage {self.algorithm.advantage} compares the samples of a task, and "
-                "rollout.samples_per_task is 1: use 2 or more, or advantage gae or reinforce"
-            )
-        if self.algorithm.max_staleness > 1:
-            raise ValueError(
-                f"algorithm.max_staleness {self.algorithm.max_staleness}: rollouts begin one step ahead of their "
-                "training at most, so no token is ever older; use 1, or 0 to be strictly on-policy"
-            )
-        if self.algorithm.max_staleness and self.rollout.engine == "sglang" and self.rollout.sglang.colocated:
-            raise ValueError(
-                "algorithm.max_staleness 1 generates while the trainer learns, and rollout.sglang.colocated gives its "
-                "GPUs to one of them at a time: use 0, or servers on GPUs of their own"
-            )
-        if self.algorithm.routing_replay == "R3" and not self.rollout.routed_experts:
-            raise ValueError("algorithm.routing_replay R3 needs the engine's routes: set rollout.routed_experts")
-        if (self.algorithm.overlong_buffer or 0) >= self.rollout.max_tokens:
-            raise ValueError(
-                f"algorithm.overlong_buffer ({self.algorithm.overlong_buffer}) must be below rollout.max_tokens "
-                f"({self.rollout.max_tokens}), or every episode is punished for its length"
-            )
-        if self.algorithm.critic and self.algorithm.critic.warmup_steps >= self.training.steps:
-            raise ValueError(
-                f"algorithm.critic.warmup_steps ({self.algorithm.critic.warmup_steps}) leaves none of the "
-                f"{self.training.steps} steps to the policy"
-            )
+        algorithm, rollout, steps = self.algorithm, self.rollout, self.training.steps
+        episodes = rollout.tasks_per_step * rollout.samples_per_task
+        warmup_steps = algorithm.critic.warmup_steps if algorithm.critic else 0
+        refuse({
+            f"rollout.tasks_per_step x samples_per_task ({episodes}) gives fewer episodes than data-parallel ranks "
+            f"x algorithm.mini_batches ({self.parallel.data} x {algorithm.mini_batches})":
+                episodes < self.parallel.data * algorithm.mini_batches,
+            f"algorithm.advantage {algorithm.advantage} compares the samples of a task, and rollout.samples_per_task "
+            "is 1: use 2 or more, or advantage gae or reinforce":
+                algorithm.advantage in GROUP_ADVANTAGES and rollout.samples_per_task == 1,
+            f"algorithm.max_staleness {algorithm.max_staleness}: rollouts begin one step ahead of their training at "
+            "most, so no token is ever older; use 1, or 0 to be strictly on-policy": algorithm.max_staleness > 1,
+            "algorithm.max_staleness 1 generates while the trainer learns, and rollout.sglang.colocated gives its "
+            "GPUs to one of them at a time: use 0, or servers on GPUs of their own":
+                algorithm.max_staleness and rollout.engine == "sglang" and rollout.sglang.colocated,
+            "algorithm.routing_replay R3 needs the engine's routes: set rollout.routed_experts":
+                algorithm.routing_replay == "R3" and not rollout.routed_experts,
+            f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) must be below rollout.max_tokens "
+            f"({rollout.max_tokens}), or every episode is punished for its length":
+                (algorithm.overlong_buffer or 0) >= rollout.max_tokens,
+            f"algorithm.critic.warmup_steps ({warmup_steps}) leaves none of the {steps} steps to the policy":
+                warmup_steps >= steps,
+        })  # fmt: skip
         return self
 
 
@@ -294,12 +278,12 @@ class SftConfig(RunConfig):
 
 def load_config[Config: RunConfig](path: Path, kind: type[Config], overrides: list[str] | None = None) -> Config:
     """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises ConfigError naming file and keys.
-
-    ``model: NAME`` stands for the file ``../model/NAME.yaml`` beside the configuration's own folder, and
-    ``algorithm: NAME`` likewise.
-    """
+    ``model: NAME`` and ``algorithm: NAME`` stand for NAME.yaml in a folder of that name beside the file's own."""
     tree = read_yaml(path)
-    changes = [_checked(item) for item in overrides or []]
+    changes = overrides or []
+    for item in changes:
+        if not re.match("[^=]+=", item):
+            raise ConfigError(f"override {item!r}: expected key=value, such as optimizer.lr=1e-6")
     for key in ("model", "algorithm"):
         named = [item.partition("=")[2] for item in changes if item.startswith(f"{key}=")] or [tree.get(key)]
         changes = [item for item in changes if not item.startswith(f"{key}=")]
@@ -341,13 +325,6 @@ def read_yaml(path: Path) -> Any:
     if not OmegaConf.is_dict(tree):
         raise ConfigError(f"{path}: expected a mapping of keys to values")
     return tree
-
-
-def _checked(override: str) -> str:
-    key, equals, _ = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {override!r}: expected key=value, such as optimizer.lr=1e-6")
-    return override
 
 
 def _explain(error: Any) -> str:

@@ -1,9 +1,6 @@
 """The scalars of one step: how each is reduced over optimizer steps and rollout rounds, and where it is written.
 
-A metric is kept as what is needed to reduce it exactly (a mean as its sum and its count), never as an already divided
-number: the mean of two parts' means is wrong as soon as the parts hold different numbers of tokens. The same values go
-to ``metrics.jsonl``, TensorBoard and the progress display.
-"""
+A mean is kept as its sum and its count: the mean of means is wrong if they hold different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from rl_loop.run_directory import RunDirectory, append_lines, atomic_write_text, read_json
+from rl_loop.run_directory import RunDirectory, append_lines, read_json, write_json
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-
-Reduction = Literal["mean", "sum", "max", "last"]
-"""How parts of one step become one number."""
 
 
 class Name:
@@ -52,7 +45,7 @@ class Scalar:
 
     total: float
     count: float  # what a mean divides by; 1 otherwise
-    reduction: Reduction
+    reduction: Literal["mean", "sum", "max", "last"]  # how parts of one step become one number
     over: str  # "tokens", "sequences", "steps": what one count is
 
     @property
@@ -71,9 +64,7 @@ class Scalar:
         if self.reduction == "last":
             return other
         # A NaN must survive: max(1.0, nan) is 1.0 in Python, and a hidden NaN is exactly what metrics are for.
-        parts = (self.total, other.total)
-        value = math.nan if any(map(math.isnan, parts)) else max(parts)
-        return Scalar(value, 1.0, self.reduction, self.over)
+        return max(self, other, key=lambda part: (math.isnan(part.total), part.total))
 
 
 @dataclass
@@ -99,11 +90,7 @@ class StepMetrics:
 
     def values(self) -> dict[str, float]:
         """name -> reduced value. A mean over nothing has no value and is left out; NaN and infinity are kept."""
-        return {
-            name: scalar.value
-            for name, scalar in self.scalars.items()
-            if not (scalar.reduction == "mean" and scalar.count == 0)
-        }
+        return {name: scalar.value for name, scalar in self.scalars.items() if scalar.count}
 
     def descriptions(self) -> dict[str, str]:
         """name -> "mean over tokens" and the like."""
@@ -113,20 +100,16 @@ class StepMetrics:
         if name in ("step", "time"):
             raise ValueError(f"a metric cannot be called {name!r}: metrics.jsonl uses that key for itself")
         before = self.scalars.get(name)
-        if before is None:
-            self.scalars[name] = scalar
-        elif before.description != scalar.description:
+        if before and before.description != scalar.description:
             raise ValueError(f"metric {name}: {scalar.description} cannot be merged with {before.description}")
-        else:
-            self.scalars[name] = before.merged(scalar)
+        self.scalars[name] = before.merged(scalar) if before else scalar
 
 
 class MetricsWriter:
     """Writes each step's values to ``metrics.jsonl`` (one flushed line) and ``tensorboard/``, and hands them on.
 
-    ``resume_after`` is the last step that the loaded checkpoint knows: later steps are dropped from metrics.jsonl and
-    episodes.jsonl and hidden in TensorBoard, so the curve continues as if the run had never stopped. None starts anew.
-    ``listeners`` get ``(step, values)``, the same numbers. A value that is not finite is null in the JSON lines.
+    ``resume_after`` is the last step that the loaded checkpoint knows: later ones are dropped (hidden in TensorBoard),
+    and the curve continues; None starts anew. ``listeners`` get ``(step, values)``. What is not finite is null in JSON.
     """
 
     def __init__(
@@ -141,11 +124,12 @@ class MetricsWriter:
         self._run = run
         self._listeners = list(listeners)
         self._descriptions: dict[str, str] = {}
+        purge_step = None
         if resume_after is not None:
             run.keep_steps_up_to(resume_after)
+            purge_step = resume_after + 1
             if run.metric_descriptions.exists():
                 self._descriptions = read_json(run.metric_descriptions)
-        purge_step = None if resume_after is None else resume_after + 1
         self._tensorboard: SummaryWriter = SummaryWriter(str(run.tensorboard), purge_step=purge_step)
 
     def write(self, metrics: StepMetrics) -> None:
@@ -156,7 +140,7 @@ class MetricsWriter:
         append_lines(self._run.metrics, [json.dumps(record, allow_nan=False)])
         if not metrics.descriptions().items() <= self._descriptions.items():
             self._descriptions |= metrics.descriptions()
-            atomic_write_text(self._run.metric_descriptions, json.dumps(self._descriptions, indent=1) + "\n")
+            write_json(self._run.metric_descriptions, self._descriptions, indent=1)
         for name, value in values.items():
             self._tensorboard.add_scalar(name, value, metrics.step)
         self._tensorboard.flush()

@@ -1,17 +1,4 @@
-"""One run, one directory: what lies where, and writes that leave no half-written file behind.
-
-runs/NAME/
-    config.yaml            the configuration as resolved, overrides included
-    metrics.jsonl          one line per step: {"step", "time", NAME: value, ...}
-    metrics.describe.json  {NAME: "mean over tokens", ...}
-    episodes.jsonl         a few whole episodes per step, see ``episode_record``
-    tensorboard/           the same numbers as event files
-    checkpoints/           what a run resumes from
-    export/                the Hugging Face checkpoint
-    curve.png              reward and accuracy
-    report.html            everything above on one page
-    summary.json           the figures that a script compares
-"""
+"""One run, one directory: what lies where, and writes that leave no half-written file behind."""
 
 from __future__ import annotations
 
@@ -21,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +31,20 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.yaml"
-        self.metrics = path / "metrics.jsonl"
-        self.metric_descriptions = path / "metrics.describe.json"
-        self.episodes = path / "episodes.jsonl"
-        self.tensorboard = path / "tensorboard"
-        self.checkpoints = path / "checkpoints"
-        self.export = path / "export"
-        self.curve = path / "curve.png"
-        self.report = path / "report.html"
-        self.summary = path / "summary.json"
+        self.config = path / "config.yaml"  # as resolved, overrides included
+        self.metrics = path / "metrics.jsonl"  # one line per step: {"step", "time", NAME: value, ...}
+        self.metric_descriptions = path / "metrics.describe.json"  # {NAME: "mean over tokens", ...}
+        self.episodes = path / "episodes.jsonl"  # a few whole episodes per step, see ``episode_record``
+        self.tensorboard = path / "tensorboard"  # the same numbers as event files
+        self.checkpoints = path / "checkpoints"  # what a run resumes from
+        self.export = path / "export"  # the Hugging Face checkpoint
+        self.curve = path / "curve.png"  # reward and accuracy
+        self.report = path / "report.html"  # everything above on one page
+        self.summary = path / "summary.json"  # the figures that a script compares
 
-    def everything(self) -> list[Path]:
-        """Every path of the layout, existing or not."""
-        return [path for path in vars(self).values() if path != self.path]
-
-    def holds_a_run(self) -> bool:
-        return any(path.exists() for path in self.everything())
+    def existing(self) -> list[Path]:
+        """Every path of the layout that is there."""
+        return [path for path in vars(self).values() if path != self.path and os.path.lexists(path)]
 
     def append_episodes(self, records: Sequence[dict[str, Any]]) -> None:
         """Add lines made by ``episode_record``."""
@@ -76,29 +61,26 @@ class RunDirectory:
     def write_summary(self, **figures: Any) -> None:
         """Set these figures in summary.json and keep the others. Values must be JSON."""
         known = read_json(self.summary) if self.summary.exists() else {}
-        atomic_write_text(self.summary, json.dumps(known | figures, indent=2) + "\n")
+        write_json(self.summary, known | figures, indent=2)
 
 
 def start_run(path: Path | str, config_yaml: str, *, resume: bool = False, overwrite: bool = False) -> RunDirectory:
-    """Make or reopen the directory of a run and write its resolved config.
+    """Make or reopen the directory of a run and write its resolved config. Raises RunDirectoryError.
 
-    A directory that already holds a run is refused unless ``resume`` (everything is kept) or ``overwrite`` (the run's
-    own files are deleted, others are left alone) is asked for. ``resume`` where nothing is starts a new run, so that a
-    requeued batch job needs no second command. Raises RunDirectoryError.
+    A directory that already holds a run is refused without ``resume`` (everything is kept; where nothing is, a new run
+    starts) or ``overwrite`` (the run's own files are deleted).
     """
     run = RunDirectory(Path(path))
     if resume and overwrite:
         raise RunDirectoryError(f"{run.path}: resume and overwrite exclude each other; give one of them")
     if run.path.exists() and not run.path.is_dir():
         raise RunDirectoryError(f"{run.path} is a file; a run needs a directory")
-    if run.holds_a_run() and not resume:
+    if (existing := run.existing()) and not resume:
         if not overwrite:
-            raise RunDirectoryError(
-                f"{run.path} already holds a run ({len(read_json_lines(run.metrics))} steps); "
-                "add --resume to continue it or --overwrite to delete it"
-            )
-        for old in run.everything():
-            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
+            steps, advice = len(read_json_lines(run.metrics)), "add --resume to continue it or --overwrite to delete it"
+            raise RunDirectoryError(f"{run.path} already holds a run ({steps} steps); {advice}")
+        for old in existing:
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
     try:
         run.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -116,28 +98,23 @@ def episode_record(
     turns   [{role: "prompt" | "assistant" | "tool", start, end, text}], token ranges [start, end)
     tokens  [{text, mask, logprob?}]; the log-prob (nats) only where mask is 1
     """
-    tokens: list[dict[str, Any]] = []
-    for i, (token_id, mask) in enumerate(zip(trajectory.token_ids, trajectory.loss_mask, strict=True)):
-        token: dict[str, Any] = {"text": decode_token(token_id), "mask": mask}
-        if mask:
-            token["logprob"] = round(float(trajectory.rollout_log_probs[i]), 6)
-        tokens.append(token)
-    return {
-        "step": step,
-        "task_id": trajectory.task_id,
-        "split": split,
-        "reward": trajectory.reward,
-        "reward_parts": dict(trajectory.reward_parts),
-        "finish_reason": str(trajectory.finish_reason),
-        "tool_calls": trajectory.tool_calls,
-        "tool_errors": trajectory.tool_errors,
-        "turns": [{"role": t.role, "start": t.start, "end": t.end, "text": t.text} for t in trajectory.turns],
-        "tokens": tokens,
-    }
+    columns = zip(trajectory.token_ids, trajectory.loss_mask, trajectory.rollout_log_probs, strict=True)
+    tokens = [
+        {"text": decode_token(token_id), "mask": mask} | ({"logprob": round(float(log_prob), 6)} if mask else {})
+        for token_id, mask, log_prob in columns
+    ]
+    names = ("task_id", "reward", "reward_parts", "finish_reason", "tool_calls", "tool_errors")
+    figures = {name: getattr(trajectory, name) for name in names}
+    turns = [asdict(turn) for turn in trajectory.turns]
+    return {"step": step, "split": split, **figures, "turns": turns, "tokens": tokens}
 
 
 def atomic_write_text(path: Path, text: str) -> None:
     atomic_write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    atomic_write_text(path, json.dumps(value, indent=indent) + "\n")
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:

@@ -13,10 +13,8 @@ GroupEstimator = Literal["grpo", "dr_grpo", "leave_one_out"]
 def group_advantages(rewards: torch.Tensor, estimator: GroupEstimator = "grpo", epsilon: float = 1e-6) -> torch.Tensor:
     """rewards: [samples] of one task -> advantages [samples], in fp32 at least.
 
-    - ``grpo``: (R - mean) / (std + epsilon), with the population standard deviation
-      (arXiv 2402.03300, section 4.1.2).
-    - ``dr_grpo``: R - mean; no division, which would favour tasks that are almost always or never solved
-      (arXiv 2503.20783).
+    - ``grpo``: (R - mean) / (std + epsilon), population standard deviation (arXiv 2402.03300, section 4.1.2).
+    - ``dr_grpo``: R - mean; no division, which favours tasks almost always or never solved (arXiv 2503.20783).
     - ``leave_one_out``: R minus the mean of the *other* samples, an unbiased baseline (RLOO, arXiv 2402.14740);
       equal to samples / (samples - 1) times ``dr_grpo``.
 
@@ -26,25 +24,18 @@ def group_advantages(rewards: torch.Tensor, estimator: GroupEstimator = "grpo", 
         raise ValueError(f"rewards must be a non-empty vector, got shape {tuple(rewards.shape)}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     centred = rewards - rewards.mean()
-    if len(rewards) == 1:
-        return torch.zeros_like(rewards)
     if estimator == "grpo":
         return centred / (rewards.std(unbiased=False) + epsilon)
-    if estimator == "dr_grpo":
-        return centred
-    if estimator == "leave_one_out":
-        return centred * (len(rewards) / (len(rewards) - 1))
-    raise ValueError(f"unknown advantage estimator {estimator!r}")
+    scales = {"dr_grpo": 1.0, "leave_one_out": len(rewards) / max(1, len(rewards) - 1)}
+    return centred * scales[estimator]
 
 
 def gdpo_advantages(parts: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     """parts: [samples, rewards] of one task -> sum_k w_k (r_k - mean_k) / (std_k + 1e-6), [samples] (arXiv 2601.05242).
 
-    Every reward is normalised by itself, so that a rare one is not drowned by a common one. The batch is whitened
-    afterwards (``whiten``).
+    So a rare reward is not drowned by a common one. The batch is whitened afterwards (``whiten``).
     """
-    each = [w * group_advantages(parts[:, k], "grpo") for k, w in enumerate(weights)]
-    return torch.stack(each).sum(dim=0)
+    return torch.stack([w * group_advantages(parts[:, k], "grpo") for k, w in enumerate(weights)]).sum(dim=0)
 
 
 def reinforce_advantages(rewards: torch.Tensor) -> torch.Tensor:

@@ -1,25 +1,30 @@
 """The algorithm of a run: every choice is one key, and choices that do not go together are refused with the reason.
-
-Needs neither torch nor Ray. ``configs/algorithm`` holds the combinations that papers have names for.
-"""
+Needs neither torch nor Ray. ``configs/algorithm`` holds the combinations that papers have names for."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from megatron_gptoss.config import OptimizerConfig, StrictModel
 
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "leave_one_out", "gdpo")
 """They compare a sample with the other samples of its task."""
 
 
-class CorrectionConfig(StrictModel):
-    """What is done about the engine sampling from a slightly different policy than the trainer's.
+def refuse(reasons: Mapping[str, object]) -> None:
+    """Raise ValueError with the first of the reasons that applies: whose value is true."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(reason)
 
-    rho = pi_trainer / pi_rollout per token, always this way round.
-    """
+
+class CorrectionConfig(StrictModel):
+    """What is done about the engine sampling from a slightly different policy than the trainer's. rho is always
+    pi_trainer / pi_rollout per token."""
 
     weight: Literal["none", "token_tis", "sequence_tis", "sequence_mis", "icepop"] = "token_tis"
     """token_tis: min(rho, cap). sequence_tis: min(product of rho over the sequence, cap). sequence_mis: the same, and 0
@@ -97,26 +102,22 @@ class AlgorithmConfig(StrictModel):
     critic: CriticConfig | None = None
     """Goes together with gae."""
     policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
-    """ppo: clipped ratio per token. gspo: clipped ratio per sequence. cispo: the clipped ratio as a constant weight.
-    reinforce: no ratio."""
+    """ppo: clipped ratio per token. gspo: per sequence. cispo: clipped ratio as constant weight. reinforce: none."""
     clip_low: float = Field(0.2, ge=0, le=1)
     """Lower bound of the importance ratio is 1 - clip_low."""
     clip_high: float = Field(0.28, ge=0)
     """Upper bound of the importance ratio is 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
     """Of ppo: bound of the loss for negative advantages, as a multiple of the advantage; null for none."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    aggregation: Aggregation = "token-mean"
     """How token losses become one number; always over the whole mini-batch. token-mean: DAPO. seq-mean-token-mean: GRPO
     and GSPO. seq-mean-token-sum-norm: Dr. GRPO, sums divided by rollout.max_tokens."""
     mini_batches: int = Field(1, gt=0)
     """Optimizer steps per batch of episodes. 1 is on-policy."""
     old_log_probs: Literal["auto", "substitute", "forward", "rollout"] = "auto"
-    """Denominator of the importance ratio. substitute: the new log-probs themselves, detached, so that the ratio is
-    exactly 1; on-policy only. forward: a forward pass of the trainer before the first update. rollout: the engine's,
-    which puts mismatch and staleness into the ratio. auto: substitute if mini_batches is 1 and max_staleness 0, else
-    forward."""
+    """Denominator of the importance ratio. substitute: the new log-probs, detached, so that the ratio is exactly 1.
+    forward: those of a forward pass before the first update. rollout: the engine's, which puts mismatch and staleness
+    into the ratio. auto: substitute if mini_batches is 1 and max_staleness 0, else forward."""
     kl: KlConfig | None = None
     """Null for no reference policy."""
     entropy_bonus: float = Field(0.0, ge=0)
@@ -125,13 +126,11 @@ class AlgorithmConfig(StrictModel):
     """Of the difference between engine and trainer."""
     max_staleness: int = Field(0, ge=0)
     """Weight versions that a token may be older than the policy it trains; older ones are left out of the loss. 0:
-    generation and training take turns. 1: the episodes of a step are generated while the trainer learns from those of
-    the step before."""
+    generation and training take turns. 1: a step's episodes are generated while the trainer learns from the last."""
     routing_replay: Literal["none", "R2", "R3"] = "none"
     """Which experts the trainer uses. R2: those of its own forward pass for the old log-probs. R3: the engine's."""
     dynamic_sampling_rounds: int = Field(1, gt=0)
-    """Above 1 (DAPO), groups in which all rewards are equal are replaced by new tasks, at most this many times
-    rollout.tasks_per_step tasks in all."""
+    """Above 1 (DAPO), groups of equal rewards make room for new tasks; at most this times rollout.tasks_per_step."""
     overlong_buffer: int | None = Field(None, gt=0)
     """Tokens before rollout.max_tokens over which a penalty on length rises from 0 to overlong_penalty (DAPO)."""
     overlong_penalty: float = Field(1.0, gt=0)
@@ -146,39 +145,31 @@ class AlgorithmConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         source = self.old_log_probs_from
-        refused = {
+        refused: dict[str, object] = {
             "advantage gae needs a value model: set algorithm.critic": self.advantage == "gae" and not self.critic,
-            f"a critic is of no use to advantage {self.advantage}: use gae or set algorithm.critic to null": (
-                self.critic is not None and self.advantage != "gae"
-            ),
-            "advantage gdpo needs algorithm.reward_weights, such as {correct: 1.0}": (
-                self.advantage == "gdpo" and not self.reward_weights
-            ),
-            f"reward_weights belong to gdpo; advantage is {self.advantage}": (
-                bool(self.reward_weights) and self.advantage != "gdpo"
-            ),
+            f"a critic is of no use to advantage {self.advantage}: use gae or set algorithm.critic to null":
+                self.critic and self.advantage != "gae",
+            "advantage gdpo needs algorithm.reward_weights, such as {correct: 1.0}":
+                self.advantage == "gdpo" and not self.reward_weights,
+            f"reward_weights belong to gdpo; advantage is {self.advantage}":
+                self.reward_weights and self.advantage != "gdpo",
             f"old_log_probs substitute makes the ratio 1 in all {self.mini_batches} mini-batches, though only the "
             "first is on-policy: use forward, or mini_batches 1": source == "substitute" and self.mini_batches > 1,
             "max_staleness above 0 with old_log_probs substitute calls stale tokens on-policy: use rollout, or forward "
             "with a correction": source == "substitute" and self.max_staleness > 0,
             "max_staleness above 0 with old_log_probs forward ignores how far the policy has moved since tokens were "
-            "sampled: set a correction, or use rollout": (
-                source == "forward" and self.max_staleness > 0 and not self.correction.active
-            ),
+            "sampled: set a correction, or use rollout":
+                source == "forward" and self.max_staleness > 0 and not self.correction.active,
             "old_log_probs rollout already has the mismatch in its ratio; a correction would count it twice: set "
             "correction.weight to none and its rejections to null": source == "rollout" and self.correction.active,
             "policy_loss reinforce has no ratio: old_log_probs would be computed for nothing; leave it at auto with "
             "mini_batches 1": self.policy_loss == "reinforce" and source == "forward" and not self.correction.active,
-            "correction.off_policy_limit looks at pi_old / pi, which is 1 with old_log_probs substitute": (
-                source == "substitute" and self.correction.off_policy_limit is not None
-            ),
+            "correction.off_policy_limit looks at pi_old / pi, which is 1 with old_log_probs substitute":
+                source == "substitute" and self.correction.off_policy_limit,
             "routing_replay R2 replays the routes of the forward pass for old log-probs, and there is none: use "
             "old_log_probs forward, or R3": self.routing_replay == "R2" and source != "forward",
-            f"dual_clip belongs to policy_loss ppo, not {self.policy_loss}": (
-                self.dual_clip is not None and self.policy_loss != "ppo"
-            ),
+            f"dual_clip belongs to policy_loss ppo, not {self.policy_loss}":
+                self.dual_clip and self.policy_loss != "ppo",
         }  # fmt: skip
-        for reason, applies in refused.items():
-            if applies:
-                raise ValueError(reason)
+        refuse(refused)
         return self

@@ -1,4 +1,4 @@
-"""Rollout correction: weights and rejections for tokens that the engine sampled from a slightly different policy.
+"""How far the policy that sampled and the policy that is trained are apart, and what rollout correction does about it.
 
 rho_t = pi_trainer(token t) / pi_rollout(token t), in this module and everywhere else; its logarithm is clamped to +-20.
 Everything here is constant to autograd.
@@ -17,11 +17,10 @@ from rl_loop.algorithms.sequences import Sequences
 
 @dataclass
 class Correction:
-    """``weights`` [tokens]: factor of the policy loss, 0 where something was dropped. ``dropped``: reason -> bool
-    [tokens]."""
+    """What ``rollout_correction`` does to each token."""
 
-    weights: torch.Tensor
-    dropped: dict[str, torch.Tensor]
+    weights: torch.Tensor  # [tokens]: factor of the policy loss, 0 where something was dropped
+    dropped: dict[str, torch.Tensor]  # reason -> bool [tokens]
 
 
 def within(ratio: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
@@ -50,10 +49,6 @@ def rollout_correction(
     log_rho = log_rho.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     rho = log_rho.exp()
     dropped: dict[str, torch.Tensor] = {}
-
-    def product() -> torch.Tensor:
-        return sequences.spread(bounded_exp(sequences.sum(log_rho, mask))).to(rho.dtype)
-
     if config.weight == "none":
         weights = torch.ones_like(rho)
     elif config.weight == "token_tis":
@@ -62,9 +57,10 @@ def rollout_correction(
         weights = rho
         dropped["icepop"] = ~within(rho, config.bounds or (0.5, 5.0))
     else:
-        weights = product().clamp(max=config.cap)
+        product = sequences.spread(bounded_exp(sequences.sum(log_rho, mask))).to(rho.dtype)
+        weights = product.clamp(max=config.cap)
         if config.weight == "sequence_mis":
-            dropped["sequence_mis"] = ~within(product(), config.bounds or (0.5, 2.0))
+            dropped["sequence_mis"] = ~within(product, config.bounds or (0.5, 2.0))
     if config.geometric_bounds:
         geometric = sequences.mean(log_rho, mask).exp()
         dropped["geometric"] = sequences.spread(~within(geometric, config.geometric_bounds))
@@ -79,3 +75,37 @@ def rollout_correction(
     for tokens in dropped.values():
         weights = torch.where(tokens, 0.0, weights)
     return Correction(weights, dropped)
+
+
+def mismatch_sums(
+    log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor, sequences: Sequences
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Sums over masked tokens (divide by their number) and maxima, by the names of metrics. Inputs [tokens], the mask
+    bool; natural logs.
+
+    With d = log pi_train - log pi_rollout and tokens drawn from pi_rollout (Schulman, "Approximating KL divergence"):
+    k1 = -d, k2 = d^2 / 2 and k3 = exp(d) - 1 - d each average to an estimate of KL(pi_rollout || pi_train).
+    ``prob_ratio`` averages exp(|d|) (others call it token_mult_prob_error); 1 is no mismatch. ``chi_square`` averages
+    (exp(d) - 1)^2, the variance of the importance weight. ``log_perplexity`` sums give both perplexities: exp of their
+    averages. ``log_ppl_gap_max`` is the largest |mean of d| of a sequence, the difference of its two log-perplexities;
+    ``log_ppl_gap`` averages it over sequences when divided by ``sequences``.
+    """
+    d = torch.where(mask, log_probs.detach() - rollout_log_probs, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = d.exp()
+    length = sequences.sum(mask, mask).clamp(min=1)
+    gap = (sequences.sum(d, mask) / length).abs()
+    # a sequence may be spread over ranks: every token brings its share
+    share = torch.where(mask, 1 / sequences.spread(length), 0.0)
+    sums = {
+        "mismatch/logprob_gap": d.abs().sum(),
+        "mismatch/kl_k1": (-d).sum(),
+        "mismatch/kl_k2": (d.square() / 2).sum(),
+        "mismatch/kl_k3": (torch.expm1(d) - d).sum(),
+        "mismatch/prob_ratio": torch.where(mask, d.abs().exp(), 0.0).sum(),
+        "mismatch/chi_square": (ratio - 1).square().sum(),
+        "mismatch/log_perplexity_train": torch.where(mask, -log_probs.detach(), 0.0).sum(),
+        "mismatch/log_perplexity_rollout": torch.where(mask, -rollout_log_probs, 0.0).sum(),
+        "mismatch/log_ppl_gap": (share * sequences.spread(gap)).sum(),
+        "sequences": share.sum(),
+    }
+    return sums, {"mismatch/logprob_gap_max": d.abs().max(), "mismatch/log_ppl_gap_max": gap.max()}

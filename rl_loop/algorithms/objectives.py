@@ -1,8 +1,5 @@
-"""Losses over packed micro-batches, normalised over the whole mini-batch, with the metrics that belong to them.
-
-Every objective is a weighted sum over tokens whose weights follow from counts of the *global* mini-batch, so how it is
-cut into micro-batches and ranks does not change it.
-"""
+"""Losses over packed micro-batches, with the metrics that belong to them: weighted sums over tokens, whose weights
+follow from counts of the *global* mini-batch, so how it is cut into micro-batches and ranks changes nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +10,8 @@ import torch.distributed as dist
 
 from megatron_gptoss.packing import GRAFTED, PackedBatch, Sample
 from megatron_gptoss.trainer import LossFunction, LossOutput
-from rl_loop.algorithms.aggregation import sample_weights
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.algorithms.correction import rollout_correction
-from rl_loop.algorithms.mismatch import mismatch_sums
+from rl_loop.algorithms.correction import mismatch_sums, rollout_correction
 from rl_loop.algorithms.policy_loss import (
     PolicyLoss,
     cispo_loss,
@@ -26,7 +21,7 @@ from rl_loop.algorithms.policy_loss import (
     reinforce_loss,
     value_loss,
 )
-from rl_loop.algorithms.sequences import Sequences
+from rl_loop.algorithms.sequences import Sequences, sample_weights
 
 
 def sft_objective(loss_tokens: int) -> LossFunction:
@@ -41,10 +36,7 @@ def sft_objective(loss_tokens: int) -> LossFunction:
 
 
 def policy_objective(
-    config: AlgorithmConfig,
-    mini_batch: Sequence[Sample],
-    max_tokens: int = 1,
-    group: dist.ProcessGroup | None = None,
+    config: AlgorithmConfig, mini_batch: Sequence[Sample], max_tokens: int = 1, group: dist.ProcessGroup | None = None
 ) -> LossFunction:
     """The policy loss with correction, KL penalty and entropy bonus.
 
@@ -63,14 +55,8 @@ def policy_objective(
         if batch.staleness is not None:
             comparable, stale = on & (batch.staleness != GRAFTED), batch.staleness > config.max_staleness
         log_rho = torch.where(comparable, trainer - batch.rollout_log_probs, 0.0)
-        correction = rollout_correction(
-            config.correction,
-            log_rho,
-            on,
-            sequences,
-            batch.advantages,
-            None if old is None else old - log_probs.detach(),
-        )
+        moved = None if old is None else old - log_probs.detach()
+        correction = rollout_correction(config.correction, log_rho, on, sequences, batch.advantages, moved)
         policy = _policy_loss(config, log_probs, batch, on, sequences)
         dropped = correction.dropped | {"stale": stale}
         terms = torch.where(stale, 0.0, correction.weights) * policy.loss - config.entropy_bonus * entropy
@@ -122,14 +108,14 @@ def value_objective(config: AlgorithmConfig, mini_batch: Sequence[Sample], max_t
 def _policy_loss(
     config: AlgorithmConfig, log_probs: torch.Tensor, batch: PackedBatch, on: torch.Tensor, sequences: Sequences
 ) -> PolicyLoss:
-    old, advantages, low, high = batch.old_log_probs, batch.advantages, config.clip_low, config.clip_high
+    given, clip = (log_probs, batch.old_log_probs, batch.advantages), (config.clip_low, config.clip_high)
     if config.policy_loss == "ppo":
-        return ppo_loss(log_probs, old, advantages, low, high, config.dual_clip)
+        return ppo_loss(*given, *clip, config.dual_clip)
     if config.policy_loss == "gspo":
-        return gspo_loss(log_probs, old, advantages, on, sequences, low, high)
+        return gspo_loss(*given, on, sequences, *clip)
     if config.policy_loss == "cispo":
-        return cispo_loss(log_probs, old, advantages, low, high)
-    return reinforce_loss(log_probs, advantages)
+        return cispo_loss(*given, *clip)
+    return reinforce_loss(log_probs, batch.advantages)
 
 
 def _token_weights(config: AlgorithmConfig, mini_batch: Sequence[Sample], max_tokens: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from rl_loop.algorithms.sequences import Sequences
 
@@ -15,37 +16,32 @@ LOG_RATIO_LIMIT = 20.0
 class PolicyLoss:
     """All [tokens]; only ``loss`` carries a gradient."""
 
-    loss: torch.Tensor
-    ratio: torch.Tensor
-    clipped: torch.Tensor  # bool: the clipped branch was the active one
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor  # bool: the clipped branch was the active one
 
 
-def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def ppo_loss(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor | None,
-    advantages: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
+    """L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv 1707.06347, eq. 7; separate bounds as in DAPO,
+    arXiv 2503.14476, eq. 10); with ``dual_clip`` = c > 1 it is at most -c A where A < 0 (arXiv 1912.09729, eq. 5).
 
-    (PPO, arXiv 1707.06347, eq. 7; separate bounds as in DAPO, arXiv 2503.14476, eq. 10);
-    with ``dual_clip`` = c > 1 it is at most -c A where A < 0 (arXiv 1912.09729, eq. 5).
-
-    ``old_log_probs=None`` means on-policy: the batch is used for exactly one update, so the old policy *is* the current
-    one. The old log-probs are then the detached new ones and r is exactly 1. A second forward pass would not give that:
-    a mixture of experts may route a token differently in it.
+    ``old_log_probs=None`` means on-policy: the old log-probs are the detached new ones and r is exactly 1. A second
+    forward pass would not give that: a mixture of experts may route a token differently in it.
     """
-    on_policy = old_log_probs is None
-    old = log_probs.detach() if old_log_probs is None else old_log_probs
-    ratio = bounded_exp(log_probs - old)
+    ratio = bounded_exp(log_probs - (log_probs.detach() if old_log_probs is None else old_log_probs))
     plain = -ratio * advantages
-    if on_policy:
+    if old_log_probs is None:
         return PolicyLoss(plain, ratio.detach(), torch.zeros_like(plain, dtype=torch.bool))
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = torch.maximum(plain, bounded)
@@ -59,33 +55,28 @@ def ppo_loss(
 
 
 def gspo_loss(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor | None,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
     sequences: Sequences,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> PolicyLoss:
-    """PPO's loss with one ratio per sequence, s = exp(mean over its tokens of log r) (GSPO, arXiv 2507.18071, eq. 5
-    and 7).
+    """PPO's loss with one ratio per sequence, s = exp(mean of log r) (GSPO, arXiv 2507.18071, eq. 5 and 7).
 
     Written per token as s_t = sg(s) p_t / sg(p_t) (eq. 14): the gradient is the same where the advantage is that of the
     sequence, and no gradient has to cross context-parallel ranks.
     """
-    old = log_probs.detach() if old_log_probs is None else old_log_probs
-    log_ratio = sequences.spread(sequences.mean(log_probs - old, mask)).to(log_probs.dtype)
-    # exactly the token's own p / sg(p), shifted to the ratio of its sequence
-    shifted = None if old_log_probs is None else log_probs.detach() - log_ratio
-    return ppo_loss(log_probs, shifted, advantages, clip_low, clip_high)
+    if old_log_probs is not None:
+        log_ratio = sequences.spread(sequences.mean(log_probs - old_log_probs, mask)).to(log_probs.dtype)
+        # exactly the token's own p / sg(p), shifted to the ratio of its sequence
+        old_log_probs = log_probs.detach() - log_ratio
+    return ppo_loss(log_probs, old_log_probs, advantages, clip_low, clip_high)
 
 
 def cispo_loss(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor | None,
-    advantages: torch.Tensor,
-    clip_low: float = 1.0,
-    clip_high: float = 0.28,
+    log_probs: Tensor, old_log_probs: Tensor | None, advantages: Tensor, clip_low: float = 1.0, clip_high: float = 0.28
 ) -> PolicyLoss:
     """L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: no token loses its gradient (CISPO, arXiv 2506.13585,
     eq. 4)."""
@@ -95,35 +86,22 @@ def cispo_loss(
     return PolicyLoss(-bounded * advantages * log_probs, ratio, bounded != ratio)
 
 
-def reinforce_loss(log_probs: torch.Tensor, advantages: torch.Tensor) -> PolicyLoss:
+def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
     """L = -A log pi (Williams, 1992)."""
     one = torch.ones_like(log_probs)
     return PolicyLoss(-advantages * log_probs, one, torch.zeros_like(one, dtype=torch.bool))
 
 
-def value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The critic's loss [tokens], and where the clipped branch was the active one.
-
-    L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, as in OpenAI's PPO.
-    """
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """The critic's loss [tokens], and where the clipped branch was the active one:
+    L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, as in OpenAI's PPO."""
     bounded = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
     plain, clipped = (values - returns).square(), (bounded - returns).square()
     return torch.maximum(plain, clipped) / 2, clipped > plain
 
 
-def kl_estimate(log_probs: torch.Tensor, reference_log_probs: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Per-token estimates of KL(pi || pi_reference) on tokens sampled from pi, [tokens].
-
-    With d = log pi - log pi_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL
-    divergence").
-    """
+def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) -> Tensor:
+    """[tokens], estimates of KL(pi || pi_reference) on tokens sampled from pi. With d = log pi - log pi_reference:
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence")."""
     d = (log_probs - reference_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return d.square() / 2
-    if estimator == "k3":
-        return torch.expm1(-d) + d
-    raise ValueError(f"unknown KL estimator {estimator!r}")
+    return {"k1": d, "k2": d.square() / 2, "k3": torch.expm1(-d) + d}[estimator]

@@ -1,4 +1,4 @@
-"""Sums over the sequences of a packed row, whichever context-parallel rank holds their tokens."""
+"""Sums over the sequences of a packed row, whichever rank holds their tokens, and what each weighs in the loss."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import torch.distributed as dist
 class Sequences:
     """Which sequence every token belongs to. Everything is constant to autograd."""
 
-    index: torch.Tensor
-    """int64 [tokens], below ``count``; padding may say anything, as it is in no mask"""
+    index: torch.Tensor  # int64 [tokens], below ``count``; padding may say anything, as it is in no mask
     count: int
-    group: dist.ProcessGroup | None = None
-    """Ranks that hold the other tokens of the same sequences."""
+    group: dist.ProcessGroup | None = None  # ranks that hold the other tokens of the same sequences
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """values [tokens], mask bool [tokens] -> [count], fp64."""
@@ -33,3 +31,27 @@ class Sequences:
     def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
         """[count] -> [tokens]"""
         return per_sequence[self.index]
+
+
+def sample_weights(tokens: torch.Tensor, aggregation: str, constant: float) -> torch.Tensor:
+    """Weight of each token loss of a sample, so that the loss is the weighted sum over all tokens of the mini-batch.
+
+    tokens: [samples], the loss tokens of every sample of the *global* mini-batch; -> [samples], fp64.
+
+    - ``token-mean``: every token counts the same (DAPO, arXiv 2503.14476, eq. 12).
+    - ``seq-mean-token-mean``: every sample counts the same (GRPO, arXiv 2402.03300, eq. 3; GSPO).
+    - ``seq-mean-token-sum``: the mean over samples of their sums; long samples count more.
+    - ``seq-mean-token-sum-norm``: that divided by ``constant``, the longest sample (Dr. GRPO, arXiv 2503.20783).
+
+    Samples without loss tokens do not count. What rollout correction drops still counts in the denominators, which
+    keeps the gradient an average over what was sampled.
+    """
+    tokens = tokens.double()
+    samples = (tokens > 0).sum().clamp(min=1)
+    divisors = {
+        "token-mean": tokens.sum().clamp(min=1),
+        "seq-mean-token-mean": samples * tokens.clamp(min=1),
+        "seq-mean-token-sum": samples,
+        "seq-mean-token-sum-norm": samples * constant,
+    }
+    return torch.ones_like(tokens) / divisors[aggregation]

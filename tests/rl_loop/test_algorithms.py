@@ -21,9 +21,8 @@ from rl_loop.algorithms.advantages import (
     reinforce_advantages,
     whiten,
 )
-from rl_loop.algorithms.aggregation import sample_weights
 from rl_loop.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
-from rl_loop.algorithms.mismatch import mismatch_sums
+from rl_loop.algorithms.correction import mismatch_sums
 from rl_loop.algorithms.objectives import policy_objective, value_objective
 from rl_loop.algorithms.policy_loss import (
     cispo_loss,
@@ -33,7 +32,7 @@ from rl_loop.algorithms.policy_loss import (
     reinforce_loss,
     value_loss,
 )
-from rl_loop.algorithms.sequences import Sequences
+from rl_loop.algorithms.sequences import Sequences, sample_weights
 
 rewards = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=2, max_size=12)
 EXACT = {"rel": 1e-6, "abs": 1e-6}
