@@ -14,6 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from rl_loop.sandbox import server as server_module
 from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
@@ -30,18 +31,12 @@ _LARGEST_HEADER = 1 << 16
 class ExecutionResult:
     """What one program did. ``error`` is None when it ended by itself, whatever its exit code."""
 
-    output: str
-    """Standard output and standard error in the order written, undecodable bytes replaced."""
-    exit_code: int
-    """0 to 255; 1 after an exception; minus the signal's number if it was killed."""
-    error: str | None = None
-    """Why it was killed, or what failed in the sandbox."""
-    timed_out: bool = False
-    """It ran into the wall-clock limit and was killed."""
-    truncated: bool = False
-    """It printed more than the limit; the output then ends in a line that says so."""
-    seconds: float = 0.0
-    """Wall-clock time of the program, without its set-up."""
+    output: str  # standard output and standard error in the order written, undecodable bytes replaced
+    exit_code: int  # 0 to 255; 1 after an exception; minus the signal's number if it was killed
+    error: str | None = None  # why it was killed, or what failed in the sandbox
+    timed_out: bool = False  # it ran into the wall-clock limit and was killed
+    truncated: bool = False  # it printed more than the limit; the output then ends in a line that says so
+    seconds: float = 0.0  # wall-clock time of the program, without its set-up
 
 
 class ServerLost(Exception):
@@ -55,8 +50,7 @@ class ServerLost(Exception):
 class ServerProcess:
     """A warm fork-server in bubblewrap. One call at a time.
 
-    It dies with the *thread* that made it (bubblewrap's --die-with-parent), so make it in one that lives as long.
-    """
+    It dies with the *thread* that made it (bubblewrap's --die-with-parent), so make it in one that lives as long."""
 
     def __init__(self, config: SandboxConfig) -> None:
         """Start and wait until it is ready. Raises SandboxUnavailable with what bubblewrap or the server said."""
@@ -71,15 +65,11 @@ class ServerProcess:
         info_read, info_write = os.pipe()
         with theirs, open(info_read) as info, Path(server_module.__file__).open("rb") as source:
             try:
-                self._process = subprocess.Popen(
-                    bubblewrap_command(config, source.fileno(), info_write),
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._stderr,
-                    pass_fds=(source.fileno(), info_write),
-                    cwd="/",
-                    start_new_session=True,  # Ctrl-C in the owner's terminal is for the owner, who closes the sandbox
-                )
+                command = bubblewrap_command(config, source.fileno(), info_write)
+                options: dict[str, Any] = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": self._stderr}
+                # Ctrl-C in the owner's terminal is for the owner, who closes the sandbox
+                options |= {"start_new_session": True, "pass_fds": (source.fileno(), info_write)}
+                self._process = subprocess.Popen(command, cwd="/", **options)
             finally:
                 os.close(info_write)
             text = info.read()
@@ -131,8 +121,7 @@ class ServerProcess:
     def close(self) -> str:
         """Kill the server, wait until it and its processes are gone, free the descriptors. Safe to repeat.
 
-        Returns what bubblewrap and the server wrote to standard error, the last 500 characters.
-        """
+        Returns what bubblewrap and the server wrote to standard error, the last 500 characters."""
         self.kill()
         try:
             self._process.wait(5.0)
@@ -156,9 +145,9 @@ class ServerProcess:
     def _result(self, answer: bytes) -> ExecutionResult:
         line, _, output = answer.partition(b"\n")
         header = json.loads(line)
-        exit_code, killed_for = int(header["exit_code"]), header["killed_for"]
+        exit_code, killed_for, truncated = int(header["exit_code"]), header["killed_for"], bool(header["truncated"])
         text = output.decode("utf-8", "replace")
-        if header["truncated"]:
+        if truncated:
             text += f"\n[output truncated at {self._config.output_bytes} bytes]"
         errors = {
             "time": f"killed: it ran longer than {self._config.timeout_seconds:g} s",
@@ -168,5 +157,4 @@ class ServerProcess:
         error = errors.get(killed_for)
         if error is None and exit_code < 0:
             error = f"killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
-        timed_out, truncated = killed_for == "time", bool(header["truncated"])
-        return ExecutionResult(text, exit_code, error, timed_out, truncated, float(header["seconds"]))
+        return ExecutionResult(text, exit_code, error, killed_for == "time", truncated, float(header["seconds"]))

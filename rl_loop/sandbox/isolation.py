@@ -18,20 +18,16 @@ def find_interpreter(config: SandboxConfig) -> tuple[Path, list[str]]:
 
     An installation outside /usr (pyenv, conda, uv) is seen under /python: only the executable and its libraries, and
     nothing of the directory, often a home, that it lies in. Raises SandboxUnavailable where there is no interpreter or
-    it is a virtual environment.
-    """
+    it is a virtual environment."""
     executable = config.interpreter
     if executable is None:
         executable = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     elif (executable.parent.parent / "pyvenv.cfg").exists():
-        raise SandboxUnavailable(
-            f"interpreter {executable} is a virtual environment, which the sandbox does not expose; "
-            "name a base installation such as /usr/bin/python3"
-        )
+        advice = "which the sandbox does not expose; name a base installation such as /usr/bin/python3"
+        raise SandboxUnavailable(f"interpreter {executable} is a virtual environment, {advice}")
     if not executable.exists():
-        raise SandboxUnavailable(
-            f"there is no Python interpreter {executable}; set interpreter in the sandbox's configuration"
-        )
+        advice = "set interpreter in the sandbox's configuration"
+        raise SandboxUnavailable(f"there is no Python interpreter {executable}; {advice}")
     executable = executable.resolve()
     prefix = executable.parent.parent
     if prefix.is_relative_to("/usr"):
@@ -50,13 +46,11 @@ def bubblewrap_command(config: SandboxConfig, server_descriptor: int, info_descr
 
     Its source is read from server_descriptor; bubblewrap writes its process id, as JSON, to info_descriptor.
     An ordinary user gets a user namespace in which it is nobody. Root gets none: the server itself becomes the real
-    nobody (uid 65534), for which it keeps three capabilities until then, so that what escapes is not root.
-    """
+    nobody (uid 65534), for which it keeps three capabilities until then, so that what escapes is not root."""
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
-        raise SandboxUnavailable(
-            "bubblewrap (bwrap) is not in PATH: install it (apt-get install bubblewrap, dnf install bubblewrap)"
-        )
+        install = "apt-get install bubblewrap, dnf install bubblewrap"
+        raise SandboxUnavailable(f"bubblewrap (bwrap) is not in PATH: install it ({install})")
     executable, interpreter = find_interpreter(config)
     command = [bubblewrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if os.geteuid() == 0:
@@ -76,14 +70,8 @@ def bubblewrap_command(config: SandboxConfig, server_descriptor: int, info_descr
     command += ["--dir", "/proc"] if os.geteuid() == 0 else ["--proc", "/proc"]
     command += ["--dev", "/dev", "--dir", "/tmp", "--file", str(server_descriptor), SERVER_PATH]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--clearenv"]
-    environment = {
-        "PATH": f"{executable.parent}:/usr/bin:/bin",
-        "HOME": "/tmp",
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {"PATH": f"{executable.parent}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+    environment |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     if (libraries := executable.parent.parent / "lib") != Path("/usr/lib"):
         environment["LD_LIBRARY_PATH"] = str(libraries)  # libpython, where it is a shared library
     for name, value in environment.items():

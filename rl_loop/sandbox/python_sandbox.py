@@ -7,7 +7,6 @@ import contextlib
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Self
 
 from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
@@ -22,8 +21,7 @@ logger = logging.getLogger(__name__)
 def check_isolation(config: SandboxConfig | None = None) -> None:
     """Raises SandboxUnavailable, with the reason and what to do, if programs can not be isolated on this machine.
 
-    It starts one server and runs one program in it, because only that proves it (about 0.2 s).
-    """
+    It starts one server and runs one program in it, because only that proves it (about 0.2 s)."""
     server = ServerProcess(config or SandboxConfig())
     try:
         result = server.execute("import os; print(os.getuid(), os.getgid(), os.getpid(), sorted(os.listdir('/tmp')))")
@@ -33,9 +31,8 @@ def check_isolation(config: SandboxConfig | None = None) -> None:
         server.close()
     expected = "65534 65534 1 []\n"
     if result.output != expected:
-        raise SandboxUnavailable(
-            f"a program in the sandbox should see {expected!r} as its ids and /tmp, but saw {result.output!r}"
-        )
+        saw = f"should see {expected!r} as its ids and /tmp, but saw {result.output!r}"
+        raise SandboxUnavailable(f"a program in the sandbox {saw}")
 
 
 class PythonSandbox:
@@ -43,8 +40,7 @@ class PythonSandbox:
 
     As in a notebook, and as GPT-OSS's python tool has it, the repr of a last expression is printed: ``1 + 1`` prints 2.
     No state lasts from one call to the next. Use it as ``async with PythonSandbox(config) as sandbox``. ``run`` may be
-    awaited from any event loop and thread.
-    """
+    awaited from any event loop and thread."""
 
     def __init__(self, config: SandboxConfig | None = None) -> None:
         self.config = config or SandboxConfig()
@@ -76,8 +72,7 @@ class PythonSandbox:
         """Run one program and return what it did; it never raises because of the program.
 
         A call that a server failed before the program began is tried once more, on a new server.
-        Raises RuntimeError when the sandbox is not started or is closed.
-        """
+        Raises RuntimeError when the sandbox is not started or is closed."""
         if self._threads is None:
             raise RuntimeError("the sandbox is not running: call start(), or use it as an async context manager")
         future: Future[ExecutionResult] = Future()
@@ -101,9 +96,7 @@ class PythonSandbox:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     # ---- in the threads, each of which has one server

@@ -8,11 +8,9 @@ Three kinds of process:
   and watches time, memory and output. The program can not see it: it is outside the program's process namespace;
 - the *program* is process 1 of its namespace. When it ends, or is killed, the kernel kills all that it started.
 
-Messages on descriptor 0 (a Unix stream socket) are framed as by ``multiprocessing.connection``, which is what the host
-uses: the length, 4 bytes big-endian, and the content. The host sends the configuration as JSON, then a program per
-call. The first byte of an answer says what it is: ``Y`` ready, ``S`` the program starts, ``R`` its result (a JSON line,
-then the raw output), ``F`` the call could not be set up (the reason).
-"""
+Messages on descriptor 0 (a Unix stream socket) are those of ``multiprocessing.connection``. The host sends the
+configuration as JSON, then a program per call. The first byte of an answer says what it is: ``Y`` ready, ``S`` the
+program starts, ``R`` its result (a JSON line, then the raw output), ``F`` the call could not be set up (the reason)."""
 
 from __future__ import annotations
 
@@ -36,6 +34,7 @@ import traceback
 import types
 from typing import Any, NoReturn
 
+Limits = dict[str, Any]  # the configuration, as JSON
 CONTROL = 0
 NOBODY = 65534
 PROGRAM_NAME = "<sandbox>"
@@ -48,6 +47,10 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND = 2, 4, 8, 4096
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522
+RESOURCE_LIMITS = {
+    "memory_bytes": resource.RLIMIT_AS, "cpu_seconds": resource.RLIMIT_CPU, "processes": resource.RLIMIT_NPROC,
+    "file_bytes": resource.RLIMIT_FSIZE, "open_files": resource.RLIMIT_NOFILE,
+}  # fmt: skip
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -90,19 +93,14 @@ class SeccompProgram:
         self._program = ctypes.create_string_buffer(packed, len(packed))
 
     def install(self) -> None:
-        check(
-            libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_void_p(ctypes.addressof(self._program)), 0, 0),
-            "seccomp filter",
-        )
+        address = ctypes.c_void_p(ctypes.addressof(self._program))
+        check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, address, 0, 0), "seccomp filter")
 
 
 def drop_root() -> None:
-    """Become nobody. Only needed when bubblewrap was started by root, without a user namespace of its own.
-
-    /proc is mounted here because bubblewrap, as root, covers parts of its /proc, and the kernel then refuses a fresh
-    one to the calls' namespaces.
-    """
+    """Become nobody. Only needed when bubblewrap was started by root, without a user namespace of its own."""
     if os.getuid() == 0:
+        # as root, bubblewrap covers parts of its /proc, and the kernel then refuses the calls' namespaces a fresh one
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -136,7 +134,7 @@ def resident_bytes() -> int:
     return kibibytes * 1024
 
 
-def supervise(limits: dict[str, Any], seccomp: SeccompProgram) -> None:
+def supervise(limits: Limits, seccomp: SeccompProgram) -> None:
     """Run one program and send its result."""
     code = receive()
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -147,8 +145,7 @@ def supervise(limits: dict[str, Any], seccomp: SeccompProgram) -> None:
     except OSError as error:
         send(b"F" + str(error).encode())
         return
-    program = os.fork()
-    if program == 0:
+    if (program := os.fork()) == 0:
         run_program(code, limits, seccomp, output_write, setup_write)
     os.close(output_write)
     os.close(setup_write)
@@ -162,16 +159,12 @@ def supervise(limits: dict[str, Any], seccomp: SeccompProgram) -> None:
     output, reason = watch(program, output_read, started, limits)
     os.kill(program, signal.SIGKILL)  # harmless if it ended: it is not yet waited for
     _, status = os.waitpid(program, 0)
-    header = {
-        "exit_code": os.waitstatus_to_exitcode(status),
-        "killed_for": reason,
-        "truncated": len(output) > limits["output_bytes"],
-        "seconds": time.monotonic() - started,
-    }
+    header = {"exit_code": os.waitstatus_to_exitcode(status), "killed_for": reason}
+    header |= {"truncated": len(output) > limits["output_bytes"], "seconds": time.monotonic() - started}
     send(b"R" + json.dumps(header).encode() + b"\n" + output[: limits["output_bytes"]])
 
 
-def watch(program: int, output_read: int, started: float, limits: dict[str, Any]) -> tuple[bytearray, str | None]:
+def watch(program: int, output_read: int, started: float, limits: Limits) -> tuple[bytearray, str | None]:
     """The output (at most one byte over the limit) and why the program must be killed, None if it ended by itself."""
     process = os.pidfd_open(program)
     deadline = started + limits["timeout_seconds"]
@@ -204,9 +197,7 @@ def watch(program: int, output_read: int, started: float, limits: dict[str, Any]
             return output, None
 
 
-def run_program(
-    code: bytes, limits: dict[str, Any], seccomp: SeccompProgram, output_write: int, setup_write: int
-) -> NoReturn:
+def run_program(code: bytes, limits: Limits, seccomp: SeccompProgram, output_write: int, setup_write: int) -> NoReturn:
     """In process 1 of the call: build its world, give up every privilege, execute the program, end."""
     try:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -222,15 +213,9 @@ def run_program(
         mount("/tmp", "/dev/shm", None, MS_BIND)
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
         os.chdir("/tmp")
-        for limit, value in (
-            (resource.RLIMIT_AS, limits["memory_bytes"]),
-            (resource.RLIMIT_CPU, limits["cpu_seconds"]),
-            (resource.RLIMIT_NPROC, limits["processes"]),
-            (resource.RLIMIT_FSIZE, limits["file_bytes"]),
-            (resource.RLIMIT_NOFILE, limits["open_files"]),
-            (resource.RLIMIT_CORE, 0),
-        ):
-            resource.setrlimit(limit, (value, value))
+        for name, limit in RESOURCE_LIMITS.items():
+            resource.setrlimit(limit, (limits[name], limits[name]))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         drop_capabilities()
         seccomp.install()
         os.write(setup_write, b"ok")
@@ -259,12 +244,10 @@ def execute(code: bytes) -> int:
     sys.path[0] = "/tmp"
     try:
         tree = ast.parse(source, PROGRAM_NAME)
-        last = None
-        if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, PROGRAM_NAME, "exec"), main.__dict__)
-        if last is not None:
-            value = eval(compile(last, PROGRAM_NAME, "eval"), main.__dict__)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), PROGRAM_NAME, "eval"), main.__dict__)
             if value is not None:
                 print(repr(value))
         for thread in threading.enumerate():
@@ -285,10 +268,8 @@ def execute(code: bytes) -> int:
 
 
 def exit_code_of(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    if isinstance(error.code, int):
-        return error.code & 255
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 255
     with contextlib.suppress(BaseException):
         print(error.code, file=sys.stderr)
     return 1
@@ -325,8 +306,7 @@ def main() -> None:
     gc.freeze()
     send(b"Y")
     while select.select([CONTROL], [], []):
-        supervisor = os.fork()
-        if supervisor == 0:
+        if (supervisor := os.fork()) == 0:
             try:
                 supervise(settings, seccomp)
                 os._exit(0)
