@@ -137,7 +137,7 @@ def correctness(groups: dict[int, Any]) -> list[dict[str, Any]]:
         exact_inputs = [x.detach().double() for x in one.leaves]
         packing = packed_layout(one.cu_seqlens)
         o, lse = reference_forward(*exact_inputs, packing, window, SCALE)
-        exact = (o, *reference_backward(*exact_inputs, o, lse, one.grad_o.double(), packing, window, SCALE))
+        exact = (o, *reference_backward((*exact_inputs, o, lse), one.grad_o.double(), packing, window, SCALE))
         for size in (1, 2, 4):
             for scheme in ("",) if size == 1 else ("all_to_all", "halo" if window else "all_gather"):
                 layer = Layer(UNEVEN, window, size, groups[size], scheme)

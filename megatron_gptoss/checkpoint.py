@@ -5,8 +5,7 @@
     ROOT/step_000120/training_state.json     what the caller wants back: step, data position, ...
     ROOT/latest                  the name of the newest complete checkpoint
 
-A checkpoint is copied to host memory, written beside its final place by a thread while training goes on, and renamed
-when every rank is done; ``latest`` changes last. A full disk or a kill leaves the previous checkpoint as it was.
+Written beside its final place while training goes on, and renamed when every rank is done; ``latest`` changes last.
 """
 
 from __future__ import annotations
@@ -143,10 +142,6 @@ def _failing_together(partial: Path) -> Iterator[None]:
         yield
     except FAILURES as failure:
         error = failure
-    _raise_together(error, partial)
-
-
-def _raise_together(error: BaseException | None, partial: Path) -> None:
     messages: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, None if error is None else f"rank {dist.get_rank()}: {error!r}")
     failed = [message for message in messages if message]

@@ -19,6 +19,26 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 
+_HF_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "head_size": "head_dim",
+    "max_length": "max_position_embeddings",
+    "initializer_std": "initializer_range",
+}
+"""Keys of Hugging Face's config.json where they differ from the fields of ModelConfig."""
+_HF_ROPE_NAMES = {
+    "yarn_factor": "factor",
+    "yarn_original_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""The same within rope_scaling."""
+_HF_OPTIONAL = ("swiglu_limit", "rms_norm_eps", "rope_theta", "max_length", "initializer_std")
+"""Fields whose defaults hold where config.json says nothing."""
+
+
 class ModelConfig(StrictModel):
     """A GPT-OSS architecture. The defaults that the released 20B and 120B share are filled in."""
 
@@ -84,35 +104,18 @@ class ModelConfig(StrictModel):
         return {
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",
-            "num_hidden_layers": self.num_layers,
-            "num_local_experts": self.num_experts,
-            "num_experts_per_tok": self.experts_per_token,
+            **{_HF_NAMES.get(k, k): value for k, value in self.model_dump().items() if k not in _HF_ROPE_NAMES},
             "experts_per_token": self.experts_per_token,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_size,
-            "vocab_size": self.vocab_size,
-            "sliding_window": self.sliding_window,
             "layer_types": self.layer_types,
-            "swiglu_limit": self.swiglu_limit,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
             "rope_scaling": {
                 "rope_type": "yarn",
-                "factor": self.yarn_factor,
-                "beta_fast": self.yarn_beta_fast,
-                "beta_slow": self.yarn_beta_slow,
                 "truncate": False,
-                "original_max_position_embeddings": self.yarn_original_length,
+                **{key: getattr(self, field) for field, key in _HF_ROPE_NAMES.items()},
             },
-            "max_position_embeddings": self.max_length,
             "initial_context_length": self.yarn_original_length,
             "attention_bias": True,
             "attention_dropout": 0.0,
             "hidden_act": "silu",
-            "initializer_range": self.initializer_std,
             "tie_word_embeddings": False,
             "use_cache": True,
             **extra,
@@ -138,30 +141,18 @@ class ModelConfig(StrictModel):
             raise ValueError(f"{where}: model_type is {raw.get('model_type')!r}, expected 'gpt_oss'")
         # transformers 5 writes rope_parameters, releases carry rope_scaling and rope_theta
         rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-        try:
-            config = cls(
-                num_layers=raw["num_hidden_layers"],
-                num_experts=raw["num_local_experts"],
-                experts_per_token=raw["num_experts_per_tok"],
-                hidden_size=raw["hidden_size"],
-                intermediate_size=raw["intermediate_size"],
-                num_attention_heads=raw["num_attention_heads"],
-                num_key_value_heads=raw["num_key_value_heads"],
-                head_size=raw["head_dim"],
-                vocab_size=raw["vocab_size"],
-                sliding_window=raw["sliding_window"],
-                swiglu_limit=raw.get("swiglu_limit", 7.0),
-                rms_norm_eps=raw.get("rms_norm_eps", 1e-5),
-                rope_theta=rope.get("rope_theta", raw.get("rope_theta", 150_000.0)),
-                yarn_factor=rope["factor"],
-                yarn_original_length=rope["original_max_position_embeddings"],
-                yarn_beta_fast=rope["beta_fast"],
-                yarn_beta_slow=rope["beta_slow"],
-                max_length=raw.get("max_position_embeddings", 131_072),
-                initializer_std=raw.get("initializer_range", 0.02),
-            )
-        except KeyError as error:
-            raise ValueError(f"{where}: key {error} is missing") from None
+        if "rope_theta" in rope:
+            raw = raw | {"rope_theta": rope["rope_theta"]}
+        fields = {}
+        for field in cls.model_fields:
+            section, key = raw, _HF_NAMES.get(field, field)
+            if field in _HF_ROPE_NAMES:
+                section, key = rope, _HF_ROPE_NAMES[field]
+            if key in section:
+                fields[field] = section[key]
+            elif field not in _HF_OPTIONAL:
+                raise ValueError(f"{where}: key '{key}' is missing")
+        config = cls(**fields)
         if rope.get("truncate", True):
             raise ValueError(f"{where}: rope_scaling.truncate must be false, as in the released models")
         layer_types = raw.get("layer_types", config.layer_types)

@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 from megatron_gptoss.router import GptOssRouter
 from megatron_gptoss.sink_attention import SinkAttention
@@ -57,9 +58,7 @@ class CpuAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none: CPU"  # keeps the parent from creating a CUDA stream
         super().__init__(*args, **kwargs)
 
-    def _maybe_dtoh_and_synchronize(
-        self, point: str, tokens_per_expert: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
         if not self.drop_and_pad and point == self.cuda_dtoh_point:
             for name in ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens"):
                 value = getattr(self, name, None)
@@ -78,10 +77,7 @@ class CpuMoELayer(MoELayer):
         finally:
             config.moe_token_dispatcher_type = "alltoall"
         self.token_dispatcher = CpuAlltoAllTokenDispatcher(
-            self.num_local_experts,
-            self.local_expert_indices,
-            config=self.config,
-            pg_collection=kwargs["pg_collection"],
+            self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=kwargs["pg_collection"]
         )
 
 
@@ -91,8 +87,7 @@ def cpu_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
     )
     experts = partial(
-        SequentialMLP,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear),
+        SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear)
     )
     submodules.mlp = partial(CpuMoELayer, submodules=MoESubmodules(experts=experts, router=GptOssRouter))
     submodules.input_layernorm = submodules.pre_mlp_layernorm = CpuRMSNorm

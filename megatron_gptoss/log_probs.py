@@ -1,8 +1,7 @@
 """Log-probabilities and entropy of the policy straight from hidden states, without ever holding [tokens, vocabulary].
 
 The logits are made, used and dropped a block [CHUNK_TOKENS, CHUNK_COLUMNS] at a time, in fp32; the backward pass makes
-them again. The vocabulary may be split over tensor-parallel ranks. Temperature is applied here and nowhere else: the
-policy is softmax(logits / temperature) in scoring, supervised fine-tuning and reinforcement learning alike.
+them again. Temperature is applied here and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,20 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from torch import Tensor
 
 CHUNK_TOKENS, CHUNK_COLUMNS = 8192, 12_800
 """Large enough that adding to the gradients of hidden states and weights costs little beside the products, small
 enough for 0.4 GB of fp32 logits."""
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b accumulated and returned in ``dtype``, at least the inputs' precision."""
     if a.dtype == dtype:
         return a @ b
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
 
 
-def _add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, accumulated in fp32 at least."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -36,9 +36,7 @@ def _add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def _accumulate(
-    logits: torch.Tensor, labels: torch.Tensor, statistics: torch.Tensor, first: int, temperature: float
-) -> None:
+def _accumulate(logits: Tensor, labels: Tensor, statistics: Tensor, first: int, temperature: float) -> None:
     """``gptoss_kernels.vocabulary_softmax.accumulate`` in torch."""
     if logits.is_cuda and logits.dtype == torch.float32:
         from gptoss_kernels import vocabulary_softmax
@@ -56,12 +54,7 @@ def _accumulate(
 
 
 def _gradient(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    row_statistics: torch.Tensor,
-    first: int,
-    temperature: float,
-    out: torch.Tensor,
+    logits: Tensor, labels: Tensor, row_statistics: Tensor, first: int, temperature: float, out: Tensor
 ) -> None:
     """``gptoss_kernels.vocabulary_softmax.gradient`` in torch.
 
@@ -79,7 +72,7 @@ def _gradient(
     out.copy_(grad / temperature)
 
 
-def _within(labels: torch.Tensor, first: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _within(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
     local = labels - first
     return (local >= 0) & (local < columns), local.clamp(0, columns - 1)
 
@@ -91,24 +84,19 @@ def _spans(length: int, size: int, align: int = 1) -> Iterator[slice]:
     return (slice(start, min(length, start + step)) for start in range(0, length, max(1, step)))
 
 
-def _columns(weight: torch.Tensor) -> Iterator[slice]:
+def _columns(weight: Tensor) -> Iterator[slice]:
     return _spans(weight.shape[0], CHUNK_COLUMNS, align=128)
 
 
-def _first(weight: torch.Tensor, group: dist.ProcessGroup | None) -> int:
+def _first(weight: Tensor, group: dist.ProcessGroup | None) -> int:
     return group.rank() * weight.shape[0] if group is not None else 0
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        temperature: float,
-        group: dist.ProcessGroup | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         first = _first(weight, group)
         statistics = hidden.new_zeros(4, len(hidden), dtype=dtype)
@@ -132,7 +120,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         return chosen - normalizer, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
         hidden, weight, labels, normalizer, entropy = ctx.saved_tensors
         first = _first(weight, ctx.group)
         row_statistics = torch.stack([normalizer, entropy, grad_log_probs, grad_entropy])
@@ -158,12 +146,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
 
 def log_probs_and_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    temperature: float = 1.0,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
     """Of softmax(hidden @ weight.T / temperature): log p(labels) and the entropy in nats, both [tokens], >= fp32.
 
     hidden: [tokens, hidden_size], the same on all ranks of ``group``; weight: [vocab_size / group size, hidden_size] of
@@ -176,9 +160,7 @@ def log_probs_and_entropy(
 
 
 @torch.no_grad()
-def most_likely_tokens(
-    hidden: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+def most_likely_tokens(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Global ids of the largest logits, int64 [tokens]; of equal ones the smallest id. Arguments as above."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     best = hidden.new_full((len(hidden),), -torch.inf, dtype=dtype)
@@ -198,7 +180,7 @@ def most_likely_tokens(
     return candidates.gather(0, values.argmax(dim=0, keepdim=True))[0].long()
 
 
-def whole_hidden_states(hidden_states: torch.Tensor, output_layer: Any) -> torch.Tensor:
+def whole_hidden_states(hidden_states: Tensor, output_layer: Any) -> Tensor:
     """[tokens / tensor, 1, hidden_size] as the last layer leaves them -> [tokens, hidden_size] as the functions above
     take them; the gradient of the way back is summed over tensor-parallel ranks."""
     if output_layer.sequence_parallel:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 from typing import Any
 
 import torch
@@ -102,20 +103,17 @@ def layouts_that_fit(
     """Layouts of ``gpus`` GPUs whose prediction stays within ``gigabytes``, the simplest first; ``base`` gives the
     rest of the settings. Simple: little tensor, pipeline and context parallelism, experts over as few ranks as fit."""
     found = []
-    powers = [1, 2, 4, 8]
-    for tensor in powers:
-        for pipeline in powers:
-            for context in powers:
-                for expert in [1, 2, 4, 8, 16, 32, 64]:
-                    sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
-                    layout = base.model_copy(update={"world_size": gpus, **sizes})
-                    try:
-                        layout.check_layout(model)
-                    except ValueError:
-                        continue
-                    memory = worst_stage(model, layout, optimizer, tokens)
-                    if memory.total <= gigabytes * 1e9:
-                        found.append((tensor * pipeline * context, tensor, pipeline, expert, layout, memory))
+    powers = (1, 2, 4, 8)
+    for tensor, pipeline, context, expert in product(powers, powers, powers, (*powers, 16, 32, 64)):
+        sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+        layout = base.model_copy(update={"world_size": gpus, **sizes})
+        try:
+            layout.check_layout(model)
+        except ValueError:
+            continue
+        memory = worst_stage(model, layout, optimizer, tokens)
+        if memory.total <= gigabytes * 1e9:
+            found.append((tensor * pipeline * context, tensor, pipeline, expert, layout, memory))
     return [(layout, memory) for *_, layout, memory in sorted(found, key=lambda entry: entry[:4])]
 
 

@@ -1,8 +1,7 @@
 """Rotary position embeddings with YaRN scaling, applied at explicit token positions.
 
-Positions are given per token, so packing, context parallelism and halos need no convention about who holds which
-part of a sequence. Angles are computed in fp32 whatever the model's dtype, as Hugging Face and the inference engines
-do: with other angles, trainer and engine would disagree at long positions.
+Angles are computed in fp32 whatever the model's dtype, as Hugging Face and the inference engines do: with other angles,
+trainer and engine would disagree at long positions.
 """
 
 from __future__ import annotations

@@ -97,11 +97,8 @@ class RoutingReplay:
         """Since the last call, over all ranks: how many given (token, layer) routes there were, and how many the router
         would have chosen itself. Collective."""
         device = next(self.layers[0].router.parameters()).device
-        counts = torch.tensor(
-            [float(sum(x.agreeing for x in self.layers)), float(sum(x.compared for x in self.layers))],
-            dtype=torch.double,
-            device=device,
-        )
+        totals = float(sum(x.agreeing for x in self.layers)), float(sum(x.compared for x in self.layers))
+        counts = torch.tensor(totals, dtype=torch.double, device=device)
         for layer in self.layers:
             layer.agreeing = layer.compared = 0.0
         dist.all_reduce(counts)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
@@ -30,12 +29,9 @@ class SinkAttention(DotProductAttention):
         self,
         config: GptOssTransformerConfig,
         layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
     ) -> None:
         MegatronModule.__init__(self, config)
         if pg_collection is None:
@@ -59,11 +55,9 @@ class SinkAttention(DotProductAttention):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
+        *unused: Any,
         packed_seq_params: PackedSequence | None = None,
-        **unused: Any,
+        **also_unused: Any,
     ) -> torch.Tensor:
         """query: [tokens, heads, head_size], key/value: [tokens, kv_heads, head_size], all local to this rank.
 
@@ -74,34 +68,17 @@ class SinkAttention(DotProductAttention):
         compute = torch.promote_types(query.dtype, torch.float32)
         cos, sin = self.rotary.cos_sin(packed_seq_params.position_ids, compute)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        qkv = query, key, value
-        sinks = self.softmax_offset if self.config.sink_gradient else self.softmax_offset.detach()
+        inputs = query, key, value, self.softmax_offset if self.config.sink_gradient else self.softmax_offset.detach()
         out: Any
         if self.cp_group.size() == 1:
-            out = sink_attention(
-                *qkv,
-                sinks,
-                cu_seqlens=packed_seq_params.cu_seqlens_q,
-                max_seqlen=packed_seq_params.max_seqlen_q,
-                window=self.window,
-                scale=self.scale,
-                backend=self.backend,
-            )
+            row: Any = {"cu_seqlens": packed_seq_params.cu_seqlens_q, "max_seqlen": packed_seq_params.max_seqlen_q}
+            out = sink_attention(*inputs, **row, window=self.window, scale=self.scale, backend=self.backend)
         elif packed_seq_params.context_layout is None:
             raise ValueError(
                 f"this rank shares its tokens with {self.cp_group.size() - 1} others (context parallelism): pass its "
                 "part of the row, PackedBatch.context_parallel_shard(rank, size)"
             )
         else:
-            out = context_parallel_attention(
-                *qkv,
-                sinks,
-                packed_seq_params.context_layout,
-                self.cp_group,
-                self.window,
-                self.scale,
-                self.backend,
-                self.scheme,
-                self.machine,
-            )
+            layer: Any = (self.window, self.scale, self.backend, self.scheme, self.machine)
+            out = context_parallel_attention(*inputs, packed_seq_params.context_layout, self.cp_group, *layer)
         return out.flatten(1)

@@ -123,7 +123,8 @@ class Scorer:
         device = next(self.module.parameters()).device
 
         def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-            batch = self._shard(next(batches)).to(device)
+            context = parallel_state.get_context_parallel_group()
+            batch = next(batches).context_parallel_shard(context.rank(), context.size()).to(device)
 
             def head_of_batch(hidden_states: torch.Tensor, output_layer: Any, **_: Any) -> torch.Tensor:
                 hidden = whole_hidden_states(hidden_states, output_layer)
@@ -152,12 +153,6 @@ class Scorer:
         if self.replay is not None:
             self.replay.check_consumed()
         return outputs
-
-    @staticmethod
-    def _shard(batch: PackedBatch) -> PackedBatch:
-        return batch.context_parallel_shard(
-            parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-        )
 
     @staticmethod
     def _from_last_stage(values: list[Any]) -> list[Any]:
@@ -236,11 +231,7 @@ class PolicyTrainer(Scorer):
         finalize_model_grads(model, None, **kwargs)
 
     def train_step(
-        self,
-        batches: Sequence[PackedBatch],
-        loss_function: LossFunction,
-        learning_rate: float,
-        temperature: float = 1.0,
+        self, batches: Sequence[PackedBatch], loss_function: LossFunction, learning_rate: float, temperature: float = 1
     ) -> StepStatistics:
         """One optimizer step over this data-parallel rank's micro-batches. Collective; ranks pass equally many.
 
@@ -310,19 +301,16 @@ class PolicyTrainer(Scorer):
         """Speed of the step from what all data-parallel ranks did in it."""
         device = next(self.module.parameters()).device
         lengths = [length for batch in batches for length in batch.cu_seqlens.diff().tolist()]
-        work = torch.tensor(
-            [sum(lengths), 3 * forward_flops(self.module.config.gptoss, lengths)], dtype=torch.double, device=device
-        )
+        done = sum(lengths), 3 * forward_flops(self.module.config.gptoss, lengths)
+        work = torch.tensor(done, dtype=torch.double, device=device)
         dist.all_reduce(work, group=parallel_state.get_data_parallel_group())
         tokens, flops = work.tolist()  # which waits for everything before it on the GPU
         seconds = torch.tensor(time.perf_counter() - started, dtype=torch.double, device=device)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         statistics.seconds = float(seconds)
         gpu_seconds = dist.get_world_size() * statistics.seconds
-        statistics.tokens_per_second_per_gpu, statistics.tflops_per_gpu = (
-            tokens / gpu_seconds,
-            flops / gpu_seconds / 1e12,
-        )
+        statistics.tokens_per_second_per_gpu = tokens / gpu_seconds
+        statistics.tflops_per_gpu = flops / gpu_seconds / 1e12
         if device.type == "cuda":
             statistics.mfu = statistics.tflops_per_gpu / matmul_ceiling()
 

@@ -74,7 +74,6 @@ def build_transformer_config(
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": False,
         # losses are normalised over the global batch by the caller; Megatron only adds gradients up
         "calculate_per_token_loss": True,
         "params_dtype": dtype,
@@ -92,13 +91,7 @@ def build_transformer_config(
         "attention_rate": parallel.attention_tflops * 1e12,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": 1,
-        # fusions that change numbers or need CUDA; bias_activation_fusion clamps before it adds the bias
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
+        # no fusions that change numbers or need CUDA: Megatron's defaults (bias_activation_fusion would clamp first)
     }
     if torch.cuda.is_available():
         settings |= {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "moe_permute_fusion": True}

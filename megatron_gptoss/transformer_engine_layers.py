@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 from gptoss_kernels.swiglu import clamped_swiglu
 from megatron_gptoss.router import GptOssRouter
@@ -37,12 +38,8 @@ class GptOssGroupedMLP(TEGroupedMLP):
                 mark(parameter, sequence_parallel=False)
 
     def forward(
-        self,
-        permuted_local_hidden_states: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        permuted_probs: torch.Tensor,
-        *unused: Any,
-    ) -> tuple[torch.Tensor, None]:
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor, *unused: Any
+    ) -> tuple[Tensor, None]:
         """[rows, hidden_size] sorted by expert, rows per expert, probabilities [rows] -> [rows, hidden_size]."""
         counts: list[int] = tokens_per_expert.tolist()
         limit = self.config.activation_func_clamp_value
@@ -60,9 +57,7 @@ class GptOssGroupedMLP(TEGroupedMLP):
         return add_weighted_bias(output, torch.stack(list(biases)), permuted_probs, counts), None
 
 
-def add_weighted_bias(
-    output: torch.Tensor, biases: torch.Tensor, probs: torch.Tensor, counts: list[int]
-) -> torch.Tensor:
+def add_weighted_bias(output: Tensor, biases: Tensor, probs: Tensor, counts: list[int]) -> Tensor:
     """output[row] + probs[row] * biases[expert of row], as one product with a matrix that has one entry per row.
 
     output: [rows, hidden_size] sorted by expert; biases: [experts, hidden_size]; probs: [rows]; counts: of rows.

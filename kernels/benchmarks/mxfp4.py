@@ -5,7 +5,7 @@ python kernels/benchmarks/mxfp4.py [--out result.json]
 
 import argparse
 import json
-import time
+import timeit
 
 import torch
 
@@ -27,15 +27,7 @@ def cpu() -> dict[str, float]:
         "quantize": lambda: quantize(out),
         "quantize with hint": lambda: quantize(out, scales),
     }
-    result = {}
-    for name, call in calls.items():
-        best = float("inf")
-        for _ in range(10):
-            start = time.perf_counter()
-            call()
-            best = min(best, time.perf_counter() - start)
-        result[name] = out.numel() * 2 / best / 1e9
-    return result
+    return {name: out.numel() * 2 / min(timeit.repeat(call, number=1, repeat=10)) / 1e9 for name, call in calls.items()}
 
 
 def gpu() -> dict[str, float]:

@@ -18,7 +18,9 @@ import torch
 from timing import interleaved
 
 from gptoss_kernels.sink_attention import flash, sink_attention
+from gptoss_kernels.sink_attention.api import SinkAttention
 from gptoss_kernels.sink_attention.dispatch import SHORT_MEAN, choose, why_not
+from gptoss_kernels.sink_attention.layout import Segments
 from gptoss_kernels.sink_attention.validation import check_arguments
 
 HEADS, KV_HEADS, HEAD_SIZE, TOKENS = 64, 8, 64, 32768
@@ -72,9 +74,9 @@ def measure(lengths: list[int], window: int | None) -> dict[str, dict[str, float
         return sink_attention(q, k, v, sinks, backend=backend, **arguments)
 
     def run_folded() -> torch.Tensor:
-        kernels = flash.flash4_kernels()
-        scale = HEAD_SIZE**-0.5
-        return flash.FoldedSinkAttention.apply(q, k, v, sinks, kernels, cu_seqlens, longest, window, scale)[0]
+        segments = Segments(cu_seqlens, cu_seqlens, longest, longest)
+        settings = flash.flash4_kernels(), segments, window, HEAD_SIZE**-0.5
+        return SinkAttention.apply(q, k, v, sinks, flash.FOLDED, *settings)[0]
 
     calls: dict[str, Callable[[], torch.Tensor]] = {}
     for backend in ("short" if window is None else "window", "flash4", "flash3"):
@@ -86,14 +88,7 @@ def measure(lengths: list[int], window: int | None) -> dict[str, dict[str, float
     if "flash4" in calls:
         calls["flash4 folded"] = run_folded
 
-    def without_gradient(call: Callable[[], torch.Tensor]) -> Callable[[], object]:
-        def forward() -> object:
-            with torch.no_grad():
-                return call()
-
-        return forward
-
-    forward = interleaved({name: without_gradient(call) for name, call in calls.items()})
+    forward = interleaved({name: torch.no_grad()(call) for name, call in calls.items()})
     stream = torch.cuda.Stream()
     outputs = {}
     for name, call in calls.items():

@@ -10,6 +10,7 @@ Both kernels read a block [tokens, columns] of fp32 logits once. They are the CU
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = 2048
 
@@ -57,9 +58,7 @@ def _gradient_kernel(
     tl.store(out + where, (grad * inverse_temperature).to(out.dtype.element_ty), mask=inside)
 
 
-def accumulate(
-    logits: torch.Tensor, labels: torch.Tensor, statistics: torch.Tensor, first: int, temperature: float
-) -> None:
+def accumulate(logits: Tensor, labels: Tensor, statistics: Tensor, first: int, temperature: float) -> None:
     """Add a block to ``statistics`` [4, tokens] fp32 in place: peak, sum exp, sum exp * score, score of the label.
 
     logits: [tokens, columns] fp32, columns ``first`` to ``first + columns`` of the vocabulary; labels: int64 [tokens].
@@ -70,12 +69,7 @@ def accumulate(
 
 
 def gradient(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    row_statistics: torch.Tensor,
-    first: int,
-    temperature: float,
-    out: torch.Tensor,
+    logits: Tensor, labels: Tensor, row_statistics: Tensor, first: int, temperature: float, out: Tensor
 ) -> None:
     """Write the gradient of a block into ``out`` [tokens, columns]; row_statistics: [4, tokens] fp32, the log
     normalizer, the entropy and the incoming gradients of log-prob and entropy."""

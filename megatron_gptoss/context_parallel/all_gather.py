@@ -1,9 +1,7 @@
 """Full layers at any number of ranks: each fetches the keys and values before its tokens, a few kv heads at a time.
 
-Only sequences that several ranks hold travel. While one group of kv heads is computed, the next one arrives (forward
-and backward), and the last one's dK and dV go home, in fp32, to be summed there in the order of the ranks. A query
-meets all of its keys in one call, so no partial outputs need merging, and the sink enters where it always does. What
-travels is what a ring would send.
+Only sequences that several ranks hold travel, while the kv heads before them are computed; dK and dV go home in fp32,
+to be summed there in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gptoss_kernels.sink_attention.passes import Segments, attention_backward, attention_forward
@@ -32,14 +31,10 @@ class GatherPlan:
     """This rank's tokens of sequences that others hold too; its other tokens attend locally."""
     split: Segments
     """Per run of those: its tokens, and all tokens of the sequence up to its end."""
-    keys: torch.Tensor
+    keys: Tensor
     """int64: where these stand among the gathered tokens."""
     whole: Segments
     """The sequences that this rank holds alone."""
-
-
-def gather_plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
-    return layout.cached(("gather", rank, device), lambda: _plan(layout, rank, device))
 
 
 def _plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
@@ -68,13 +63,13 @@ def head_groups(tokens: int, kv_heads: int, bytes_per_token_and_head: int) -> li
 class _Gathered:
     """Keys and values of one group of kv heads on their way from all ranks."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, heads: slice, plan: GatherPlan, group: Any) -> None:
+    def __init__(self, k: Tensor, v: Tensor, heads: slice, plan: GatherPlan, group: Any) -> None:
         local = torch.stack((k[: plan.contributed, heads], v[: plan.contributed, heads]), dim=1)
         self.everyone = local.new_empty(group.size() * len(local), *local.shape[1:])
         self.work = dist.all_gather_into_tensor(self.everyone, local, group=group, async_op=True)
         self.keys = plan.keys
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def wait(self) -> tuple[Tensor, Tensor]:
         """[keys, group's kv heads, head_size] each, in the order of ``plan.split``."""
         self.work.wait()
         picked_k, picked_v = (self.everyone[:, i].index_select(0, self.keys) for i in (0, 1))
@@ -82,18 +77,15 @@ class _Gathered:
         return picked_k, picked_v
 
 
-class _AllGatherAttention(torch.autograd.Function):
+class AllGatherAttention(torch.autograd.Function):
+    """Full causal attention of this rank's tokens: O like q. ``settings``: window (None), scale and backend."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor,
-        plan: GatherPlan,
-        group: dist.ProcessGroup,
-        *settings: Any,
-    ) -> torch.Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, layout: ContextLayout, group: Any, *settings: Any
+    ) -> Tensor:
+        where = layout, group.rank(), q.device
+        plan = layout.cached(("gather", *where[1:]), lambda: _plan(*where))
         o = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         groups = _groups(q, k, plan, group)
@@ -113,7 +105,7 @@ class _AllGatherAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         plan, group, settings = ctx.arguments
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -122,25 +114,24 @@ class _AllGatherAttention(torch.autograd.Function):
         coming = _Gathered(k, v, groups[0][0], plan, group) if groups else None
         if plan.shared < len(q):
             own = slice(plan.shared, None)
-            grads = attention_backward(
-                q[own], k[own], v[own], sinks, o[own], lse[own], grad_o[own], plan.whole, *settings
-            )
+            saved = q[own], k[own], v[own], sinks, o[own], lse[own]
+            grads = attention_backward(saved, grad_o[own], plan.whole, *settings)
             dq[own], dk[own], dv[own] = grads[:3]
             dsinks += grads[3]
-        leaving: tuple[Any, torch.Tensor, slice] | None = None
+        leaving: tuple[Any, Tensor, slice] | None = None
         for i, (kv_heads, heads) in enumerate(groups):
             keys, values = coming.wait()  # type: ignore[union-attr]
             coming = _Gathered(k, v, groups[i + 1][0], plan, group) if i + 1 < len(groups) else None
             home = torch.zeros(group.size() * plan.contributed, 2, *keys.shape[1:], dtype=lse.dtype, device=q.device)
             if plan.shared:
                 part = slice(0, plan.shared), heads
-                grads = attention_backward(
-                    q[part], keys, values, sinks[heads], o[part], lse[part], grad_o[part], plan.split, *settings
-                )
+                saved = q[part], keys, values, sinks[heads], o[part], lse[part]
+                grads = attention_backward(saved, grad_o[part], plan.split, *settings)
                 dq[part] = grads[0]
                 # at most two runs of a rank see a key: the sum does not depend on the order
                 home.index_add_(0, plan.keys, torch.stack(grads[1:3], dim=1).to(home.dtype))
                 dsinks[heads] += grads[3]
+                del saved
             del keys, values
             if leaving is not None:
                 _arrive(*leaving, dk, dv, plan)
@@ -151,7 +142,7 @@ class _AllGatherAttention(torch.autograd.Function):
         return dq, dk, dv, dsinks.to(sinks.dtype), None, None, None, None, None
 
 
-def _groups(q: torch.Tensor, k: torch.Tensor, plan: GatherPlan, group: Any) -> list[tuple[slice, slice]]:
+def _groups(q: Tensor, k: Tensor, plan: GatherPlan, group: Any) -> list[tuple[slice, slice]]:
     """The groups of kv heads and the query heads that go with each; none when no sequence is shared."""
     if not plan.contributed:
         return []
@@ -161,26 +152,8 @@ def _groups(q: torch.Tensor, k: torch.Tensor, plan: GatherPlan, group: Any) -> l
     return [(heads, slice(heads.start * per_kv, heads.stop * per_kv)) for heads in found]
 
 
-def _arrive(
-    work: Any, received: torch.Tensor, heads: slice, dk: torch.Tensor, dv: torch.Tensor, plan: GatherPlan
-) -> None:
+def _arrive(work: Any, received: Tensor, heads: slice, dk: Tensor, dv: Tensor, plan: GatherPlan) -> None:
     """Add up what all ranks computed for this rank's keys and values."""
     work.wait()
     total = received.view(-1, plan.contributed, *received.shape[1:]).sum(0)[: plan.shared]
     dk[: plan.shared, heads], dv[: plan.shared, heads] = total[:, 0], total[:, 1]
-
-
-def all_gather_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
-    layout: ContextLayout,
-    group: dist.ProcessGroup,
-    window: None,
-    scale: float,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """Full causal attention of this rank's tokens: O like q."""
-    plan = gather_plan(layout, group.rank(), q.device)
-    return _AllGatherAttention.apply(q, k, v, sinks, plan, group, window, scale, backend)

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
-import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_gptoss.context_parallel.all_gather import all_gather_attention, head_groups
+from megatron_gptoss.context_parallel.all_gather import AllGatherAttention, head_groups
 from megatron_gptoss.context_parallel.all_to_all import all_to_all_attention
-from megatron_gptoss.context_parallel.halo import halo_attention
+from megatron_gptoss.context_parallel.halo import HaloAttention
 from megatron_gptoss.context_parallel.layout import ContextLayout
 
-SCHEMES: dict[str, Callable[..., torch.Tensor]] = {
+SCHEMES: dict[str, Callable[..., Tensor]] = {
     "all_to_all": all_to_all_attention,
-    "all_gather": all_gather_attention,
-    "halo": halo_attention,
+    "all_gather": AllGatherAttention.apply,
+    "halo": HaloAttention.apply,
 }
 COLLECTIVE_SECONDS = 3e-5
 """What a collective costs however little it sends."""
@@ -126,18 +126,18 @@ def choose_scheme(
 
 
 def context_parallel_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
     layout: ContextLayout,
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
     window: int | None,
     scale: float,
     backend: str = "auto",
     scheme: str = "auto",
     machine: Machine = H200,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of this rank's tokens among those of all ranks: O like q, differentiable in q, k, v and sinks.
 
     q: [tokens / size, heads, head_size], k, v: [tokens / size, kv_heads, head_size] in the order of

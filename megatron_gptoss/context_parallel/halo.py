@@ -1,9 +1,7 @@
 """Window layers: a rank fetches only the window - 1 tokens before each of its runs, however long the runs are.
 
-Forward: all runs attend to themselves while the halo travels; then the first window - 1 rows of each run are computed
-again, with their halo, and replace what was there. Backward: those rows once more give their whole dQ and the halo's
-dK and dV, which travel home while the pass over all runs, called with the final O and LSE, gives the rest. The sink
-enters every row's softmax once, and its gradient comes from that one pass over all rows.
+docs/architecture.md describes the passes. The sink enters every row's softmax once, and its gradient comes from the one
+backward pass over all rows.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gptoss_kernels.sink_attention.passes import Segments, attention_backward, attention_forward
@@ -28,25 +27,21 @@ class HaloPlan:
     """Every run by itself."""
     border: Segments
     """Per run with a halo: the halo and the run's first window - 1 rows."""
-    border_rows: torch.Tensor
+    border_rows: Tensor
     """Which local tokens the border's tokens are; token 0 stands in where the halo's go."""
-    inside: torch.Tensor
+    inside: Tensor
     """Which of the border's tokens are rows of a run."""
-    rows: torch.Tensor
+    rows: Tensor
     """The local tokens that these are."""
-    halo: torch.Tensor
+    halo: Tensor
     """Which of the border's tokens each received token is."""
-    sent: torch.Tensor
+    sent: Tensor
     """The local tokens that other ranks' halos consist of, by receiving rank."""
     send_counts: list[int]
     receive_counts: list[int]
 
 
-def halo_plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -> HaloPlan:
-    return layout.cached(("halo", rank, window, device), lambda: _plan(layout, rank, window, device))
-
-
-def _halo_tokens(layout: ContextLayout, rank: int, window: int) -> list[torch.Tensor]:
+def _halo_tokens(layout: ContextLayout, rank: int, window: int) -> list[Tensor]:
     """Per run of a rank that has one: where its halo's tokens stand in ``layout.order``."""
     return [
         layout.inverse[layout.row_indices(run._replace(start=max(0, run.start - window + 1), end=run.start))]
@@ -87,28 +82,22 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
     )
 
 
-class _Beside:
-    """A second stream for small kernels that must not queue behind large ones: forks where it is made, until ``join``.
+def _forked_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A second stream for small kernels that must not queue behind large ones; None on a CPU, where nothing waits.
 
     What is allocated within belongs to that stream; every later fork waits for the first stream, so nothing is reused
-    too early. Does nothing on a CPU.
+    too early.
     """
+    if device.type != "cuda":
+        return None
+    stream = _second_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = _second_stream(device) if device.type == "cuda" else None
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(device))
 
-    def __enter__(self) -> None:
-        self.context = torch.cuda.stream(self.stream)
-        self.context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.context.__exit__(*error)
-
-    def join(self) -> None:
-        if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+def _join(stream: torch.cuda.Stream | None) -> None:
+    if stream is not None:
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 @functools.cache
@@ -116,25 +105,22 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-class _HaloAttention(torch.autograd.Function):
+class HaloAttention(torch.autograd.Function):
+    """Sliding-window attention of this rank's tokens: O like q. ``settings``: window, scale and backend."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor,
-        plan: HaloPlan,
-        group: dist.ProcessGroup,
-        *settings: Any,
-    ) -> torch.Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, layout: ContextLayout, group: Any, *settings: Any
+    ) -> Tensor:
+        where = layout, group.rank(), settings[0], q.device
+        plan = layout.cached(("halo", *where[1:]), lambda: _plan(*where))
         received = q.new_empty(len(plan.halo), 2, *k.shape[1:])
         sent = torch.stack((k[plan.sent], v[plan.sent]), dim=1)
         work = dist.all_to_all_single(received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True)
-        border: tuple[torch.Tensor, ...] = ()
-        beside = _Beside(q.device)
+        border: tuple[Tensor, ...] = ()
+        beside = _forked_stream(q.device)
         o, lse = attention_forward(q, k, v, sinks, plan.runs, *settings)
-        with beside:
+        with torch.cuda.stream(beside):
             work.wait()
             if len(plan.rows):
                 queries, keys, values = (x.index_select(0, plan.border_rows) for x in (q, k, v))
@@ -142,7 +128,7 @@ class _HaloAttention(torch.autograd.Function):
                 values.index_copy_(0, plan.halo, received[:, 1])
                 border_o, border_lse = attention_forward(queries, keys, values, sinks, plan.border, *settings)
                 border = queries, keys, values, border_o, border_lse
-        beside.join()
+        _join(beside)
         if border:
             o.index_copy_(0, plan.rows, border_o[plan.inside])
             lse.index_copy_(0, plan.rows, border_lse[plan.inside])
@@ -152,47 +138,30 @@ class _HaloAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse, *border = ctx.saved_tensors
         plan, group, settings = ctx.arguments
         grad_o = grad_o.contiguous()
         returned = q.new_empty(len(plan.sent), 2, *k.shape[1:])
         border_dq = None
-        beside = _Beside(q.device)
-        with beside:
+        beside = _forked_stream(q.device)
+        with torch.cuda.stream(beside):
             home = q.new_empty(0, 2, *k.shape[1:])
             if border:
                 queries, keys, values, border_o, border_lse = border
+                saved = queries, keys, values, sinks, border_o, border_lse
                 # no gradient comes in through the halo's stand-in rows, so nothing goes out through them
                 border_grad = torch.zeros_like(border_o).index_copy_(0, plan.inside, grad_o[plan.rows])
-                border_dq, *halo_grads, _ = attention_backward(
-                    queries, keys, values, sinks, border_o, border_lse, border_grad, plan.border, *settings
-                )
+                border_dq, *halo_grads, _ = attention_backward(saved, border_grad, plan.border, *settings)
                 home = torch.stack([x[plan.halo] for x in halo_grads], dim=1)
             work = dist.all_to_all_single(
                 returned, home, plan.send_counts, plan.receive_counts, group=group, async_op=True
             )
-        dq, dk, dv, dsinks = attention_backward(q, k, v, sinks, o, lse, grad_o, plan.runs, *settings)
-        beside.join()
+        dq, dk, dv, dsinks = attention_backward((q, k, v, sinks, o, lse), grad_o, plan.runs, *settings)
+        _join(beside)
         if border_dq is not None:
             dq.index_copy_(0, plan.rows, border_dq[plan.inside])
         work.wait()
         dk.index_add_(0, plan.sent, returned[:, 0])
         dv.index_add_(0, plan.sent, returned[:, 1])
         return dq, dk, dv, dsinks, None, None, None, None, None
-
-
-def halo_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
-    layout: ContextLayout,
-    group: dist.ProcessGroup,
-    window: int,
-    scale: float,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """Sliding-window attention of this rank's tokens: O like q. Windows may be longer than runs."""
-    plan = halo_plan(layout, group.rank(), window, q.device)
-    return _HaloAttention.apply(q, k, v, sinks, plan, group, window, scale, backend)

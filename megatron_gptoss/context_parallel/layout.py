@@ -1,9 +1,7 @@
-"""Which context-parallel rank holds which tokens of a packed row.
+"""Which context-parallel rank holds which tokens of a packed row (docs/architecture.md).
 
-Every rank gets the same number of tokens and, within a few per cent, the same causal attention work. Long sequences are
-cut into 2 x size chunks, of which a rank holds one from the front and the mirrored one from the back (equal work, arXiv
-2411.01783); short ones stay whole on one rank and need no communication at all, as many of them as balance allows; the
-last few fill what is left and may be cut once more. Positions travel with the tokens, so nothing depends on the order.
+Mirrored chunks of long sequences are equal work (arXiv 2411.01783). Positions travel with the tokens, so nothing
+depends on the order.
 """
 
 from __future__ import annotations

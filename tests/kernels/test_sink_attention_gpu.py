@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptoss_kernels.sink_attention import flash, sink_attention
+from gptoss_kernels.sink_attention.api import SinkAttention
 from gptoss_kernels.sink_attention.dispatch import why_not
-from gptoss_kernels.sink_attention.layout import packed_layout
+from gptoss_kernels.sink_attention.layout import Segments, packed_layout
 from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
 from gptoss_kernels.sink_attention.window import window_backward, window_forward
 
@@ -34,9 +35,9 @@ def run(backend, q, k, v, sinks, grad_o, cu_seqlens, window):
     leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
     longest = packed_layout(cu_seqlens).longest
     if backend == "folded":
-        kernels = flash.flash4_kernels()
-        scale = q.shape[2] ** -0.5
-        out, lse = flash.FoldedSinkAttention.apply(*leaves, kernels, cu_seqlens, longest, window, scale)
+        segments = Segments(cu_seqlens, cu_seqlens, longest, longest)
+        settings = flash.flash4_kernels(), segments, window, q.shape[2] ** -0.5
+        out, lse = SinkAttention.apply(*leaves, flash.FOLDED, *settings)
     else:
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
         out, lse = sink_attention(*leaves, **packing, window=window, backend=backend, return_lse=True)
@@ -51,7 +52,7 @@ def assert_close_to_fp64(results, q, k, v, sinks, grad_o, cu_seqlens, window):
     layout, scale = packed_layout(cu_seqlens), q.shape[2] ** -0.5
     exact = [x.double() for x in (q, k, v, sinks)]
     o, lse = reference_forward(*exact, layout, window, scale)
-    grads = reference_backward(*exact, o, lse, grad_o.double(), layout, window, scale)
+    grads = reference_backward((*exact, o, lse), grad_o.double(), layout, window, scale)
     out, out_lse, *out_grads = results
     assert error(out, o) <= 3e-3
     assert (out_lse - lse).abs().max() <= 1e-5
@@ -94,9 +95,9 @@ def test_rows_may_have_the_o_and_lse_of_more_keys_than_are_given():
     o, lse = window_forward(q, k, v, sinks, packed_layout(cu_seqlens), window, 0.125)
     layout = packed_layout(torch.tensor([0, length - cut], dtype=torch.int32, device="cuda"))
     part = [x[cut:].contiguous() for x in (q, k, v, o, lse, grad_o)]
-    grads = window_backward(*part[:3], sinks, *part[3:], layout, window, 0.125)
+    grads = window_backward((*part[:3], sinks, *part[3:5]), part[5], layout, window, 0.125)
     exact = [x.double() for x in part]
-    expected = reference_backward(*exact[:3], sinks.double(), *exact[3:], layout, window, 0.125)
+    expected = reference_backward((*exact[:3], sinks.double(), *exact[3:5]), exact[5], layout, window, 0.125)
     for bound, x, y in zip((3e-3, 3e-3, 3e-3, 4e-3), grads, expected, strict=True):
         assert error(x, y) <= bound
 
@@ -149,7 +150,7 @@ def test_every_output_is_written():
         poison += [torch.full((q.shape[0], 64, n), torch.nan, device="cuda") for n in (1, 2)]
         del poison
         o, lse = window_forward(q, k, v, sinks, layout, window, 0.125)
-        grads = window_backward(q, k, v, sinks, o, lse, grad_o, layout, window, 0.125)
+        grads = window_backward((q, k, v, sinks, o, lse), grad_o, layout, window, 0.125)
         assert all(torch.isfinite(x).all() for x in (o, lse, *grads))
 
 

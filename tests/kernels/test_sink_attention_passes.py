@@ -42,7 +42,7 @@ def test_queries_see_all_keys_up_to_their_own_place() -> None:
     segments = Segments.of(QUERIES, KEYS, torch.device("cpu"))
     o, lse = attention_forward(q, k, v, sinks, segments, None, 0.3)
     torch.testing.assert_close(o, want.detach())
-    grads = attention_backward(q, k, v, sinks, o, lse, grad_o, segments, None, 0.3)
+    grads = attention_backward((q, k, v, sinks, o, lse), grad_o, segments, None, 0.3)
     for got, exact in zip(grads, torch.autograd.grad(want, leaves, grad_o), strict=True):
         torch.testing.assert_close(got, exact)
 
@@ -52,20 +52,19 @@ def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_grad
     q, k, v, sinks, grad_o = inputs(4, 2, 8, [length], [length])
     whole = Segments.of([length], [length], q.device)
     o, lse = attention_forward(q, k, v, sinks, whole, None, 0.3)
-    dq, dk, dv, dsinks = attention_backward(q, k, v, sinks, o, lse, grad_o, whole, None, 0.3)
+    dq, dk, dv, dsinks = attention_backward((q, k, v, sinks, o, lse), grad_o, whole, None, 0.3)
     # the last `near` tokens among themselves: exact shares of dQ, and all of their own dK and dV
     last = slice(length - near, None)
     part = Segments.of([near], [near], q.device)
-    shares = attention_backward(q[last], k[last], v[last], sinks, o[last], lse[last], grad_o[last], part, None, 0.3)
+    shares = attention_backward((q[last], k[last], v[last], sinks, o[last], lse[last]), grad_o[last], part, None, 0.3)
     torch.testing.assert_close(shares[1], dk[last])
     torch.testing.assert_close(shares[2], dv[last])
     assert not torch.allclose(shares[0], dq[last])  # the earlier keys' share is missing, as it should
     # the sink's gradient comes from the rows, whichever keys they were given
     first = slice(0, length - near)
     rest = Segments.of([length - near], [length - near], q.device)
-    others = attention_backward(
-        q[first], k[first], v[first], sinks, o[first], lse[first], grad_o[first], rest, None, 0.3
-    )
+    saved = q[first], k[first], v[first], sinks, o[first], lse[first]
+    others = attention_backward(saved, grad_o[first], rest, None, 0.3)
     torch.testing.assert_close(shares[3] + others[3], dsinks)
 
 
@@ -81,10 +80,10 @@ def test_gpu_backends_are_within_bf16_of_the_reference(backend: str) -> None:
     q, k, v, sinks, grad_o = (x.bfloat16() for x in inputs(64, 8, 64, queries, keys, "cuda"))
     segments = Segments.of(queries, keys, q.device)
     o, lse = attention_forward(q, k, v, sinks, segments, window, 0.125, backend)
-    got = o, lse, *attention_backward(q, k, v, sinks, o, lse, grad_o, segments, window, 0.125, backend)
+    got = o, lse, *attention_backward((q, k, v, sinks, o, lse), grad_o, segments, window, 0.125, backend)
     exact = [x.double() for x in (q, k, v, sinks)]
     o, lse = attention_forward(*exact, segments, window, 0.125, "reference")
-    want = o, lse, *attention_backward(*exact, o, lse, grad_o.double(), segments, window, 0.125, "reference")
+    want = o, lse, *attention_backward((*exact, o, lse), grad_o.double(), segments, window, 0.125, "reference")
     for name, bound, x, y in zip(("o", "lse", "q", "k", "v", "s"), [3e-3] * 5 + [1e-2], got, want, strict=True):
         assert (x.double() - y).norm() / y.norm() < bound, name
 
@@ -102,7 +101,7 @@ def test_a_slice_of_the_heads_needs_no_copy_first() -> None:
     part = q[:, heads], k[:, kv_heads].contiguous(), v[:, kv_heads].contiguous(), sinks[heads]
     part_o, part_lse = attention_forward(*part, segments, None, 0.125, "flash4")
     assert torch.equal(part_o, o[:, heads])
-    whole = attention_backward(q, k, v, sinks, o, lse, grad_o, segments, None, 0.125, "flash4")
-    grads = attention_backward(*part, part_o, part_lse, grad_o[:, heads], segments, None, 0.125, "flash4")
+    whole = attention_backward((q, k, v, sinks, o, lse), grad_o, segments, None, 0.125, "flash4")
+    grads = attention_backward((*part, part_o, part_lse), grad_o[:, heads], segments, None, 0.125, "flash4")
     for x, y in zip(grads, (whole[0][:, heads], whole[1][:, kv_heads], whole[2][:, kv_heads]), strict=False):
         assert (x.double() - y.double()).norm() / y.double().norm() < 3e-3

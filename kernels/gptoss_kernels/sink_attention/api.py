@@ -1,29 +1,33 @@
 """The public function: check the arguments, choose a backend, run it."""
 
 import os
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gptoss_kernels.sink_attention import flash
 from gptoss_kernels.sink_attention.dispatch import BACKENDS, SHORT_MEAN, choose, why_not
-from gptoss_kernels.sink_attention.reference import ReferenceSinkAttention
+from gptoss_kernels.sink_attention.layout import Segments
+from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
 from gptoss_kernels.sink_attention.validation import check_arguments, check_finite
-from gptoss_kernels.sink_attention.window import WindowSinkAttention
+from gptoss_kernels.sink_attention.window import window_backward, window_forward
 
 
 def sink_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
     *,
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: Tensor,
     max_seqlen: int,
     window: int | None = None,
     scale: float | None = None,
     backend: str = "auto",
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention over packed sequences, with a learnable sink logit per query head in the softmax's denominator.
 
     Args:
@@ -58,13 +62,35 @@ def sink_attention(
     if os.environ.get("GPTOSS_KERNELS_DEBUG") == "1":
         check_finite(q=q, k=k, v=v, sinks=sinks)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    if backend in ("window", "short"):
-        o, lse = WindowSinkAttention.apply(q, k, v, sinks, layout, window, scale)
-    elif backend == "flash4":
-        o, lse = flash.flash4_sink_attention(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale)
+    segments = Segments(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    if backend == "flash4":
+        o, lse = flash.flash4_sink_attention(q, k, v, sinks, segments, window, scale)
     elif backend == "flash3":
-        kernels = flash.flash3_kernels()
-        o, lse = flash.FoldedSinkAttention.apply(q, k, v, sinks, kernels, cu_seqlens, max_seqlen, window, scale)
+        o, lse = SinkAttention.apply(q, k, v, sinks, flash.FOLDED, flash.flash3_kernels(), segments, window, scale)
+    elif backend in ("window", "short"):
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        o, lse = SinkAttention.apply(q, k, v, sinks, (window_forward, window_backward), layout, window, scale)
     else:
-        o, lse = ReferenceSinkAttention.apply(q, k, v, sinks, layout, window, scale)
+        o, lse = SinkAttention.apply(q, k, v, sinks, (reference_forward, reference_backward), layout, window, scale)
     return (o, lse) if return_lse else o
+
+
+class SinkAttention(torch.autograd.Function):
+    """O [tokens, heads, head_size] and LSE [tokens, heads] by ``passes``, a backend's forward and backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, passes: tuple[Any, Any], *settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        forward, ctx.backward_pass = passes
+        ctx.settings = settings
+        o, lse = forward(q, k, v, sinks, *settings)
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_o: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.backward_pass(ctx.saved_tensors, grad_o.contiguous(), *ctx.settings)
+        return (*grads, None, *(None for _ in ctx.settings))

@@ -46,13 +46,7 @@ def choose(
 
 @functools.cache
 def why_not(
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    width: int | None,
+    backend: str, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, width: int | None
 ) -> str | None:
     """Why a backend cannot take a shape class; None when it can."""
     if backend == "reference":

@@ -1,7 +1,6 @@
 """FlashAttention adapters: FlashAttention-3 without a patch, flash-attn-4 with its native learnable sink.
 
-FlashAttention-3 knows no sink. Its stock forward is followed by one fused kernel that folds the sink in, and its stock
-backward is called with the sink-aware O and LSE (see epilogue.py). The same core serves flash-attn-4 without its native
+FlashAttention-3 knows no sink: it is folded in (see epilogue.py). The same core serves flash-attn-4 without its native
 sink, which is how it is tested where FlashAttention-3 is not installed.
 """
 
@@ -12,85 +11,68 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor
+
+from gptoss_kernels.sink_attention.layout import Saved, Segments
 
 
 @dataclass(frozen=True)
 class PlainKernels:
-    """Causal packed attention without a sink."""
+    """Causal packed attention without a sink; ``options`` are the scale, the packing and the window."""
 
-    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    """(q, k, v, cu_seqlens, max_seqlen, window, scale) -> O, LSE [heads, tokens] fp32"""
-    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """(grad_o, q, k, v, o, lse, cu_seqlens, max_seqlen, window, scale) -> dQ, dK, dV"""
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    """(q, k, v, causal, **options) -> O, LSE [heads, tokens] fp32"""
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """(grad_o, (q, k, v, o, lse), causal, **options) -> dQ, dK, dV"""
+    unlimited: int | None
+    """How the package spells a window without a bound."""
 
 
-class FoldedSinkAttention(torch.autograd.Function):
+def folded_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    kernels: PlainKernels,
+    segments: Segments,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """O [tokens, heads, head_size] and LSE [tokens, heads] from kernels that know no sink."""
+    from gptoss_kernels.sink_attention.epilogue import fold_sink
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor,
-        kernels: PlainKernels,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        window: int | None,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        from gptoss_kernels.sink_attention.epilogue import fold_sink
+    options = packing(segments, window, kernels.unlimited)
+    o, lse = kernels.forward(q, k, v, window is None, softmax_scale=scale, **options)
+    fold_sink(o, lse, sinks)
+    return o, lse.t()
 
-        o, lse = kernels.forward(q, k, v, cu_seqlens, max_seqlen, window, scale)
-        fold_sink(o, lse, sinks)
-        ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.arguments = kernels, cu_seqlens, max_seqlen, window, scale
-        transposed = lse.t().contiguous()
-        ctx.mark_non_differentiable(transposed)
-        return o, transposed
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_o: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from gptoss_kernels.sink_attention.epilogue import sink_gradient
+def folded_backward(
+    saved: Saved, grad_o: Tensor, kernels: PlainKernels, segments: Segments, window: int | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the sinks."""
+    from gptoss_kernels.sink_attention.epilogue import sink_gradient
 
-        q, k, v, sinks, o, lse = ctx.saved_tensors
-        kernels, *arguments = ctx.arguments
-        grad_o = grad_o.contiguous()
-        grad_sinks = sink_gradient(o, grad_o, lse, sinks)
-        grads = kernels.backward(grad_o, q, k, v, o, lse, *arguments)
-        return (*grads, grad_sinks, None, None, None, None, None)
+    q, k, v, sinks, o, lse = saved
+    by_head, grad_o = lse.t().contiguous(), grad_o.contiguous()
+    options = packing(segments, window, kernels.unlimited)
+    grads = kernels.backward(grad_o, (q, k, v, o, by_head), window is None, softmax_scale=scale, **options)
+    return (*grads, sink_gradient(o, grad_o, by_head, sinks))
+
+
+FOLDED = folded_forward, folded_backward
 
 
 def flash4_sink_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    window: int | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, segments: Segments, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """flash-attn-4 with its native sink: O [tokens, heads, head_size], LSE [tokens, heads]."""
     from flash_attn.cute.interface import flash_attn_varlen_func
 
-    o, lse = flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
-        softmax_scale=scale,
-        causal=window is None,
-        window_size=(None, None) if window is None else (window - 1, 0),
-        learnable_sink=sinks.float(),
-        return_lse=True,
-    )[:2]
+    options = packing(segments, window)
+    window_size = options.pop("window_size_left"), options.pop("window_size_right")
+    options |= {"softmax_scale": scale, "causal": window is None, "window_size": window_size}
+    o, lse = flash_attn_varlen_func(q, k, v, learnable_sink=sinks.float(), return_lse=True, **options)[:2]
     return o, lse.detach().t()
 
 
@@ -99,50 +81,18 @@ def flash3_kernels() -> PlainKernels:
     """FlashAttention-3's stock kernels, from its flash_attn_interface module."""
     import flash_attn_interface as interface
 
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        window: int | None,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = interface._flash_attn_forward(
-            q, k, v, softmax_scale=scale, causal=window is None, **_packing(cu_seqlens, max_seqlen, window, -1)
-        )[:2]
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: Any) -> tuple[Tensor, Tensor]:
+        o, lse = interface._flash_attn_forward(q, k, v, causal=causal, **options)[:2]
         return o, lse
 
     def backward(
-        grad_o: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        window: int | None,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        interface._flash_attn_backward(
-            grad_o,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            softmax_scale=scale,
-            is_causal=window is None,
-            **_packing(cu_seqlens, max_seqlen, window, -1),
-        )
+        grad_o: Tensor, saved: tuple[Tensor, ...], causal: bool, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(x) for x in saved[:3])
+        interface._flash_attn_backward(grad_o, *saved, dq=dq, dk=dk, dv=dv, is_causal=causal, **options)
         return dq, dk, dv
 
-    return PlainKernels(forward, backward)
+    return PlainKernels(forward, backward, unlimited=-1)
 
 
 @functools.cache
@@ -150,61 +100,27 @@ def flash4_kernels() -> PlainKernels:
     """flash-attn-4's kernels without their native sink."""
     import flash_attn.cute.interface as interface
 
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        window: int | None,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = interface._flash_attn_fwd(
-            q,
-            k,
-            v,
-            softmax_scale=scale,
-            causal=window is None,
-            return_lse=True,
-            **_packing(cu_seqlens, max_seqlen, window, None),
-        )[:2]
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: Any) -> tuple[Tensor, Tensor]:
+        o, lse = interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True, **options)[:2]
         return o, lse
 
     def backward(
-        grad_o: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        window: int | None,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = interface._flash_attn_bwd(
-            q,
-            k,
-            v,
-            o,
-            grad_o,
-            lse,
-            softmax_scale=scale,
-            causal=window is None,
-            **_packing(cu_seqlens, max_seqlen, window, None),
-        )[:3]
+        grad_o: Tensor, saved: tuple[Tensor, ...], causal: bool, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, o, lse = saved
+        dq, dk, dv = interface._flash_attn_bwd(q, k, v, o, grad_o, lse, causal=causal, **options)[:3]
         return dq, dk, dv
 
-    return PlainKernels(forward, backward)
+    return PlainKernels(forward, backward, unlimited=None)
 
 
-def _packing(cu_seqlens: torch.Tensor, max_seqlen: int, window: int | None, unlimited: int | None) -> dict[str, Any]:
+def packing(segments: Segments, window: int | None, unlimited: int | None = None) -> dict[str, Any]:
     """The packing and window arguments that both packages take; ``unlimited`` is how each spells "no bound"."""
     return {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": max_seqlen,
-        "max_seqlen_k": max_seqlen,
+        "cu_seqlens_q": segments.cu_seqlens_q,
+        "cu_seqlens_k": segments.cu_seqlens_k,
+        "max_seqlen_q": segments.max_seqlen_q,
+        "max_seqlen_k": segments.max_seqlen_k,
         "window_size_left": unlimited if window is None else window - 1,
         "window_size_right": unlimited if window is None else 0,
     }

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""What a forward pass leaves to its backward pass: q, k, v, sinks, O and LSE."""
+
 
 @dataclass
 class PackedLayout:
@@ -28,9 +31,30 @@ class PackedLayout:
     def tokens(self) -> int:
         return int(self.offsets[-1])
 
+
+@dataclass(frozen=True)
+class Segments:
+    """Ranges of queries and the ranges of keys whose last tokens those queries are; keep one object per packing."""
+
+    cu_seqlens_q: torch.Tensor
+    """int32 [segments + 1]"""
+    cu_seqlens_k: torch.Tensor
+    """int32 [segments + 1]; the same object as ``cu_seqlens_q`` when the queries are all of the keys"""
+    max_seqlen_q: int
+    max_seqlen_k: int
+
     @property
-    def sequences(self) -> int:
-        return len(self.offsets) - 1
+    def square(self) -> bool:
+        return self.cu_seqlens_k is self.cu_seqlens_q
+
+    @classmethod
+    def of(cls, query_lengths: list[int], key_lengths: list[int], device: torch.device) -> "Segments":
+        def offsets(lengths: list[int]) -> torch.Tensor:
+            return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+        cu_seqlens_q = offsets(query_lengths)
+        cu_seqlens_k = cu_seqlens_q if key_lengths == query_lengths else offsets(key_lengths)
+        return cls(cu_seqlens_q, cu_seqlens_k, max(query_lengths, default=0), max(key_lengths, default=0))
 
 
 _layouts: dict[int, tuple[weakref.ref, int, PackedLayout]] = {}

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from gptoss_kernels.sink_attention.layout import PackedLayout
+from gptoss_kernels.sink_attention.layout import PackedLayout, Saved
 
 QUERY_BLOCK = 32
 """Rows of a tile."""
@@ -34,52 +34,18 @@ SCORES_PER_BATCH = 1 << 20
 class TileBatch:
     """Tiles of equal extent. Index tensors point into the packed tokens; clamped entries are masked."""
 
-    rows: torch.Tensor
+    rows: Tensor
     """[tiles, QUERY_BLOCK] int64"""
-    row_valid: torch.Tensor | None
+    row_valid: Tensor | None
     """[tiles, QUERY_BLOCK] bool, None when every row is real"""
-    chunks: list[tuple[torch.Tensor, torch.Tensor]]
+    chunks: list[tuple[Tensor, Tensor]]
     """per chunk of keys: [tiles, keys] int64, and [tiles, QUERY_BLOCK, keys] bool that is True where hidden"""
 
 
-class ReferenceSinkAttention(torch.autograd.Function):
-    """O [tokens, heads, head_size] and LSE [tokens, heads]; accumulates in fp32, in fp64 for fp64 inputs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor,
-        layout: PackedLayout,
-        window: int | None,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = reference_forward(q, k, v, sinks, layout, window, scale)
-        ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.arguments = layout, window, scale
-        ctx.mark_non_differentiable(lse)
-        return o, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_o: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, o, lse = ctx.saved_tensors
-        grads = reference_backward(q, k, v, sinks, o, lse, grad_o, *ctx.arguments)
-        return (*grads, None, None, None)
-
-
 def reference_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
-    layout: PackedLayout,
-    window: int | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """O like q [tokens, heads, head_size], and LSE [tokens, heads] in fp32 or fp64."""
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, layout: PackedLayout, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """O like q [tokens, heads, head_size], and LSE [tokens, heads]; accumulates in fp32, in fp64 for fp64 inputs."""
     compute = torch.promote_types(q.dtype, torch.float32)
     tokens, heads, head_size = q.shape
     kv_heads = k.shape[1]
@@ -111,18 +77,10 @@ def reference_forward(
 
 
 def reference_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    grad_o: torch.Tensor,
-    layout: PackedLayout,
-    window: int | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    saved: Saved, grad_o: Tensor, layout: PackedLayout, window: int | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the sinks, each in its input's dtype."""
+    q, k, v, sinks, o, lse = saved
     compute = lse.dtype
     heads, head_size = q.shape[1:]
     kv_heads = k.shape[1]
@@ -159,7 +117,7 @@ def reference_backward(
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks.to(sinks.dtype)
 
 
-def _gather(x: torch.Tensor, index: torch.Tensor, dtype: torch.dtype, kv_heads: int) -> torch.Tensor:
+def _gather(x: Tensor, index: Tensor, dtype: torch.dtype, kv_heads: int) -> Tensor:
     """[tokens, heads, d] at [tiles, n] -> contiguous [tiles, kv_heads, heads per kv head * n, d]."""
     tiles, n = index.shape
     picked = x.index_select(0, index.reshape(-1)).view(tiles, n, kv_heads, -1, x.shape[-1])
@@ -167,14 +125,14 @@ def _gather(x: torch.Tensor, index: torch.Tensor, dtype: torch.dtype, kv_heads: 
     return out.copy_(picked.permute(0, 2, 3, 1, 4)).view(tiles, kv_heads, -1, x.shape[-1])
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, hidden: torch.Tensor, group: int) -> torch.Tensor:
+def _scores(query: Tensor, key: Tensor, hidden: Tensor, group: int) -> Tensor:
     """[tiles, kv_heads, group, QUERY_BLOCK, keys], -inf where hidden."""
     tiles, kv_heads = query.shape[:2]
     scores = (query @ key.transpose(-1, -2)).view(tiles, kv_heads, group, QUERY_BLOCK, -1)
     return scores.masked_fill_(hidden[:, None, None], -torch.inf)
 
 
-def _scatter(target: torch.Tensor, batch: TileBatch, values: torch.Tensor) -> None:
+def _scatter(target: Tensor, batch: TileBatch, values: Tensor) -> None:
     """target [tokens, heads, d] at the batch's valid rows = values [tiles, kv_heads, group, QUERY_BLOCK, d]."""
     rows = batch.rows.reshape(-1)
     values = values.permute(0, 3, 1, 2, 4).reshape(len(rows), target.shape[1], -1).to(target.dtype)
@@ -215,7 +173,7 @@ def _tile_batches(layout: PackedLayout, window: int | None, heads: int, device: 
             )
 
 
-def _tile_plan(layout: PackedLayout, window: int | None) -> tuple[torch.Tensor, ...]:
+def _tile_plan(layout: PackedLayout, window: int | None) -> tuple[Tensor, ...]:
     """Per tile: first row, one-past-last token of its sequence, blocks of keys it sees (none before the sequence)."""
     begin, lengths = layout.offsets[:-1], layout.offsets.diff()
     counts = (lengths + QUERY_BLOCK - 1) // QUERY_BLOCK

@@ -10,13 +10,12 @@ deterministic, and every tile is aligned to its sequence's start, so a sequence 
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
 from gptoss_kernels import nvrtc
-from gptoss_kernels.sink_attention.layout import PackedLayout
+from gptoss_kernels.sink_attention.layout import PackedLayout, Saved
 
 SOURCES = Path(__file__).parent / "cuda"
 THREADS = 128
@@ -94,46 +93,10 @@ def why_not(device: torch.device, heads_per_kv: int, head_size: int, window: int
     return None
 
 
-class WindowSinkAttention(torch.autograd.Function):
-    """O [tokens, heads, head_size] bf16 and LSE [tokens, heads] fp32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor,
-        layout: PackedLayout,
-        window: int | None,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        o, lse = window_forward(q, k, v, sinks, layout, window, scale)
-        ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.arguments = layout, window, scale
-        ctx.mark_non_differentiable(lse)
-        return o, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_o: torch.Tensor, _grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, o, lse = ctx.saved_tensors
-        layout, window, scale = ctx.arguments
-        grads = window_backward(q, k, v, sinks, o, lse, grad_o.contiguous(), layout, window, scale)
-        return (*grads, None, None, None)
-
-
 def window_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
-    layout: PackedLayout,
-    window: int | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """O like q and LSE [tokens, heads], from contiguous bf16 q, k, v."""
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, layout: PackedLayout, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """O like q and LSE [tokens, heads] fp32, from contiguous bf16 q, k, v."""
     heads = q.shape[1]
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -148,18 +111,10 @@ def window_forward(
 
 
 def window_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    grad_o: torch.Tensor,
-    layout: PackedLayout,
-    window: int | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v and the sinks, from contiguous tensors and the forward's O and LSE."""
+    saved: Saved, grad_o: Tensor, layout: PackedLayout, window: int | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the sinks, from contiguous tensors."""
+    q, k, v, sinks, o, lse = saved
     heads = q.shape[1]
     shape = Shape(heads // k.shape[1], window)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -180,7 +135,7 @@ def window_backward(
     return grad_q, grad_k, grad_v, grad_sinks.to(sinks.dtype)
 
 
-def _items(layout: PackedLayout, length: int, device: torch.device, order: str | None) -> tuple[torch.Tensor, int]:
+def _items(layout: PackedLayout, length: int, device: torch.device, order: str | None) -> tuple[Tensor, int]:
     """[items, 4] int32: sequence start, sequence end, first position of the item, 0. An item is `length` positions.
 
     Items of unequal work are sorted, so that the longest start first and the multiprocessors end together.
