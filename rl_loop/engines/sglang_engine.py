@@ -242,7 +242,7 @@ async def score_on(client: SglangClient, input_ids: list[int]) -> list[float]:
     """log p(input_ids[i] | input_ids[:i]) for i >= 1 at temperature 1, past the prefix cache. Raises ServerFailed."""
     if len(input_ids) < 2:
         return []
-    body = {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
+    body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
     body |= {"return_logprob": True, "logprob_start_len": 0}
     entries = (await client.call("/generate", body))["meta_info"]["input_token_logprobs"]
     if [entry[1] for entry in entries] != input_ids:

@@ -159,7 +159,7 @@ def supervise(limits: Limits, seccomp: SeccompProgram) -> None:
     output, reason = watch(program, output_read, started, limits)
     os.kill(program, signal.SIGKILL)  # harmless if it ended: it is not yet waited for
     _, status = os.waitpid(program, 0)
-    header = {"exit_code": os.waitstatus_to_exitcode(status), "killed_for": reason}
+    header: dict[str, Any] = {"exit_code": os.waitstatus_to_exitcode(status), "killed_for": reason}
     header |= {"truncated": len(output) > limits["output_bytes"], "seconds": time.monotonic() - started}
     send(b"R" + json.dumps(header).encode() + b"\n" + output[: limits["output_bytes"]])
 
