@@ -1,8 +1,7 @@
 """The SGLang servers of a run as Ray actors: started, brought to the policy's weights, scored, put to sleep.
 
 A sync that fails anywhere leaves no server serving: those that took part are killed, come back with dummy weights as
-STALE and are synced again from the beginning.
-"""
+STALE and are synced again from the beginning."""
 
 from __future__ import annotations
 
@@ -36,13 +35,13 @@ class WeightSource(Protocol):
     def send_weights(self, plan: SyncPlan) -> dict[str, float]: ...
 
 
+Source = WeightSource | dict[str, torch.Tensor]
+
+
 async def statuses(actors: list[Any]) -> list[ServerStatus]:
     """Of all servers; one whose actor is being restarted counts as dead."""
     answers = await asyncio.gather(*(actor.status.remote() for actor in actors), return_exceptions=True)
-    return [
-        answer if isinstance(answer, ServerStatus) else ServerStatus("", ServerState.DEAD, fault=str(answer))
-        for answer in answers
-    ]
+    return [a if isinstance(a, ServerStatus) else ServerStatus("", ServerState.DEAD, fault=str(a)) for a in answers]
 
 
 class SglangFleet:
@@ -50,33 +49,23 @@ class SglangFleet:
     thread of rollouts that overlap training."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._config, self._settings = config, config.rollout.sglang
-        settings, self._directory = self._settings, config.directory.absolute() / "engine"
+        self._config, self._directory = config, config.directory.absolute() / "engine"
+        self._settings = settings = config.rollout.sglang
         self._directory.mkdir(parents=True, exist_ok=True)
         model = json.dumps(config.model.to_hf_config(dtype=config.dtype), indent=2)
         (self._directory / "config.json").write_text(model)
-        wanted = settings.servers * settings.tensor_parallel
-        has_gpus = ray.cluster_resources().get("GPU", 0) >= wanted
-        options = {"num_cpus": 0, "max_restarts": -1}
-        options["num_gpus"] = settings.tensor_parallel if has_gpus and not settings.colocated else 0
-        actor = ray.remote(SglangServer)
-        self.actors: list[Any] = [
-            actor.options(**options, **place_of(SGLANG_SERVER, index)).remote(
-                settings.command(
-                    index,
-                    self._directory,
-                    config.dtype,
-                    routed_experts=config.rollout.routed_experts,
-                    seed=config.seed,
-                ),
-                settings.env,
-                self._directory / f"server_{index}.log",
-                start_seconds=settings.start_seconds,
-                health_seconds=settings.health_seconds,
-            )
-            for index in range(settings.servers)
-        ]
-        self._source: tuple[WeightSource | dict[str, torch.Tensor], int] | None = None
+        has_gpus = ray.cluster_resources().get("GPU", 0) >= settings.servers * settings.tensor_parallel
+        gpus = settings.tensor_parallel if has_gpus and not settings.colocated else 0
+        actor = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=-1)(SglangServer)
+        engine: dict[str, Any] = {"routed_experts": config.rollout.routed_experts, "seed": config.seed}
+        limits = {"start_seconds": settings.start_seconds, "health_seconds": settings.health_seconds}
+        self.actors: list[Any] = []
+        for index in range(settings.servers):
+            command = settings.command(index, self._directory, config.dtype, **engine)
+            log = self._directory / f"server_{index}.log"
+            placed = actor.options(**place_of(SGLANG_SERVER, index))
+            self.actors.append(placed.remote(command, settings.env, log, **limits))
+        self._source: tuple[Source, int] | None = None
         self._canary: tuple[list[int], list[float]] | None = None
         self._asleep: set[int] = set()  # incarnations
         self._source_learns = Lock()
@@ -85,11 +74,11 @@ class SglangFleet:
         """Wait until every server is healthy; raises RuntimeError with the end of its log if one cannot start."""
         self._alive(lambda status: status.state in (ServerState.DEAD, ServerState.STARTING))
 
-    def _alive(self, wait_for: Callable[[ServerStatus], bool]) -> dict[Any, ServerStatus]:
+    def _alive(self, wait_for: Callable[[ServerStatus], bool] = lambda _: False) -> dict[Any, ServerStatus]:
         """The healthy servers, at least one, when no other is one to ``wait_for``."""
         while True:
             known = dict(zip(self.actors, asyncio.run(statuses(self.actors)), strict=True))
-            alive = {a: s for a, s in known.items() if s.state in (ServerState.STALE, ServerState.SYNCED)}
+            alive = {actor: status for actor, status in known.items() if status.healthy}
             for status in known.values():
                 if status.given_up and (wait_for(status) or not alive):
                     raise RuntimeError(f"an SGLang server does not start: {status.fault}")
@@ -97,13 +86,13 @@ class SglangFleet:
                 return alive
             time.sleep(0.2)
 
-    def sync(self, source: WeightSource | dict[str, torch.Tensor], version: int) -> None:
+    def sync(self, source: Source, version: int) -> None:
         """Give all healthy servers weights ``version``. Raises SyncFailed when it failed ``MAX_SYNCS`` times,
         WeightMismatch (a ValueError) for weights that are none of this model."""
         self._source, self._canary = (source, version), None
         for attempt in range(MAX_SYNCS):
             try:
-                return self._bring(self._alive(lambda _: False))
+                return self._bring(self._alive())
             except SyncFailed:
                 if attempt + 1 == MAX_SYNCS:
                     raise
@@ -111,24 +100,19 @@ class SglangFleet:
     def heal(self) -> None:
         """Bring servers that were restarted to the weights of the last ``sync``, or to what became of them since. They
         serve only if they score the canary as the others did."""
-        if not self._source_learns.acquire(blocking=False):
+        if self._source is None or not self._source_learns.acquire(blocking=False):
             return
         try:
-            if self._source is not None:
-                self._heal()
+            alive = self._alive()
+            stale = {actor: status for actor, status in alive.items() if status.state is ServerState.STALE}
+            if stale:
+                self._bring(stale)
+        except SyncFailed as failure:
+            if len(stale) == len(alive):
+                raise
+            print(f"a restarted SGLang server stays out: {failure}")
         finally:
             self._source_learns.release()
-
-    def _heal(self) -> None:
-        alive = self._alive(lambda _: False)
-        stale = {actor: status for actor, status in alive.items() if status.state is ServerState.STALE}
-        if stale:
-            try:
-                self._bring(stale)
-            except SyncFailed as failure:
-                if len(stale) == len(alive):
-                    raise
-                print(f"a restarted SGLang server stays out: {failure}")
 
     @contextmanager
     def source_changing_to(self, version: int) -> Iterator[None]:
@@ -158,22 +142,21 @@ class SglangFleet:
             for actor, status in begun.items():
                 _ask(actor.end_sync.remote(status.incarnation, held))
 
-    def _send(
-        self, source: WeightSource | dict[str, torch.Tensor], urls: tuple[str, ...], version: int
-    ) -> dict[str, float]:
+    def _send(self, source: Source, urls: tuple[str, ...], version: int) -> None:
         settings, directory = self._settings, self._directory / "weights"
         sizes = settings.tensor_parallel, settings.bucket_bytes
         plan = SyncPlan(urls, version, settings.weight_sync, *sizes, directory, settings.sync_seconds)
         if isinstance(source, dict):  # they are in this process, which has no GPU
-            plan = replace(plan, transport="disk")
-            return asyncio.run(send_weights(source.items(), self._config.model, plan))
-        return source.send_weights(plan)
+            asyncio.run(send_weights(source.items(), self._config.model, replace(plan, transport="disk")))
+        else:
+            source.send_weights(plan)
 
     def _compare_with_canary(self, urls: tuple[str, ...]) -> None:
         if self._canary is None:
             return
         tokens, expected = self._canary
-        for url, scores in zip(urls, self._score(urls, tokens), strict=True):
+        scored = self._at_all(urls, lambda client: score_on(client, tokens))
+        for url, scores in zip(urls, scored, strict=True):
             gap = sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(expected)
             if not gap <= SAME_WEIGHTS:
                 raise SyncFailed(f"{url} was given the weights again, but differs by {gap:.2e} nats from the others")
@@ -183,24 +166,21 @@ class SglangFleet:
         temperature 1: SGLang scores prompts at no other one."""
         if temperature != 1:
             raise ValueError(f"SGLang scores at temperature 1 only, not {temperature}")
-        urls = tuple(s.url for s in self._alive(lambda _: False).values() if s.state is ServerState.SYNCED)
-        scores = self._score(urls, token_ids)
+        urls = tuple(s.url for s in self._alive().values() if s.state is ServerState.SYNCED)
+        scores = self._at_all(urls, lambda client: score_on(client, token_ids))
         self._canary = (token_ids, scores[0])
         return scores
 
-    def _score(self, urls: tuple[str, ...], token_ids: list[int]) -> list[list[float]]:
-        return self._at_all(urls, lambda client: score_on(client, token_ids))
-
     def settings(self, names: Sequence[str]) -> dict[str, Any]:
         """Of the first healthy server, from /server_info."""
-        url = next(iter(self._alive(lambda _: False).values())).url
+        url = next(iter(self._alive().values())).url
         (info,) = self._at_all((url,), lambda client: client.call("/server_info", seconds=60))
         return {"engine": f"SGLang at {url}"} | {name: info[name] for name in names if name in info}
 
     def sleep(self) -> None:
         """Free the servers' weights and caches if they share GPUs with the trainer; the next ``sync`` wakes them."""
         if self._settings.colocated:
-            alive = self._alive(lambda _: False)
+            alive = self._alive()
             begun = [s for a, s in alive.items() if _ask(a.begin_sync.remote(s.incarnation))]
             urls = tuple(status.url for status in begun)
             self._asleep |= {status.incarnation for status in begun}

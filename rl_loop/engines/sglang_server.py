@@ -4,8 +4,7 @@
       ^________|__________|________|      the process ended, was silent or did not finish taking weights
 
 Only a SYNCED server serves. A process that is started again is another *incarnation*: what was known about the one
-before, such as its weights, does not hold for it.
-"""
+before, such as its weights, does not hold for it."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -23,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_loop.engines.sglang_client import SglangClient
+from rl_loop.engines.sglang_config import Command
 from rl_loop.placed import free_address
 
+# starts that failed one after the other, after which a server is given up
 MAX_FAILURES = 5
-"""Starts that failed one after the other, after which a server is given up."""
 MAX_BACK_OFF = 60.0  # seconds
 PR_SET_PDEATHSIG = 1
 
@@ -49,29 +48,24 @@ class ServerStatus:
     fault: str = ""
     given_up: bool = False
 
+    @property
+    def healthy(self) -> bool:
+        return self.state in (ServerState.STALE, ServerState.SYNCED)
+
 
 class SglangServer:
     """Keeps one server process alive. All methods run on one event loop and return at once, except ``stop``.
 
-    ``command(host, port)`` is the argument vector of a process; ``environment`` is added to this process's own; what it
-    prints goes to ``log``. ``start_seconds``: until then it must be healthy.
-    ``health_seconds``: between two checks, and the time for one.
-    """
+    ``env`` is added to this process's own; what the server prints goes to ``log``. ``start_seconds``: until
+    then it must be healthy. ``health_seconds``: between two checks, and the time for one."""
 
     def __init__(
-        self,
-        command: Callable[[str, int], list[str]],
-        environment: dict[str, str],
-        log: Path,
-        *,
-        start_seconds: float = 1200.0,
-        health_seconds: float = 30.0,
-        back_off: float = 1.0,
+        self, command: Command, env: dict[str, str], log: Path, start_seconds: float = 1200, health_seconds: float = 30
     ) -> None:
         self._command, self._log = command, log
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        self._environment = own | environment
-        self._start_seconds, self._health_seconds, self._back_off = start_seconds, health_seconds, back_off
+        self._environment = own | env
+        self._start_seconds, self._health_seconds = start_seconds, health_seconds
         self._status = ServerStatus("", ServerState.DEAD)
         self._syncing = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,7 +75,7 @@ class SglangServer:
         """The first call starts the server."""
         if self._supervisor is None:
             self._supervisor = asyncio.create_task(self._supervise())
-        if self._status.state in (ServerState.STALE, ServerState.SYNCED) and not self._running():
+        if self._status.healthy and not self._running():
             return replace(self._status, state=ServerState.DEAD, version=None)  # before the supervisor has noticed
         return self._status
 
@@ -116,8 +110,7 @@ class SglangServer:
         self._kill()
 
     def _is_alive(self, incarnation: int) -> bool:
-        healthy = self._status.state in (ServerState.STALE, ServerState.SYNCED)
-        return healthy and self._status.incarnation == incarnation and self._running()
+        return self._status.healthy and self._status.incarnation == incarnation and self._running()
 
     def _running(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -129,35 +122,28 @@ class SglangServer:
         failures = 0
         while True:
             fault = await self._one_incarnation()
-            was_healthy = self._status.state in (ServerState.STALE, ServerState.SYNCED)
-            failures = 1 if was_healthy else failures + 1
+            failures = 1 if self._status.healthy else failures + 1
             self._kill()
             fault = self._status.fault or fault
             given_up = failures >= MAX_FAILURES
             self._change(state=ServerState.DEAD, version=None, fault=f"{fault}{self._tail()}", given_up=given_up)
             if given_up:
                 return
-            await asyncio.sleep(min(MAX_BACK_OFF, self._back_off * 2 ** (failures - 1)))
+            await asyncio.sleep(min(MAX_BACK_OFF, 2.0 ** (failures - 1)))
 
     async def _one_incarnation(self) -> str:
         """Run a process until it fails; returns how it did."""
         host, port = free_address()
         url = f"http://{host}:{port}"
-        client = SglangClient(url)
+        client, command = SglangClient(url), self._command(host, port)
         self._syncing = False
         self._status = ServerStatus(url, ServerState.STARTING, time.time_ns())
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("ab") as log:
-                command = self._command(host, port)
-                self._process = subprocess.Popen(
-                    command,
-                    env=self._environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=_end_with_parent,
-                )
+                options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+                options |= {"env": self._environment, "preexec_fn": _end_with_parent}
+                self._process = subprocess.Popen(command, **options)
             deadline = asyncio.get_running_loop().time() + self._start_seconds
             while not await client.healthy(self._health_seconds):
                 if not self._running():
@@ -192,12 +178,13 @@ class SglangServer:
 
     def _tail(self) -> str:
         """The end of the log, for people."""
-        with suppress(OSError):
+        try:
             with self._log.open("rb") as log:
                 log.seek(max(0, self._log.stat().st_size - 2000))
                 lines = log.read().decode(errors="replace").strip().splitlines()[-3:]
-            return f"; {self._log} ends with: {' | '.join(lines)}"
-        return ""
+        except OSError:
+            return ""
+        return f"; {self._log} ends with: {' | '.join(lines)}"
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

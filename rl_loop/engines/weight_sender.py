@@ -3,8 +3,7 @@
     pause by abort -> buckets, names and shapes checked -> drop the prefix cache -> name the new version -> go on
 
 A server is paused all the while, and only the last steps give its weights a version: answers come wholly from before or
-wholly from after. If anything fails, the servers stay paused, and whoever asked must not let them serve.
-"""
+wholly from after. If anything fails, the servers stay paused, and whoever asked must not let them serve."""
 
 from __future__ import annotations
 
@@ -32,6 +31,8 @@ from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.sglang_client import SglangClient
 
 TransportName = Literal["nccl", "gloo", "cuda_ipc", "shared_memory", "disk"]
+Body = dict[str, Any] | Callable[[int], dict[str, Any]]
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Bucket = list[tuple[str, torch.Tensor]]
 
 
@@ -49,8 +50,7 @@ class SyncPlan:
 
     ``bucket_bytes`` bounds what sender and server hold besides their models, or the largest tensor if that is larger:
     the gate and up projections of one layer's experts, 1.06 GB in the 20B. ``directory`` is for ``disk`` and must be
-    seen by all. ``seconds``: for one bucket. ``host``, ``port``: where the sender listens for a process group.
-    """
+    seen by all. ``seconds``: for one bucket. ``host``, ``port``: where the sender listens for a process group."""
 
     urls: tuple[str, ...]
     version: int
@@ -63,9 +63,7 @@ class SyncPlan:
     port: int = 0
 
 
-async def send_weights(
-    named: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, plan: SyncPlan
-) -> dict[str, float]:
+async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan) -> dict[str, float]:
     """Returns bytes and seconds. Raises SyncFailed naming the server or WeightMismatch naming the tensor; ``named`` is
     not read further then."""
     servers = Servers(plan)
@@ -86,10 +84,9 @@ async def send_weights(
             # servers start with --load-format dummy, which would hold here too
             body = {"model_path": str(plan.directory), "load_format": "auto", "flush_cache": False}
             await servers.call("/update_weights_from_disk", body)
-        elif plan.transport in ("nccl", "gloo"):
-            await _broadcast(buckets(counted(), plan.bucket_bytes), servers)
         else:
-            await _share_memory(buckets(counted(), plan.bucket_bytes), servers)
+            send = _broadcast if plan.transport in ("nccl", "gloo") else _share_memory
+            await send(buckets(counted(), plan.bucket_bytes), servers)
         await servers.call("/flush_cache", {})
         await servers.call("/update_weight_version", {"new_version": str(plan.version), "abort_all_requests": False})
         await servers.call("/continue_generation", {"torch_empty_cache": False})
@@ -112,12 +109,7 @@ class Servers:
     def __init__(self, plan: SyncPlan) -> None:
         self.plan, self.clients = plan, [SglangClient(url, plan.seconds) for url in plan.urls]
 
-    async def call[T](
-        self,
-        path: str,
-        body: dict[str, Any] | Callable[[int], dict[str, Any]],
-        meanwhile: Callable[[], T | None] = lambda: None,
-    ) -> T | None:
+    async def call[T](self, path: str, body: Body, meanwhile: Callable[[], T | None] = lambda: None) -> T | None:
         """POST ``body``, or what it makes of the server's number, to each; the result of ``meanwhile``, which runs in a
         thread at the same time."""
         async with asyncio.TaskGroup() as tasks:
@@ -127,7 +119,7 @@ class Servers:
             return await asyncio.to_thread(meanwhile)
 
 
-def checked(named: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def checked(named: NamedTensors, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """The same tensors. Raises WeightMismatch at the first that is unknown, repeated or wrongly shaped, and at the end
     if one is missing: SGLang itself answers "success" to names that it does not know."""
     missing = hf_shapes(config)
@@ -145,7 +137,7 @@ def checked(named: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) -> I
         raise WeightMismatch(f"{len(missing)} tensors are missing, the first is {next(iter(missing))}")
 
 
-def buckets(named: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[Bucket]:
+def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
     """In order; each at most ``limit`` bytes or one tensor."""
     bucket: Bucket = []
     size = 0
@@ -168,14 +160,8 @@ async def _broadcast(parts: Iterable[Bucket], servers: Servers) -> None:
     name = f"weights_{plan.version}_{uuid.uuid4().hex[:8]}"
 
     def member(number: int) -> dict[str, Any]:
-        return {
-            "master_address": plan.host,
-            "master_port": plan.port,
-            "rank_offset": 1 + number * plan.tensor_parallel,
-            "world_size": world,
-            "group_name": name,
-            "backend": plan.transport,
-        }
+        address = {"master_address": plan.host, "master_port": plan.port, "group_name": name, "backend": plan.transport}
+        return address | {"rank_offset": 1 + number * plan.tensor_parallel, "world_size": world}
 
     def send(bucket: Bucket) -> None:
         for work in [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]:
@@ -186,13 +172,10 @@ async def _broadcast(parts: Iterable[Bucket], servers: Servers) -> None:
     try:
         group = await servers.call("/init_weights_update_group", member, partial(_process_group, plan, name, world))
         for bucket in parts:
-            body = {
-                "names": [name for name, _ in bucket],
-                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                "shapes": [list(tensor.shape) for _, tensor in bucket],
-                "group_name": name,
-                "flush_cache": False,
-            }
+            shapes = [list(tensor.shape) for _, tensor in bucket]
+            dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
+            body = {"names": [name for name, _ in bucket], "dtypes": dtypes, "shapes": shapes, "group_name": name}
+            body["flush_cache"] = False
             await servers.call("/update_weights_from_distributed", body, partial(send, bucket))
         await servers.call("/destroy_weights_update_group", {"group_name": name})
         finished = True
