@@ -1,7 +1,6 @@
 """The demo's tasks: arithmetic that is hard from the head and easy with Python, in words and as expressions.
 
-Task i of a split is a function of the seed and i, so a resumed run needs no state. Which split a problem belongs to is
-decided by a hash of its *expression*, so no problem of one split occurs in the other in any wording.
+A hash of its *expression* decides which split a problem belongs to: none occurs in both, in any wording.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from typing import Literal
 from rl_loop.sandbox import ExecutionResult
 
 Split = Literal["train", "held_out"]
-HELD_OUT_SHARE = 8
-"""One expression in this many is held out."""
+HELD_OUT_SHARE = 8  # one expression in this many is held out
 
 # (text, expression); a, b, c are replaced by numbers
 TEMPLATES = (
@@ -67,8 +65,7 @@ def vocabulary_text() -> str:
     lines += [f"{n} *{n}" for n in range(100)]
     lines += ["developer", "user", "assistant", "analysis", "final"]
     lines += ["# Instructions\n\nUse python. Answer in \\boxed{}."]
-    lines += [" to=python code", "python to=assistant", "print(", "x=", "\\boxed{"]
-    lines += ["I know.", "Use python.", "Again."]
+    lines += [" to=python code", "python to=assistant", "print(", "x=", "\\boxed{", "I know.", "Use python.", "Again."]
     lines += ["  File \"<sandbox>\", line 1\n    print(\n         ^\nSyntaxError: '(' was never closed\n"]
     return "\n".join(lines)
 

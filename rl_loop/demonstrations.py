@@ -19,8 +19,7 @@ from rl_loop.vocabulary import GptOssVocabulary, make_vocabulary
 if TYPE_CHECKING:
     from rl_loop.config import RunConfig
 
-CORPUS_TASKS = 100
-"""Demonstrations that a tiny vocabulary is made for."""
+CORPUS_TASKS = 100  # demonstrations that a tiny vocabulary is made for
 
 
 class DemonstrationConfig(BaseModel):
@@ -29,8 +28,7 @@ class DemonstrationConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     careful: float = Field(0.5, ge=0, le=1)
-    """Share that solves its task; the others are careless and mostly fail, which leaves reinforcement learning
-    something to do."""
+    """Share that solves its task; the others are careless and mostly fail, which leaves RL something to do."""
 
 
 @dataclass

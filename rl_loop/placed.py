@@ -1,8 +1,5 @@
-"""Where a Ray actor runs: on the node that the launcher planned for it, or anywhere.
-
-A node of a cluster started by ``gptoss launch`` offers one custom resource for each place planned on it, such as
-``trainer_rank_3`` or ``rollout_worker_0``, and all its processes have GPTOSS_PLACED in their environment.
-"""
+"""Where a Ray actor runs: anywhere, or on the node that ``gptoss launch`` planned for it. Such a node offers a custom
+resource for each place, such as ``trainer_rank_3``, and its processes have GPTOSS_PLACED in their environment."""
 
 from __future__ import annotations
 
@@ -29,19 +26,15 @@ def place_of(role: str, index: int) -> dict[str, Any]:
 
 def outlive_sigterm(actor: Any) -> None:
     """Called in an actor's process on a cluster: Slurm sends SIGTERM to every process when it wants the nodes back, and
-    Ray's workers would end before the checkpoint is saved. ``launch.node`` decides when they do.
-
-    Through libc, because Python sets signal handlers only in the main thread, where no method of an async actor runs.
-    """
+    Ray's workers would end before the checkpoint is saved. ``launch.node`` decides when they do."""
+    # through libc: Python sets signal handlers only in the main thread, where no method of an async actor runs
     if is_placed():
         ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_IGN)))
 
 
 def free_port() -> int:
-    """A port that nothing on this machine uses on any of its addresses.
-
-    From below those that Linux gives to outgoing connections: one of them would take the port before its server does.
-    """
+    """A port that nothing on this machine uses on any of its addresses."""
+    # from below those that Linux gives to outgoing connections: one of them would take the port before its server does
     while True:
         port = random.SystemRandom().randrange(11_000, 32_000)  # the run's seed must not choose the same for two
         with socket.socket() as probe:

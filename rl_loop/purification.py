@@ -1,12 +1,8 @@
 """Trajectory purification (CLEANER, arXiv 2601.15141): a failed tool call is retried; the episode keeps the good one.
 
-    the call fails -> the agent sees the error and writes the turn again -> the new call replaces the old one in the
-    context from before the error, behind the old reasoning if the calls are alike -> the world is set back and the call
-    executed
-
-Tokens that were sampled after the error and now stand before it are *grafted*: their log-probs are computed anew, and
-rollout correction and routing replay leave them out. Turns are only ever cut between Harmony messages.
-"""
+The agent sees the error and writes the turn again. The new call replaces the old one in the context from before the
+error, behind the old reasoning if the calls are alike; the world is set back and the call executed. Tokens that moved
+are *grafted*: their log-probs are computed anew, and rollout correction and routing replay leave them out."""
 
 from __future__ import annotations
 
@@ -55,25 +51,20 @@ class Attempt:
 
 Sample = Callable[[str, list[int]], Awaitable["GenerateResult | None"]]
 """(name, ids) -> a sampled turn, None if there is no room for one"""
-Score = Callable[[list[int]], Awaitable[list[float]]]
-"""ids -> log-probs of all but the first"""
+Score = Callable[[list[int]], Awaitable[list[float]]]  # ids -> log-probs of all but the first
 
 
+@dataclass
 class Purifier:
     """Of one episode."""
 
-    def __init__(
-        self,
-        config: PurificationConfig,
-        environment: Environment,
-        harmony: Harmony,
-        max_tokens: int,
-        sample: Sample,
-        score: Score,
-    ) -> None:
-        self.config, self.environment, self.harmony, self.max_tokens = config, environment, harmony, max_tokens
-        self.sample, self.score = sample, score
-        self.attempts = 0
+    config: PurificationConfig
+    environment: Environment
+    harmony: Harmony
+    max_tokens: int
+    sample: Sample
+    score: Score
+    attempts: int = 0
 
     async def purified(self, failed: Attempt, before: dict[str, Any]) -> Attempt | None:
         """A turn in place of ``failed``; None if the error stays. ``before``: snapshot of the environment before it."""
@@ -139,13 +130,9 @@ def _grafted(turn: Attempt, sampled: GenerateResult, ids: list[int], kept: int) 
         rows = len(turn.prefix) + len(ids) - 1
         routes = routes[: min(rows, len(turn.prefix) + kept)]
         routes = np.concatenate([routes, np.full((rows - len(routes), *routes.shape[1:]), -1, routes.dtype)])
-    return replace(
-        sampled,
-        output_ids=ids,
-        output_log_probs=[0.0] * len(ids),
-        weight_versions=own + new if new else [],
-        routed_experts=routes,
-    )
+    versions = own + new if new else []
+    placed = replace(sampled, output_ids=ids, output_log_probs=[0.0] * len(ids))
+    return replace(placed, weight_versions=versions, routed_experts=routes)
 
 
 FIXED = ("task", "execute", "reward")

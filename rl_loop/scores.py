@@ -1,5 +1,4 @@
-"""What episodes of an evaluation say about a policy: avg@k, pass@k, maj@k with confidence intervals. Functions on the
-records that ``rl_loop.evaluation`` writes."""
+"""avg@k, pass@k and maj@k with confidence intervals, from the records that ``rl_loop.evaluation`` writes."""
 
 from __future__ import annotations
 
@@ -15,10 +14,8 @@ from typing import Any
 
 from rl_loop.environments import TaskFileError
 
-Z = 1.96
-"""Standard normal quantile of a two-sided 95 % interval."""
-SUBSETS = 200
-"""Subsets of k answers that maj@k averages over, if there are more."""
+Z = 1.96  # standard normal quantile of a two-sided 95 % interval
+SUBSETS = 200  # subsets of k answers that maj@k averages over, if there are more
 
 
 @dataclass(frozen=True)
@@ -35,25 +32,24 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of one number between 0 and 1 per task.
-
-    Wilson's interval, with as many trials as a binomial would need for the standard error that the tasks show: it holds
-    for values between 0 and 1, and where all tasks are equal.
-    """
-    n = len(values)
-    mean = sum(values) / n
-    variance = sum((value - mean) ** 2 for value in values) / max(1, n - 1)
+    """The mean of one number between 0 and 1 per task. Wilson's interval, with as many trials as a binomial would need
+    for the standard error that the tasks show: it holds for all values between 0 and 1, and where tasks are equal."""
+    n, mean, variance = _moments(values)
     trials = max(1.0, n * mean * (1 - mean) / variance) if variance > 0 else float(n)
     centre = (mean + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
     half = Z / (1 + Z * Z / trials) * math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials))
     return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half), n)
 
 
+def _moments(values: Sequence[float]) -> tuple[int, float, float]:
+    n, mean = len(values), sum(values) / len(values)
+    return n, mean, sum((value - mean) ** 2 for value in values) / max(1, n - 1)
+
+
 def difference(values: Sequence[float]) -> Estimate:
     """The mean of differences, one per task, with a normal interval."""
-    n = len(values)
-    mean = sum(values) / n
-    error = math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, n - 1) / n)
+    n, mean, variance = _moments(values)
+    error = math.sqrt(variance / n)
     return Estimate(mean, mean - Z * error, mean + Z * error, n)
 
 
@@ -108,13 +104,12 @@ def scores(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]:
     """avg@n of correctness, pass@k and maj@k for k = 2, 4, ... n, where n is the fewest samples that a task has."""
     tasks = list(by_task(records).values())
     n = min(map(len, tasks))
+    answers, correct = [[r["answer"] for r in task] for task in tasks], [list(map(_correct, task)) for task in tasks]
     found = {f"avg@{n}": estimate(list(pass_rates(records).values()))}
     for k in (1 << i for i in range(1, n.bit_length())):
-        found[f"pass@{k}"] = estimate([pass_at([_correct(r) for r in task], k) for task in tasks])
-        if any(record["answer"] is not None for task in tasks for record in task):
-            found[f"maj@{k}"] = estimate(
-                [majority_at([r["answer"] for r in task], [_correct(r) for r in task], k) for task in tasks]
-            )
+        found[f"pass@{k}"] = estimate([pass_at(right, k) for right in correct])
+        if any(answer is not None for column in answers for answer in column):
+            found[f"maj@{k}"] = estimate([majority_at(*task, k) for task in zip(answers, correct, strict=True)])
     return found
 
 

@@ -17,8 +17,7 @@ from rl_loop.environments import RewardConfig, Task, TaskFileError, environment_
 from rl_loop.environments.task_file import TaskData
 from rl_loop.scores import pass_rates, read_evaluation
 
-BLOCK = 64
-"""Training positions within which sources have exactly their shares."""
+BLOCK = 64  # training positions within which sources have exactly their shares
 SHARED_WORDS = 13
 """As many words in a row in a held-out prompt contaminate a training task (the n-gram of GPT-3, arXiv 2005.14165)."""
 
@@ -38,8 +37,7 @@ class TaskSource:
         self._shares = _shares([source.config.weight for source in self.sources.values()])
 
     def train(self, position: int, count: int) -> list[Task]:
-        """Training tasks ``position`` .. ``position + count - 1`` without end: sources mixed by weight, data shuffled
-        in each epoch."""
+        """Training tasks from ``position`` on, without end: sources mixed by weight, data shuffled in each epoch."""
         return [self._train_task(i) for i in range(position, position + count)]
 
     def held_out(self) -> list[Task]:
@@ -57,11 +55,9 @@ class TaskSource:
 
     def demonstrations(self, position: int, count: int, mixture: DemonstrationConfig) -> list[Sample]:
         """Demonstrations on training tasks, as samples to learn from."""
-        samples = []
-        for i, task in enumerate(self.train(position, count), start=position):
-            shown = demonstrate(task, self.harmony, mixture, f"{self.config.seed}/{i}")
-            samples.append(Sample(shown.token_ids, shown.loss_mask))
-        return samples
+        tasks = enumerate(self.train(position, count), start=position)
+        shown = [demonstrate(task, self.harmony, mixture, f"{self.config.seed}/{i}") for i, task in tasks]
+        return [Sample(demonstration.token_ids, demonstration.loss_mask) for demonstration in shown]
 
     def _train_task(self, position: int) -> Task:
         block, place = divmod(position, BLOCK)
@@ -83,8 +79,8 @@ class Source:
         self._data: TaskData | None = None
         if config.train_path is not None:
             self._data = TaskData(config.train_path, name, self.environment, self.options)
-            if config.pass_rate is not None:
-                rates, limits = pass_rates(read_evaluation(config.pass_rate.episodes)), config.pass_rate
+            if limits := config.pass_rate:
+                rates = pass_rates(read_evaluation(limits.episodes))
                 wanted = (rates.get(task_id, limits.minimum) for task_id in self._data.task_ids)
                 self._data.keep([limits.minimum <= rate <= limits.maximum for rate in wanted])
         if config.held_out_path is not None:

@@ -1,8 +1,5 @@
-"""What an episode leaves behind, in token space.
-
-A trajectory holds exactly the token ids that the engine consumed and produced. Nothing is ever rendered or tokenised
-a second time, so position ``i`` means the same token for the engine, the trainer and the report.
-"""
+"""What an episode leaves behind: exactly the token ids that the engine consumed and produced. Nothing is ever tokenised
+a second time, so position ``i`` means the same token for the engine, the trainer and the report."""
 
 from __future__ import annotations
 
@@ -24,10 +21,6 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"  # the wall-clock time of the episode ran out
     FORMAT_ERROR = "format_error"  # the sampled tokens are not a legal Harmony message
     ABORT = "abort"  # the caller stopped it; partial tokens are kept
-
-
-TRUNCATED = frozenset(FinishReason) - {FinishReason.STOP, FinishReason.FORMAT_ERROR}
-"""A limit, not the agent, ended the episode."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +48,7 @@ class Trajectory:
 
     token_ids, loss_mask, rollout_log_probs have the same length. ``loss_mask`` is 1 exactly on sampled tokens;
     ``rollout_log_probs`` (natural log, at the sampling temperature) is 0.0 where the mask is 0.
-    ``routed_experts`` is int16 [len - 1, layers, top_k]: the experts chosen for every token that was an input,
-    that is all but the last one.
+    ``routed_experts`` is int16 [len - 1, layers, top_k]: the experts of every token that was an input, not the last.
     """
 
     task_id: str
@@ -73,12 +65,10 @@ class Trajectory:
     tool_errors: int = 0
     format_error: str | None = None
     """Which kind of illegal message ended the episode, see ``rl_loop.harmony.FormatError``."""
-    excluded: bool = False
-    """Not to be trained on: a limit cut it short, and the configuration masks such episodes."""
+    excluded: bool = False  # not to be trained on: a limit cut it short, and the configuration masks such episodes
     grafted: list[tuple[int, int]] = field(default_factory=list)
     """Token ranges [start, end) that were sampled in another context and put here (``rl_loop.purification``)."""
-    answer: str | None = None
-    """The final answer in a form in which equal answers are equal text."""
+    answer: str | None = None  # the final answer in a form in which equal answers are equal text
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -89,7 +79,8 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason in TRUNCATED
+        """Whether a limit, not the agent, ended the episode."""
+        return self.finish_reason not in (FinishReason.STOP, FinishReason.FORMAT_ERROR)
 
     @property
     def assistant_turns(self) -> int:
@@ -98,9 +89,9 @@ class Trajectory:
     def validate(self) -> None:
         """Raise ValueError naming the task and the field if an invariant of the class docstring does not hold."""
         n = len(self.token_ids)
-        for name in ("loss_mask", "rollout_log_probs"):
-            if len(getattr(self, name)) != n:
-                raise self._error(f"{name} has {len(getattr(self, name))} entries, token_ids {n}")
+        for name, column in (("loss_mask", self.loss_mask), ("rollout_log_probs", self.rollout_log_probs)):
+            if len(column) != n:
+                raise self._error(f"{name} has {len(column)} entries, token_ids {n}")
         if any(m not in (0, 1) for m in self.loss_mask):
             raise self._error("loss_mask holds values other than 0 and 1")
         if any(lp != 0.0 for lp, m in zip(self.rollout_log_probs, self.loss_mask, strict=True) if not m):
