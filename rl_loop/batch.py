@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,34 +31,25 @@ class OffPolicyError(RuntimeError):
 
 
 def to_samples(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, version: int) -> list[Sample]:
-    """One sample per trajectory, in order, without advantages. ``version``: of the trainer's weights.
-
-    Raises OffPolicyError if the configuration says on-policy and a token was sampled with older weights.
-    """
+    """One sample per trajectory, in order, without advantages. ``version``: of the trainer's weights. Raises
+    OffPolicyError if the configuration says on-policy and a token was sampled with older weights."""
     samples = []
     for trajectory in (t for group in groups for t in group.trajectories):
         trajectory.validate()
         staleness = _staleness(trajectory, version)
         oldest = max(staleness, default=0)
         if oldest > 0 and config.old_log_probs_from == "substitute":
-            raise OffPolicyError(
-                f"task {trajectory.task_id}: tokens sampled {oldest} weight versions ago would count as on-policy "
-                "(importance ratio 1). With algorithm.old_log_probs rollout or forward they would be left out"
-            )
-        routes = None
-        if config.routing_replay == "R3":
-            if trajectory.routed_experts is None:
-                raise ValueError(f"task {trajectory.task_id}: routing_replay R3, and the episode has no routes")
-            routes = trajectory.routed_experts
-        samples.append(
-            Sample(
-                token_ids=trajectory.token_ids,
-                loss_mask=[0] * len(trajectory) if trajectory.excluded else trajectory.loss_mask,
-                rollout_log_probs=trajectory.rollout_log_probs,
-                staleness=staleness if any(staleness) else None,
-                routed_experts=routes,
-            )
-        )
+            stale = f"task {trajectory.task_id}: tokens sampled {oldest} weight versions ago would count as on-policy"
+            advice = "With algorithm.old_log_probs rollout or forward they would be left out"
+            raise OffPolicyError(f"{stale} (importance ratio 1). {advice}")
+        replayed = config.routing_replay == "R3"
+        if replayed and trajectory.routed_experts is None:
+            raise ValueError(f"task {trajectory.task_id}: routing_replay R3, and the episode has no routes")
+        mask = [0] * len(trajectory) if trajectory.excluded else trajectory.loss_mask
+        sample = Sample(trajectory.token_ids, mask, rollout_log_probs=trajectory.rollout_log_probs)
+        sample.staleness = staleness if any(staleness) else None
+        sample.routed_experts = trajectory.routed_experts if replayed else None
+        samples.append(sample)
     return samples
 
 
@@ -73,19 +65,18 @@ def _staleness(trajectory: Trajectory, version: int) -> list[int]:
 def with_advantages(
     samples: Sequence[Sample], groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, max_tokens: int
 ) -> list[Sample]:
-    """The samples with advantages, and with returns where they have values. ``max_tokens``: longest possible episode.
-
-    A KL penalty in the reward is taken token by token where there is a critic, in sum otherwise.
-    """
+    """The samples with advantages, and with returns where they have values. ``max_tokens``: longest possible episode. A
+    KL penalty in the reward is taken token by token where there is a critic, in sum otherwise."""
     lengths = [len(group.trajectories) for group in groups]
     trajectories = [t for group in groups for t in group.trajectories]
-    rewards = torch.tensor([_shaped_reward(t, config, max_tokens) for t in trajectories])
+    buffer, scale = config.overlong_buffer, config.overlong_penalty
+    lengthy = [scale * overlong_penalty(len(t), max_tokens, buffer) if buffer else 0.0 for t in trajectories]
+    rewards = torch.tensor([t.reward + penalty for t, penalty in zip(trajectories, lengthy, strict=True)])
     kl = config.kl.coefficient if config.kl and config.kl.place == "reward" else 0.0
     penalties = [kl * _kl_of_tokens(s, config) if kl else torch.zeros(sum(s.loss_mask)) for s in samples]
     if config.advantage == "gae":
         return _with_generalized_advantages(samples, rewards, penalties, config)
     rewards = rewards - torch.stack([penalty.sum() for penalty in penalties])
-    parts = rewards.split(lengths)
     if config.advantage == "reinforce":
         per_sample = reinforce_advantages(rewards)
     elif config.advantage == "gdpo":
@@ -93,26 +84,17 @@ def with_advantages(
         weights = list(config.reward_weights.values())
         per_sample = torch.cat([gdpo_advantages(part, weights) for part in columns.split(lengths)])
     else:
-        per_sample = torch.cat([group_advantages(part, config.advantage) for part in parts])
+        per_sample = torch.cat([group_advantages(part, config.advantage) for part in rewards.split(lengths)])
     tokens = torch.tensor([sum(sample.loss_mask) for sample in samples])
     each = per_sample.repeat_interleave(tokens)
     return _with_columns(samples, config, advantages=list(each.split(tokens.tolist())))
 
 
-def _shaped_reward(trajectory: Trajectory, config: AlgorithmConfig, max_tokens: int) -> float:
-    if config.overlong_buffer is None:
-        return trajectory.reward
-    return trajectory.reward + config.overlong_penalty * overlong_penalty(
-        len(trajectory), max_tokens, config.overlong_buffer
-    )
-
-
 def _reward_part(trajectory: Trajectory, name: str) -> float:
-    if name not in trajectory.reward_parts:
-        raise ValueError(
-            f"algorithm.reward_weights: no reward part {name!r}; there are {sorted(trajectory.reward_parts)}"
-        )
-    return trajectory.reward_parts[name]
+    parts = trajectory.reward_parts
+    if name not in parts:
+        raise ValueError(f"algorithm.reward_weights: no reward part {name!r}; there are {sorted(parts)}")
+    return parts[name]
 
 
 def _kl_of_tokens(sample: Sample, config: AlgorithmConfig) -> torch.Tensor:
@@ -134,12 +116,9 @@ def _with_generalized_advantages(
         token_rewards[i, lengths[i] - 1] += rewards[i]
         values[i, : lengths[i]] = torch.tensor(sample.values)[torch.tensor(sample.loss_mask) > 0]
     advantages, returns = generalized_advantages(token_rewards, values, config.gamma, config.gae_lambda)
-    return _with_columns(
-        samples,
-        config,
-        advantages=[row[:n] for row, n in zip(advantages, lengths, strict=True)],
-        returns=[row[:n] for row, n in zip(returns, lengths, strict=True)],
-    )
+    columns = {"advantages": advantages, "returns": returns}
+    cut = {name: [row[:n] for row, n in zip(rows, lengths, strict=True)] for name, rows in columns.items()}
+    return _with_columns(samples, config, **cut)
 
 
 def _with_columns(samples: Sequence[Sample], config: AlgorithmConfig, **columns: list[torch.Tensor]) -> list[Sample]:
@@ -162,25 +141,28 @@ def has_signal(group: TrajectoryGroup) -> bool:
     return len({trajectory.reward for trajectory in group.trajectories}) > 1
 
 
+def outcome_sums(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """What matters most about episodes, added up."""
+    return {
+        Name.REWARD: sum(e.reward for e in episodes),
+        Name.ACCURACY: sum(e.reward_parts["correct"] for e in episodes),
+        Name.TOOL_CALL_RATE: sum(e.tool_calls > 0 for e in episodes),
+        Name.TURNS: sum(e.assistant_turns for e in episodes),
+    }
+
+
 def rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> None:
     """What the episodes of a step were like."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
-    n = len(episodes)
-
-    def mean(name: str, values: list[float]) -> None:
-        metrics.add_mean(name, sum(values), n, "sequences")
-
-    mean(Name.REWARD, [e.reward for e in episodes])
-    mean(Name.ACCURACY, [e.reward_parts["correct"] for e in episodes])
-    mean(Name.TOOL_CALL_RATE, [float(e.tool_calls > 0) for e in episodes])
-    mean(Name.TURNS, [float(e.assistant_turns) for e in episodes])
-    mean(Name.RESPONSE_TOKENS, [float(e.sampled_tokens) for e in episodes])
-    mean("rollout/tool_errors", [float(e.tool_errors) for e in episodes])
-    mean("rollout/purified_turns", [float(len(e.grafted)) for e in episodes])
-    for reason in FinishReason:
-        mean(f"finish/{reason}", [float(e.finish_reason is reason) for e in episodes])
-    for kind in {e.format_error for e in episodes if e.format_error is not None}:
-        mean(f"format_error/{kind}", [float(e.format_error == kind) for e in episodes])
+    sums = outcome_sums(episodes) | {
+        Name.RESPONSE_TOKENS: sum(e.sampled_tokens for e in episodes),
+        "rollout/tool_errors": sum(e.tool_errors for e in episodes),
+        "rollout/purified_turns": sum(len(e.grafted) for e in episodes),
+    }
+    sums |= {f"finish/{reason}": sum(e.finish_reason is reason for e in episodes) for reason in FinishReason}
+    sums |= Counter(f"format_error/{e.format_error}" for e in episodes if e.format_error is not None)
+    for name, total in sums.items():
+        metrics.add_mean(name, total, len(episodes), "sequences")
     for part in {part for e in episodes for part in e.reward_parts} - {"correct", "format_error"}:
         having = [e.reward_parts[part] for e in episodes if part in e.reward_parts]
         metrics.add_mean(f"reward/{part}", sum(having), len(having), "sequences")
@@ -215,7 +197,7 @@ def optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
     """What every optimizer step says of itself, whatever its loss."""
     metrics.add_last(Name.GRAD_NORM, update.grad_norm)
     metrics.add_last(Name.LEARNING_RATE, update.learning_rate)
-    metrics.add_sum("skipped_updates", float(not update.parameters_updated), "steps")
+    metrics.add_sum("skipped_updates", not update.parameters_updated, "steps")
     metrics.add_last("train/tokens_per_second_per_gpu", update.tokens_per_second_per_gpu)
     metrics.add_last("train/tflops_per_gpu", update.tflops_per_gpu)
     if update.mfu is not None:

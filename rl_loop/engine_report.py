@@ -1,8 +1,5 @@
-"""What ``gptoss doctor --engine`` prints: how an engine is set up and how far its log-probs are from the trainer's.
-
-Held-out episodes are sampled, and the trainer scores every sampled token with the same weights: its experts chosen
-freely and, if the algorithm replays routes, as the engine chose them.
-"""
+"""What ``gptoss doctor --engine`` prints: how an engine is set up, and how far its log-probs of held-out episodes are
+from the trainer's: with experts chosen freely and, if the algorithm replays routes, as the engine chose them."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ from rl_loop.run import ray_session
 from rl_loop.tasks import TaskSource
 from rl_loop.trainer_group import TrainerGroup
 
-POSITIONS = (0, 128, 512, 2048, 8192)
-"""Where ranges of positions begin: GPT-OSS's window, then four times as far each."""
+POSITIONS = (0, 128, 512, 2048, 8192)  # where ranges of positions begin: GPT-OSS's window, then four times as far each
 SETTINGS = ("version", "attention_backend", "moe_runner_backend", "enable_deterministic_inference", "dtype", "tp_size")
 
 
@@ -80,7 +76,6 @@ def gap_table(samples: Sequence[Sample], scores: Sequence[Sequence[float]], harm
 def _class_of(text: str) -> str:
     if text.startswith("<|") and text.endswith("|>"):
         return "special tokens"
-    stripped = text.strip()
-    if not stripped:
+    if not (stripped := text.strip()):
         return "white space"
     return "digits" if stripped.isdigit() else "words" if stripped.isalpha() else "punctuation and mixed"

@@ -14,6 +14,7 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.torch_dist import MegatronCheckpoint
 from megatron_gptoss.checkpoint import latest_checkpoint
+from rl_loop.batch import outcome_sums
 from rl_loop.config import RlConfig
 from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.environments import Task
@@ -27,13 +28,7 @@ from rl_loop.trajectory import Trajectory, TrajectoryGroup
 
 def evaluation_figures(episodes: Sequence[Trajectory]) -> dict[str, float]:
     """Means over episodes."""
-    n = len(episodes)
-    return {
-        "reward": sum(e.reward for e in episodes) / n,
-        "accuracy": sum(e.reward_parts["correct"] for e in episodes) / n,
-        "tool_call_rate": sum(e.tool_calls > 0 for e in episodes) / n,
-        "turns": sum(e.assistant_turns for e in episodes) / n,
-    }
+    return {name: total / len(episodes) for name, total in outcome_sums(episodes).items()}
 
 
 def held_out_requests(tasks: TaskSource, temperature: float) -> list[GroupRequest]:
@@ -49,19 +44,14 @@ def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         return
     checkpoint = latest_checkpoint(path / "checkpoints") or path
     if not (checkpoint / "metadata.json").exists():
-        raise ConversionError(
-            f"{path} is neither a Hugging Face directory (config.json), nor a Megatron checkpoint (metadata.json), nor "
-            "the directory of a run that has saved a checkpoint"
-        )
+        known = "a Hugging Face directory (config.json), nor a Megatron checkpoint (metadata.json), nor the directory"
+        raise ConversionError(f"{path} is neither {known} of a run that has saved a checkpoint")
     yield from MegatronCheckpoint(checkpoint).hf_tensors()
 
 
 def evaluate(config: RlConfig, weights: Path | None, output: Path) -> list[dict[str, Any]]:
     """``evaluation.samples_per_task`` episodes of every held-out task, as records that are also written to ``output``.
-
-    With ``evaluation.endpoint`` that server samples, otherwise rollout workers with the weights given. Raises
-    ConversionError or EndpointError if there is nothing to evaluate.
-    """
+    Raises ConversionError or EndpointError if there is nothing to evaluate."""
     tasks = TaskSource(config)
     seeds = tuple(range(config.evaluation.samples_per_task))
     requests = [GroupRequest(task, seeds, config.rollout.evaluation_temperature) for task in tasks.held_out()]
@@ -112,17 +102,9 @@ async def _at_endpoint(config: RlConfig, url: str, requests: Sequence[GroupReque
 
 def evaluation_record(task: Task, sample: int, episode: Trajectory) -> dict[str, Any]:
     """One line of an evaluation's JSONL."""
-    return {
-        "task_id": task.task_id,
-        "category": task.metadata.get("category", task.environment),
-        "sample": sample,
-        "reward": episode.reward,
-        "reward_parts": episode.reward_parts,
-        "answer": episode.answer,
-        "finish_reason": str(episode.finish_reason),
-        "format_error": episode.format_error,
-        "tool_calls": episode.tool_calls,
-        "tool_errors": episode.tool_errors,
-        "sampled_tokens": episode.sampled_tokens,
-        "turns": [{"role": turn.role, "text": turn.text} for turn in episode.turns],
-    }
+    category = task.metadata.get("category", task.environment)
+    names = ("reward", "reward_parts", "answer", "finish_reason", "format_error", "tool_calls", "tool_errors",
+             "sampled_tokens")  # fmt: skip
+    figures = {name: getattr(episode, name) for name in names}
+    turns = [{"role": turn.role, "text": turn.text} for turn in episode.turns]
+    return {"task_id": task.task_id, "category": category, "sample": sample, **figures, "turns": turns}

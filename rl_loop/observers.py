@@ -1,8 +1,5 @@
-"""Where a run's numbers go besides its own directory: Prometheus through Ray, and Weights & Biases if asked for.
-
-Every node of a Ray cluster serves what is recorded here beside Ray's own metrics; ``gptoss launch`` puts the list of
-addresses into ``attempts/*/prometheus.json`` of the run, in the form of Prometheus' file_sd.
-"""
+"""Where a run's numbers go besides its own directory: Prometheus, which finds them beside Ray's own metrics on every
+node, and Weights & Biases if asked for."""
 
 from __future__ import annotations
 
@@ -23,21 +20,17 @@ class RolloutCounters:
     """Totals per rollout worker: its engine's sampled tokens, its episodes, and its sandbox's calls and failures."""
 
     def __init__(self) -> None:
-        self._counters = [
-            Counter(f"gptoss_rollout_{name}", description=text, tag_keys=("worker",))
-            for name, text in (
-                ("sampled_tokens", "tokens that the engine sampled"),
-                ("episodes", "finished episodes"),
-                ("tool_calls", "calls of tools"),
-                ("tool_errors", "calls of tools that failed"),
-            )
-        ]
+        counted = {"sampled_tokens": "tokens that the engine sampled", "episodes": "finished episodes",
+                   "tool_calls": "calls of tools", "tool_errors": "calls of tools that failed"}  # fmt: skip
+        self._counters = {
+            name: Counter(f"gptoss_rollout_{name}", description=text, tag_keys=("worker",))
+            for name, text in counted.items()
+        }
 
     def count(self, worker: int, group: TrajectoryGroup) -> None:
         for trajectory in group.trajectories:
-            counted = (trajectory.sampled_tokens, 1, trajectory.tool_calls, trajectory.tool_errors)
-            for counter, value in zip(self._counters, counted, strict=True):
-                if value:  # Ray refuses a zero
+            for name, counter in self._counters.items():
+                if value := getattr(trajectory, name, 1):  # every trajectory is one episode; Ray refuses a zero
                     counter.inc(value, tags={"worker": str(worker)})
 
 
