@@ -1,7 +1,5 @@
 """The error of every conversion, and what an error of the file system must say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

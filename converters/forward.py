@@ -5,8 +5,6 @@ both directions the same way moves every weight there and back unharmed, but not
 at a time, of the experts only those that the tokens are routed to, so memory does not grow with the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 

@@ -5,8 +5,6 @@ names; one in OpenAI's original format may also hold ``model--00001-of-00007.saf
 Nothing is read before it is asked for except headers.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@
 OpenAI's names and its order of rows are those of github.com/openai/gpt-oss, gpt_oss/torch/{weights,model}.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass

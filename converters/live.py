@@ -4,8 +4,6 @@ Both work on this rank's part of the model under any tensor, pipeline, expert an
 parallel size 1), with the groups of ``megatron.core.parallel_state``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Expert matrices of a checkpoint as MXFP4, unchanged ones byte for byte as they were."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -14,8 +14,6 @@ Layouts that differ between the two sides:
   released models down_proj is square, so that a forgotten transpose would pass every check of shapes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Work on many tensors with all cores while their results are used in order."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable

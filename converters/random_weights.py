@@ -1,7 +1,5 @@
 """Initial weights that depend on the seed and the tensor's name only, not on the parallel layout."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Memory-mapped reading would count every page of a model as resident, and a file 
 reader would end the process. Writing needs no list of tensors beforehand: room for the header is left at the start.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

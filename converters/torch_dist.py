@@ -7,8 +7,6 @@ checkpoint: layers stacked along a leading axis, experts along a second one, the
 ``decoder.layers.pre_mlp_layernorm.weight``. The CPU layer specification maps its own names to these.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Generator, Iterator

@@ -1,7 +1,5 @@
 """Is a Megatron checkpoint the model of a Hugging Face directory? Every tensor, and the logits of a few tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What became of each attempt of a run, and whether there is to be another one."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import asdict, dataclass, field

@@ -6,8 +6,6 @@ writes {node: {"within": GB/s or null, "between": GB/s of the better pair or nul
 The figure is the bus bandwidth of nccl-tests: 2 (n - 1) / n x bytes / seconds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

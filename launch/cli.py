@@ -1,7 +1,5 @@
 """The ``gptoss`` command. Arguments are checked before anything heavy is imported, so a mistake answers at once."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

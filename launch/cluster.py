@@ -1,7 +1,5 @@
 """What a cluster offers and how a run is started on it: the YAML files of ``configs/cluster``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Literal, Self

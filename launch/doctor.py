@@ -1,7 +1,5 @@
 """Is this machine ready? Every part a run needs, whether it is there, and what to do if it is not."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import logging

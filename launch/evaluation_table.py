@@ -1,7 +1,5 @@
 """The table that ``gptoss eval`` prints."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """What was launched, and what has become of it: list, status, logs, cancel. A file per run under
 ``~/.local/state/gptoss`` remembers where it runs; the rest is one call to a shell on the login node."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -5,8 +5,6 @@ The nodes talk through files in the run directory (``launch.attempts``). Only th
 Ray and the driver, which would die of them before a checkpoint is saved, are started with them blocked.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import json

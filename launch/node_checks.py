@@ -1,7 +1,5 @@
 """Is this node fit for the job? Asked on every node before Ray starts, because one bad GPU slows or stops them all."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections import Counter

@@ -1,7 +1,5 @@
 """Which trainer ranks, engines, rollout workers and sandboxes run on which node: computed before a job is submitted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from launch.cluster import ClusterConfig

@@ -1,7 +1,5 @@
 """What ``gptoss plan`` prints, computed from the configuration alone."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """What would fail on the cluster, found before the job waits in a queue: one call to a shell on the login node."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

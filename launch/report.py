@@ -1,8 +1,6 @@
 """The report of a run: one static HTML page that needs nothing else, and curve.png. What a model wrote is untrusted: it
 is escaped here, and the page's content policy forbids all but its own style and embedded images."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

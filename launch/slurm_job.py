@@ -1,7 +1,5 @@
 """A run as a Slurm job, through nemo-run. Importing this module imports nemo-run, which takes seconds."""
 
-from __future__ import annotations
-
 import shlex
 import tempfile
 from dataclasses import dataclass, field

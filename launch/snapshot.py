@@ -1,7 +1,5 @@
 """What a job runs: a copy of this checkout as it is now, uncommitted and untracked files included."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import tarfile

@@ -1,7 +1,5 @@
 """From a configuration and a cluster to a running job: what ``gptoss launch`` does."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -8,8 +8,6 @@
 Written beside its final place while training goes on, and renamed when every rank is done; ``latest`` changes last.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

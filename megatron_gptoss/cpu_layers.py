@@ -3,8 +3,6 @@
 Nothing is patched. Each class says which line of megatron-core 0.19.2 it steps around; the mathematics is Megatron's.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The value model of PPO: the policy's architecture and parallel layout with a scalar in place of the vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Starting and stopping the process groups of one trainer rank."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 

@@ -4,8 +4,6 @@ The logits are made, used and dropped a block [CHUNK_TOKENS, CHUNK_COLUMNS] at a
 them again. Temperature is applied here and nowhere else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

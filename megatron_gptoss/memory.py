@@ -2,8 +2,6 @@
 nobody has run yet. docs/performance.md compares it with what was measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields

@@ -1,7 +1,5 @@
 """Building the policy."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """How much arithmetic a training step is, and how much the GPU can do: behind every TFLOP/s and MFU reported."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields

@@ -4,8 +4,6 @@ Angles are computed in fp32 whatever the model's dtype, as Hugging Face and the 
 trainer and engine would disagree at long positions.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

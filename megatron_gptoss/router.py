@@ -1,7 +1,5 @@
 """The router of GPT-OSS on every device: fp32 logits, the bias held in fp32 and added outside the matrix product."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter

@@ -7,8 +7,6 @@ RouterReplay of its own, but one list of routers for all models of a process (a 
 switch between forward and recomputation for all of them, which a pipeline that does both in turn cannot use.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron's ``core_attention`` for GPT-OSS: rotary embedding, learned sinks, packed sequences, context parallelism."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One trainer rank: forward, backward, optimizer step and scoring on packed micro-batches."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """GPT-OSS as a Megatron TransformerConfig: the one builder for the tiny model, 20B and 120B."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The layer specification for GPUs: Transformer Engine's linears and grouped experts around our attention, router."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Faults on purpose in the engine's weights; those in the trainer are fields of its own configuration."""
 
-from __future__ import annotations
-
 import torch
 
 from rl_loop.config import AblationConfig

@@ -6,8 +6,6 @@
 
 Nothing is rendered twice. The loss mask is 1 exactly on what was sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import hashlib

@@ -3,8 +3,6 @@
 A hash of its *expression* decides which split a problem belongs to: none occurs in both, in any wording.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

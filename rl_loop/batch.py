@@ -1,7 +1,5 @@
 """From groups of trajectories to training samples, and the numbers worth watching about both. Pure functions."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ A transposed square weight, a missing bias, a sink that did not arrive or a tens
 check of names and shapes and shows up here at once.
 """
 
-from __future__ import annotations
-
 from megatron_gptoss.packing import Sample
 from rl_loop.config import RlConfig
 from rl_loop.rollout_pool import RolloutPool

@@ -1,8 +1,6 @@
 """The one typed configuration of a run: what YAML files in ``configs/`` say and ``gptoss`` commands override. Reading
 imports neither torch nor Ray, so a mistake is reported at once."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self

@@ -1,8 +1,6 @@
 """What ``gptoss doctor --engine`` prints: how an engine is set up, and how far its log-probs of held-out episodes are
 from the trainer's: with experts chosen freely and, if the algorithm replays routes, as the engine chose them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluation of a policy on held-out tasks: during training, and ``gptoss eval`` for any checkpoint or endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The end of a run: a Hugging Face checkpoint, and proof that it is the policy that was trained."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

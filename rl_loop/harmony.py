@@ -3,8 +3,6 @@
 openai-harmony does both on token ids; there are no regular expressions here. Sampled ids are parsed and then kept as
 they are: rendering a parsed message again gives other ids (the recipient moves before the channel)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

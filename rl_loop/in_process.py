@@ -1,7 +1,5 @@
 """A whole run in one process, without Ray: for experiments on small models and for tests."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

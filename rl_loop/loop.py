@@ -7,8 +7,6 @@
 Everything random is derived from the seed and the step number, so a resumed run continues the same curve.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -2,8 +2,6 @@
 
 ``python -m rl_loop.o200k`` fetches it once and prints where it is."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Where a run's numbers go besides its own directory: Prometheus, which finds them beside Ray's own metrics on every
 node, and Weights & Biases if asked for."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Where a Ray actor runs: anywhere, or on the node that ``gptoss launch`` planned for it. Such a node offers a custom
 resource for each place, such as ``trainer_rank_3``, and its processes have GPTOSS_PLACED in their environment."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

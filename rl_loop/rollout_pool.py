@@ -1,7 +1,5 @@
 """Rollout workers as Ray actors, and a pool that loses no episode when one of them dies."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections import deque

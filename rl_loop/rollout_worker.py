@@ -1,8 +1,6 @@
 """One rollout worker: an engine, a sandbox and the agent loop in one process. A plain class; ``rollout_pool`` makes Ray
 actors of it. It knows neither Megatron nor the optimizer."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """One run, one directory: what lies where, and writes that leave no half-written file behind."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

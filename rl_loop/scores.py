@@ -1,7 +1,5 @@
 """avg@k, pass@k and maj@k with confidence intervals, from the records that ``rl_loop.evaluation`` writes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

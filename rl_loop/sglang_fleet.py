@@ -3,8 +3,6 @@
 A sync that fails anywhere leaves no server serving: those that took part are killed, come back with dummy weights as
 STALE and are synced again from the beginning."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

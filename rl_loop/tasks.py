@@ -1,7 +1,5 @@
 """The tasks of a run: which ones a step trains on, which ones measure it, and demonstrations of them."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

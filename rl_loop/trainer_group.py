@@ -1,7 +1,5 @@
 """The trainer ranks as Ray actors, driven as one object."""
 
-from __future__ import annotations
-
 import os
 import socket
 from threading import Lock

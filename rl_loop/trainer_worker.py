@@ -1,7 +1,5 @@
 """One trainer rank: everything that touches Megatron. A plain class; ``trainer_group`` makes Ray actors of it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

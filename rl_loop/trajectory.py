@@ -1,8 +1,6 @@
 """What an episode leaves behind: exactly the token ids that the engine consumed and produced. Nothing is ever tokenised
 a second time, so position ``i`` means the same token for the engine, the trainer and the report."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

@@ -4,8 +4,6 @@ Only sequences that several ranks hold travel, while the kv heads before them ar
 to be summed there in the order of the ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

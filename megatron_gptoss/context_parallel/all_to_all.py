@@ -3,8 +3,6 @@
 The gathered tokens are put into the order of the row on the way in, and back into the ranks' order on the way out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Which scheme a layer takes: a model of what each would send and compute for the row at hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd

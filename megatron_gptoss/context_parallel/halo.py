@@ -4,8 +4,6 @@ docs/architecture.md describes the passes. The sink enters every row's softmax o
 backward pass over all rows.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

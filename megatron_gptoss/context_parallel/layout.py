@@ -4,8 +4,6 @@ Mirrored chunks of long sequences are equal work (arXiv 2411.01783). Positions t
 depends on the order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache

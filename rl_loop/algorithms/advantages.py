@@ -1,7 +1,5 @@
 """Advantages: how much better an episode, or a token, is than what was to be expected."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,8 +1,6 @@
 """The algorithm of a run: every choice is one key, and choices that do not go together are refused with the reason.
 Needs neither torch nor Ray. ``configs/algorithm`` holds the combinations that papers have names for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal, Self
 

@@ -4,8 +4,6 @@ rho_t = pi_trainer(token t) / pi_rollout(token t), in this module and everywhere
 Everything here is constant to autograd.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,6 @@
 """Losses over packed micro-batches, with the metrics that belong to them: weighted sums over tokens, whose weights
 follow from counts of the *global* mini-batch, so how it is cut into micro-batches and ranks changes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Policy losses on tokens, to be minimised. r = exp(log_probs - old_log_probs), the logarithm clamped to +-20."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

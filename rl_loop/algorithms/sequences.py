@@ -1,7 +1,5 @@
 """Sums over the sequences of a packed row, whichever rank holds their tokens, and what each weighs in the loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Continuous batching: one step samples one token for every running sequence and takes in those that wait."""
 
-from __future__ import annotations
-
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field

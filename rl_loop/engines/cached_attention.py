@@ -5,8 +5,6 @@ The model's linear layers see one row of tokens without padding; only attention 
 sequence. It reaches a transformers model through the public attention registry: ``model.set_attn_implementation``
 with ``ATTENTION_NAME``, and a ``StepLayout`` passed to the model's forward as the keyword ``layout``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """RolloutEngine over an OpenAI-compatible completions endpoint that takes and returns token ids (vLLM and others). For
 evaluation: such an endpoint offers no weight sync."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling from logits: pure functions on tensors."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """HTTP to one SGLang server (0.5.17), as far as rollouts need it. Its faults and a request's are told apart."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator

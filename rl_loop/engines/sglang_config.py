@@ -1,7 +1,5 @@
 """How SGLang servers are run: ``rollout.sglang`` of a configuration."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

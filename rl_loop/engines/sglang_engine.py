@@ -3,8 +3,6 @@
 A turn is streamed. Whatever ends the stream early, its tokens so far are kept: after an ``abort`` they are the answer,
 and after the death of a server the turn goes on from them on another one."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import math

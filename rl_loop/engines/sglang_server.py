@@ -6,8 +6,6 @@
 Only a SYNCED server serves. A process that is started again is another *incarnation*: what was known about the one
 before, such as its weights, does not hold for it."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

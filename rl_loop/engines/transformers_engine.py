@@ -3,8 +3,6 @@
 One thread owns the model. Steps and commands queue for it, so commands take effect between two steps, and the event
 loop, and the tool calls on it, go on meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections import Counter

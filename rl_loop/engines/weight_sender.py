@@ -5,8 +5,6 @@
 A server is paused all the while, and only the last steps give its weights a version: answers come wholly from before or
 wholly from after. If anything fails, the servers stay paused, and whoever asked must not let them serve."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

@@ -1,7 +1,5 @@
 """What an environment is: where its tasks come from, how an episode goes, and how a script would solve it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field, replace

@@ -2,8 +2,6 @@ r"""GSM8K (arXiv 2110.14168): word problems whose answer is an integer, single t
 
 Files and the hub give the real ones; without either, small word problems are generated."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -4,8 +4,6 @@ The attacker phishes a user, moves to a second host, collects data there and sen
 What the report claims to have contained is compared with what was executed: the claim-action gap (the idea is
 OpenSec's, arXiv 2601.21083)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from random import Random

@@ -3,8 +3,6 @@
 Prompts are composed from the IFEval checkers of if-verifiable that need no download; in later turns, as in Multi-IF,
 the user adds constraints and the earlier ones must still hold. IFEval and IFBench files are read as they are."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from random import Random

@@ -1,7 +1,5 @@
 """Any generator of reasoning-gym by name: the template that shows how short an environment is."""
 
-from __future__ import annotations
-
 import json
 import random
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Environments by the name that a task gives."""
 
-from __future__ import annotations
-
 import importlib
 
 from rl_loop.environments.base import Environment, Execute, RewardConfig, Task

@@ -3,8 +3,6 @@ r"""ReTool (arXiv 2504.11536): a mathematical problem, a Python interpreter, the
 The reward is that of a correct answer or that of a wrong one; errors of the interpreter are answers like any other, so
 that the agent can correct itself, and are not punished."""
 
-from __future__ import annotations
-
 import asyncio
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Task data: JSONL and Parquet files, and data sets of the Hugging Face hub, read row by row where they are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 r"""Is the answer in \boxed{} equivalent to the ground truth?"""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 

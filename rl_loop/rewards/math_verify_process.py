@@ -3,8 +3,6 @@
 sympy computes 9^(9^(9^9)) in one call into C that no Python timeout interrupts. The process therefore asks the kernel
 to kill it (SIGALRM, RLIMIT_AS) when a comparison takes too much, and the next comparison starts another one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import resource

@@ -1,7 +1,5 @@
 """Limits of one sandboxed Python call, and of the pool that runs the calls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field

@@ -1,7 +1,5 @@
 """One running server, seen from the host: start it, hand it a program, end it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The outer wall: the bubblewrap command around a server, and what may keep it from being built."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

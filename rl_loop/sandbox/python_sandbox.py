@@ -1,7 +1,5 @@
 """``PythonSandbox``: a pool of isolated Python interpreters for programs that a model wrote."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

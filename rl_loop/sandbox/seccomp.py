@@ -3,8 +3,6 @@
 A deny-list: what an unprivileged numeric program has no use for, or what has a history of kernel escapes, is refused
 with EPERM, so that Python raises an ordinary exception. Numbers are those of Linux ``asm/unistd.h``."""
 
-from __future__ import annotations
-
 import errno
 import struct
 

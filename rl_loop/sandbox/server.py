@@ -12,8 +12,6 @@ Messages on descriptor 0 (a Unix stream socket) are those of ``multiprocessing.c
 configuration as JSON, then a program per call. The first byte of an answer says what it is: ``Y`` ready, ``S`` the
 program starts, ``R`` its result (a JSON line, then the raw output), ``F`` the call could not be set up (the reason)."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib

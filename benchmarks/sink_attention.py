@@ -1,6 +1,6 @@
 """Sink attention on one GPU: every available backend on the same inputs, forward and backward, in one run.
 
-    python kernels/benchmarks/sink_attention.py [--out result.json] [--only window|full]
+    python benchmarks/sink_attention.py [--out result.json] [--only window|full]
 
 GPT-OSS shapes in bf16 (64 query heads, 8 kv heads, head size 64), 32,768 tokens: one sequence, eight of 4,096, and a
 mix of short ones. ``floor`` is the time to read every input and write every output once, at the copy bandwidth

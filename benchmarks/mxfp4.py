@@ -1,6 +1,6 @@
 """MXFP4 throughput on one CPU core, and on a GPU where there is one.
 
-python kernels/benchmarks/mxfp4.py [--out result.json]
+python benchmarks/mxfp4.py [--out result.json]
 """
 
 import argparse
