@@ -102,6 +102,7 @@ def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(tmp_pa
     assert torch.isfinite(model(torch.tensor([prompt])).logits).all()
 
 
+@pytest.mark.slow  # tests/slurm runs two ranks over Ray, tests/megatron_gptoss compares every layout with one process
 def test_two_expert_parallel_trainer_ranks_give_the_curve_of_one(tmp_path: Path) -> None:
     one = run_rl(rl_config(tmp_path / "one", "training.steps=2"), Quiet())
     two = run_rl(rl_config(tmp_path / "two", "training.steps=2", "parallel.world_size=2", "parallel.expert=2"), Quiet())
@@ -119,13 +120,12 @@ def test_an_interrupted_run_saves_and_continues_the_same_curve(tmp_path: Path) -
     assert curve(resumed) == pytest.approx(curve(whole), rel=1e-4, abs=1e-6)
 
 
-def test_an_interrupted_run_whose_rollouts_overlap_training_goes_on(tmp_path: Path) -> None:
-    config = rl_config(tmp_path, "algorithm.max_staleness=1", "training.steps=4")
-    with pytest.raises(Interrupted, match="saved after step 2 of 4"):
+def test_an_interrupt_ends_the_rollouts_that_overlap_training(tmp_path: Path) -> None:
+    config = rl_config(tmp_path, "algorithm.max_staleness=1", "training.steps=40")
+    with pytest.raises(Interrupted, match="saved after step 2 of 40"):
         run_rl(config, Quiet(on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 1 else None))
-    steps = read_json_lines(run_rl(config, Quiet(), resume=True) / "metrics.jsonl")
-    ages = [step["rollout/staleness_max"] for step in steps if "reward" in step]
-    assert ages == [0, 1, 0, 1], "episodes that were under way at the interrupt begin anew, with the newest weights"
+    assert [step["rollout/staleness_max"] for step in read_json_lines(config.directory / "metrics.jsonl")] == [0, 1]
+    assert (config.directory / "checkpoints/latest").read_text() == "step_000002"
 
 
 def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
