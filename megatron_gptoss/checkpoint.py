@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gptoss.config import ModelConfig
@@ -57,8 +58,26 @@ def _state(trainer: PolicyTrainer, loading: bool) -> dict[str, Any]:
     model = trainer.module.sharded_state_dict(metadata=metadata)
     if not trainer.updated:  # a critic may be learning alone, or every token be masked
         return {"model": model}
-    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    with _fp32_parameters_counted(trainer.optimizer):
+        optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer}
+
+
+@contextmanager
+def _fp32_parameters_counted(optimizer: Any) -> Iterator[None]:
+    """When Megatron's optimizer for CPUs saves, it numbers the bf16 parameters only; the routers' biases are fp32."""
+    before = []
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, Float16OptimizerWithFloat16Params):
+            before.append((part, part.float16_groups, part.fp32_from_float16_groups))
+            full = part.fp32_from_fp32_groups
+            part.float16_groups = [a or b for a, b in zip(part.float16_groups, full, strict=True)]
+            part.fp32_from_float16_groups = [a or b for a, b in zip(part.fp32_from_float16_groups, full, strict=True)]
+    try:
+        yield
+    finally:
+        for part, *groups in before:
+            part.float16_groups, part.fp32_from_float16_groups = groups
 
 
 class CheckpointWriter:

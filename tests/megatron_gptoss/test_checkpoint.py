@@ -33,8 +33,8 @@ def one_rank() -> Iterator[None]:
     distributed.shutdown()
 
 
-def trainer(seed: int = 0) -> PolicyTrainer:
-    model = build_model(TINY, ParallelConfig(), torch.float32)
+def trainer(seed: int = 0, dtype: torch.dtype = torch.float32) -> PolicyTrainer:
+    model = build_model(TINY, ParallelConfig(), dtype)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1, generator=generator)
@@ -45,12 +45,13 @@ def steps(policy: PolicyTrainer, count: int) -> list[float]:
     return [policy.train_step([BATCH], mean_cross_entropy(31), 1e-2).sums["loss"] for _ in range(count)]
 
 
-def test_a_resumed_trainer_continues_the_same_curve_to_the_bit(tmp_path: Path) -> None:
-    policy = trainer()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_trainer_continues_the_same_curve_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    policy = trainer(dtype=dtype)
     steps(policy, 2)
     save_checkpoint(tmp_path, policy, 2, {"step": 2, "position": 128})
     expected = steps(policy, 3)
-    other = trainer(seed=1)
+    other = trainer(seed=1, dtype=dtype)
     state = load_checkpoint(latest_checkpoint(tmp_path), other)
     assert state == {"step": 2, "position": 128}
     assert steps(other, 3) == expected
