@@ -6,7 +6,7 @@ Trains the demo's model from a supervised start under every VARIANT, in one proc
 norm, KL, the largest log-perplexity difference and the clip fraction: OUT/ablations.png and OUT/ablations.md. A run
 that is complete in OUT is not repeated.
 
-The sinks of that model begin at 0 and hardly move. For a start that leans on them, as GPT-OSS does:
+The sinks of that model begin at 0. For a start that leans on them, as GPT-OSS does:
 
     python benchmarks/ablations.py runs/strong_sinks --write-initial 2
     gptoss sft configs/sft/tiny_retool.yaml name=strong_sinks_sft initial_weights=runs/strong_sinks
