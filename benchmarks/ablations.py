@@ -11,6 +11,11 @@ The sinks of that model begin at 0. For a start that leans on them, as GPT-OSS d
     python benchmarks/ablations.py runs/strong_sinks --write-initial 2
     gptoss sft configs/sft/tiny_retool.yaml name=strong_sinks_sft initial_weights=runs/strong_sinks
     python benchmarks/ablations.py runs/strong_sinks_sft --only sinks --steps 40 --out runs/ablations_strong_sinks
+
+On a GPU, in bf16 and with our kernels, a model of GPT-OSS's shape: 32 experts of which 4 are active, heads of 64
+channels, 8 to a kv head. Its start is trained first unless it is there:
+
+    python benchmarks/ablations.py runs/shaped --shaped --out runs/ablations_shaped
 """
 
 from __future__ import annotations
@@ -21,13 +26,18 @@ import statistics
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, GptOssConfig
 
 from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
-from rl_loop.config import RlConfig, load_config
+from megatron_gptoss import distributed
+from rl_loop.config import RlConfig, SftConfig, load_config
+from rl_loop.engines.transformers_engine import TransformersEngine
 from rl_loop.in_process import LocalRollouts, local_loop
 from rl_loop.run_directory import metric_curve, read_json_lines
+from rl_loop.tasks import TaskSource
+from rl_loop.trainer_worker import TrainerWorker
 
 NO_CORRECTION = ["algorithm.correction.weight=none"]
 SEQUENCE = ["algorithm.correction.weight=sequence_tis", "algorithm.correction.veto=1e-4"]
@@ -54,6 +64,13 @@ PANELS = {
     "clip_fraction": "clip fraction",
 }
 CONFIG = Path(__file__).parents[1] / "configs/rl/tiny_retool.yaml"
+SFT_CONFIG = Path(__file__).parents[1] / "configs/sft/tiny_retool.yaml"
+SHAPED = [
+    "dtype=bfloat16", "model.hidden_size=512", "model.intermediate_size=512", "model.initializer_std=0.04",
+    "model.head_size=64", "model.num_attention_heads=16", "model.num_key_value_heads=2", "model.sliding_window=128",
+    "model.num_experts=32", "model.experts_per_token=4",
+]  # fmt: skip
+"""What makes a model of GPT-OSS's shape of the tiny one."""
 
 
 def main() -> None:
@@ -62,6 +79,7 @@ def main() -> None:
     parser.add_argument(
         "--write-initial", type=float, metavar="SINK", help="only write START: weights with these sinks"
     )
+    parser.add_argument("--shaped", action="store_true", help="a model of GPT-OSS's shape, on a GPU")
     parser.add_argument("--only", default="", metavar="WORDS", help="only variants named so, and the first")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -71,6 +89,8 @@ def main() -> None:
     if options.write_initial is not None:
         return write_initial(options.start, options.write_initial)
     torch.set_num_threads(1)
+    if options.shaped and not (options.start / "config.json").exists():
+        supervised_start(options.start, options.overrides)
     chosen = [name for number, name in enumerate(VARIANTS) if number == 0 or options.only in name]
     curves = {}
     for seed in options.seeds:
@@ -78,7 +98,7 @@ def main() -> None:
         for name in chosen:
             changes = VARIANTS[name]
             config = load_config(CONFIG, RlConfig, _common(options, name, seed) + changes + options.overrides)
-            rollouts = rollouts or LocalRollouts(config)
+            rollouts = rollouts or LocalRollouts(config, engine_on_gpu(config) if torch.cuda.is_available() else None)
             curves[name, seed] = run(config, rollouts)
             print(f"{name} (seed {seed}): reward {statistics.mean(curves[name, seed]['reward'][-5:]):.2f}", flush=True)
         if rollouts is not None:
@@ -93,6 +113,30 @@ def write_initial(directory: Path, sink: float) -> None:
     weights = random_hf_weights(model, seed=0)
     named = ((name, weights(name) + sink if name.endswith(".sinks") else weights(name)) for name in hf_shapes(model))
     write_hf_directory(directory, model, named)
+
+
+def supervised_start(directory: Path, overrides: list[str]) -> None:
+    """Train the shaped model on the demo's demonstrations and write it as a Hugging Face directory."""
+    config = load_config(SFT_CONFIG, SftConfig, [*SHAPED, "optimizer.lr=5e-4", *overrides])
+    source, trainer = TaskSource(config), TrainerWorker(config, 0, "127.0.0.1", 0, torch.get_num_threads())
+    count = config.sequences_per_step
+    for step in range(config.training.steps):
+        samples = source.demonstrations(step * count, count, config.demonstrations)
+        update = trainer.sft_step(samples, step)
+        if step % 50 == 0 or step == config.training.steps - 1:
+            loss = update.sums["loss"] / update.sums["tokens"]
+            print(f"start, step {step}: loss {loss:.3f}, gradient norm {update.grad_norm:.2f}", flush=True)
+    weights = trainer.weights()
+    assert weights is not None, "one process is rank 0"
+    distributed.shutdown()
+    write_hf_directory(directory, config.model, weights.items())
+
+
+def engine_on_gpu(config: RlConfig) -> TransformersEngine:
+    """The embedded engine, which a run would have on the CPU."""
+    settings = GptOssConfig(**config.model.to_hf_config())
+    model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.dtype)).to("cuda")
+    return TransformersEngine(model, max_batch_size=config.rollout.max_batch_size)
 
 
 def _common(options: argparse.Namespace, name: str, seed: int) -> list[str]:
@@ -111,6 +155,7 @@ def _common(options: argparse.Namespace, name: str, seed: int) -> list[str]:
         "rollout.workers=1",
         "rollout.tasks_per_step=4",
         "rollout.routed_experts=true",
+        *(SHAPED if options.shaped else []),
     ]
 
 

@@ -72,7 +72,8 @@ class Bench:
             else ["--disable-piecewise-cuda-graph"]
         )
         settings = SglangConfig(
-            python=a.python, attention_backend=self.attention, memory_fraction=a.memory_fraction, arguments=extra,
+            python=a.python, attention_backend=self.attention, memory_fraction=a.memory_fraction,
+            arguments=extra + a.server_arguments.split(),
             deterministic="deterministic" in a.cases,
         )  # fmt: skip
         return settings.command(0, self.scratch, "bfloat16", routed_experts=a.device != "cpu", seed=0)
@@ -83,7 +84,7 @@ class Bench:
         environment = {"PYTHONPATH": a.pythonpath, "CUDA_VISIBLE_DEVICES": str(a.server_gpu), "OMP_NUM_THREADS": "4"}
         if a.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        server = SglangServer(self.command(), environment, self.scratch / "server.log", health_seconds=60)
+        server = SglangServer(self.command(), environment, a.log or self.scratch / "server.log", health_seconds=60)
         began = time.monotonic()
         try:
             while (status := await server.status()).state is not ServerState.STALE:
@@ -115,12 +116,12 @@ class Bench:
 
     # cases
 
-    async def sync_once(self, server: SglangServer) -> dict[str, float]:
+    async def sync_once(self, server: SglangServer, mebibytes: int) -> dict[str, float]:
         status = await server.status()
         self.version += 1
         await server.begin_sync(status.incarnation)
         plan = SyncPlan(
-            (status.url,), self.version, self.arguments.transport, bucket_bytes=self.arguments.bucket_mib << 20,
+            (status.url,), self.version, self.arguments.transport, bucket_bytes=mebibytes << 20,
             directory=self.scratch / "weights", port=31_000 + self.version,
         )  # fmt: skip
         figures = await send_weights(self.named(), self.model_config, plan)
@@ -132,31 +133,31 @@ class Bench:
 
     async def sync(self, server: SglangServer, engine: Any) -> None:
         """Seconds of whole syncs and of the export alone, and the memory that each side needs besides its model."""
+        for mebibytes in self.arguments.bucket_mib if engine != "first" else self.arguments.bucket_mib[:1]:
+            await self.sync_in_buckets(server, mebibytes, 1 if engine == "first" else 5)
+
+    async def sync_in_buckets(self, server: SglangServer, mebibytes: int, rounds: int) -> None:
         on_gpu = self.arguments.device != "cpu"
-        seconds, before, figures = [], 0, {}
-        used = self.server_memory()
+        used = peak = self.server_memory()
+        before = torch.cuda.memory_allocated() if on_gpu else 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        peak = used
-        for _ in range(1 if engine == "first" else 5):
-            task = asyncio.ensure_future(self.sync_once(server))
-            while not task.done():
-                await asyncio.wait({task}, timeout=0.05)
-                peak = max(peak, self.server_memory())
-            figures = task.result()
-            seconds.append(figures["seconds"])
+        watched = asyncio.ensure_future(self.sync_once(server, mebibytes))  # not timed: looking at memory takes time
+        while not watched.done():
+            await asyncio.wait({watched}, timeout=0.02)
+            peak = max(peak, await asyncio.to_thread(self.server_memory))
+        figures = watched.result()
+        sender_extra = (torch.cuda.max_memory_allocated() - before) / 1e9 if on_gpu else 0.0
+        seconds = [(await self.sync_once(server, mebibytes))["seconds"] for _ in range(rounds)]
         began = time.perf_counter()
         for _ in self.named():
             pass
         if on_gpu:
             torch.cuda.synchronize()
-            figures["sender_extra_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
-        export = time.perf_counter() - began
         self.emit(
-            "sync", transport=self.arguments.transport, gigabytes=figures.pop("bytes") / 1e9, seconds_all=seconds,
-            seconds_median=float(np.median(seconds)), export_alone=export, server_gpu_extra_gb=(peak - used) / 1e9,
-            sender_extra_gb=figures.get("sender_extra_gb", 0.0), link_gbps=self.link(),
+            "sync", transport=self.arguments.transport, bucket_mib=mebibytes, gigabytes=figures["bytes"] / 1e9,
+            seconds_all=seconds, seconds_median=float(np.median(seconds)), export_alone=time.perf_counter() - began,
+            server_gpu_extra_gb=(peak - used) / 1e9, sender_extra_gb=sender_extra, link_gbps=self.link(),
         )  # fmt: skip
 
     def server_memory(self) -> int:
@@ -265,8 +266,9 @@ class Bench:
 
         together = await asyncio.gather(*(engine.generate(request("many", i)) for i in range(len(prompts))))
         alone = [await engine.generate(request("one", i)) for i in range(min(8, len(prompts)))]
-        same = sum(x.output_ids == y.output_ids for x, y in zip(alone, together, strict=False))
-        self.emit("deterministic", same=same, of=len(alone))
+        pairs = [(x.output_ids, y.output_ids) for x, y in zip(alone, together, strict=False)]
+        same = [next((i for i, (s, t) in enumerate(zip(x, y, strict=True)) if s != t), len(x)) for x, y in pairs]
+        self.emit("deterministic", same=sum(x == y for x, y in pairs), of=len(pairs), tokens_until_they_differ=same)
 
 
 def main() -> None:
@@ -277,13 +279,15 @@ def main() -> None:
     parser.add_argument(
         "--transport", default="cuda_ipc", choices=["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"]
     )
-    parser.add_argument("--bucket-mib", type=int, default=1024)
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[1024])
+    parser.add_argument("--server-arguments", default="", help="further ones of sglang.launch_server")
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256, help="sampled per turn")
     parser.add_argument("--server-gpu", type=int, default=0, help="the trainer has GPU 0")
     parser.add_argument("--memory-fraction", type=float, default=0.4)
     parser.add_argument("--python", default=sys.executable, help="interpreter that has SGLang")
     parser.add_argument("--pythonpath", default="", help="of the server")
+    parser.add_argument("--log", type=Path, help="file for what the server prints")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()

@@ -200,8 +200,9 @@ def release(trainer: PolicyTrainer) -> None:
 def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
     parallel = ParallelConfig(
-        world_size=dist.get_world_size(), expert=args.expert, context=args.context, recompute=tuple(args.recompute)
-    )
+        world_size=dist.get_world_size(), expert=args.expert, context=args.context, tensor=args.tensor,
+        pipeline=args.pipeline, recompute=tuple(args.recompute),
+    )  # fmt: skip
     model = build_model(
         model_config, parallel, torch.bfloat16, moe_router_force_load_balancing=args.balanced, **json.loads(args.config)
     )
@@ -211,7 +212,8 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     rows = batches(args.micro_batches, args.sequences, args.length, data_rank)
     tokens = data_size * sum(row.tokens for row in rows)
-    flops = 3 * forward_flops(model_config, [args.length] * args.sequences * args.micro_batches) / parallel.context
+    flops = 3 * forward_flops(model_config, [args.length] * args.sequences * args.micro_batches)
+    flops /= parallel.context * parallel.tensor * parallel.pipeline
     losses: list[float] = []
 
     def step() -> None:
@@ -307,6 +309,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--expert", type=int, default=1, help="expert parallel size")
     parser.add_argument("--context", type=int, default=1, help="context parallel size")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor parallel size")
+    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
     parser.add_argument("--moments", default="fp32")
     parser.add_argument("--gradients", default="fp32")
     parser.add_argument("--recompute", nargs="*", default=[])
@@ -322,9 +326,8 @@ def arguments() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, port: int) -> None:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     started = time.perf_counter()
-    distributed.initialize(
-        ParallelConfig(world_size=world_size, expert=args.expert, context=args.context), rank, port=port
-    )
+    parallel = {name: getattr(args, name) for name in ("expert", "context", "tensor", "pipeline")}
+    distributed.initialize(ParallelConfig(world_size=world_size, **parallel), rank, port=port)
     torch.cuda.reset_peak_memory_stats()
     case = {"log-probs": lambda *_: log_probs_case(), "step": step_case, "stock": stock_case}[args.case]
     result = case(args, matmul_ceiling())

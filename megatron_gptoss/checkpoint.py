@@ -58,7 +58,7 @@ def _state(trainer: PolicyTrainer, loading: bool) -> dict[str, Any]:
     model = trainer.module.sharded_state_dict(metadata=metadata)
     if not trainer.updated:  # a critic may be learning alone, or every token be masked
         return {"model": model}
-    with _fp32_parameters_counted(trainer.optimizer):
+    with _fp32_parameters_counted(trainer.optimizer), _master_weights_whole(trainer.optimizer):
         optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer}
 
@@ -78,6 +78,45 @@ def _fp32_parameters_counted(optimizer: Any) -> Iterator[None]:
     finally:
         for part, *groups in before:
             part.float16_groups, part.fp32_from_float16_groups = groups
+
+
+@contextmanager
+def _master_weights_whole(optimizer: Any) -> Iterator[None]:
+    """Transformer Engine's Adam keeps of an fp32 master weight only the half that its bf16 weight lacks, and Megatron
+    would save those 16 bits as if they were a number. In here the optimizer gives and takes master weights."""
+
+    def change(adam: Any) -> None:
+        get, put = adam.get_unscaled_state, adam.set_scaled_state
+
+        def get_whole(weight: torch.Tensor, name: str, *rest: Any) -> torch.Tensor:
+            state: torch.Tensor = get(weight, name, *rest)
+            return master_weight(weight, state) if state.dtype == torch.int16 else state
+
+        def put_whole(weight: torch.Tensor, name: str, state: torch.Tensor) -> None:
+            halved = name == "master_param" and weight.dtype == torch.bfloat16
+            put(weight, name, lower_half(state) if halved else state)
+
+        adam.get_unscaled_state, adam.set_scaled_state = get_whole, put_whole
+
+    inner = [part.optimizer for part in optimizer.chained_optimizers]
+    changed = [adam for adam in inner if getattr(adam, "store_param_remainders", False)]
+    for adam in changed:
+        change(adam)
+    try:
+        yield
+    finally:
+        for adam in changed:
+            del adam.get_unscaled_state, adam.set_scaled_state  # the class's own show again
+
+
+def master_weight(weight: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """fp32 from bf16 ``weight``, which is the upper half rounded, and int16 ``lower``; of one shape."""
+    return ((weight.detach().view(torch.int16).int() << 16) + lower).view(torch.float32)
+
+
+def lower_half(master: torch.Tensor) -> torch.Tensor:
+    """The int16 half of fp32 ``master`` that ``master_weight`` wants back."""
+    return master.contiguous().view(torch.int32).to(torch.int16)
 
 
 class CheckpointWriter:
@@ -108,8 +147,10 @@ class CheckpointWriter:
             self._written = []
             if request.async_fn is not None:  # this rank has something to write
                 rank, files, results = request.async_fn_args
+                # what a GPU's optimizer has on the host is a copy already
+                copy = not torch.cuda.is_available()
                 on_host = [
-                    (path, key, (objects, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]))
+                    (path, key, (objects, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors]))
                     for path, key, (objects, tensors) in files
                 ]
                 self._written.append(WRITER.submit(request.async_fn, rank, on_host, results))
@@ -208,7 +249,8 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         state = dist_checkpointing.load(_state(trainer, loading=True), str(path))
         trainer.module.load_state_dict(state["model"], strict=True)
         if trainer.updated:
-            trainer.optimizer.load_state_dict(state["optimizer"])
+            with _master_weights_whole(trainer.optimizer):
+                trainer.optimizer.load_state_dict(state["optimizer"])
         else:
             trainer.optimizer.reload_model_params()
         return json.loads((path / TRAINING_STATE_FILE).read_text())

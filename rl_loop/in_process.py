@@ -9,6 +9,7 @@ import torch
 
 from megatron_gptoss import distributed
 from rl_loop.config import RlConfig, dump_config
+from rl_loop.engines import RolloutEngine
 from rl_loop.loop import RlLoop
 from rl_loop.metrics import MetricsWriter
 from rl_loop.rollout_pool import GroupRequest
@@ -21,11 +22,11 @@ from rl_loop.trajectory import TrajectoryGroup
 
 
 class LocalRollouts:
-    """What ``RlLoop`` wants of a RolloutPool, of one worker in this process."""
+    """What ``RlLoop`` wants of a RolloutPool, of one worker in this process; around ``engine`` if there is one."""
 
-    def __init__(self, config: RlConfig) -> None:
+    def __init__(self, config: RlConfig, engine: RolloutEngine | None = None) -> None:
         self._loop = asyncio.new_event_loop()
-        self._worker = RolloutWorker(config, torch.get_num_threads())
+        self._worker = RolloutWorker(config, torch.get_num_threads(), engine=engine)
         self._do(self._worker.start())
 
     def _do[Result](self, work: Coroutine[Any, Any, Result]) -> Result:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,8 @@ from megatron_gptoss.checkpoint import (
     CheckpointWriter,
     latest_checkpoint,
     load_checkpoint,
+    lower_half,
+    master_weight,
 )
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
@@ -55,6 +58,16 @@ def test_a_resumed_trainer_continues_the_same_curve_to_the_bit(dtype: torch.dtyp
     state = load_checkpoint(latest_checkpoint(tmp_path), other)
     assert state == {"step": 2, "position": 128}
     assert steps(other, 3) == expected
+
+
+def test_a_master_weight_is_put_together_from_its_halves() -> None:
+    master = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-38, 38, 10_000)
+    bits = master.numpy().view(np.uint32)
+    lower = bits.astype(np.uint16).view(np.int16)
+    upper = (bits >> 16).astype(np.uint16) + (lower < 0)  # as the optimizer rounds: up where the upper bit is lost
+    weight = torch.from_numpy(upper.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(lower_half(master), torch.from_numpy(lower))
+    assert torch.equal(master_weight(weight, torch.from_numpy(lower)), master)
 
 
 def test_a_checkpoint_from_before_the_first_update_is_resumed(tmp_path: Path) -> None:

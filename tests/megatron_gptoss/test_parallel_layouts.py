@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
-from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import pack
 from megatron_gptoss.trainer import PolicyTrainer, alignment, data_parallel_slice
@@ -146,3 +147,65 @@ def test_an_optimizer_that_cannot_be_split_or_joined_is_refused_with_the_way_out
     message = r"step_000003 was saved with expert or tensor parallelism.*parallel.expert or parallel.tensor above 1"
     with pytest.raises(CheckpointError, match=message):
         train(ParallelConfig(), 0, free_port(), resume=latest_checkpoint(checkpoints / "expert"))
+
+
+# GPT-OSS's shape on GPUs, every expert active: a token that another layout routes differently would hide the rest
+SHAPED = ModelConfig(
+    num_layers=4, num_experts=8, experts_per_token=8, hidden_size=512, intermediate_size=512, num_attention_heads=16,
+    num_key_value_heads=2, vocab_size=1024,
+)  # fmt: skip
+LAYOUTS_OF_FOUR = {
+    "data": {},
+    "expert": {"expert": 4},
+    "expert 2, data": {"expert": 2},
+    "pipeline+expert": {"pipeline": 2, "expert": 2},
+    "tensor+sequence+expert": {"tensor": 2, "expert": 4},
+    "context+expert": {"context": 4, "expert": 4},
+}
+RESUMED_ON_GPUS = [("expert", "expert 2, data"), ("expert 2, data", "tensor+sequence+expert"), ("expert", "expert")]
+
+
+def train_on_a_gpu(parallel: ParallelConfig, rank: int, port: int, *, save: Path | None, resume: Path | None) -> Any:
+    """Losses and gradient norms, in bf16."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    distributed.initialize(parallel, rank, port=port)
+    try:
+        model = build_model(SHAPED, parallel, torch.bfloat16)
+        load_hf_weights(model, SHAPED, hf_model(SHAPED, std=0.05).state_dict().__getitem__)
+        trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1.0))
+        samples = documents([300, 50, 180, 260, 110, 20, 230, 90], seed=3, vocab_size=1024)
+        batches = data_parallel_slice(pack(samples, 320, parallel.data, alignment()))
+        if resume:
+            load_checkpoint(resume, trainer)
+        steps = []
+        for step in range(STEPS // 2 if resume else 0, STEPS):
+            if save and step == STEPS // 2:
+                save_checkpoint(save, trainer, step, {})
+            steps.append(trainer.train_step(batches, mean_cross_entropy(1232), 1e-3))
+        return [step.sums["loss"] for step in steps], [step.grad_norm for step in steps]
+    finally:
+        distributed.shutdown()
+
+
+def train_on_four_gpus(rank: int, ports: list[int], checkpoints: Path) -> dict[str, Any]:
+    results, port = {}, iter(ports)
+    for name, layout in LAYOUTS_OF_FOUR.items():
+        parallel = ParallelConfig(world_size=4, **layout)
+        results[name] = train_on_a_gpu(parallel, rank, next(port), save=checkpoints / name, resume=None)
+    for saved, name in RESUMED_ON_GPUS:
+        parallel = ParallelConfig(world_size=4, **LAYOUTS_OF_FOUR[name])
+        checkpoint = latest_checkpoint(checkpoints / saved)
+        results[f"{saved} -> {name}"] = train_on_a_gpu(parallel, rank, next(port), save=None, resume=checkpoint)
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="fewer than four GPUs")
+def test_four_gpus_train_as_one_does_and_checkpoints_change_layouts(tmp_path: Path) -> None:
+    losses, norms = train_on_a_gpu(ParallelConfig(), 0, free_port(), save=None, resume=None)
+    assert losses[-1] < losses[0] - 0.2
+    ports = [free_port() for _ in range(len(LAYOUTS_OF_FOUR) + len(RESUMED_ON_GPUS))]
+    for name, (got, got_norms) in run_distributed(train_on_four_gpus, 4, ports, tmp_path, timeout=280)[0].items():
+        print(name, [f"{loss:.5f}" for loss in got], [f"{norm:.4f}" for norm in got_norms])
+        assert got == pytest.approx(losses[-len(got) :], rel=3e-3), name
+        assert got_norms == pytest.approx(norms[-len(got) :], rel=3e-2), name

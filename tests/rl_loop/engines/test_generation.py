@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 
 import numpy as np
@@ -225,7 +226,7 @@ def test_bfloat16_engine_agrees_with_its_own_score() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_generation_on_a_gpu_equals_a_plain_forward_on_the_cpu() -> None:
-    engine = engine_of(MODEL, device="cuda", max_batch_size=4)
+    engine = TransformersEngine(copy.deepcopy(MODEL).to("cuda"), max_batch_size=4)
     prompts = [prompt(5 + 9 * i, seed=i) for i in range(6)]
     for p, result in zip(prompts, gather(engine, [request(p, 20, seed=1, top_p=0.9) for p in prompts]), strict=True):
         expected = plain_log_probs(MODEL, p + result.output_ids)[len(p) - 1 :]
