@@ -25,7 +25,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.trainer import PolicyTrainer
+from megatron_gptoss.trainer import PolicyTrainer, gather_parameters
 
 MODEL_CONFIG_FILE = "gptoss_config.json"
 TRAINING_STATE_FILE = "training_state.json"
@@ -102,7 +102,8 @@ class CheckpointWriter:
                 for abandoned in self._root.glob("step_??????.partial"):
                     shutil.rmtree(abandoned, ignore_errors=True)
                 partial.mkdir(parents=True)
-        with _failing_together(partial):
+        gather_parameters(trainer.model)
+        with _failing_together(partial), trainer.offloaded.on_device():
             state = _state(trainer, loading=False) | {EXPERTS_APART: _experts_apart(trainer)}
             request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
             self._written = []
@@ -195,6 +196,11 @@ def _experts_apart(trainer: PolicyTrainer) -> bool:
 def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     """Restore model and optimizer in place and return the saved training state. Collective. The layout may be another
     than the one that saved, if both or neither have expert or tensor parallelism. Raises CheckpointError."""
+    with trainer.offloaded.on_device():
+        return _load_checkpoint(path, trainer)
+
+
+def _load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
         trainer.updated = "optimizer" in common
