@@ -198,6 +198,14 @@ def release(trainer: PolicyTrainer) -> None:
             tensor.untyped_storage().resize_(0)
 
 
+def attention(name: str) -> dict[str, Any]:
+    if name != "transformer_engine":
+        return {"attention_backend_name": name}
+    from transformer_engine_attention import TransformerEngineAttention
+
+    return {"core_attention": TransformerEngineAttention}
+
+
 def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
     parallel = ParallelConfig(
@@ -206,7 +214,7 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     )  # fmt: skip
     model = build_model(
         model_config, parallel, torch.bfloat16, moe_router_force_load_balancing=args.balanced,
-        attention_backend_name=args.attention, **json.loads(args.config),
+        **attention(args.attention), **json.loads(args.config),
     )  # fmt: skip
     random_weights(model)
     optimizer = OptimizerConfig(gradient_dtype=args.gradients, moment_dtype=args.moments, offload=args.offload)

@@ -196,11 +196,6 @@ def _experts_apart(trainer: PolicyTrainer) -> bool:
 def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     """Restore model and optimizer in place and return the saved training state. Collective. The layout may be another
     than the one that saved, if both or neither have expert or tensor parallelism. Raises CheckpointError."""
-    with trainer.offloaded.on_device():
-        return _load_checkpoint(path, trainer)
-
-
-def _load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
         trainer.updated = "optimizer" in common
@@ -214,7 +209,8 @@ def _load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         state = dist_checkpointing.load(_state(trainer, loading=True), str(path))
         trainer.module.load_state_dict(state["model"], strict=True)
         if trainer.updated:
-            trainer.optimizer.load_state_dict(state["optimizer"])
+            with trainer.offloaded.on_device():
+                trainer.optimizer.load_state_dict(state["optimizer"])
         else:
             trainer.optimizer.reload_model_params()
         return json.loads((path / TRAINING_STATE_FILE).read_text())

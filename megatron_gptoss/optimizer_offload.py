@@ -33,7 +33,7 @@ class OffloadedState:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Inside, all state is beside its parameters: for a step, and to save or load it."""
+        """Inside, all state is beside its parameters, as steps and checkpoints need it; afterwards at rest."""
         for parameter, name, state in self._entries():
             state[name] = state[name].to(parameter.device, non_blocking=True)
         try:

@@ -16,6 +16,7 @@ class GptOssTransformerConfig(TransformerConfig):
 
     gptoss: ModelConfig = field(kw_only=True)
     attention_backend_name: str = "auto"
+    core_attention: type[torch.nn.Module] | None = None  # on GPUs, in place of SinkAttention
     context_scheme_full: str = "auto"
     context_scheme_window: str = "auto"
     context_bandwidth: float = 0.0
@@ -45,10 +46,8 @@ def build_transformer_config(
     if parallel.expert_dispatcher == "deepep":
         if not (HAVE_DEEP_EP and torch.cuda.is_available()):
             raise RuntimeError(
-                "parallel.expert_dispatcher deepep needs GPUs and DeepEP (https://github.com/deepseek-ai/DeepEP), "
-                "whose module deep_ep cannot be imported here: install it, or use alltoall"
-                if torch.cuda.is_available()
-                else "parallel.expert_dispatcher deepep needs GPUs; use alltoall"
+                "parallel.expert_dispatcher deepep needs GPUs and the module deep_ep, which cannot be imported here: "
+                "install DeepEP (https://github.com/deepseek-ai/DeepEP), or use alltoall"
             )
         dispatcher = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
     settings: dict[str, Any] = {

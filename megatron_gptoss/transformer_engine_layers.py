@@ -67,16 +67,6 @@ def add_weighted_bias(output: Tensor, biases: Tensor, probs: Tensor, counts: lis
     return torch.addmm(output, weights, biases.to(output.dtype))
 
 
-def _attention(config: GptOssTransformerConfig) -> type[torch.nn.Module]:
-    if config.attention_backend_name != "transformer_engine":
-        return SinkAttention
-    if config.context_parallel_size > 1:
-        raise ValueError("attention_backend_name transformer_engine cannot share rows over context-parallel ranks")
-    from megatron_gptoss.transformer_engine_attention import TransformerEngineAttention
-
-    return TransformerEngineAttention
-
-
 def transformer_engine_block_spec(config: GptOssTransformerConfig) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage. Raises RuntimeError where Transformer Engine is missing."""
     if not HAVE_TE:
@@ -87,6 +77,6 @@ def transformer_engine_block_spec(config: GptOssTransformerConfig) -> Transforme
     grouped = submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
     experts = partial(GptOssGroupedMLP, submodules=grouped)
     submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=GptOssRouter))
-    submodules.self_attention.submodules.core_attention = _attention(config)
+    submodules.self_attention.submodules.core_attention = config.core_attention or SinkAttention
     layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=TENorm)

@@ -44,9 +44,8 @@ def reference(dtype: torch.dtype) -> torch.nn.Module:
     return model
 
 
-def policy(recompute: tuple[str, ...] = (), attention: str = "auto", **settings: object) -> PolicyTrainer:
-    parallel = ParallelConfig(recompute=recompute)
-    model = build_model(WIDE, parallel, torch.bfloat16, attention_backend_name=attention)
+def policy(recompute: tuple[str, ...] = (), attention: type | None = None, **settings: object) -> PolicyTrainer:
+    model = build_model(WIDE, ParallelConfig(recompute=recompute), torch.bfloat16, core_attention=attention)
     load_hf_weights(model, WIDE, reference(torch.float32).state_dict().__getitem__)
     return PolicyTrainer(model, OptimizerConfig(clip_grad=1e9, **settings))
 
@@ -120,6 +119,8 @@ def test_scores_are_those_of_the_logits() -> None:
 
 @pytest.mark.parametrize("length", [256, None])
 def test_transformer_engines_attention_is_as_exact_as_ours(length: int | None, tmp_path: Path) -> None:
+    from benchmarks.transformer_engine_attention import TransformerEngineAttention
+
     # uneven rows are packed, which Transformer Engine fuses from cuDNN 9.26 on
     if length is None and torch.backends.cudnn.version() < 92600:
         pytest.skip("cuDNN below 9.26")
@@ -127,8 +128,8 @@ def test_transformer_engines_attention_is_as_exact_as_ours(length: int | None, t
     batch, tokens = build_batch(samples).to("cuda"), sum(len(sample.token_ids) - 1 for sample in samples)
     with torch.device("cuda"), torch.no_grad():
         exact = hf_logits(reference(torch.float32), samples).log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]
-    ours, theirs = policy(), policy(attention="transformer_engine")
-    assert type(theirs.module.decoder.layers[0].self_attention.core_attention).__name__ == "TransformerEngineAttention"
+    ours, theirs = policy(), policy(attention=TransformerEngineAttention)
+    assert type(theirs.module.decoder.layers[0].self_attention.core_attention) is TransformerEngineAttention
     kinds = [[(name, p.dtype, p.shape) for name, p in trainer.module.named_parameters()] for trainer in (ours, theirs)]
     assert kinds[0] == kinds[1]
     errors = [relative(trainer.score([batch])[0], exact) for trainer in (ours, theirs)]

@@ -1,5 +1,4 @@
-"""Transformer Engine's attention in place of ours, to compare with: ``build_model(...,
-attention_backend_name="transformer_engine")``."""
+"""Transformer Engine's attention in place of ours, to compare with: ``build_model(..., core_attention=...)``."""
 
 from typing import Any
 
@@ -19,6 +18,8 @@ class TransformerEngineAttention(TEDotProductAttention):
     """
 
     def __init__(self, config: GptOssTransformerConfig, **settings: Any) -> None:
+        if config.context_parallel_size > 1:
+            raise ValueError("Transformer Engine's attention shares rows over ranks in another way than our batches do")
         super().__init__(config, **settings)
         self.rotary = RotaryEmbedding(config.gptoss)
         self.softmax_offset.data = self.softmax_offset.data.to(config.params_dtype)
