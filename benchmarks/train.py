@@ -4,6 +4,7 @@
     python benchmarks/train.py step --layers 4 --length 4096 --sequences 4
     torchrun --nproc_per_node 4 benchmarks/train.py step --expert 4 --length 4096 --sequences 4 --micro-batches 2
     torchrun --nproc_per_node 4 benchmarks/train.py stock --expert 4
+    torchrun --nproc_per_node 2 benchmarks/train.py check-overlap --layers 2 --experts 8
 
 Weights are random (normal with std 0.02, biases and sinks 0, norms 1), tokens uniform, routing what follows from them.
 ``--also "step ARGUMENTS"`` runs a further case in the same processes. Prints a JSON object per case; ``--out FILE``
@@ -33,7 +34,7 @@ from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, Sample, build_batch
 from megatron_gptoss.performance import forward_flops, matmul_ceiling
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer
+from megatron_gptoss.trainer import LossOutput, PolicyTrainer, gather_parameters
 
 VOCAB = 201_088
 
@@ -193,21 +194,30 @@ def release(trainer: PolicyTrainer) -> None:
     for part in trainer.optimizer.chained_optimizers:
         tensors += [tensor for state in part.optimizer.state.values() for tensor in state.values()]
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
             tensor.untyped_storage().resize_(0)
+
+
+def attention(name: str) -> dict[str, Any]:
+    if name != "transformer_engine":
+        return {"attention_backend_name": name}
+    from transformer_engine_attention import TransformerEngineAttention
+
+    return {"core_attention": TransformerEngineAttention}
 
 
 def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
     parallel = ParallelConfig(
         world_size=dist.get_world_size(), expert=args.expert, context=args.context, tensor=args.tensor,
-        pipeline=args.pipeline, recompute=tuple(args.recompute),
+        pipeline=args.pipeline, recompute=tuple(args.recompute), expert_dispatcher=args.dispatcher,
     )  # fmt: skip
     model = build_model(
-        model_config, parallel, torch.bfloat16, moe_router_force_load_balancing=args.balanced, **json.loads(args.config)
-    )
+        model_config, parallel, torch.bfloat16, moe_router_force_load_balancing=args.balanced,
+        **attention(args.attention), **json.loads(args.config),
+    )  # fmt: skip
     random_weights(model)
-    optimizer = OptimizerConfig(gradient_dtype=args.gradients, moment_dtype=args.moments)
+    optimizer = OptimizerConfig(gradient_dtype=args.gradients, moment_dtype=args.moments, offload=args.offload)
     trainer = PolicyTrainer(model, optimizer)
     data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     rows = batches(args.micro_batches, args.sequences, args.length, data_rank)
@@ -236,6 +246,50 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
         "parameters_per_gpu": parameters,
         "losses": losses,
     }
+
+
+def check_overlap_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
+    """Three steps and a score right after them, with weights gathered before the next forward pass (twice, for the
+    noise of the run), under it, and, as the control that must stand out, never."""
+    parallel = ParallelConfig(world_size=dist.get_world_size(), expert=args.expert)
+    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
+    rows = batches(args.micro_batches, args.sequences, args.length, parallel_state.get_data_parallel_rank())
+    tokens = parallel_state.get_data_parallel_world_size() * sum(row.tokens for row in rows)
+    result: dict[str, Any] = {}
+    reference = torch.empty(0)
+    for mode in ("before", "before_again", "under", "never"):
+        model = build_model(model_config, parallel, torch.bfloat16)
+        random_weights(model)
+        trainer = PolicyTrainer(model, OptimizerConfig())
+        trainer.model.broadcast_params()
+        if mode != "under":
+            trainer.model.disable_forward_pre_hook(param_sync=False)
+            trainer.model.ddp_config.overlap_param_gather = mode == "never"
+        losses = [trainer.train_step(rows, sft_loss(tokens), 1e-3).sums["loss"] for _ in range(3)]
+        scores = torch.cat(trainer.score(rows))
+        if mode == "before":
+            reference = scores
+        if mode != "never":
+            gather_parameters(trainer.model)
+        replicas_equal = True
+        for parameter in model.parameters():
+            apart = not getattr(parameter, "allreduce", True)
+            group = (
+                parallel_state.get_expert_data_parallel_group() if apart else parallel_state.get_data_parallel_group()
+            )
+            sums = [torch.zeros((), dtype=torch.double, device="cuda") for _ in range(group.size())]
+            dist.all_gather(sums, parameter.detach().double().square().sum(), group=group)
+            replicas_equal &= len(set(torch.stack(sums).tolist())) == 1
+        result[mode] = {
+            "losses": losses,
+            "score_difference": float((scores - reference).abs().mean()),
+            "replicas_equal": replicas_equal,
+        }
+        release(trainer)
+        del trainer, model
+        gc.collect()
+        torch.cuda.empty_cache()
+    return result
 
 
 def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
@@ -301,7 +355,7 @@ def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=["log-probs", "step", "stock"])
+    parser.add_argument("case", choices=["log-probs", "step", "stock", "check-overlap"])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--length", type=int, default=4096, help="tokens of every sequence")
@@ -314,6 +368,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--moments", default="fp32")
     parser.add_argument("--gradients", default="fp32")
     parser.add_argument("--recompute", nargs="*", default=[])
+    parser.add_argument("--attention", default="auto", help="a backend of ours, or transformer_engine")
+    parser.add_argument("--dispatcher", default="alltoall", help="or deepep")
+    parser.add_argument("--offload", type=float, default=0.0, help="share of the optimizer's state in host memory")
     parser.add_argument("--balanced", action="store_true", help="route at random and evenly, for comparison only")
     parser.add_argument("--config", default="{}", help="JSON of further TransformerConfig fields")
     parser.add_argument("--steps", type=int, default=6)
@@ -329,8 +386,9 @@ def run(args: argparse.Namespace, port: int) -> None:
     parallel = {name: getattr(args, name) for name in ("expert", "context", "tensor", "pipeline")}
     distributed.initialize(ParallelConfig(world_size=world_size, **parallel), rank, port=port)
     torch.cuda.reset_peak_memory_stats()
-    case = {"log-probs": lambda *_: log_probs_case(), "step": step_case, "stock": stock_case}[args.case]
-    result = case(args, matmul_ceiling())
+    cases = {"step": step_case, "stock": stock_case, "check-overlap": check_overlap_case}
+    cases["log-probs"] = lambda *_: log_probs_case()
+    result = cases[args.case](args, matmul_ceiling())
     given = {k: v for k, v in vars(args).items() if not isinstance(v, Path) and k != "also"}
     if rank == 0:
         line = json.dumps(

@@ -25,7 +25,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.trainer import PolicyTrainer
+from megatron_gptoss.trainer import PolicyTrainer, gather_parameters
 
 MODEL_CONFIG_FILE = "gptoss_config.json"
 TRAINING_STATE_FILE = "training_state.json"
@@ -141,7 +141,8 @@ class CheckpointWriter:
                 for abandoned in self._root.glob("step_??????.partial"):
                     shutil.rmtree(abandoned, ignore_errors=True)
                 partial.mkdir(parents=True)
-        with _failing_together(partial):
+        gather_parameters(trainer.model)
+        with _failing_together(partial), trainer.offloaded.on_device():
             state = _state(trainer, loading=False) | {EXPERTS_APART: _experts_apart(trainer)}
             request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
             self._written = []
@@ -249,7 +250,7 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         state = dist_checkpointing.load(_state(trainer, loading=True), str(path))
         trainer.module.load_state_dict(state["model"], strict=True)
         if trainer.updated:
-            with _master_weights_whole(trainer.optimizer):
+            with trainer.offloaded.on_device(), _master_weights_whole(trainer.optimizer):
                 trainer.optimizer.load_state_dict(state["optimizer"])
         else:
             trainer.optimizer.reload_model_params()

@@ -186,6 +186,9 @@ class ParallelConfig(StrictModel):
     """TFLOP/s of full attention on one GPU, for the cost model. The default is flash-attn-4 on an H200."""
     expert: int = Field(1, gt=0)
     """Expert parallel size: ranks among which the experts of a layer are shared out."""
+    expert_dispatcher: Literal["alltoall", "deepep"] = "alltoall"
+    """What sends tokens to their experts and back. deepep, which you install yourself, permutes and sends in one
+    kernel; it pays between nodes."""
     recompute: tuple[Literal["moe_act", "layernorm", "core_attn", "moe"], ...] = ()
     """On GPUs: what the backward pass computes again instead of keeping it. moe_act (the expert activation) costs next
     to nothing and saves a sixth of the activations, layernorm likewise less; moe is the last resort."""
@@ -208,6 +211,8 @@ class ParallelConfig(StrictModel):
                 f"parallel.expert ({self.expert}) must divide world_size / pipeline "
                 f"({self.world_size // self.pipeline})"
             )
+        if self.expert_dispatcher == "deepep" and self.expert == 1:
+            raise ValueError("parallel.expert_dispatcher deepep has nobody to send to: parallel.expert is 1")
         for key, size, name, count in (
             ("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads),
             ("tensor", self.tensor, "vocab_size", model.vocab_size),
@@ -252,3 +257,6 @@ class OptimizerConfig(StrictModel):
     loses digits with every micro-batch."""
     moment_dtype: Literal["fp32", "bf16"] = "fp32"
     """On GPUs: dtype of Adam's moments. bf16 saves 4 bytes per parameter; master weights stay exact either way."""
+    offload: float = Field(0.0, ge=0, le=1)
+    """Share of the optimizer's state that rests in pinned host memory and comes to the GPU for every step, where the
+    activations were. The numbers stay the same. A last resort: copying takes longer than the step itself."""

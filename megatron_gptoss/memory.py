@@ -28,6 +28,8 @@ class Memory:
     """Kept from the forward for the backward pass, of all micro-batches in flight."""
     working: float
     """The larger of the log-probs' blocks and what one layer's backward pass needs besides."""
+    fetched: float
+    """Optimizer state that comes from host memory for the step and finds no room where the last two were."""
 
     @property
     def total(self) -> float:
@@ -80,12 +82,16 @@ def predict(
     head = max(8 * block, 2 * vocabulary) + 6 * local * model.hidden_size
     routed = model.hidden_size + 4 * model.intermediate_size
     layer = 2 * local * model.experts_per_token * EXPERT_LOAD * routed
+    activations = in_flight * model.num_layers / parallel.pipeline * local * activation_bytes(model, parallel)
+    working = max(head if stage == parallel.pipeline - 1 else 0, layer)
+    adam = state * (dense / shards + expert / expert_shards)
     return Memory(
         weights=2 * (dense + expert),
         gradients=(2 if optimizer.gradient_dtype == "bf16" else 4) * (dense + expert),
-        optimizer=state * (dense / shards + expert / expert_shards),
-        activations=in_flight * model.num_layers / parallel.pipeline * local * activation_bytes(model, parallel),
-        working=max(head if stage == parallel.pipeline - 1 else 0, layer),
+        optimizer=(1 - optimizer.offload) * adam,
+        activations=activations,
+        working=working,
+        fetched=max(0.0, optimizer.offload * adam - activations - working),
     )
 
 
@@ -127,6 +133,7 @@ def smaller_settings(
         ("optimizer.moment_dtype=bf16", {}, {"moment_dtype": "bf16"}, tokens),
         (f"training.max_tokens_per_micro_batch={half}", {}, {}, half),
         ("optimizer.gradient_dtype=bf16", {}, {"gradient_dtype": "bf16"}, half),
+        ("optimizer.offload=1", {}, {"offload": 1.0}, half),
     ]
     for text, layout, adam, limit in changes:
         before = parallel, optimizer, tokens

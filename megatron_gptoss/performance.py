@@ -20,6 +20,8 @@ NETWORK_BANDWIDTH = 40e9
 """Bytes per second of one GPU to other nodes: a 400 Gb/s adapter each, at 80 %. Assumed, not measured."""
 MEMORY_BANDWIDTH = 3.5e12
 """Bytes per second that the optimizer reads and writes."""
+HOST_BANDWIDTH = 50e9
+"""Bytes per second between a GPU and host memory, each way: PCIe 5 at 80 %. Assumed, not measured."""
 
 
 def attended_pairs(length: int, window: int | None = None) -> int:
@@ -63,8 +65,10 @@ class StepTime:
     gradients: float
     """What the backward pass of the last micro-batch does not hide of their reduction."""
     parameters: float
-    """Gathering them after the optimizer's step."""
+    """Gathering them after the optimizer's step, as where weights are sent to engines then; else the next forward pass
+    hides it."""
     optimizer: float
+    """Its arithmetic, and the way of offloaded state from host memory and back."""
 
     @property
     def total(self) -> float:
@@ -111,6 +115,7 @@ def predict_step(
     gradient_bytes = 2 if optimizer.gradient_dtype == "bf16" else 4
     moments = 2 if optimizer.moment_dtype == "bf16" else 4
     touched = 2 * (2 + 2 + 2 * moments) + 2 * gradient_bytes  # weights, their other 16 bits and moments, to and fro
+    offloaded = 2 * optimizer.offload * (2 + 2 * moments)
     return StepTime(
         arithmetic,
         experts,
@@ -118,7 +123,8 @@ def predict_step(
         bubble,
         gradients=max(0.0, reduction(gradient_bytes) - arithmetic * 2 / 3 / micro_batches),
         parameters=reduction(2),
-        optimizer=touched * (dense / replicas + expert / expert_replicas) / MEMORY_BANDWIDTH,
+        optimizer=(touched / MEMORY_BANDWIDTH + offloaded / HOST_BANDWIDTH)
+        * (dense / replicas + expert / expert_replicas),
     )
 
 

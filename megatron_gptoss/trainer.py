@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.log_probs import log_probs_and_entropy, most_likely_tokens, whole_hidden_states
+from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.performance import forward_flops, matmul_ceiling
 from megatron_gptoss.routing_replay import RoutingReplay
@@ -125,6 +126,7 @@ class Scorer:
             batch = next(batches).context_parallel_shard(context.rank(), context.size()).to(device)
 
             def head_of_batch(hidden_states: torch.Tensor, output_layer: Any, **_: Any) -> torch.Tensor:
+                gather_parameters(model, [output_layer.weight])
                 hidden = whole_hidden_states(hidden_states, output_layer)
                 return head(hidden, output_layer.weight, output_layer.tp_group, batch)
 
@@ -163,6 +165,20 @@ class Scorer:
         return box[0]
 
 
+@torch.no_grad()
+def gather_parameters(model: Any, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+    """Wait until this rank has what the last optimizer step made of ``parameters``, by default all of ``model``.
+
+    Under the distributed optimizer a rank updates its share, and Megatron gathers a module's weights when its forward
+    is called. Whoever reads weights in another way calls this before, or silently gets those of the step before.
+    Collective over data-parallel ranks. Does nothing where ``model`` is not in Megatron's data-parallel wrapper.
+    """
+    if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:
+        for parameter in model.params_with_grad if parameters is None else parameters:
+            if parameter in model.param_to_bucket_group:
+                model.param_to_bucket_group[parameter].finish_param_sync(skip_next_bucket_dispatch=True)
+
+
 class PolicyTrainer(Scorer):
     """Megatron's data-parallel wrapper and optimizer around one model part."""
 
@@ -178,6 +194,7 @@ class PolicyTrainer(Scorer):
             ddp_config=DistributedDataParallelConfig(
                 use_distributed_optimizer=on_gpu,
                 overlap_grad_reduce=on_gpu,
+                overlap_param_gather=on_gpu,
                 grad_reduce_in_fp32=sums_in_fp32,
                 check_for_nan_in_grad=False,
                 average_in_collective=False,
@@ -209,6 +226,7 @@ class PolicyTrainer(Scorer):
         self.optimizer = get_megatron_optimizer(
             settings, [self.model], config_overrides=get_standard_config_overrides(settings) | router_biases
         )
+        self.offloaded = OffloadedState(self.optimizer, config.offload)
         self.updated = False
         """Whether the optimizer has taken a step; it has nothing to save before."""
 
@@ -253,7 +271,8 @@ class PolicyTrainer(Scorer):
         if self._gradients_are_finite():
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-            updated, grad_norm, _ = self.optimizer.step()
+            with self.offloaded.on_device():
+                updated, grad_norm, _ = self.optimizer.step()
             statistics.parameters_updated, statistics.grad_norm = bool(updated), float(grad_norm)
             self.updated |= statistics.parameters_updated
         else:

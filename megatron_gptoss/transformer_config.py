@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gptoss.config import ModelConfig, ParallelConfig
@@ -15,6 +16,7 @@ class GptOssTransformerConfig(TransformerConfig):
 
     gptoss: ModelConfig = field(kw_only=True)
     attention_backend_name: str = "auto"
+    core_attention: type[torch.nn.Module] | None = None  # on GPUs, in place of SinkAttention
     context_scheme_full: str = "auto"
     context_scheme_window: str = "auto"
     context_bandwidth: float = 0.0
@@ -38,7 +40,16 @@ def swish_1702(x: torch.Tensor) -> torch.Tensor:
 def build_transformer_config(
     model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype = torch.bfloat16, **overrides: Any
 ) -> GptOssTransformerConfig:
-    """The configuration of one trainer rank. ``overrides`` replace single fields (negative controls)."""
+    """The configuration of one trainer rank. ``overrides`` replace single fields (negative controls). Raises
+    RuntimeError where ``parallel`` asks for a dispatcher that is not installed."""
+    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
+    if parallel.expert_dispatcher == "deepep":
+        if not (HAVE_DEEP_EP and torch.cuda.is_available()):
+            raise RuntimeError(
+                "parallel.expert_dispatcher deepep needs GPUs and the module deep_ep, which cannot be imported here: "
+                "install DeepEP (https://github.com/deepseek-ai/DeepEP), or use alltoall"
+            )
+        dispatcher = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
     settings: dict[str, Any] = {
         "gptoss": model,
         "num_layers": model.num_layers,
@@ -71,7 +82,7 @@ def build_transformer_config(
         "moe_router_score_function": "softmax",
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
-        "moe_token_dispatcher_type": "alltoall",
+        **dispatcher,
         # losses are normalised over the global batch by the caller; Megatron only adds gradients up
         "calculate_per_token_loss": True,
         "params_dtype": dtype,

@@ -77,6 +77,6 @@ def transformer_engine_block_spec(config: GptOssTransformerConfig) -> Transforme
     grouped = submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
     experts = partial(GptOssGroupedMLP, submodules=grouped)
     submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=GptOssRouter))
-    submodules.self_attention.submodules.core_attention = SinkAttention
+    submodules.self_attention.submodules.core_attention = config.core_attention or SinkAttention
     layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=TENorm)

@@ -29,6 +29,7 @@ from megatron_gptoss.trainer import (
     StepStatistics,
     alignment,
     data_parallel_slice,
+    gather_parameters,
     learning_rate_at,
 )
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
@@ -199,6 +200,7 @@ class TrainerWorker:
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         """All weights by Hugging Face name on rank 0, None elsewhere."""
+        gather_parameters(self.trainer.model)
         named = {name: tensor.detach().clone() for name, tensor in export_hf_weights(self.model, self.config.model)}
         return named if dist.get_rank() == 0 else None
 
@@ -206,6 +208,7 @@ class TrainerWorker:
         """Send all weights from rank 0, where every other rank sends its own part, to the servers of ``plan``. Returns
         bytes and seconds on rank 0. Raises SyncFailed there."""
         dtype = getattr(torch, self.config.dtype)
+        gather_parameters(self.trainer.model)
         stream = ((name, tensor.to(dtype)) for name, tensor in export_hf_weights(self.model, self.config.model))
         try:
             if dist.get_rank() == 0:

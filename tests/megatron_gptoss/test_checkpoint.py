@@ -36,12 +36,12 @@ def one_rank() -> Iterator[None]:
     distributed.shutdown()
 
 
-def trainer(seed: int = 0, dtype: torch.dtype = torch.float32) -> PolicyTrainer:
+def trainer(seed: int = 0, dtype: torch.dtype = torch.float32, offload: float = 0.0) -> PolicyTrainer:
     model = build_model(TINY, ParallelConfig(), dtype)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1, generator=generator)
-    return PolicyTrainer(model, OptimizerConfig())
+    return PolicyTrainer(model, OptimizerConfig(offload=offload))
 
 
 def steps(policy: PolicyTrainer, count: int) -> list[float]:
@@ -68,6 +68,22 @@ def test_a_master_weight_is_put_together_from_its_halves() -> None:
     weight = torch.from_numpy(upper.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
     assert torch.equal(lower_half(master), torch.from_numpy(lower))
     assert torch.equal(master_weight(weight, torch.from_numpy(lower)), master)
+
+
+def test_offloaded_state_learns_and_resumes_as_any_other(tmp_path: Path) -> None:
+    expected = steps(trainer(), 5)
+    half = trainer(offload=0.5)
+    assert steps(half, 2) == expected[:2]
+    total = sum(parameter.numel() for parameter in half.module.parameters())
+    resting = sum(x.numel() for (_, name), x in half.offloaded._host.items() if name == "exp_avg")
+    assert 0.5 <= resting / total < 0.75  # whole parameters
+    save_checkpoint(tmp_path, half, 2, {})
+    other = trainer(seed=1, offload=1)
+    load_checkpoint(latest_checkpoint(tmp_path), other)
+    assert steps(other, 3) == expected[2:]
+    for optimizer in other.optimizer.chained_optimizers:
+        for parameter, state in optimizer.optimizer.state.items():
+            assert state["exp_avg"] is other.offloaded._host[parameter, "exp_avg"]
 
 
 def test_a_checkpoint_from_before_the_first_update_is_resumed(tmp_path: Path) -> None:

@@ -77,10 +77,19 @@ def test_each_suggestion_takes_less_than_the_one_before() -> None:
     parallel = ParallelConfig(world_size=4, expert=4)
     found = smaller_settings(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)
     totals = [worst_stage(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768).total, *(m.total for _, m in found)]
-    assert len(found) == 4 and totals == sorted(totals, reverse=True) and len(set(totals)) == 5
+    assert len(found) == 5 and totals == sorted(totals, reverse=True) and len(set(totals)) == 6
     bf16 = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
-    (only,) = smaller_settings(GPT_OSS_20B, parallel.model_copy(update={"recompute": ("moe",)}), bf16, 32_768)
-    assert only[0] == "training.max_tokens_per_micro_batch=16384"
+    first, last = smaller_settings(GPT_OSS_20B, parallel.model_copy(update={"recompute": ("moe",)}), bf16, 32_768)
+    assert (first[0], last[0]) == ("training.max_tokens_per_micro_batch=16384", "optimizer.offload=1")
+
+
+@pytest.mark.parametrize(("tokens", "room"), [(32_768, True), (256, False)])
+def test_offloaded_state_makes_room_for_activations_and_no_more(tokens: int, room: bool) -> None:
+    parallel = ParallelConfig(world_size=4, expert=4)
+    plain, offloaded = (predict(GPT_OSS_20B, parallel, OptimizerConfig(offload=share), tokens) for share in (0.0, 1.0))
+    assert offloaded.optimizer == 0 and (offloaded.fetched == 0) == room
+    saved = plain.optimizer if room else plain.activations + plain.working
+    assert offloaded.total == pytest.approx(plain.total - saved)
 
 
 def test_running_out_of_memory_prints_the_plan_and_what_to_set_next() -> None:

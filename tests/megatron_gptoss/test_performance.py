@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_gptoss.performance import predict_step
+from megatron_gptoss.memory import parameters_per_gpu
+from megatron_gptoss.performance import HOST_BANDWIDTH, predict_step
 
 GPT_OSS_120B = ModelConfig(num_layers=36, num_experts=128)
 BF16_MOMENTS = OptimizerConfig(moment_dtype="bf16")
@@ -44,6 +45,15 @@ def test_experts_spread_over_nodes_cost_more_than_within_one() -> None:
         for expert in (8, 16)
     )
     assert beyond > 2 * within
+
+
+def test_offloaded_state_crosses_the_bus_twice_in_every_step() -> None:
+    model, parallel = ModelConfig(num_layers=24, num_experts=32), ParallelConfig(world_size=4, expert=4)
+    here, away = (
+        predict_step(model, parallel, OptimizerConfig(offload=share), [4096], 1).optimizer for share in (0.0, 1.0)
+    )
+    dense, expert = parameters_per_gpu(model, parallel)
+    assert away - here == pytest.approx(2 * 10 * (dense / 4 + expert) / HOST_BANDWIDTH)
 
 
 def test_more_micro_batches_shrink_the_share_of_the_pipeline_bubble() -> None:

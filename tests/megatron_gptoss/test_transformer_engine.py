@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,8 +44,8 @@ def reference(dtype: torch.dtype) -> torch.nn.Module:
     return model
 
 
-def policy(recompute: tuple[str, ...] = (), **settings: object) -> PolicyTrainer:
-    model = build_model(WIDE, ParallelConfig(recompute=recompute), torch.bfloat16)
+def policy(recompute: tuple[str, ...] = (), attention: type | None = None, **settings: object) -> PolicyTrainer:
+    model = build_model(WIDE, ParallelConfig(recompute=recompute), torch.bfloat16, core_attention=attention)
     load_hf_weights(model, WIDE, reference(torch.float32).state_dict().__getitem__)
     return PolicyTrainer(model, OptimizerConfig(clip_grad=1e9, **settings))
 
@@ -116,8 +117,69 @@ def test_scores_are_those_of_the_logits() -> None:
     assert (trainer.score([batch])[0] - want).abs().max() < 0.05  # the logits above are rounded to bf16
 
 
+@pytest.mark.parametrize("length", [256, None])
+def test_transformer_engines_attention_is_as_exact_as_ours(length: int | None, tmp_path: Path) -> None:
+    from benchmarks.transformer_engine_attention import TransformerEngineAttention
+
+    # uneven rows are packed, which Transformer Engine fuses from cuDNN 9.26 on
+    if length is None and torch.backends.cudnn.version() < 92600:
+        pytest.skip("cuDNN below 9.26")
+    samples = documents([length + 1] * 4, vocab_size=8192) if length else SAMPLES
+    batch, tokens = build_batch(samples).to("cuda"), sum(len(sample.token_ids) - 1 for sample in samples)
+    with torch.device("cuda"), torch.no_grad():
+        exact = hf_logits(reference(torch.float32), samples).log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]
+    ours, theirs = policy(), policy(attention=TransformerEngineAttention)
+    assert type(theirs.module.decoder.layers[0].self_attention.core_attention) is TransformerEngineAttention
+    kinds = [[(name, p.dtype, p.shape) for name, p in trainer.module.named_parameters()] for trainer in (ours, theirs)]
+    assert kinds[0] == kinds[1]
+    errors = [relative(trainer.score([batch])[0], exact) for trainer in (ours, theirs)]
+    print("log-probs, ours and Transformer Engine's:", errors)
+    assert errors[1] < 1.3 * errors[0]
+    sinks = []
+    for trainer in (ours, theirs):
+        trainer.train_step([batch], mean_cross_entropy(tokens), learning_rate=1e-9)
+        sinks.append(torch.cat([p.main_grad for n, p in trainer.module.named_parameters() if "softmax_offset" in n]))
+    print("gradients of the sinks differ by", relative(sinks[1], sinks[0]))
+    assert relative(sinks[1], sinks[0]) < 0.05
+    save_checkpoint(tmp_path, theirs, 1, {})
+    load_checkpoint(tmp_path / "step_000001", ours)
+
+
+def test_offloaded_state_leaves_the_gpu_between_steps() -> None:
+    batch, losses, taken = build_batch(SAMPLES), [], []
+    for offload in (0.0, 1.0):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        trainer = policy(offload=offload)
+        losses.append([trainer.train_step([batch], mean_cross_entropy(TOKENS), 1e-4).sums["loss"] for _ in range(3)])
+        taken.append(torch.cuda.memory_allocated() - before)
+        state = 10 * sum(parameter.numel() for parameter in trainer.module.parameters())
+        del trainer
+        gc.collect()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert taken[0] - taken[1] == pytest.approx(state, rel=0.1)
+
+
+def test_every_module_with_weights_but_the_output_layer_is_called() -> None:
+    # Megatron gathers the weights of a module when it is called; the head does so for the output layer
+    trainer, called = policy(), set()
+    assert trainer.model.ddp_config.overlap_param_gather
+    for name, part in trainer.module.named_modules():
+        part.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    trainer.score([build_batch(SAMPLES)])
+    owners = {n for n, part in trainer.module.named_modules() if any(True for _ in part.parameters(recurse=False))}
+    assert owners - called == {"output_layer"}
+
+
 @pytest.mark.parametrize(
-    "settings", [{}, {"moment_dtype": "bf16"}, {"moment_dtype": "bf16", "gradient_dtype": "bf16"}], ids=str
+    "settings",
+    [
+        {},
+        {"moment_dtype": "bf16"},
+        {"moment_dtype": "bf16", "gradient_dtype": "bf16"},
+        {"moment_dtype": "bf16", "offload": 0.5},
+    ],
+    ids=str,
 )
 def test_training_lowers_the_loss_and_a_resumed_trainer_continues_it(settings: dict[str, str], tmp_path: Path) -> None:
     trainer = policy(**settings)

@@ -1,0 +1,89 @@
+"""Weights that the distributed optimizer left in shares are whole when they are used: forward, head and export."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from converters.live import load_hf_weights
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import build_batch
+from megatron_gptoss.trainer import Scorer, gather_parameters
+from tests.distributed import free_port, run_distributed
+from tests.megatron_gptoss.reference import TINY, documents, hf_model
+
+BATCH = build_batch(documents([30, 5, 18]), align=2)
+
+
+def forget_the_others_shares(model: DistributedDataParallel) -> None:
+    """What a step of the distributed optimizer leaves: every rank has its own part of each bucket, and no more."""
+    for group in model.bucket_groups + model.expert_parallel_bucket_groups:
+        group.param_gather_dispatched = False
+        for bucket in group.buckets:
+            size = group.intra_distributed_optimizer_instance_size
+            own = group.intra_distributed_optimizer_instance_rank
+            for rank, share in enumerate(bucket.param_data.chunk(size)):
+                if rank != own:
+                    share.fill_(torch.nan)
+
+
+def use_after_a_step(rank: int, port: int) -> dict[str, Any]:
+    parallel = ParallelConfig(world_size=2)
+    distributed.initialize(parallel, rank, port=port)
+    try:
+        module = build_model(TINY, parallel, torch.float32)
+        load_hf_weights(module, TINY, hf_model(std=0.1).state_dict().__getitem__)
+        expected = Scorer(module).score([BATCH])[0]
+        weights = [parameter.data.clone() for parameter in module.parameters()]
+        scorer = Scorer(module)
+        scorer.model = DistributedDataParallel(
+            module.config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=8000
+            ),
+            module,
+        )
+        called = set()
+        for name, part in module.named_modules():
+            part.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+        forget_the_others_shares(scorer.model)
+        scores = [scorer.score([BATCH])[0] for _ in range(2)]
+        owners = {n for n, part in module.named_modules() if any(True for _ in part.parameters(recurse=False))}
+        waiting = [group for group in scorer.model.bucket_groups if group.param_gather_handle is not None]
+        forget_the_others_shares(scorer.model)
+        gather_parameters(scorer.model)
+        return {
+            "scores": [float((score - expected).abs().max()) for score in scores],
+            "weights": max(float((a - b.data).abs().max()) for a, b in zip(weights, module.parameters(), strict=True)),
+            "not_called": owners - called,
+            "never_waited_for": len(waiting),
+            "buckets": len(scorer.model.bucket_groups),
+        }
+    finally:
+        distributed.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_distributed(use_after_a_step, 2, free_port())
+
+
+def test_scores_right_after_a_step_are_those_of_the_whole_weights(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        assert rank["buckets"] > 2  # the output layer's is not the one that everything else waits for
+        assert rank["scores"] == [0, 0]
+        assert rank["never_waited_for"] == 0
+
+
+def test_whoever_reads_weights_gets_those_of_all_ranks(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["weights"] for rank in two_ranks] == [0, 0]
+
+
+def test_every_module_with_weights_but_the_output_layer_is_called(two_ranks: list[dict[str, Any]]) -> None:
+    # Megatron gathers when a module is called; the head reads the output layer's weight and gathers it by itself
+    assert [rank["not_called"] for rank in two_ranks] == [{"output_layer"}, {"output_layer"}]
