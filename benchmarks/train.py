@@ -188,8 +188,8 @@ def profile_step(step: Callable[[], Any], path: Path) -> None:
 
 def release(trainer: PolicyTrainer) -> None:
     """Give back what the next case needs, whatever still refers to it."""
-    tensors = [b.grad_data for b in trainer.model.buffers + trainer.model.expert_parallel_buffers]
-    tensors += [b.param_data for b in trainer.model.buffers + trainer.model.expert_parallel_buffers]
+    buffers = [b for part in trainer.model for b in part.buffers + part.expert_parallel_buffers]
+    tensors = [b.grad_data for b in buffers] + [b.param_data for b in buffers]
     for part in trainer.optimizer.chained_optimizers:
         tensors += [tensor for state in part.optimizer.state.values() for tensor in state.values()]
     for tensor in tensors:

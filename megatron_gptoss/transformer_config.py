@@ -39,6 +39,7 @@ def build_transformer_config(
     model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype = torch.bfloat16, **overrides: Any
 ) -> GptOssTransformerConfig:
     """The configuration of one trainer rank. ``overrides`` replace single fields (negative controls)."""
+    interleaved = parallel.virtual_pipeline > 1
     settings: dict[str, Any] = {
         "gptoss": model,
         "num_layers": model.num_layers,
@@ -82,6 +83,10 @@ def build_transformer_config(
         "tensor_model_parallel_size": parallel.tensor,
         "sequence_parallel": parallel.tensor > 1,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        # batched messages of the interleaved schedule would be confused between two ranks
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
         "context_parallel_size": parallel.context,
         "context_scheme_full": parallel.context_scheme_full,
         "context_scheme_window": parallel.context_scheme_window,
