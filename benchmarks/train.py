@@ -189,8 +189,8 @@ def profile_step(step: Callable[[], Any], path: Path) -> None:
 
 def release(trainer: PolicyTrainer) -> None:
     """Give back what the next case needs, whatever still refers to it."""
-    tensors = [b.grad_data for b in trainer.model.buffers + trainer.model.expert_parallel_buffers]
-    tensors += [b.param_data for b in trainer.model.buffers + trainer.model.expert_parallel_buffers]
+    buffers = [b for part in trainer.model for b in part.buffers + part.expert_parallel_buffers]
+    tensors = [b.grad_data for b in buffers] + [b.param_data for b in buffers]
     for part in trainer.optimizer.chained_optimizers:
         tensors += [tensor for state in part.optimizer.state.values() for tensor in state.values()]
     for tensor in tensors:
@@ -261,10 +261,10 @@ def check_overlap_case(args: argparse.Namespace, ceiling: float) -> dict[str, An
         model = build_model(model_config, parallel, torch.bfloat16)
         random_weights(model)
         trainer = PolicyTrainer(model, OptimizerConfig())
-        trainer.model.broadcast_params()
+        trainer.model[0].broadcast_params()
         if mode != "under":
-            trainer.model.disable_forward_pre_hook(param_sync=False)
-            trainer.model.ddp_config.overlap_param_gather = mode == "never"
+            trainer.model[0].disable_forward_pre_hook(param_sync=False)
+            trainer.model[0].ddp_config.overlap_param_gather = mode == "never"
         losses = [trainer.train_step(rows, sft_loss(tokens), 1e-3).sums["loss"] for _ in range(3)]
         scores = torch.cat(trainer.score(rows))
         if mode == "before":

@@ -5,24 +5,23 @@ parallel size 1), with the groups of ``megatron.core.parallel_state``.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 
 from converters.errors import ConversionError
 from converters.hf_directory import ExpertStack
 from converters.names import ParameterMapping, global_name, hf_tensors, parameter_mappings
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.model import chunks_of
 
 GetTensor = Callable[[str], torch.Tensor] | Callable[[str], torch.Tensor | ExpertStack]
 
 
 @torch.no_grad()
-def load_hf_weights(model: GPTModel, config: ModelConfig, get_tensor: GetTensor) -> None:
+def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: GetTensor) -> None:
     """Fill every parameter of this rank's ``model`` in place; other dtypes are converted to the parameter's.
 
     ``get_tensor`` returns the Hugging Face tensor of a name and is called only for names of which this rank holds a
@@ -61,52 +60,26 @@ def _fetch(get_tensor: GetTensor, name: str) -> torch.Tensor | ExpertStack:
         raise ConversionError(f"tensor {name} is missing from the weights to load") from None
 
 
-def _local_parameters(model: GPTModel, config: ModelConfig) -> list[tuple[ParameterMapping, torch.nn.Parameter]]:
+def _local_parameters(model: torch.nn.Module, config: ModelConfig) -> list[tuple[ParameterMapping, torch.nn.Parameter]]:
     """What this rank holds, in the order of the name table."""
     table = parameter_mappings(config)
-    layers, experts = _local_layers(model), _local_experts(config)
+    experts = config.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
     local = {}
-    for name, parameter in model.named_parameters():
-        full_name = global_name(name, layers[0] if layers else 0, experts[0])
-        if full_name not in table:
-            raise ConversionError(
-                f"parameter {name} ({full_name} of the whole model) has no counterpart in Hugging Face's GPT-OSS of "
-                f"{config.num_layers} layers and {config.num_experts} experts"
-            )
-        local[full_name] = parameter
+    for chunk in chunks_of(model):
+        for name, parameter in chunk.named_parameters():
+            full_name = global_name(name, chunk.decoder.layers[0].layer_number - 1, first_expert)
+            if full_name not in table:
+                raise ConversionError(
+                    f"parameter {name} ({full_name} of the whole model) has no counterpart in Hugging Face's GPT-OSS "
+                    f"of {config.num_layers} layers and {config.num_experts} experts"
+                )
+            local[full_name] = parameter
     return [(mapping, local[name]) for name, mapping in table.items() if name in local]
 
 
-def _local_layers(model: GPTModel) -> list[int]:
-    return [layer.layer_number - 1 for layer in model.decoder.layers]
-
-
-def _local_experts(config: ModelConfig) -> range:
-    count = config.num_experts // parallel_state.get_expert_model_parallel_world_size()
-    first = parallel_state.get_expert_model_parallel_rank() * count
-    return range(first, first + count)
-
-
-@dataclass(frozen=True)
-class _Holdings:
-    """What one rank holds, known to all ranks."""
-
-    dtypes: dict[str, torch.dtype]
-    """By checkpoint key, which names a kind of parameter."""
-    layers: tuple[int, ...]
-    experts: range
-    tensor_rank: int
-
-    def holds(self, mapping: ParameterMapping) -> bool:
-        return (
-            mapping.checkpoint_key in self.dtypes
-            and (mapping.layer is None or mapping.layer in self.layers)
-            and (mapping.expert is None or mapping.expert in self.experts)
-        )
-
-
 @torch.no_grad()
-def export_hf_weights(model: GPTModel, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def export_hf_weights(model: torch.nn.Module, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """All Hugging Face tensors of the model, on global rank 0, in the order of ``names.hf_shapes``.
 
     Collective: every rank must run the iterator to its end; on other ranks than 0 it yields nothing. dtype and device
@@ -116,24 +89,19 @@ def export_hf_weights(model: GPTModel, config: ModelConfig) -> Iterator[tuple[st
     optimizer step.
     """
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    rank = dist.get_rank()
+    tp_rank, rank = parallel_state.get_tensor_model_parallel_rank(), dist.get_rank()
     local = {mapping.name: (mapping, parameter.detach()) for mapping, parameter in _local_parameters(model, config)}
-    own = _Holdings(
-        {mapping.checkpoint_key: parameter.dtype for mapping, parameter in local.values()},
-        tuple(_local_layers(model)),
-        _local_experts(config),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
-    everyone: list[_Holdings] = [own] * dist.get_world_size()
+    own = {name: parameter.dtype for name, (_, parameter) in local.items()}, tp_rank
+    everyone = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     device = next(model.parameters()).device
 
     def shards(mapping: ParameterMapping) -> Iterator[tuple[int, torch.dtype]]:
         """Per tensor-parallel shard the rank that provides it and its dtype."""
         for shard in range(1 if mapping.tensor_parallel_dim is None else tp_size):
-            for holder, holdings in enumerate(everyone):
-                if holdings.holds(mapping) and (mapping.tensor_parallel_dim is None or holdings.tensor_rank == shard):
-                    yield holder, holdings.dtypes[mapping.checkpoint_key]
+            for holder, (dtypes, holder_shard) in enumerate(everyone):
+                if mapping.name in dtypes and (mapping.tensor_parallel_dim is None or holder_shard == shard):
+                    yield holder, dtypes[mapping.name]
                     break
             else:
                 raise ConversionError(f"no rank holds part {shard} of parameter {mapping.name}: the layout is broken")

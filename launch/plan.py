@@ -19,7 +19,8 @@ def step_plan(config: RunConfig) -> str:
     lengths, parallel = full_row(config), config.parallel
     rollout = config.rollout
     episodes = rollout.tasks_per_step * rollout.samples_per_task if isinstance(config, RlConfig) else 1
-    micro_batches = max(1, -(-episodes * rollout.max_tokens // (sum(lengths) * parallel.data)))
+    multiple = parallel.micro_batch_multiple
+    micro_batches = multiple * max(1, -(-episodes * rollout.max_tokens // (sum(lengths) * parallel.data * multiple)))
     step = predict_step(config.model, parallel, config.optimizer, lengths, micro_batches)
     tokens = sum(lengths) * micro_batches * parallel.data
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in asdict(step).items() if seconds >= 0.005)

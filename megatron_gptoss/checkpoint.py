@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.model import chunks_of
 from megatron_gptoss.trainer import PolicyTrainer, gather_parameters
 
 MODEL_CONFIG_FILE = "gptoss_config.json"
@@ -53,9 +53,18 @@ def _metadata() -> dict[str, Any]:
     }
 
 
+def _weights(model: torch.nn.Module, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {str(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks_of(model))}
+
+
+def _load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
+    for i, chunk in enumerate(chunks_of(model)):
+        chunk.load_state_dict(weights[str(i)], strict=True)
+
+
 def _state(trainer: PolicyTrainer, loading: bool) -> dict[str, Any]:
     metadata = _metadata()
-    model = trainer.module.sharded_state_dict(metadata=metadata)
+    model = _weights(trainer.module, metadata)
     if not trainer.updated:  # a critic may be learning alone, or every token be masked
         return {"model": model}
     with _fp32_parameters_counted(trainer.optimizer), _master_weights_whole(trainer.optimizer):
@@ -155,7 +164,7 @@ class CheckpointWriter:
                     for path, key, (objects, tensors) in files
                 ]
                 self._written.append(WRITER.submit(request.async_fn, rank, on_host, results))
-        config: ModelConfig = trainer.module.config.gptoss
+        config: ModelConfig = trainer.chunks[0].config.gptoss
 
         def complete() -> None:
             with _failing_together(partial):
@@ -248,7 +257,7 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
                 "initial_weights are this run"
             )
         state = dist_checkpointing.load(_state(trainer, loading=True), str(path))
-        trainer.module.load_state_dict(state["model"], strict=True)
+        _load_weights(trainer.module, state["model"])
         if trainer.updated:
             with trainer.offloaded.on_device(), _master_weights_whole(trainer.optimizer):
                 trainer.optimizer.load_state_dict(state["optimizer"])
@@ -261,12 +270,11 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 
 
-def load_model_weights(path: Path, model: GPTModel) -> None:
+def load_model_weights(path: Path, model: torch.nn.Module) -> None:
     """Restore only the weights, at any parallel layout. Collective. Raises CheckpointError naming the directory."""
     if not (path / "metadata.json").exists():
         raise CheckpointError(f"{path} is not a torch_dist checkpoint: metadata.json is missing")
     try:
-        state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=_metadata())}, str(path))
-        model.load_state_dict(state["model"], strict=True)
+        _load_weights(model, dist_checkpointing.load({"model": _weights(model, _metadata())}, str(path))["model"])
     except FAILURES as error:
         raise CheckpointError(f"weights of {path} cannot be loaded: {error}") from error

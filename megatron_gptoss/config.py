@@ -172,6 +172,10 @@ class ParallelConfig(StrictModel):
     """Tensor parallel size. Above 1, sequence parallelism is on (Megatron requires it for mixtures of experts)."""
     pipeline: int = Field(1, gt=0)
     """Pipeline stages."""
+    virtual_pipeline: int = Field(1, gt=0)
+    """Model chunks per pipeline rank. Above 1, the interleaved schedule runs them: its bubble is that many times
+    shorter, it sends that many times more between stages, and each rank's number of micro-batches is rounded up to a
+    multiple of pipeline."""
     context: int = Field(1, gt=0)
     """Context parallel size: ranks that share the tokens of one packed batch. Any size; a power of two if in doubt."""
     context_scheme_full: Literal["auto", "all_to_all", "all_gather"] = "auto"
@@ -197,6 +201,11 @@ class ParallelConfig(StrictModel):
     def data(self) -> int:
         return self.world_size // (self.tensor * self.pipeline * self.context)
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Each data-parallel rank takes a multiple of this many micro-batches, as the interleaved schedule wants it."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
+
     def check_layout(self, model: ModelConfig) -> None:
         """Raise ValueError naming the key that makes the layout impossible for ``model``."""
         dense = self.tensor * self.pipeline * self.context
@@ -217,10 +226,13 @@ class ParallelConfig(StrictModel):
             ("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads),
             ("tensor", self.tensor, "vocab_size", model.vocab_size),
             ("pipeline", self.pipeline, "num_layers", model.num_layers),
+            ("pipeline x virtual_pipeline", self.pipeline * self.virtual_pipeline, "num_layers", model.num_layers),
             ("expert", self.expert, "num_experts", model.num_experts),
         ):
             if count % size:
                 raise ValueError(f"parallel.{key} ({size}) must divide {name} ({count})")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline above 1")
         heads = model.num_attention_heads // self.tensor
         for kind, other in (("full", "all_gather"), ("window", "halo")):
             if heads % self.context and getattr(self, f"context_scheme_{kind}") == "all_to_all":

@@ -79,8 +79,8 @@ class CpuMoELayer(MoELayer):
         )
 
 
-def cpu_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage."""
+def cpu_block_spec(config: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
+    """The layers of one chunk of this pipeline rank."""
     submodules = get_gpt_layer_local_submodules(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
     )
@@ -92,5 +92,5 @@ def cpu_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     submodules.self_attention.submodules.core_attention = SinkAttention
     # the checkpoint keys of Transformer Engine layers, so that one checkpoint serves both
     submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=CpuRMSNorm)
+    layers = [ModuleSpec(module=TransformerLayer, submodules=submodules)] * get_num_layers_to_build(config, stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=CpuRMSNorm)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
+from megatron_gptoss.model import chunks_of
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.trainer import Head, PolicyTrainer
 
@@ -25,10 +26,11 @@ class ValueHead(torch.nn.Module):
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
 
 
-def make_critic(policy: GPTModel) -> GPTModel:
+def make_critic(policy: torch.nn.Module) -> torch.nn.Module:
     """Give a model that holds the policy's weights a value head; its output layer is dropped."""
-    if policy.post_process:
-        policy.output_layer = ValueHead(policy)
+    for chunk in chunks_of(policy):
+        if chunk.post_process:
+            chunk.output_layer = ValueHead(chunk)
     return policy
 
 

@@ -76,7 +76,9 @@ def predict(
     # 16 bits that complete the bf16 weights to fp32, and two moments
     state = 2 + 2 * (2 if optimizer.moment_dtype == "bf16" else 4)
     local = tokens / (parallel.context * parallel.tensor)
-    in_flight = parallel.pipeline - stage
+    in_flight: float = parallel.pipeline - stage
+    if (chunks := parallel.virtual_pipeline) > 1:  # as Megatron's interleaved schedule warms up, and one more
+        in_flight = (2 * (in_flight - 1) + (chunks - 1) * parallel.pipeline + 1) / chunks
     block = min(CHUNK_TOKENS, tokens / parallel.context) * CHUNK_COLUMNS
     vocabulary = model.vocab_size / parallel.tensor * model.hidden_size
     head = max(8 * block, 2 * vocabulary) + 6 * local * model.hidden_size
@@ -110,6 +112,7 @@ def layouts_that_fit(
     powers = (1, 2, 4, 8)
     for tensor, pipeline, context, expert in product(powers, powers, powers, (*powers, 16, 32, 64)):
         sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+        sizes["virtual_pipeline"] = base.virtual_pipeline if pipeline > 1 else 1
         layout = base.model_copy(update={"world_size": gpus, **sizes})
         try:
             layout.check_layout(model)

@@ -186,16 +186,19 @@ def pack(
     data_parallel_size: int = 1,
     align: int = 1,
     work: Callable[[int], float] = float,
+    multiple: int = 1,
 ) -> list[list[PackedBatch]]:
     """Distribute samples over data-parallel ranks and micro-batches of at most ``max_tokens`` tokens each.
 
     ``work`` says what a sequence of so many tokens costs. Most costly first into the micro-batch that has least to do
     among those with room. Returns one list of micro-batches per rank, all of the same length (a mixture of experts
-    communicates in every micro-batch, so ranks must take the same number of steps); those that ranks take at the same
-    time cost about the same. Raises ValueError naming a sample that is longer than ``max_tokens``.
+    communicates in every micro-batch, so ranks must take the same number of steps), which is a multiple of
+    ``multiple``; those that ranks take at the same time cost about the same. Where samples are too few for that, a
+    micro-batch has one token, outside of every loss. Raises ValueError where there are none, and naming a sample that
+    is longer than ``max_tokens``.
     """
-    if len(samples) < data_parallel_size:
-        raise ValueError(f"{len(samples)} samples cannot be shared out over {data_parallel_size} data-parallel ranks")
+    if not samples:
+        raise ValueError("there are no samples to pack")
     numbered = [replace(sample, sample_id=i) for i, sample in enumerate(samples)]
     for sample in numbered:
         if len(sample.token_ids) - 1 > max_tokens:
@@ -206,18 +209,19 @@ def pack(
             )
     longest_first = sorted(numbered, key=lambda s: -len(s.token_ids))
     total = sum(len(s.token_ids) - 1 for s in numbered)
-    fewest = max(1, -(-total // (max_tokens * data_parallel_size))) * data_parallel_size
-    for count in range(fewest, len(samples) + 1, data_parallel_size):
-        bins = _fill(longest_first, count, max_tokens, work)
-        if bins is not None:
-            break
-    else:
-        raise ValueError(
-            f"max_tokens_per_micro_batch ({max_tokens}) leaves no equal number of micro-batches for "
-            f"{data_parallel_size} data-parallel ranks and {len(samples)} samples; raise it"
-        )
-    batches = [build_batch(b, align) for b in bins]
+    step = data_parallel_size * multiple
+    count = max(1, -(-total // (max_tokens * step))) * step
+    while (bins := _fill(longest_first, count, max_tokens, work)) is None:
+        count += step
+    batches = [build_batch(b or [_idle(numbered[0])], align) for b in bins]
     return [batches[rank::data_parallel_size] for rank in range(data_parallel_size)]
+
+
+def _idle(sample: Sample) -> Sample:
+    """One token to pass through the model for the sake of the other ranks, with the columns of ``sample``."""
+    columns = {name: value[:2] for name in OPTIONAL if (value := getattr(sample, name)) is not None}
+    routes = None if sample.routed_experts is None else np.full_like(sample.routed_experts[:1], -1)
+    return Sample(sample.token_ids[:2], [0, 0], routed_experts=routes, **columns)
 
 
 def _fill(

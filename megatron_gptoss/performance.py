@@ -101,7 +101,7 @@ def predict_step(
     experts = micro_batches * layers * seconds(routed, parallel.expert, parallel.expert)
     # around attention and around the experts, forward and backward
     tensor = micro_batches * layers * seconds(8 * rows * parallel.tensor, parallel.tensor, parallel.tensor)
-    bubble = (arithmetic + experts + tensor) * (stages - 1) / micro_batches
+    bubble = (arithmetic + experts + tensor) * (stages - 1) / (micro_batches * parallel.virtual_pipeline)
     dense, expert = parameters_per_gpu(model, parallel)
     replicas = parallel.world_size // (parallel.tensor * stages)
     expert_replicas = parallel.world_size // (parallel.expert * stages)

@@ -119,7 +119,9 @@ class RoutingReplay:
             (parallel_state.get_context_parallel_group(), 0),
             (parallel_state.get_pipeline_model_parallel_group(), 1),
         )
-        return [_gathered(routes, groups) for routes in micro_batches]
+        order = torch.tensor([[layer.layer for layer in self.layers]], device=micro_batches[0].device)
+        order = _gathered(order, groups[2:])[0].argsort()  # chunks of different ranks alternate
+        return [_gathered(routes, groups)[:, order] for routes in micro_batches]
 
 
 def _gathered(routes: torch.Tensor, groups: tuple[tuple[dist.ProcessGroup, int], ...]) -> torch.Tensor:

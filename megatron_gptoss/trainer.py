@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamGroupOverride, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey
@@ -19,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.log_probs import log_probs_and_entropy, most_likely_tokens, whole_hidden_states
+from megatron_gptoss.model import chunks_of
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.performance import forward_flops, matmul_ceiling
@@ -80,11 +80,13 @@ def learning_rate_at(step: int, config: OptimizerConfig, total_steps: int) -> fl
 
 
 class Scorer:
-    """Megatron's forward schedule around one model part."""
+    """Megatron's forward schedule around what ``build_model`` returned."""
 
-    def __init__(self, model: GPTModel) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self.module = model
-        self.model: Any = model
+        self.chunks = chunks_of(model)
+        self.model: list[Any] = list(self.chunks)
+        """The chunks as the schedule takes them."""
         self.replay: RoutingReplay | None = None
         """Set, the routers take the experts that a batch brings along."""
 
@@ -102,7 +104,7 @@ class Scorer:
 
     @torch.no_grad()
     def _evaluate(self, batches: Sequence[PackedBatch], head: Head) -> list[torch.Tensor]:
-        self.model.eval()
+        self.module.eval()
 
         def collect(values: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             return values.new_zeros(()), torch.ones((), dtype=torch.int), values
@@ -126,11 +128,11 @@ class Scorer:
             batch = next(batches).context_parallel_shard(context.rank(), context.size()).to(device)
 
             def head_of_batch(hidden_states: torch.Tensor, output_layer: Any, **_: Any) -> torch.Tensor:
-                gather_parameters(model, [output_layer.weight])
+                gather_parameters([model], [output_layer.weight])
                 hidden = whole_hidden_states(hidden_states, output_layer)
                 return head(hidden, output_layer.weight, output_layer.tp_group, batch)
 
-            if self.replay is not None:
+            if self.replay is not None and model is self.model[0]:  # the others come to the micro-batch later
                 self.replay.give(batch.routed_experts)
             output = model(
                 batch.input_ids[None],
@@ -143,7 +145,7 @@ class Scorer:
 
         outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
+            data_iterator=[iter(batches) for _ in self.model],
             model=self.model,
             num_microbatches=len(batches),
             seq_length=max(batch.tokens for batch in batches),
@@ -166,47 +168,46 @@ class Scorer:
 
 
 @torch.no_grad()
-def gather_parameters(model: Any, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
-    """Wait until this rank has what the last optimizer step made of ``parameters``, by default all of ``model``.
+def gather_parameters(chunks: Iterable[Any], parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+    """Wait until this rank has what the last optimizer step made of ``parameters``, by default all of ``chunks``.
 
     Under the distributed optimizer a rank updates its share, and Megatron gathers a module's weights when its forward
     is called. Whoever reads weights in another way calls this before, or silently gets those of the step before.
-    Collective over data-parallel ranks. Does nothing where ``model`` is not in Megatron's data-parallel wrapper.
+    Collective over data-parallel ranks. Does nothing for a model that is not in Megatron's data-parallel wrapper.
     """
-    if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:
-        for parameter in model.params_with_grad if parameters is None else parameters:
-            if parameter in model.param_to_bucket_group:
-                model.param_to_bucket_group[parameter].finish_param_sync(skip_next_bucket_dispatch=True)
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            for parameter in chunk.params_with_grad if parameters is None else parameters:
+                if parameter in chunk.param_to_bucket_group:
+                    chunk.param_to_bucket_group[parameter].finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 class PolicyTrainer(Scorer):
-    """Megatron's data-parallel wrapper and optimizer around one model part."""
+    """Megatron's data-parallel wrapper and optimizer around what ``build_model`` returned."""
 
-    def __init__(self, model: GPTModel, config: OptimizerConfig) -> None:
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
         super().__init__(model)
-        self.config = config
-        dtype = model.config.params_dtype
+        self.config, model_config = config, self.chunks[0].config
+        dtype = model_config.params_dtype
         on_gpu = torch.cuda.is_available()
         sums_in_fp32 = dtype != torch.float64 and not (on_gpu and config.gradient_dtype == "bf16")
-        model.config.finalize_model_grads_func = self._finalize_gradients
-        self.model = DistributedDataParallel(
-            config=model.config,
-            ddp_config=DistributedDataParallelConfig(
-                use_distributed_optimizer=on_gpu,
-                overlap_grad_reduce=on_gpu,
-                overlap_param_gather=on_gpu,
-                grad_reduce_in_fp32=sums_in_fp32,
-                check_for_nan_in_grad=False,
-                average_in_collective=False,
-            ),
-            module=model,
+        model_config.finalize_model_grads_func = self._finalize_gradients
+        reduction = DistributedDataParallelConfig(
+            use_distributed_optimizer=on_gpu,
+            overlap_grad_reduce=on_gpu,
+            overlap_param_gather=on_gpu,
+            grad_reduce_in_fp32=sums_in_fp32,
+            check_for_nan_in_grad=False,
+            average_in_collective=False,
         )
-        model.config.no_sync_func = self.model.no_sync  # gradients are reduced after the last micro-batch only
+        self.model = [DistributedDataParallel(model_config, reduction, chunk) for chunk in self.chunks]
+        no_sync = [part.no_sync for part in self.model]  # gradients are reduced after the last micro-batch only
+        model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         for module in model.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
                 # Transformer Engine adds weight gradients to Megatron's buffer inside the product. Not set through the
                 # configuration, which would ask for Apex on behalf of an output layer that we never call.
-                module.fuse_wgrad_accumulation = True
+                module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
         settings = MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -224,7 +225,7 @@ class PolicyTrainer(Scorer):
         # when it saves the optimizer (start_wd only tells the groups apart)
         router_biases = {ParamKey(name="*.router.bias"): ParamGroupOverride(start_wd=config.weight_decay)}
         self.optimizer = get_megatron_optimizer(
-            settings, [self.model], config_overrides=get_standard_config_overrides(settings) | router_biases
+            settings, self.model, config_overrides=get_standard_config_overrides(settings) | router_biases
         )
         self.offloaded = OffloadedState(self.optimizer, config.offload)
         self.updated = False
@@ -255,8 +256,9 @@ class PolicyTrainer(Scorer):
         ``on_non_finite`` is "stop".
         """
         started = time.perf_counter()
-        self.model.train()
-        self.model.zero_grad_buffer()
+        self.module.train()
+        for part in self.model:
+            part.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def loss(values: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, LossOutput]:
@@ -293,24 +295,26 @@ class PolicyTrainer(Scorer):
 
     def _gradients_are_finite(self) -> bool:
         # the largest magnitude needs no temporary, and NaN is the maximum of anything
-        buffers = self.model.buffers + self.model.expert_parallel_buffers
+        buffers = [buffer for part in self.model for buffer in part.buffers + part.expert_parallel_buffers]
         largest = [torch.linalg.vector_norm(buffer.grad_data, ord=torch.inf).float() for buffer in buffers]
         finite = torch.stack(largest).isfinite().all().int()
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite)
 
     def _where_gradients_are_not_finite(self) -> str:
-        names = [
-            f"{name} (rank {dist.get_rank()})"
-            for name, parameter in self.module.named_parameters()
-            if not parameter.main_grad.isfinite().all()
+        own = [
+            [
+                f"{name} (rank {dist.get_rank()}, chunk {i})"
+                for name, parameter in chunk.named_parameters()
+                if not parameter.main_grad.isfinite().all()
+            ]
+            for i, chunk in enumerate(self.chunks)
         ]
-        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, names)
-        first = next(names for names in everyone if names)
-        last = next(names for names in reversed(everyone) if names)
+        everyone = [own] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        names = [name for chunk in zip(*everyone, strict=True) for of_rank in chunk for name in of_rank]
         return (
-            f"the gradients of {sum(map(len, everyone))} parameters are not finite, from {first[0]} to {last[-1]}; "
+            f"the gradients of {len(names)} parameters are not finite, from {names[0]} to {names[-1]}; "
             "the backward pass carries NaN towards the input, so look at the last one first"
         )
 
@@ -318,7 +322,7 @@ class PolicyTrainer(Scorer):
         """Speed of the step from what all data-parallel ranks did in it."""
         device = next(self.module.parameters()).device
         lengths = [length for batch in batches for length in batch.cu_seqlens.diff().tolist()]
-        done = sum(lengths), 3 * forward_flops(self.module.config.gptoss, lengths)
+        done = sum(lengths), 3 * forward_flops(self.chunks[0].config.gptoss, lengths)
         work = torch.tensor(done, dtype=torch.double, device=device)
         dist.all_reduce(work, group=parallel_state.get_data_parallel_group())
         tokens, flops = work.tolist()  # which waits for everything before it on the GPU

@@ -50,6 +50,7 @@ def build_transformer_config(
                 "install DeepEP (https://github.com/deepseek-ai/DeepEP), or use alltoall"
             )
         dispatcher = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+    interleaved = parallel.virtual_pipeline > 1
     settings: dict[str, Any] = {
         "gptoss": model,
         "num_layers": model.num_layers,
@@ -93,6 +94,10 @@ def build_transformer_config(
         "tensor_model_parallel_size": parallel.tensor,
         "sequence_parallel": parallel.tensor > 1,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        # batched messages of the interleaved schedule would be confused between two ranks
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
         "context_parallel_size": parallel.context,
         "context_scheme_full": parallel.context_scheme_full,
         "context_scheme_window": parallel.context_scheme_window,

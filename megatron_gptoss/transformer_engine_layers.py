@@ -67,8 +67,8 @@ def add_weighted_bias(output: Tensor, biases: Tensor, probs: Tensor, counts: lis
     return torch.addmm(output, weights, biases.to(output.dtype))
 
 
-def transformer_engine_block_spec(config: GptOssTransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage. Raises RuntimeError where Transformer Engine is missing."""
+def transformer_engine_block_spec(config: GptOssTransformerConfig, stage: int) -> TransformerBlockSubmodules:
+    """The layers of one chunk of this pipeline rank. Raises RuntimeError where Transformer Engine is missing."""
     if not HAVE_TE:
         raise RuntimeError("training on GPUs needs Transformer Engine 2.x (pip install transformer-engine[pytorch])")
     submodules = get_gpt_layer_with_transformer_engine_submodules(
@@ -78,5 +78,5 @@ def transformer_engine_block_spec(config: GptOssTransformerConfig) -> Transforme
     experts = partial(GptOssGroupedMLP, submodules=grouped)
     submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=GptOssRouter))
     submodules.self_attention.submodules.core_attention = config.core_attention or SinkAttention
-    layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=TENorm)
+    layers = [ModuleSpec(module=TransformerLayer, submodules=submodules)] * get_num_layers_to_build(config, stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)

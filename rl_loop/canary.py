@@ -21,8 +21,7 @@ def check_canary(
     trainer: TrainerGroup, rollouts: RolloutPool, token_ids: list[int], config: RlConfig, version: int
 ) -> float:
     """The largest mean |log-prob difference| over the workers, in nats. Raises CanaryError above the tolerance."""
-    samples = [Sample(token_ids, [0] + [1] * (len(token_ids) - 1))] * config.parallel.data
-    expected = trainer.score(samples, 1.0)[0][1:]
+    expected = trainer.score([Sample(token_ids, [0] + [1] * (len(token_ids) - 1))], 1.0)[0][1:]
     worst, tolerance = 0.0, config.canary_tolerance or TOLERANCES[config.dtype]
     for worker, scored in enumerate(rollouts.score(token_ids, 1.0)):
         gap = sum(abs(a - b) for a, b in zip(scored, expected, strict=True)) / len(expected)

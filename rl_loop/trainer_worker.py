@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 
 from converters.hf_directory import HfDirectory
 from converters.live import export_hf_weights, load_hf_weights
@@ -74,7 +73,7 @@ class TrainerWorker:
             self._saved.append((CheckpointWriter(root / CRITIC_CHECKPOINTS, keep + 1), self.critic))
         self._saved.append((CheckpointWriter(root / "checkpoints", keep), self.trainer))
 
-    def _initial_model(self) -> GPTModel:
+    def _initial_model(self) -> torch.nn.Module:
         """This rank's part of the model that the run starts from."""
         config, ablation = self.config, self.config.ablation
         model = build_model(
@@ -165,7 +164,8 @@ class TrainerWorker:
     def _batches(self, samples: list[Sample]) -> Sequence[PackedBatch]:
         parallel = self.config.parallel
         limit = self.config.training.max_tokens_per_micro_batch
-        return data_parallel_slice(pack(samples, limit, parallel.data, alignment(), self._work))
+        multiple = parallel.micro_batch_multiple
+        return data_parallel_slice(pack(samples, limit, parallel.data, alignment(), self._work, multiple))
 
     def _work(self, length: int) -> float:
         return forward_flops(self.config.model, [length])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from launch.plan import attention_plan
+from launch.plan import attention_plan, step_plan
 from rl_loop.config import RlConfig, load_config
 
 CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
@@ -48,3 +49,16 @@ def test_a_scheme_set_by_the_user_is_the_one_taken() -> None:
 def test_any_context_size_has_a_plan(context: str) -> None:
     lines = plan(f"parallel.world_size={context}", f"parallel.context={context}")
     assert len(taken(lines)) == (0 if context == "1" else 2)
+
+
+def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_as_micro_batches_and_a_shorter_bubble() -> None:
+    def step(chunks: int) -> tuple[int, float]:
+        overrides = ["model=gpt-oss-20b", "parallel.world_size=4", "parallel.pipeline=4", "dtype=bfloat16"]
+        overrides += [f"parallel.virtual_pipeline={chunks}", "training.max_tokens_per_micro_batch=16384"]
+        overrides += ["rollout.max_tokens=16384", "rollout.tasks_per_step=1", "rollout.samples_per_task=6"]
+        text = step_plan(load_config(CONFIG, RlConfig, overrides))
+        return int(text.split(" micro-batches")[0].split()[-1]), float(re.search(r"bubble ([\d.]+)", text)[1])
+
+    (few, plain), (many, interleaved) = step(1), step(3)
+    assert (few, many) == (6, 8)
+    assert interleaved == pytest.approx(plain / 3, abs=0.01)

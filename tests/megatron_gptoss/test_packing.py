@@ -46,15 +46,13 @@ def test_the_padding_tail_is_a_sequence_of_its_own_outside_the_loss() -> None:
     assert batch.sample_ids.tolist()[2:] == [-1] * 6
 
 
-@given(lengths, st.integers(1, 3), st.sampled_from([1, 2, 8]))
+@given(lengths, st.integers(1, 3), st.sampled_from([1, 2, 8]), st.integers(1, 4))
 def test_every_label_appears_exactly_once_with_what_belongs_to_it(
-    sizes: list[int], data_parallel: int, align: int
+    sizes: list[int], data_parallel: int, align: int, multiple: int
 ) -> None:
     samples = samples_of(sizes)
-    if len(samples) < data_parallel:
-        return
-    per_rank = pack(samples, 100_000, data_parallel, align)
-    assert len(per_rank) == data_parallel
+    per_rank = pack(samples, 100_000, data_parallel, align, multiple=multiple)
+    assert [len(rank) for rank in per_rank] == [multiple] * data_parallel
     seen: dict[int, list[float]] = {}
     for batch in [batch for rank in per_rank for batch in rank]:
         assert batch.tokens % align == 0
@@ -67,17 +65,24 @@ def test_every_label_appears_exactly_once_with_what_belongs_to_it(
     assert [seen[i][1:] for i in range(len(samples))] == [s.token_ids[1:] for s in samples]
 
 
-@given(lengths, st.integers(40, 90), st.integers(1, 2))
-def test_micro_batches_respect_the_limit_and_ranks_take_equally_many(
-    sizes: list[int], limit: int, data_parallel: int
+@given(lengths, st.integers(40, 90), st.integers(1, 2), st.integers(1, 3))
+def test_micro_batches_respect_the_limit_and_ranks_take_the_same_multiple_of_them(
+    sizes: list[int], limit: int, data_parallel: int, multiple: int
 ) -> None:
-    samples = samples_of(sizes)
-    try:
-        per_rank = pack(samples, limit, data_parallel)
-    except ValueError:
-        return  # too few samples for equal numbers; the message is tested below
+    per_rank = pack(samples_of(sizes), limit, data_parallel, multiple=multiple)
     assert len({len(rank) for rank in per_rank}) == 1
+    assert len(per_rank[0]) % multiple == 0
     assert all(batch.tokens <= limit for rank in per_rank for batch in rank)
+
+
+def test_a_rank_without_a_sample_passes_one_token_that_is_in_no_loss_and_has_every_column() -> None:
+    (sample,) = samples_of([5])
+    sample.old_log_probs = [-1.0] * 5
+    (busy,), (idle,) = pack([sample], 100, data_parallel_size=2, align=4)
+    assert busy.loss_mask.tolist() == [1] * 4
+    assert idle.loss_mask.tolist() == [0] * 4 and idle.sample_ids.tolist() == [-1] * 4
+    assert idle.old_log_probs is not None and (idle.routed_experts == -1).all()
+    assert unpack(idle.labels, idle) == {}
 
 
 def test_a_long_tail_is_shared_out_by_work_at_every_micro_batch() -> None:
@@ -120,10 +125,9 @@ def test_context_parallel_shards_come_back_into_the_order_of_the_row(sizes: list
             1,
             "sample 0 has 12 tokens, more than max_tokens_per_micro_batch.*11 or more",
         ),
-        ([Sample([1, 2], [0, 1])], 10, 2, "1 samples cannot be shared out over 2"),
+        ([], 10, 2, "there are no samples to pack"),
         ([Sample([1], [1])], 10, 1, "sample 0 has 1 tokens"),
         ([Sample([1, 2, 3], [0, 1])], 10, 1, "loss_mask has 2 entries for 3 tokens"),
-        ([Sample([1] * 9, [1] * 9)] * 3, 8, 2, "no equal number of micro-batches"),
     ],
 )
 def test_what_cannot_be_packed_is_named(samples: list[Sample], limit: int, data_parallel: int, message: str) -> None:

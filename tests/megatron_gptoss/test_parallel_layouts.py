@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from converters.live import load_hf_weights
+from converters.live import export_hf_weights, load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
-from megatron_gptoss.packing import pack
-from megatron_gptoss.trainer import PolicyTrainer, alignment, data_parallel_slice
+from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
+from megatron_gptoss.trainer import PolicyTrainer, StepStatistics, alignment, data_parallel_slice
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy, save_checkpoint
 
@@ -25,10 +27,44 @@ LAYOUTS = {
     "data": {},
     "expert": {"expert": 2},
     "pipeline": {"pipeline": 2},
+    "interleaved": {"pipeline": 2, "virtual_pipeline": 2},
     "tensor+sequence": {"tensor": 2},
     "tensor+sequence+expert": {"tensor": 2, "expert": 2},
     "context": {"context": 2},
 }
+
+
+def packed(samples: list[Sample], parallel: ParallelConfig) -> Sequence[PackedBatch]:
+    """Of this rank: rows of up to 32 tokens, which are enough for a pipeline to reach its steady state."""
+    return data_parallel_slice(pack(samples, 32, parallel.data, alignment(), multiple=parallel.micro_batch_multiple))
+
+
+def scores_of(trainer: PolicyTrainer, samples: list[Sample], parallel: ParallelConfig) -> dict[int, list[float]]:
+    batches = packed(samples, parallel)
+    scores = zip(trainer.score(batches), batches, strict=True)
+    return {i: row for values, batch in scores for i, row in unpack(values, batch).items()}
+
+
+def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    """Of the last step, by the name of the parameter in the whole model; on rank 0."""
+    weights = [parameter.data for parameter in trainer.module.parameters()]
+    for parameter in trainer.module.parameters():
+        parameter.data = parameter.main_grad
+    exported = {name: tensor.clone() for name, tensor in export_hf_weights(trainer.module, TINY)}
+    for parameter, weight in zip(trainer.module.parameters(), weights, strict=True):
+        parameter.data = weight
+    return exported
+
+
+def step_with_nan_behind_layer(number: int, trainer: PolicyTrainer, batches: Sequence[PackedBatch]) -> StepStatistics:
+    def poison(module: object, inputs: object, output: tuple[torch.Tensor, ...]) -> None:
+        output[0].register_hook(lambda gradient: gradient * torch.nan)
+
+    for chunk in trainer.chunks:
+        for layer in chunk.decoder.layers:
+            if layer.layer_number == number:
+                layer.register_forward_hook(poison)
+    return trainer.train_step(batches, mean_cross_entropy(1), 0.0)
 
 
 def train(
@@ -41,7 +77,10 @@ def train(
         model = build_model(TINY, parallel, torch.float32)
         load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1.0))
-        batches = data_parallel_slice(pack(SAMPLES, 64, parallel.data, alignment()))
+        hf_weights = hf_model(std=0.1).state_dict()
+        for name, tensor in export_hf_weights(model, TINY):
+            assert torch.equal(tensor, hf_weights[name]), name
+        batches = packed(SAMPLES, parallel)
         tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
         if resume:
             load_checkpoint(resume, trainer)
@@ -54,7 +93,10 @@ def train(
         return {
             "losses": [step.sums["loss"] for step in steps],
             "norms": [step.grad_norm for step in steps],
+            "gradients": gradients(trainer),
             "scored": {tuple(batch.labels.tolist()): values for batch, values in zip(batches, scores, strict=True)},
+            "alone": scores_of(trainer, SAMPLES[:1], parallel),
+            "not finite": step_with_nan_behind_layer(3, trainer, batches).not_finite,
         }
     finally:
         distributed.shutdown()
@@ -100,7 +142,32 @@ def test_gradient_norms_equal_those_of_one_process(
         assert rank[layout]["norms"] == pytest.approx(one_rank["norms"], rel=2e-4)
 
 
-@pytest.mark.parametrize("layout", ["pipeline", "tensor+sequence", "context"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_gradient_equals_that_of_one_process(
+    layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    for name, wanted in one_rank["gradients"].items():
+        scale = wanted.abs().max().item()
+        torch.testing.assert_close(two_ranks[0][layout]["gradients"][name], wanted, atol=2e-3 * scale, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_sample_is_scored_by_any_number_of_ranks(
+    layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    found = {i: row for rank in two_ranks for i, row in rank[layout]["alone"].items()}
+    assert found.keys() == one_rank["alone"].keys() == {0}
+    assert found[0] == pytest.approx(one_rank["alone"][0], abs=2e-3)
+
+
+@pytest.mark.parametrize(("layout", "place"), [("pipeline", "rank 1, chunk 0"), ("interleaved", "rank 0, chunk 1")])
+def test_the_layer_where_nan_begins_is_named_last(layout: str, place: str, two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        message = rf"from embedding.\S+ \(rank 0, chunk 0\) to decoder.layers.0.\S+ \({place}\);"
+        assert re.search(message, rank[layout]["not finite"]), rank[layout]["not finite"]
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "interleaved", "tensor+sequence", "context"])
 def test_scores_reach_every_rank_in_order(
     layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
@@ -116,7 +183,8 @@ def test_scores_reach_every_rank_in_order(
 
 RESUMED = {
     "one": ["data", "pipeline", "context"],
-    "pipeline": ["context"],
+    "pipeline": ["context", "interleaved"],
+    "interleaved": ["pipeline"],
     "expert": ["tensor+sequence", "tensor+sequence+expert"],
     "tensor+sequence+expert": ["expert"],
 }

@@ -41,28 +41,29 @@ def use_after_a_step(rank: int, port: int) -> dict[str, Any]:
         expected = Scorer(module).score([BATCH])[0]
         weights = [parameter.data.clone() for parameter in module.parameters()]
         scorer = Scorer(module)
-        scorer.model = DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             module.config,
             DistributedDataParallelConfig(
                 use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=8000
             ),
             module,
         )
+        scorer.model = [wrapped]
         called = set()
         for name, part in module.named_modules():
             part.register_forward_pre_hook(lambda *_, name=name: called.add(name))
-        forget_the_others_shares(scorer.model)
+        forget_the_others_shares(wrapped)
         scores = [scorer.score([BATCH])[0] for _ in range(2)]
         owners = {n for n, part in module.named_modules() if any(True for _ in part.parameters(recurse=False))}
-        waiting = [group for group in scorer.model.bucket_groups if group.param_gather_handle is not None]
-        forget_the_others_shares(scorer.model)
+        waiting = [group for group in wrapped.bucket_groups if group.param_gather_handle is not None]
+        forget_the_others_shares(wrapped)
         gather_parameters(scorer.model)
         return {
             "scores": [float((score - expected).abs().max()) for score in scores],
             "weights": max(float((a - b.data).abs().max()) for a, b in zip(weights, module.parameters(), strict=True)),
             "not_called": owners - called,
             "never_waited_for": len(waiting),
-            "buckets": len(scorer.model.bucket_groups),
+            "buckets": len(wrapped.bucket_groups),
         }
     finally:
         distributed.shutdown()

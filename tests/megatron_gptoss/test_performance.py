@@ -56,8 +56,11 @@ def test_offloaded_state_crosses_the_bus_twice_in_every_step() -> None:
     assert away - here == pytest.approx(2 * 10 * (dense / 4 + expert) / HOST_BANDWIDTH)
 
 
-def test_more_micro_batches_shrink_the_share_of_the_pipeline_bubble() -> None:
+def test_more_micro_batches_and_more_chunks_shrink_the_share_of_the_pipeline_bubble() -> None:
     parallel = ParallelConfig(world_size=32, expert=8, pipeline=4)
+    interleaved = parallel.model_copy(update={"virtual_pipeline": 3})
     few, many = (predict_step(GPT_OSS_120B, parallel, BF16_MOMENTS, [4096] * 4, n) for n in (4, 32))
     assert few.bubble / few.total == pytest.approx(3 / 7, rel=0.05)
     assert many.bubble / many.total < 0.1
+    chunks = predict_step(GPT_OSS_120B, interleaved, BF16_MOMENTS, [4096] * 4, 4)
+    assert chunks.bubble == pytest.approx(few.bubble / 3)

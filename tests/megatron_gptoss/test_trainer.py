@@ -65,7 +65,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_skipped_or_stops_the_run() -
 
     step = poisoned_step()
     assert not step.parameters_updated
-    assert "from embedding.word_embeddings.weight (rank 0)" in step.not_finite
+    assert "from embedding.word_embeddings.weight (rank 0, chunk 0)" in step.not_finite
     with pytest.raises(FloatingPointError, match="parameters are not finite"):
         poisoned_step(on_non_finite="stop")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +12,15 @@ import torch
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
 from converters.live import load_hf_weights
+from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint import load_checkpoint
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
-from megatron_gptoss.packing import build_batch
+from megatron_gptoss.packing import build_batch, pack
 from megatron_gptoss.router import GptOssRouter
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
+from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import documents, hf_logits, hf_loss, hf_model, mean_cross_entropy, save_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -163,7 +165,7 @@ def test_offloaded_state_leaves_the_gpu_between_steps() -> None:
 def test_every_module_with_weights_but_the_output_layer_is_called() -> None:
     # Megatron gathers the weights of a module when it is called; the head does so for the output layer
     trainer, called = policy(), set()
-    assert trainer.model.ddp_config.overlap_param_gather
+    assert trainer.model[0].ddp_config.overlap_param_gather
     for name, part in trainer.module.named_modules():
         part.register_forward_pre_hook(lambda *_, name=name: called.add(name))
     trainer.score([build_batch(SAMPLES)])
@@ -197,3 +199,44 @@ def test_training_lowers_the_loss_and_a_resumed_trainer_continues_it(settings: d
     other = PolicyTrainer(build_model(WIDE, ParallelConfig(), torch.bfloat16), OptimizerConfig(**settings))
     load_checkpoint(tmp_path / "step_000003", other)
     assert steps(other, 3) == pytest.approx(expected, rel=1e-3)
+
+
+STEPS = 3
+RUNS = {"whole": (1, None), "chunks": (2, None), "chunks from whole": (2, "whole"), "whole from chunks": (1, "chunks")}
+
+
+def train_a_pipeline_of_two(rank: int, ports: list[int], root: Path) -> dict[str, list[tuple[float, float]]]:
+    """Losses and gradient norms of RUNS: chunks per rank, and whose checkpoint before the last step to go on from."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    model_config = WIDE.model_copy(update={"num_layers": 4})
+    rows = pack(documents([300, 41, 700, 512, 90, 650], vocab_size=8192), 700, multiple=2)[0]
+    loss = mean_cross_entropy(sum(row.tokens for row in rows))
+    found = {}
+    for (name, (chunks, source)), port in zip(RUNS.items(), ports, strict=True):
+        parallel = ParallelConfig(world_size=2, pipeline=2, virtual_pipeline=chunks)
+        distributed.initialize(parallel, rank, port=port)
+        model = build_model(model_config, parallel, torch.bfloat16)
+        load_hf_weights(model, model_config, random_hf_weights(model_config, 0))
+        trainer = PolicyTrainer(model, OptimizerConfig())
+        steps = []
+        for step in range(STEPS):
+            if source and step < STEPS - 1:
+                continue
+            if source:
+                load_checkpoint(root / source / f"step_{step:06d}", trainer)
+            elif step == STEPS - 1:
+                save_checkpoint(root / name, trainer, step, {})
+            steps.append(trainer.train_step(rows, loss, 1e-4))
+        found[name] = [(step.sums["loss"], step.grad_norm) for step in steps]
+        distributed.shutdown()
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_interleaved_pipeline_trains_and_resumes_as_a_plain_one_does(tmp_path: Path) -> None:
+    ports = [free_port() for _ in RUNS]
+    for found in run_distributed(train_a_pipeline_of_two, 2, ports, tmp_path, timeout=280):
+        for chunked, whole in zip(found["chunks"], found["whole"], strict=True):
+            assert chunked == pytest.approx(whole, rel=5e-3)
+        for name in ("chunks from whole", "whole from chunks"):
+            assert found[name][0] == pytest.approx(found["whole"][-1], rel=5e-3), name
