@@ -21,12 +21,12 @@ import statistics
 from pathlib import Path
 
 import torch
+from in_process import LocalRollouts, local_loop
 
 from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from rl_loop.config import RlConfig, load_config
-from rl_loop.in_process import LocalRollouts, local_loop
 from rl_loop.run_directory import metric_curve, read_json_lines
 
 NO_CORRECTION = ["algorithm.correction.weight=none"]
