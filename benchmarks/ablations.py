@@ -26,6 +26,7 @@ import statistics
 from pathlib import Path
 
 import torch
+from in_process import LocalRollouts, local_loop
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from converters.hf_directory import write_hf_directory
@@ -34,7 +35,6 @@ from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from rl_loop.config import RlConfig, SftConfig, load_config
 from rl_loop.engines.transformers_engine import TransformersEngine
-from rl_loop.in_process import LocalRollouts, local_loop
 from rl_loop.run_directory import metric_curve, read_json_lines
 from rl_loop.tasks import TaskSource
 from rl_loop.trainer_worker import TrainerWorker

@@ -5,14 +5,13 @@ import base64
 import io
 import math
 from collections.abc import Sequence
-from html import escape
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from string import Template
 from typing import Any, NamedTuple
 
 import matplotlib
+from jinja2 import Environment, FileSystemLoader
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -35,8 +34,6 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e1e6eb",
     "legend.frameon": False,
 }  # fmt: skip
-TEMPLATE = Path(__file__).with_name("report_template.html")
-
 Records = Sequence[dict[str, Any]]
 
 
@@ -75,24 +72,22 @@ def build_report(run_dir: Path | str) -> Path:
     details = draw(CHARTS, records, columns=3, size=(3.6, 2.5))
     if outcome:
         atomic_write_bytes(run.curve, outcome)
-    page = Template(TEMPLATE.read_text()).substitute(
-        title=clean(run.path.resolve().name),
-        subtitle=clean(subtitle(records, finished=bool(summary))),
-        figures=figures_html(summary),
-        curves="".join(image_html(png) for png in (outcome, details) if png)
-        or "<p class='soft'>No step has ended yet.</p>",
-        episodes=episodes_html(read_json_lines(run.episodes)),
-        metrics=metrics_html(records, descriptions),
-        config=clean(run.config.read_text(errors="replace") if run.config.exists() else "config.yaml is missing"),
+    page = TEMPLATES.get_template("report_template.html").render(
+        title=run.path.resolve().name,
+        subtitle=subtitle(records, finished=bool(summary)),
+        figures={name: value for name, value in summary.items() if isinstance(value, int | float | str)},
+        curves=[base64.b64encode(png).decode() for png in (outcome, details) if png],
+        episodes=spread(read_json_lines(run.episodes)),
+        metrics=metric_rows(records, descriptions),
+        config=run.config.read_text(errors="replace") if run.config.exists() else "config.yaml is missing",
     )
     atomic_write_bytes(run.report, page.encode(errors="replace"))
     return run.report
 
 
-def clean(text: object) -> str:
-    """Escaped for HTML text and attributes, with control characters made visible instead of interpreted."""
-    visible = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in str(text))
-    return escape(visible, quote=True)
+def visible(value: object) -> str:
+    """With control characters made visible instead of interpreted."""
+    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in str(value))
 
 
 def subtitle(records: Records, finished: bool) -> str:
@@ -112,34 +107,14 @@ def number(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def figures_html(figures: dict[str, Any]) -> str:
-    return "".join(
-        f"<div class='figure'><b>{clean(number(value))}</b><span>{clean(name.replace('_', ' '))}</span></div>"
-        for name, value in figures.items()
-        if isinstance(value, int | float | str)
-    )
-
-
-def metrics_html(records: Records, descriptions: dict[str, Any]) -> str:
-    names = sorted({name for record in records for name in record} - {"step", "time"})
+def metric_rows(records: Records, descriptions: dict[str, Any]) -> list[tuple[str, str, tuple[float, ...]]]:
+    """(name, how it is reduced, its first, last, lowest and highest value if any is finite) of every metric."""
     rows = []
-    for name in names:
+    for name in sorted({name for record in records for name in record} - {"step", "time"}):
         values = metric_curve(records, name)[1]
-        if values:
-            columns = (values[0], values[-1], min(values), max(values))
-            cells = "".join(f"<td class='number'>{clean(number(value))}</td>" for value in columns)
-        else:
-            cells = "<td class='number soft' colspan='4'>never finite</td>"
-        rows.append(f"<tr><td>{clean(name)}</td><td class='soft'>{clean(descriptions.get(name, ''))}</td>{cells}</tr>")
-    if not rows:
-        return "<span class='soft'>none yet</span>"
-    heads = "".join(f"<th class='number'>{head}</th>" for head in ("first", "last", "lowest", "highest"))
-    return f"<table><tr><th>metric</th><th>reduced by</th>{heads}</tr>{''.join(rows)}</table>"
-
-
-def image_html(png: bytes) -> str:
-    image = f"<img alt='curves over steps' src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
-    return f"<div class='card' style='margin-bottom: 12px'>{image}</div>"
+        ends = (values[0], values[-1], min(values), max(values)) if values else ()
+        rows.append((name, descriptions.get(name, ""), ends))
+    return rows
 
 
 def draw(charts: Sequence[Chart], records: Records, columns: int, size: tuple[float, float]) -> bytes | None:
@@ -184,39 +159,16 @@ def moving_mean(values: Sequence[float], reach: int) -> list[float]:
     return [fmean(values[i - n : i + n + 1]) for i, n in enumerate(near)]
 
 
-def episodes_html(records: Records) -> str:
-    """A few episodes spread evenly over the run; the first and the last one are open."""
-    if not records:
-        return "<p class='soft'>No episode was recorded.</p>"
+def spread(records: Records) -> Records:
+    """EPISODES_SHOWN of them at most, evenly over the run."""
     count = min(EPISODES_SHOWN, len(records))
-    chosen = sorted({round(i * (len(records) - 1) / max(1, count - 1)) for i in range(count)})
-    return "".join(episode_html(records[i], opened=i in (chosen[0], chosen[-1])) for i in chosen)
+    return [records[i] for i in sorted({round(i * (len(records) - 1) / max(1, count - 1)) for i in range(count)})]
 
 
-def episode_html(record: dict[str, Any], opened: bool) -> str:
-    reward = float(record["reward"])
-    parts = ", ".join(f"{name} {number(value)}" for name, value in record["reward_parts"].items())
-    pills = [f"<span class='pill {'good' if reward > 0 else 'bad'}'>reward {clean(number(reward))}</span>"]
-    plain = (parts, record["finish_reason"], f"tool calls {record['tool_calls']}, failed {record['tool_errors']}")
-    pills += [f"<span class='pill'>{clean(text)}</span>" for text in plain if text]
-    head = f"<b>step {clean(record['step'])}</b> · {clean(record['split'])} · {clean(record['task_id'])}"
-    tokens = record["tokens"]
-    turns = ""
-    for turn in record["turns"] or [{"role": "prompt", "start": 0, "end": len(tokens)}]:
-        role, text = clean(turn["role"]), tokens_html(tokens[turn["start"] : turn["end"]])
-        turns += f"<div class='turn {role}'><div class='role'>{role}</div><pre>{text}</pre></div>"
-    summary = f"<summary>{head}{''.join(pills)}</summary>"
-    return f"<details{' open' if opened else ''}>{summary}<div class='turns'>{turns}</div></details>"
+def runs(tokens: Records) -> list[tuple[bool, Records]]:
+    """Neighbouring tokens that were all sampled, or all given."""
+    return [(sampled, list(run)) for sampled, run in groupby(tokens, key=lambda token: bool(token["mask"]))]
 
 
-def tokens_html(tokens: Records) -> str:
-    """One span per sampled token with its log-probs as tooltip; given tokens run together in one span."""
-    pieces: list[str] = []
-    for sampled, run in groupby(tokens, key=lambda token: bool(token["mask"])):
-        if not sampled:
-            pieces.append(f"<span class='g'>{clean(''.join(token['text'] for token in run))}</span>")
-            continue
-        for token in run:
-            tooltip = f"log p rollout {token['logprob']:.4f} (p {math.exp(token['logprob']):.3f})"
-            pieces.append(f"<span class='s' title='{clean(tooltip)}'>{clean(token['text'])}</span>")
-    return "".join(pieces)
+TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=visible)
+TEMPLATES.filters |= {"number": number, "runs": runs, "exp": math.exp}

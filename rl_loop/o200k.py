@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from contextlib import suppress
 from pathlib import Path
+
+from gptoss_kernels.cache import write_atomically
 
 FILE_NAME = "o200k_base.tiktoken"
 SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
@@ -67,14 +68,10 @@ def _fetch(path: Path) -> bool:
             return False
     if hashlib.sha256(data).hexdigest() != SHA256:
         return False
-    partial = path.with_name(f".{FILE_NAME}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(data)
-        partial.replace(path)
+        write_atomically(path, data)
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         raise VocabularyUnavailable(f"{path} could not be written: {error}") from None
     return True
 

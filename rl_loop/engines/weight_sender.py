@@ -1,6 +1,7 @@
 """The trainer's side of a weight sync: Hugging Face tensors, bucket by bucket, into SGLang servers.
 
-    pause by abort -> buckets, names and shapes checked -> drop the prefix cache -> name the new version -> go on
+    pause by abort -> buckets, names and shapes checked -> compare a sample -> drop the prefix cache
+    -> name the new version -> go on
 
 A server is paused all the while, and only the last steps give its weights a version: answers come wholly from before or
 wholly from after. If anything fails, the servers stay paused, and whoever asked must not let them serve."""
@@ -27,6 +28,7 @@ from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.sglang_client import SglangClient
+from rl_loop.engines.weight_checksums import WeightSample
 
 TransportName = Literal["nccl", "gloo", "cuda_ipc", "shared_memory", "disk"]
 Body = dict[str, Any] | Callable[[int], dict[str, Any]]
@@ -39,7 +41,7 @@ class SyncFailed(RuntimeError):
 
 
 class WeightMismatch(ValueError):
-    """The weights are none of this model; the message names the tensor."""
+    """The weights are none of this model, or a server holds others than it was sent; the message names the tensor."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,15 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
 
     def counted() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal sent
-        for name, tensor in checked(named, config):
+        for name, tensor in sample.watch(checked(named, config)):
             sent += tensor.nbytes
             yield name, tensor
             del tensor  # or it would outlive its bucket
 
     try:
         await servers.call("/pause_generation", {"mode": "abort"})
+        (info, *_), _ = await servers.call("/server_info", None)
+        sample = WeightSample(config, plan.version, plan.tensor_parallel, info)
         if plan.transport == "disk":
             await asyncio.to_thread(write_hf_directory, plan.directory, config, counted(), overwrite=True)
             # servers start with --load-format dummy, which would hold here too
@@ -85,6 +89,10 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
         else:
             send = _broadcast if plan.transport in ("nccl", "gloo") else _share_memory
             await send(buckets(counted(), plan.bucket_bytes), servers)
+        held, _ = await servers.call("/weights_checker", {"action": "checksum"})
+        for url, answer in zip(plan.urls, held, strict=True):
+            if lost := sample.first_difference(answer):
+                raise WeightMismatch(f"{url} was sent weights {plan.version} and holds something else in {lost}")
         await servers.call("/flush_cache", {})
         await servers.call("/update_weight_version", {"new_version": str(plan.version), "abort_all_requests": False})
         await servers.call("/continue_generation", {"torch_empty_cache": False})
@@ -107,14 +115,18 @@ class Servers:
     def __init__(self, plan: SyncPlan) -> None:
         self.plan, self.clients = plan, [SglangClient(url, plan.seconds) for url in plan.urls]
 
-    async def call[T](self, path: str, body: Body, meanwhile: Callable[[], T | None] = lambda: None) -> T | None:
-        """POST ``body``, or what it makes of the server's number, to each; the result of ``meanwhile``, which runs in a
-        thread at the same time."""
+    async def call[T](
+        self, path: str, body: Body | None, meanwhile: Callable[[], T | None] = lambda: None
+    ) -> tuple[list[Any], T | None]:
+        """POST ``body``, or what it makes of the server's number, to each, or GET without one; the answers, and the
+        result of ``meanwhile``, which runs in a thread at the same time."""
         async with asyncio.TaskGroup() as tasks:
+            answers = []
             for number, client in enumerate(self.clients):
                 own = body(number) if callable(body) else body
-                tasks.create_task(client.call(path, own, seconds=self.plan.seconds))
-            return await asyncio.to_thread(meanwhile)
+                answers.append(tasks.create_task(client.call(path, own, seconds=self.plan.seconds)))
+            result = await asyncio.to_thread(meanwhile)
+        return [answer.result() for answer in answers], result
 
 
 def checked(named: NamedTensors, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -168,7 +180,8 @@ async def _broadcast(parts: Iterable[Bucket], servers: Servers) -> None:
             torch.cuda.synchronize()
 
     try:
-        group = await servers.call("/init_weights_update_group", member, partial(_process_group, plan, name, world))
+        joining = partial(_process_group, plan, name, world)
+        _, group = await servers.call("/init_weights_update_group", member, joining)
         for bucket in parts:
             shapes = [list(tensor.shape) for _, tensor in bucket]
             dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]

@@ -2,7 +2,8 @@
 
 The formats, status codes and orders of events are those recorded from the real server: incremental streaming with
 cumulative ``completion_tokens``, the last token repeated when a waiting request is aborted, success for unknown tensor
-names, 400 from /flush_cache while requests run, requests that wait while generation is paused.
+names, 400 from /flush_cache while requests run, requests that wait while generation is paused, checksums of parameters
+that are laid out as SGLang's own GPT-OSS does it.
 
 The model: token n + 1 follows from a hash of tokens 0..n and of all weights, so a test knows every token, and tokens of
 half-loaded weights are no version's. ``sglang_process/sglang`` is a package that runs it in place of SGLang.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import hashlib
 import json
 import os
 import pickle
@@ -63,7 +65,8 @@ class LocalServer:
         self.faults, self.random, self.token_seconds, self.chunk = faults, random.Random(seed), token_seconds, chunk
         self.weights: dict[str, torch.Tensor] = {}
         self.version = "default"
-        self.known: set[str] | None = None  # names that the model has; None takes any
+        self.drops = self.transposes = ""  # a tensor that is not loaded, or loaded wrongly, with "success"
+        self.ranks = 1
         self.zero_routes = self.hangs = self.rejects = False
         self.die_at: str | None = None  # "path" or "path:n": ends the server at the n-th call of it
         self.is_process = False
@@ -81,12 +84,12 @@ class LocalServer:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         app = web.Application(middlewares=[self._note], client_max_size=1 << 30)
-        for path in ("/health_generate", "/model_info"):
+        for path in ("/health_generate", "/model_info", "/server_info"):
             app.router.add_get(path, getattr(self, path[1:]))
         posts = "generate abort_request pause_generation continue_generation flush_cache update_weight_version"
         posts += " init_weights_update_group destroy_weights_update_group update_weights_from_distributed"
         posts += " update_weights_from_tensor update_weights_from_disk release_memory_occupation"
-        posts += " resume_memory_occupation"
+        posts += " resume_memory_occupation weights_checker"
         for name in posts.split():
             app.router.add_post(f"/{name}", getattr(self, name))
         self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -127,6 +130,10 @@ class LocalServer:
 
     async def model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version, "model_type": "gpt_oss"})
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        info = {"device": "cpu", "dtype": "bfloat16", "attention_backend": "intel_amx", "tp_size": self.ranks}
+        return web.json_response(info | {"ep_size": 1, "enable_dp_attention": False, "version": "0.5.17"})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -309,9 +316,27 @@ class LocalServer:
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> web.Response:
         """Names that the model does not have are ignored, as by SGLang."""
-        self.weights |= {n: t for n, t in tensors.items() if self.known is None or n in self.known}
+        tensors.pop(self.drops, None)
+        self.weights |= {n: t.mT.contiguous() if n == self.transposes else t for n, t in tensors.items()}
         self._digest = None
         return web.json_response({"success": True, "message": "Succeeded to update parameter online."})
+
+    async def weights_checker(self, request: web.Request) -> web.Response:
+        assert (await request.json()) == {"action": "checksum"}
+        ranks = [self._checksums(rank) for rank in range(self.ranks)]
+        whole = hashlib.sha256("".join(rank["per_gpu_checksum"] for rank in ranks).encode()).hexdigest()
+        body = {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": whole}
+        return web.json_response(body)
+
+    def _checksums(self, rank: int) -> dict[str, Any]:
+        held = {name: _bytes_hash(tensor) for name, tensor in server_parameters(self.weights, rank, self.ranks).items()}
+        whole = hashlib.sha256("".join(name + held[name] for name in sorted(held)).encode()).hexdigest()
+        sizes = {"tp_size": self.ranks, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "size": self.ranks}
+        return {
+            "checksums": held,
+            "per_gpu_checksum": whole,
+            "parallelism_info": sizes | {"tp_rank": rank, "rank": rank},
+        }
 
     async def release_memory_occupation(self, request: web.Request) -> web.Response:
         assert not self.running
@@ -320,6 +345,45 @@ class LocalServer:
 
     async def resume_memory_occupation(self, request: web.Request) -> web.Response:
         return web.Response()
+
+
+def server_parameters(weights: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """What SGLang's GptOssForCausalLM makes of Hugging Face tensors in bfloat16 on one of ``ranks``."""
+
+    def shard(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        size = tensor.shape[dim] // ranks
+        return tensor.narrow(dim, rank * size, size)
+
+    parameters: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        tensor = tensor.bfloat16()
+        if ".q_proj." in name:
+            parts = [weights.get(name.replace(".q_proj.", f".{x}_proj.")) for x in "qkv"]
+            if all(part is not None for part in parts):
+                fused = torch.cat([shard(part.bfloat16(), 0) for part in parts])
+                parameters[name.replace(".q_proj.", ".qkv_proj.")] = fused
+        elif name.endswith("gate_up_proj"):
+            parameters[name.replace("gate_up_proj", "w13_weight")] = shard(tensor.transpose(-2, -1), 1)
+        elif name.endswith("gate_up_proj_bias"):
+            parameters[name.replace("gate_up_proj_bias", "w13_weight_bias")] = shard(tensor.float(), 1)
+        elif name.endswith("down_proj"):
+            parameters[name.replace("down_proj", "w2_weight")] = shard(tensor.transpose(-2, -1), 2)
+        elif name.endswith("down_proj_bias"):
+            parameters[name.replace("down_proj_bias", "w2_weight_bias")] = (
+                torch.zeros(tensor.shape) if rank else tensor.float()
+            )
+        elif name.endswith(("sinks", "embed_tokens.weight", "lm_head.weight")):
+            parameters[name] = shard(tensor, 0)
+        elif name.endswith("o_proj.weight"):
+            parameters[name] = shard(tensor, 1)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            parameters[name] = tensor
+    return parameters
+
+
+def _bytes_hash(tensor: torch.Tensor) -> str:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{int.from_bytes(hashlib.sha256(data).digest()[:8], 'big'):016x}"
 
 
 FAULTS = ("500", "drop", "broken", "nonsense", "slow", "latency")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.in_process import LocalRollouts, local_loop
 from rl_loop.batch import OffPolicyError, to_samples
 from rl_loop.config import RlConfig, load_config
-from rl_loop.in_process import LocalRollouts, local_loop
 from rl_loop.metrics import StepMetrics
 from rl_loop.run_directory import read_json_lines
 

@@ -24,6 +24,7 @@ from rl_loop.config import RlConfig, load_config
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang_engine import SglangEngine
 from rl_loop.engines.sglang_server import ServerState, ServerStatus
+from rl_loop.engines.weight_checksums import gpu_hash, sampled_parameters
 from rl_loop.engines.weight_sender import SyncPlan, WeightMismatch, buckets, send_weights
 from rl_loop.placed import free_address
 from rl_loop.rollout_pool import RolloutPool
@@ -121,6 +122,64 @@ def test_weights_of_another_model_are_named_and_never_served(change: object, mes
         await server.stop()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("drops", "self_attn.sinks"),
+        ("drops", "mlp.router.bias"),
+        ("drops", "mlp.experts.gate_up_proj_bias"),
+        ("transposes", "self_attn.o_proj.weight"),
+        ("transposes", "mlp.experts.down_proj"),
+        ("", ""),
+    ],
+)
+def test_a_tensor_that_a_server_drops_or_transposes_in_silence_is_named_and_never_served(
+    fault: str, name: str, ranks: int
+) -> None:
+    square = MODEL.model_copy(update={"hidden_size": 64, "intermediate_size": 64})
+
+    get = random_hf_weights(square, 1)
+    before = {name: get(name).to(torch.bfloat16) for name in hf_shapes(square)}
+    after = {name: tensor + 1 for name, tensor in before.items()}
+
+    async def main() -> None:
+        server = LocalServer()
+        server.weights, server.version, server.ranks = before, "1", ranks
+        plan = SyncPlan((await server.start(),), 3, "shared_memory", ranks)
+        if fault:
+            setattr(server, fault, f"model.layers.1.{name}")
+            with pytest.raises(
+                WeightMismatch, match=rf"sent weights 3 and holds something else in model.layers.1.{name}$"
+            ):
+                await send_weights(after.items(), square, plan)
+            assert server.version == "1"
+            assert not server.paused.is_set(), "weights that nobody sent could be served"
+        else:
+            await send_weights(after.items(), square, plan)
+            assert server.version == "3"
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_every_tensor_is_compared_in_its_turn() -> None:
+    turns = [sampled_parameters(MODEL, version) for version in range(6)]
+    assert {name for turn in turns for names in turn.values() for name in names} == set(hf_shapes(MODEL))
+    always = ("sinks", "router.bias", "o_proj.weight", "qkv_proj.weight", "w2_weight")
+    assert all(any(name.endswith(end) for name in turn) for turn in turns for end in always)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(5, 0x44A2078445CF44D1), (16384, 0x2E46EBD8D5F41216), (16386, 0x5489B16B65157AE4), (200_003, 0x80557506F7F3FBB7)],
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_hash_of_gpu_weights_is_that_of_sglang_s_kernel(length: int, expected: int, device: str) -> None:
+    values = (torch.arange(length, device=device) * 7 % 251).to(torch.bfloat16)
+    assert gpu_hash([values]) == gpu_hash(list(values.split([length // 3, length - length // 3]))) == expected
 
 
 # -- the fleet: server processes, Ray actors, gloo -------------------------------------------------------------------

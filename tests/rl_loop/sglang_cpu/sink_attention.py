@@ -22,6 +22,7 @@ def attend(
 
 
 def register() -> None:
+    torch.cuda.synchronize = lambda *_: None  # which SGLang's weight checker calls on any device
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.layers.attention.torch_native_backend import KVWriteLoc, TorchNativeAttnBackend
 

@@ -8,22 +8,18 @@ full_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16*
              const Item* __restrict__ items, int heads, float scale_log2) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const u32 stages = shared_address(memory), tile = stages + STAGES * STAGE_BYTES;   // per stage K, V; Q
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-    const int groups = heads / GROUP, group = blockIdx.x % groups;
-    const Item item = items[blockIdx.x / groups];
-    const int head0 = group * GROUP, kv_head = group / GROUPS, kv_heads = heads / HEADS_PER_KV;
-    const float sink = sinks[head0 + (lane >> 2) % GROUP] * LOG2E;
-    const WarpRows mine(heads, head0, warp, lane);
-    const int row_position = item.first + warp * (WARP_ROWS / GROUP) + (lane >> 2) / GROUP;
-    const int row_head = head0 + (lane >> 2) % GROUP;
+    const Place at(items, heads);
+    const WarpRows mine(heads, at);
+    const float sink = sinks[at.row_head] * LOG2E;
+    const int row_position = at.item.first + at.row_position;
 
-    mine.load(tile, q, item.first, item.end, heads);
-    KeyStream keys(stages, k, v, item, kv_heads, kv_head, thread);
+    mine.load(tile, q, at.item.first, at.item.end, heads);
+    KeyStream keys(stages, k, v, at);
     keys.fetch();
     const u64 query = describe(tile);
     float out[8][4];                                           // set by the first products
     float highest[2] = {fmaxf(sink, -1e30f), fmaxf(sink, -1e30f)};
-    const float of_sink = (lane & 3) == 0 ? exp2_approx(sink - highest[0]) : 0.f;
+    const float of_sink = (at.lane & 3) == 0 ? exp2_approx(sink - highest[0]) : 0.f;
     float total[2] = {of_sink, of_sink};
     for (int t = 0, stage_number = 0; t < keys.steps; t++) {
         wait<0>();
@@ -33,23 +29,12 @@ full_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16*
         const u64 rows_k = describe(stages + stage_number * STAGE_BYTES), rows_v = rows_k + (KEY_BYTES >> 4);
         float x[8][4];
         warpgroup_fence();
-#pragma unroll
-        for (int s = 0; s < KSTEPS; s++) warpgroup_rows(x, query + 2 * s, rows_k + 2 * s, s > 0);
-        warpgroup_commit();
+        begin_rows(x, query, rows_k);
         warpgroup_wait<0>();                                   // and so the last step's products
         settle(x);
         settle(out);
-        const int key0 = item.start + t * KEYS;
-        if (key0 + KEYS - 1 > item.first)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int distance = row_position + h * 8 / GROUP - key0 - 2 * (lane & 3);
-#pragma unroll
-                for (int j = 0; j < 8; j++)
-#pragma unroll
-                    for (int e = 0; e < 2; e++)
-                        if (j * 8 + e > distance) x[j][2 * h + e] = -infinity();
-            }
+        const int key0 = at.item.start + t * KEYS;
+        if (key0 + KEYS - 1 > at.item.first) hide_later(x, -infinity(), row_position, key0, at.lane);
         float decay[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -69,8 +54,7 @@ full_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16*
                 x[j][e] = exp2_approx(fmaf(x[j][e], scale_log2, -highest[e >> 1]));
                 total[e >> 1] += x[j][e];
             }
-            p[j / 2][j % 2 * 2] = pack(x[j][0], x[j][1]);
-            p[j / 2][j % 2 * 2 + 1] = pack(x[j][2], x[j][3]);
+            pack_columns(p, j, x[j]);
         }
         if (t > 0 && __any_sync(0xffffffffu, fminf(decay[0], decay[1]) < 1.f))
 #pragma unroll
@@ -85,14 +69,7 @@ full_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16*
     }
     warpgroup_wait<0>();
     settle(out);
-    float inverse[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const float sum = quad_sum(total[h]);
-        const int position = row_position + h * 8 / GROUP;
-        inverse[h] = 1.f / sum;
-        if ((lane & 3) == 0 && position < item.end)
-            lse[(long long)position * heads + row_head] = (highest[h] + log2_approx(sum)) * LN2;
-    }
-    store_rows(o, out, inverse, row_position, row_head, item.end, heads, lane);
+    const float sum[2] = {quad_sum(total[0]), quad_sum(total[1])}, inverse[2] = {1.f / sum[0], 1.f / sum[1]};
+    store_lse(lse, highest, sum, row_position, at.row_head, at.item.end, heads, at.lane);
+    store_rows(o, out, inverse, row_position, at.row_head, at.item.end, heads, at.lane);
 }

@@ -15,17 +15,17 @@ constexpr int HELD = (CHUNK - TILE + SKIP + STEPS * STEP + 7) / 8 * 8 > HALO + C
 constexpr u32 HELD_BYTES = HELD * ROW_BYTES;
 
 // The chunk's keys and values; zeros outside the sequence.
-__device__ __forceinline__ void hold_keys(u32 keys, const bf16* k, const bf16* v, const Item& item, int kv_heads, int kv_head,
-                                          int thread) {
+__device__ __forceinline__ void hold_keys(u32 keys, const bf16* k, const bf16* v, const Place& at) {
     constexpr int PASS = THREADS / CHUNKS;                 // keys that the block copies at once
-    const int row = thread / CHUNKS, c = thread % CHUNKS;
+    const int row = at.thread / CHUNKS, c = at.thread % CHUNKS;
+    const Item& item = at.item;
     const u32 target = keys + chunk_address(row, c);
-    const long long source = ((long long)(item.first - HALO + row) * kv_heads + kv_head) * D + c * 8;
+    const long long source = ((long long)(item.first - HALO + row) * at.kv_heads + at.kv_head) * D + c * 8;
 #pragma unroll 4
     for (int r = 0; r < HELD; r += PASS) {
         const int p = item.first - HALO + row + r;
         const bool inside = p >= item.start && p < item.end;
-        const long long ahead = source + (long long)r * kv_heads * D;
+        const long long ahead = source + (long long)r * at.kv_heads * D;
         if (HELD % PASS == 0 || row + r < HELD) {
             copy16(target + r * ROW_BYTES, k + ahead, inside);
             copy16(target + r * ROW_BYTES + HELD_BYTES, v + ahead, inside);

@@ -11,17 +11,34 @@ constexpr u32 TILE_BYTES = ROWS * ROW_BYTES;
 
 struct Item { int start, end, first, unused; };     // sequence [start, end), this block's first position
 
+// Where a thread of a row-owning kernel works. Of a tile's accumulators its lane holds two rows of head `row_head`, at
+// `row_position` and 8 / GROUP on, counted from the tile's first position.
+struct Place {
+    int thread, warp, lane, number, head0, kv_head, kv_heads, row_position, row_head;
+    Item item;
+    __device__ Place(const Item* items, int heads) : thread(threadIdx.x), warp(thread >> 5), lane(thread & 31) {
+        const int groups = heads / GROUP, group = blockIdx.x % groups;
+        number = blockIdx.x / groups;
+        item = items[number];
+        head0 = group * GROUP;
+        kv_head = group / GROUPS;
+        kv_heads = heads / HEADS_PER_KV;
+        row_position = warp * (WARP_ROWS / GROUP) + (lane >> 2) / GROUP;
+        row_head = head0 + (lane >> 2) % GROUP;
+    }
+};
+
 // This warp's rows of a tile; SPAN rows at a time, 16 bytes per lane.
 constexpr int SPAN = 32 / CHUNKS, PASSES = WARP_ROWS / SPAN;
 struct WarpRows {
     u32 shared;                                     // byte offset in a shared tile
     long long element;                              // element offset in a [tokens, heads, D] tensor, for position 0
     int position;
-    __device__ WarpRows(int heads, int head0, int warp, int lane) {
-        const int row = lane / CHUNKS, c = lane % CHUNKS;
-        shared = warp * WARP_ROWS * ROW_BYTES + chunk_address(row, c);
-        position = warp * (WARP_ROWS / GROUP) + row / GROUP;
-        element = ((long long)position * heads + head0 + row % GROUP) * D + c * 8;
+    __device__ WarpRows(int heads, const Place& at) {
+        const int row = at.lane / CHUNKS, c = at.lane % CHUNKS;
+        shared = at.warp * WARP_ROWS * ROW_BYTES + chunk_address(row, c);
+        position = at.warp * (WARP_ROWS / GROUP) + row / GROUP;
+        element = ((long long)position * heads + at.head0 + row % GROUP) * D + c * 8;
     }
     __device__ __forceinline__ u32 address(u32 tile, int i) const {
         return ((tile + shared) ^ (swizzle(i * SPAN) << 4)) + i * SPAN * ROW_BYTES;
@@ -50,6 +67,46 @@ __device__ __forceinline__ void store_rows(bf16* x, const float (&c)[CHUNKS][4],
             transpose_quad(word, lane);
             if (p < end) target[n] = make_uint4(word[0], word[1], word[2], word[3]);
         }
+    }
+}
+// LSE * log2(e) of this lane's two rows; outside the sequence infinite, so that their probabilities are 0.
+__device__ __forceinline__ void load_lse(float (&row_lse)[2], const float* lse, int position, int head, int end, int heads) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int p = position + h * 8 / GROUP;
+        row_lse[h] = p < end ? lse[(long long)p * heads + head] * LOG2E : infinity();
+    }
+}
+// LSE of this lane's two rows, from the highest score * log2(e) and the sum of what it is over 2 to.
+__device__ __forceinline__ void store_lse(float* lse, const float (&highest)[2], const float (&sum)[2], int position, int head,
+                                          int end, int heads, int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int p = position + h * 8 / GROUP;
+        if ((lane & 3) == 0 && p < end) lse[(long long)p * heads + head] = (highest[h] + log2_approx(sum[h])) * LN2;
+    }
+}
+// (LSE * log2(e), delta) of this lane's two rows, and their part of the sink's gradient.
+__device__ __forceinline__ void store_stats(float2* row_stats, float& share, const float (&row_lse)[2],
+                                            const float (&delta)[2], float sink, int position, int head, int end, int heads,
+                                            int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int p = position + h * 8 / GROUP;
+        if (p < end) {
+            share -= exp2_approx(sink - row_lse[h]) * delta[h];
+            if ((lane & 3) == 0) row_stats[(long long)p * heads + head] = make_float2(row_lse[h], delta[h]);
+        }
+    }
+}
+// dS = P (dP - delta) as a left operand; dp is overwritten.
+template <int N> __device__ __forceinline__ void score_gradients(u32 (&ds)[N / 2][4], const float (&p)[N][4], float (&dp)[N][4],
+                                                                 const float (&delta)[2]) {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) dp[j][e] = p[j][e] * (dp[j][e] - delta[e >> 1]);
+        pack_columns(ds, j, dp[j]);
     }
 }
 // rowsum(dO * O) of this lane's two rows, from tiles in shared memory. It is the diagonal of dO O^T: of the two 8 x 8 blocks

@@ -12,12 +12,13 @@ struct KeyStream {
     u32 target;
     int row, count, steps, next = 0, stage = 0;
     long long stride;                               // of a position, in elements
-    __device__ KeyStream(u32 stages, const bf16* k, const bf16* v, const Item& item, int kv_heads, int kv_head, int thread)
-        : row(thread / CHUNKS), count(min(item.first + TILE, item.end) - item.start), stride((long long)kv_heads * D) {
-        const long long source = (item.start + row) * stride + kv_head * D + thread % CHUNKS * 8;
+    __device__ KeyStream(u32 stages, const bf16* k, const bf16* v, const Place& at)
+        : row(at.thread / CHUNKS), count(min(at.item.first + TILE, at.item.end) - at.item.start),
+          stride((long long)at.kv_heads * D) {
+        const long long source = (at.item.start + row) * stride + at.kv_head * D + at.thread % CHUNKS * 8;
         this->k = k + source;
         this->v = v + source;
-        target = stages + chunk_address(row, thread % CHUNKS);
+        target = stages + chunk_address(row, at.thread % CHUNKS);
         steps = (count + KEYS - 1) / KEYS;
     }
     // The next keys and values on their way to the next stage; zeros after the tile's last position.
@@ -38,3 +39,15 @@ struct KeyStream {
         commit();
     }
 };
+// Scores of KEYS keys from `key0` on that lie behind this lane's rows become `value`.
+__device__ __forceinline__ void hide_later(float (&x)[8][4], float value, int row_position, int key0, int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int distance = row_position + h * 8 / GROUP - key0 - 2 * (lane & 3);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (j * 8 + e > distance) x[j][2 * h + e] = value;
+    }
+}

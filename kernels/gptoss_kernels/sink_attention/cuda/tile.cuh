@@ -65,6 +65,11 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+// Columns 8j to 8j + 7 of an accumulator as words of a left operand.
+template <int N> __device__ __forceinline__ void pack_columns(u32 (&left)[N][4], int j, const float (&c)[4]) {
+    left[j / 2][j % 2 * 2] = pack(c[0], c[1]);
+    left[j / 2][j % 2 * 2 + 1] = pack(c[2], c[3]);
+}
 __device__ __forceinline__ float exp2_approx(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

@@ -64,5 +64,21 @@ __device__ __forceinline__ void warpgroup_rows_32(float (&c)[4][4], u64 left, u6
                  : ACCUMULATORS_32(c) : "l"(left), "l"(right), "r"((int)add));
 }
 __device__ __forceinline__ void settle(float (&c)[4][4]) { asm volatile("" : ACCUMULATORS_32(c)::"memory"); }
+// Whole products over the head size, begun: c = rows of left times rows of right, transposed.
+__device__ __forceinline__ void begin_rows(float (&c)[8][4], u64 left, u64 right) {
+#pragma unroll
+    for (int s = 0; s < KSTEPS; s++) warpgroup_rows(c, left + 2 * s, right + 2 * s, s > 0);
+    warpgroup_commit();
+}
+__device__ __forceinline__ void begin_rows(float (&c)[6][4], const u32 (&left)[KSTEPS][4], u64 right) {
+#pragma unroll
+    for (int s = 0; s < KSTEPS; s++) warpgroup_rows_48(c, left[s], right + 2 * s, s > 0);
+    warpgroup_commit();
+}
+__device__ __forceinline__ void begin_rows(float (&c)[4][4], u64 left, u64 right) {
+#pragma unroll
+    for (int s = 0; s < KSTEPS; s++) warpgroup_rows_32(c, left + 2 * s, right + 2 * s, s > 0);
+    warpgroup_commit();
+}
 // Values that the tensor cores write behind the compiler's back: nothing reads c before this point.
 __device__ __forceinline__ void settle(float (&c)[8][4]) { asm volatile("" : ACCUMULATORS(c)::"memory"); }

@@ -104,11 +104,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
         const int distance = p0 + 2 * (lane & 3) / GROUP - key0 - (lane >> 2);
         float x[8][4], dp[4][4];
         u32 p[2][4], ds[2][4];
-        auto grad_probabilities = [&](int half) {
-#pragma unroll
-            for (int s = 0; s < 4; s++) warpgroup_rows_32(dp, value + 2 * s, rows_g + half * HALF + 2 * s, s > 0);
-            warpgroup_commit();
-        };
+        auto grad_probabilities = [&](int half) { begin_rows(dp, value, rows_g + half * HALF); };
         auto probabilities_where = [&](int half, auto masked) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -123,8 +119,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
                         if ((u32)(distance + further) >= (u32)WINDOW) value_of = 0.f;
                     }
                 }
-                p[j / 2][j % 2 * 2] = pack(x[half * 4 + j][0], x[half * 4 + j][1]);
-                p[j / 2][j % 2 * 2 + 1] = pack(x[half * 4 + j][2], x[half * 4 + j][3]);
+                pack_columns(p, j, x[half * 4 + j]);
             }
         };
         auto probabilities = [&](int half) {
@@ -152,8 +147,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
                 const float4 pair = shared_load4f(stage_stats + half * 256 + j * 64);
 #pragma unroll
                 for (int e = 0; e < 4; e++) dp[j][e] = x[half * 4 + j][e] * (dp[j][e] - (e & 1 ? pair.w : pair.y));
-                ds[j / 2][j % 2 * 2] = pack(dp[j][0], dp[j][1]);
-                ds[j / 2][j % 2 * 2 + 1] = pack(dp[j][2], dp[j][3]);
+                pack_columns(ds, j, dp[j]);
             }
             warpgroup_fence();
 #pragma unroll
@@ -164,9 +158,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
         // The tensor cores work on one half's products while this warp turns the other half's scores into probabilities,
         // and on the last products of a step while it waits for the next one's rows.
         warpgroup_fence();
-#pragma unroll
-        for (int s = 0; s < KSTEPS; s++) warpgroup_rows(x, key + 2 * s, rows_q + 2 * s, s > 0);
-        warpgroup_commit();
+        begin_rows(x, key, rows_q);
         grad_probabilities(0);
         warpgroup_wait<1>();                                   // and so the last step's products
         settle(dv);

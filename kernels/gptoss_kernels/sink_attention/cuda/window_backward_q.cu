@@ -13,40 +13,29 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
     const u32 tile = keys + 2 * HELD_BYTES;                    // Q, dO, O
     const u32 tile_grad = tile + TILE_BYTES, tile_out = tile + 2 * TILE_BYTES;
     float* shares = (float*)(memory + 2 * HELD_BYTES + 3 * TILE_BYTES);      // of the sinks' gradient, [4 warps, 8]
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-    const int groups = heads / GROUP, number = blockIdx.x / groups, group = blockIdx.x % groups;
-    const Item item = items[number];
-    const int head0 = group * GROUP, kv_head = group / GROUPS, kv_heads = heads / HEADS_PER_KV;
-    const int end = min(item.first + CHUNK, item.end);
-    const float sink = sinks[head0 + (lane >> 2) % GROUP] * LOG2E, scale_log2 = scale * LOG2E;
-    const WarpRows mine(heads, head0, warp, lane);
-    const int row_position = warp * (WARP_ROWS / GROUP) + (lane >> 2) / GROUP, row_head = head0 + (lane >> 2) % GROUP;
+    const Place at(items, heads);
+    const WarpRows mine(heads, at);
+    const int end = min(at.item.first + CHUNK, at.item.end);
+    const float sink = sinks[at.row_head] * LOG2E, scale_log2 = scale * LOG2E;
     float sink_share = 0.f;
 
     auto load_rows = [&](int p0) {
-        mine.load(tile, q, p0, item.end, heads);
-        mine.load(tile_grad, grad_o, p0, item.end, heads);
-        mine.load(tile_out, o, p0, item.end, heads);
+        mine.load(tile, q, p0, at.item.end, heads);
+        mine.load(tile_grad, grad_o, p0, at.item.end, heads);
+        mine.load(tile_out, o, p0, at.item.end, heads);
     };
     float next_lse[2];
-    auto load_lse = [&](int p0) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int p = p0 + row_position + h * 8 / GROUP;
-            next_lse[h] = p < item.end ? lse[(long long)p * heads + row_head] * LOG2E : infinity();
-        }
-    };
-    load_rows(item.first);
-    hold_keys(keys, k, v, item, kv_heads, kv_head, thread);
+    load_rows(at.item.first);
+    hold_keys(keys, k, v, at);
     commit();
-    load_lse(item.first);
-    for (int p0 = item.first; p0 < end; p0 += TILE) {
+    load_lse(next_lse, lse, at.item.first + at.row_position, at.row_head, at.item.end, heads);
+    for (int p0 = at.item.first; p0 < end; p0 += TILE) {
         wait<0>();
         publish_shared();
-        if (p0 == item.first) __syncthreads();                 // the keys are every warp's, the rows each warp's own
+        if (p0 == at.item.first) __syncthreads();              // the keys are every warp's, the rows each warp's own
         else __syncwarp();
         u32 query[KSTEPS][4], grad[KSTEPS][4];
-        const u32 address = tile + warp * WARP_ROWS * ROW_BYTES + lane_rows(lane);
+        const u32 address = tile + at.warp * WARP_ROWS * ROW_BYTES + lane_rows(at.lane);
 #pragma unroll
         for (int s = 0; s < KSTEPS; s++) {
             load4(query[s], address ^ (s << 5));
@@ -54,38 +43,34 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
         }
         const float row_lse[2] = {next_lse[0], next_lse[1]};
         float d[2];
-        row_deltas(d, tile_grad, tile_out, warp, lane);
+        row_deltas(d, tile_grad, tile_out, at.warp, at.lane);
         __syncwarp();
         if (p0 + TILE < end) {
             load_rows(p0 + TILE);
-            load_lse(p0 + TILE);
+            load_lse(next_lse, lse, p0 + TILE + at.row_position, at.row_head, at.item.end, heads);
         }
         commit();
         float dq[8][4] = {};
         float exact[2] = {}, mass[2] = {};                     // sums of P dP, which is delta free of O's rounding, and of P
         const int first_key = p0 + FIRST;                      // of step 0
-        const u32 offset = (p0 - item.first + SKIP) * ROW_BYTES;
+        const u32 offset = (p0 - at.item.first + SKIP) * ROW_BYTES;
 #pragma unroll
         for (int t = 0; t < STEPS; t++) {
             const int key0 = first_key + t * STEP;
-            if (key0 + STEP <= item.start) continue;           // before the sequence
+            if (key0 + STEP <= at.item.start) continue;           // before the sequence
             const u64 rows_k = describe(keys + offset + t * STEP * ROW_BYTES), rows_v = rows_k + (HELD_BYTES >> 4);
             float x[6][4], dp[6][4];
             warpgroup_fence();
-#pragma unroll
-            for (int s = 0; s < KSTEPS; s++) warpgroup_rows_48(x, query[s], rows_k + 2 * s, s > 0);
-            warpgroup_commit();
-#pragma unroll
-            for (int s = 0; s < KSTEPS; s++) warpgroup_rows_48(dp, grad[s], rows_v + 2 * s, s > 0);
-            warpgroup_commit();
+            begin_rows(x, query, rows_k);
+            begin_rows(dp, grad, rows_v);
             warpgroup_wait<1>();
             settle(x);
             auto probabilities = [&](auto interior) {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const int p = p0 + row_position + h * 8 / GROUP;
-                    const u32 reach = decltype(interior)::value ? WINDOW : reach_of(item, p);
-                    const int distance = p - key0 - 2 * (lane & 3);
+                    const int p = p0 + at.row_position + h * 8 / GROUP;
+                    const u32 reach = decltype(interior)::value ? WINDOW : reach_of(at.item, p);
+                    const int distance = p - key0 - 2 * (at.lane & 3);
 #pragma unroll
                     for (int j = 0; j < 6; j++)
 #pragma unroll
@@ -100,7 +85,7 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
                         }
                 }
             };
-            if (first_key >= item.start) probabilities(Constant<1>());
+            if (first_key >= at.item.start) probabilities(Constant<1>());
             else probabilities(Constant<0>());
             warpgroup_wait<0>();
             settle(dp);
@@ -108,7 +93,7 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
             for (int j = 0; j < 6; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) exact[e >> 1] = fmaf(x[j][e], dp[j][e], exact[e >> 1]);
-            const bool complete = first_key >= item.start;
+            const bool complete = first_key >= at.item.start;
             if (!complete)
 #pragma unroll
                 for (int j = 0; j < 6; j++)
@@ -122,33 +107,20 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
                     const float lacking = 1.f - exp2_approx(sink - row_lse[h]) - quad_sum(mass[h]);
                     if (!complete && fabsf(lacking) > 1e-4f) exact[h] = d[h];
                     // with few keys dP - delta is a small difference; here all of a row's keys are in this step
-                    if (key0 <= item.start || STEPS == 1) d[h] = exact[h];
+                    if (key0 <= at.item.start || STEPS == 1) d[h] = exact[h];
                 }
             u32 ds[3][4];
-#pragma unroll
-            for (int j = 0; j < 6; j++) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) dp[j][e] = x[j][e] * (dp[j][e] - d[e >> 1]);
-                ds[j / 2][j % 2 * 2] = pack(dp[j][0], dp[j][1]);
-                ds[j / 2][j % 2 * 2 + 1] = pack(dp[j][2], dp[j][3]);
-            }
+            score_gradients(ds, x, dp, d);
             warpgroup_fence();
 #pragma unroll
             for (int s = 0; s < 3; s++) warpgroup_inner(dq, ds[s], rows_k + s * (16 * ROW_BYTES >> 4));
             warpgroup_commit();
         }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int p = p0 + row_position + h * 8 / GROUP;
-            if (p < item.end) {
-                sink_share -= exp2_approx(sink - row_lse[h]) * exact[h];
-                if ((lane & 3) == 0) row_stats[(long long)p * heads + row_head] = make_float2(row_lse[h], exact[h]);
-            }
-        }
+        store_stats(row_stats, sink_share, row_lse, exact, sink, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
         warpgroup_wait<0>();
         settle(dq);
         const float scales[2] = {scale, scale};
-        store_rows(grad_q, dq, scales, p0 + row_position, row_head, item.end, heads, lane);
+        store_rows(grad_q, dq, scales, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
     }
-    sum_shares(grad_sinks + (long long)number * heads + head0, shares, sink_share, thread);
+    sum_shares(grad_sinks + (long long)at.number * heads + at.head0, shares, sink_share, at.thread);
 }
