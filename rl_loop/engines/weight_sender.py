@@ -148,7 +148,7 @@ def checked(named: NamedTensors, config: ModelConfig) -> Iterator[tuple[str, tor
 
 
 def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
-    """In order; each at most ``limit`` bytes or one tensor."""
+    """In order; each at most ``limit`` bytes or one tensor. One that is half full goes before the next tensor is made."""
     bucket: Bucket = []
     size = 0
     for name, tensor in named:
@@ -158,6 +158,9 @@ def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
         bucket.append((name, tensor))
         size += tensor.nbytes
         del tensor  # or it would outlive its bucket
+        if size > limit // 2:
+            yield bucket
+            bucket, size = [], 0
     if bucket:
         yield bucket
 
@@ -188,6 +191,7 @@ async def _broadcast(parts: Iterable[Bucket], servers: Servers) -> None:
             body = {"names": [name for name, _ in bucket], "dtypes": dtypes, "shapes": shapes, "group_name": name}
             body["flush_cache"] = False
             await servers.call("/update_weights_from_distributed", body, partial(send, bucket))
+            del bucket  # before the next one is made
         await servers.call("/destroy_weights_update_group", {"group_name": name})
         finished = True
     finally:
@@ -220,6 +224,7 @@ async def _share_memory(parts: Iterable[Bucket], servers: Servers) -> None:
         payload = base64.b64encode(buffer.getvalue()).decode()
         body = {"serialized_named_tensors": [payload] * plan.tensor_parallel, "flush_cache": False}
         await servers.call("/update_weights_from_tensor", body)
+        del bucket, kept  # before the next one is made
 
 
 @dataclass
