@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,14 @@ def _fp32_parameters_counted(optimizer: Any) -> Iterator[None]:
 @contextmanager
 def _master_weights_whole(optimizer: Any) -> Iterator[None]:
     """Transformer Engine's Adam keeps of an fp32 master weight only the half that its bf16 weight lacks, and Megatron
-    would save those 16 bits as if they were a number. In here the optimizer gives and takes master weights."""
+    would save those 16 bits as if they were a number. In here the optimizer gives and takes master weights, and its own
+    dictionaries, of which Megatron wants no state, do not make a copy of all state in fp32."""
 
     def change(adam: Any) -> None:
         get, put = adam.get_unscaled_state, adam.set_scaled_state
 
-        def get_whole(weight: torch.Tensor, name: str, *rest: Any) -> torch.Tensor:
-            state: torch.Tensor = get(weight, name, *rest)
+        def get_whole(weight: torch.Tensor, name: str) -> torch.Tensor:
+            state: torch.Tensor = get(weight, name)
             return master_weight(weight, state) if state.dtype == torch.int16 else state
 
         def put_whole(weight: torch.Tensor, name: str, state: torch.Tensor) -> None:
@@ -106,6 +108,8 @@ def _master_weights_whole(optimizer: Any) -> Iterator[None]:
             put(weight, name, lower_half(state) if halved else state)
 
         adam.get_unscaled_state, adam.set_scaled_state = get_whole, put_whole
+        adam.state_dict = partial(torch.optim.Optimizer.state_dict, adam)
+        adam.load_state_dict = lambda saved: torch.optim.Optimizer.load_state_dict(adam, saved | {"state": {}})
 
     inner = [part.optimizer for part in optimizer.chained_optimizers]
     changed = [adam for adam in inner if getattr(adam, "store_param_remainders", False)]
@@ -114,8 +118,8 @@ def _master_weights_whole(optimizer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for adam in changed:
-            del adam.get_unscaled_state, adam.set_scaled_state  # the class's own show again
+        for adam in changed:  # the class's own show again
+            del adam.get_unscaled_state, adam.set_scaled_state, adam.state_dict, adam.load_state_dict
 
 
 def master_weight(weight: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
