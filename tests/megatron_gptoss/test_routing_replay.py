@@ -69,8 +69,8 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
         load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
         trainer = PolicyTrainer(model, OptimizerConfig())
         trainer.replay = RoutingReplay(model)
-        multiple = parallel.micro_batch_multiple
-        batches = list(data_parallel_slice(pack(SAMPLES, 32, parallel.data, alignment(), multiple=multiple)))
+        limit, multiple = 32 if parallel.virtual_pipeline > 1 else 64, parallel.micro_batch_multiple
+        batches = list(data_parallel_slice(pack(SAMPLES, limit, parallel.data, alignment(), multiple=multiple)))
         steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3) for _ in range(3)]
         recorded = recorded_routes(trainer, batches, parallel)
 

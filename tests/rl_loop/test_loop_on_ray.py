@@ -102,10 +102,25 @@ def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(tmp_pa
     assert torch.isfinite(model(torch.tensor([prompt])).logits).all()
 
 
+EVERYTHING = [
+    "model.num_layers=4",
+    "algorithm.advantage=gae",
+    "algorithm.critic={warmup_steps: 0}",
+    "algorithm.kl={place: loss, coefficient: 0.01}",
+    "algorithm.routing_replay=R2",
+    "algorithm.mini_batches=2",
+]
+
+
 @pytest.mark.slow  # tests/slurm runs two ranks over Ray, tests/megatron_gptoss compares every layout with one process
-def test_two_expert_parallel_trainer_ranks_give_the_curve_of_one(tmp_path: Path) -> None:
-    one = run_rl(rl_config(tmp_path / "one", "training.steps=2"), Quiet())
-    two = run_rl(rl_config(tmp_path / "two", "training.steps=2", "parallel.world_size=2", "parallel.expert=2"), Quiet())
+@pytest.mark.parametrize(
+    ("algorithm", "layout"),
+    [([], ["parallel.expert=2"]), (EVERYTHING, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"])],
+)
+def test_two_trainer_ranks_give_the_curve_of_one(algorithm: list[str], layout: list[str], tmp_path: Path) -> None:
+    settings = ["training.steps=2", *algorithm]
+    one = run_rl(rl_config(tmp_path / "one", *settings), Quiet())
+    two = run_rl(rl_config(tmp_path / "two", *settings, "parallel.world_size=2", *layout), Quiet())
     assert curve(two) == pytest.approx(curve(one), rel=1e-3, abs=1e-5)
 
 
