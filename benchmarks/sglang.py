@@ -115,7 +115,7 @@ class Bench:
 
     # cases
 
-    async def sync_once(self, server: SglangServer) -> dict[str, float]:
+    async def sync_once(self, server: SglangServer) -> float:
         status = await server.status()
         self.version += 1
         await server.begin_sync(status.incarnation)
@@ -123,9 +123,11 @@ class Bench:
             (status.url,), self.version, self.arguments.transport, bucket_bytes=self.arguments.bucket_mib << 20,
             directory=self.scratch / "weights", port=31_000 + self.version,
         )  # fmt: skip
-        figures = await send_weights(self.named(), self.model_config, plan)
+        began = time.perf_counter()
+        await send_weights(self.named(), self.model_config, plan)
+        seconds = time.perf_counter() - began
         await server.end_sync(status.incarnation, self.version)
-        return figures
+        return seconds
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor.to(torch.bfloat16)) for name, tensor in export_hf_weights(self.model, self.model_config))
@@ -133,7 +135,7 @@ class Bench:
     async def sync(self, server: SglangServer, engine: Any) -> None:
         """Seconds of whole syncs and of the export alone, and the memory that each side needs besides its model."""
         on_gpu = self.arguments.device != "cpu"
-        seconds, before, figures = [], 0, {}
+        seconds, before, extra, sent = [], 0, 0.0, 0
         used = self.server_memory()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -144,19 +146,18 @@ class Bench:
             while not task.done():
                 await asyncio.wait({task}, timeout=0.05)
                 peak = max(peak, self.server_memory())
-            figures = task.result()
-            seconds.append(figures["seconds"])
+            seconds.append(task.result())
         began = time.perf_counter()
-        for _ in self.named():
-            pass
+        for _, tensor in self.named():
+            sent += tensor.nbytes
         if on_gpu:
             torch.cuda.synchronize()
-            figures["sender_extra_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+            extra = (torch.cuda.max_memory_allocated() - before) / 1e9
         export = time.perf_counter() - began
         self.emit(
-            "sync", transport=self.arguments.transport, gigabytes=figures.pop("bytes") / 1e9, seconds_all=seconds,
+            "sync", transport=self.arguments.transport, gigabytes=sent / 1e9, seconds_all=seconds,
             seconds_median=float(np.median(seconds)), export_alone=export, server_gpu_extra_gb=(peak - used) / 1e9,
-            sender_extra_gb=figures.get("sender_extra_gb", 0.0), link_gbps=self.link(),
+            sender_extra_gb=extra, link_gbps=self.link(),
         )  # fmt: skip
 
     def server_memory(self) -> int:

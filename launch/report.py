@@ -109,7 +109,7 @@ def number(value: object) -> str:
 
 def metric_rows(records: Records, descriptions: dict[str, Any]) -> list[tuple[str, str, tuple[float, ...]]]:
     """(name, how it is reduced, its first, last, lowest and highest value if any is finite) of every metric."""
-    rows = []
+    rows: list[tuple[str, str, tuple[float, ...]]] = []
     for name in sorted({name for record in records for name in record} - {"step", "time"}):
         values = metric_curve(records, name)[1]
         ends = (values[0], values[-1], min(values), max(values)) if values else ()
