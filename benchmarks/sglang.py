@@ -40,6 +40,7 @@ from rl_loop.engines.sglang_config import SglangConfig
 from rl_loop.engines.sglang_engine import SglangEngine
 from rl_loop.engines.sglang_server import ServerState, SglangServer
 from rl_loop.engines.weight_sender import SyncPlan, send_weights
+from rl_loop.placed import free_port
 
 
 class Bench:
@@ -116,17 +117,19 @@ class Bench:
 
     # cases
 
-    async def sync_once(self, server: SglangServer, mebibytes: int) -> dict[str, float]:
+    async def sync_once(self, server: SglangServer, mebibytes: int) -> float:
         status = await server.status()
         self.version += 1
         await server.begin_sync(status.incarnation)
         plan = SyncPlan(
             (status.url,), self.version, self.arguments.transport, bucket_bytes=mebibytes << 20,
-            directory=self.scratch / "weights", port=31_000 + self.version,
+            directory=self.scratch / "weights", port=free_port(),
         )  # fmt: skip
-        figures = await send_weights(self.named(), self.model_config, plan)
+        began = time.perf_counter()
+        await send_weights(self.named(), self.model_config, plan)
+        seconds = time.perf_counter() - began
         await server.end_sync(status.incarnation, self.version)
-        return figures
+        return seconds
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor.to(torch.bfloat16)) for name, tensor in export_hf_weights(self.model, self.model_config))
@@ -146,16 +149,16 @@ class Bench:
         while not watched.done():
             await asyncio.wait({watched}, timeout=0.02)
             peak = max(peak, await asyncio.to_thread(self.server_memory))
-        figures = watched.result()
+        await watched
         sender_extra = (torch.cuda.max_memory_allocated() - before) / 1e9 if on_gpu else 0.0
-        seconds = [(await self.sync_once(server, mebibytes))["seconds"] for _ in range(rounds)]
+        seconds, sent = [await self.sync_once(server, mebibytes) for _ in range(rounds)], 0
         began = time.perf_counter()
-        for _ in self.named():
-            pass
+        for _, tensor in self.named():
+            sent += tensor.nbytes
         if on_gpu:
             torch.cuda.synchronize()
         self.emit(
-            "sync", transport=self.arguments.transport, bucket_mib=mebibytes, gigabytes=figures["bytes"] / 1e9,
+            "sync", transport=self.arguments.transport, bucket_mib=mebibytes, gigabytes=sent / 1e9,
             seconds_all=seconds, seconds_median=float(np.median(seconds)), export_alone=time.perf_counter() - began,
             server_gpu_extra_gb=(peak - used) / 1e9, sender_extra_gb=sender_extra, link_gbps=self.link(),
         )  # fmt: skip
@@ -291,7 +294,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    distributed.initialize(ParallelConfig(), port=29_511)
+    distributed.initialize(ParallelConfig(), port=free_port())
     for attention in arguments.attention:
         with tempfile.TemporaryDirectory() as scratch:
             asyncio.run(Bench(arguments, attention, Path(scratch)).run())

@@ -21,7 +21,7 @@ from converters.hf_directory import HfDirectory, new_directory, tokenizer_and_ge
 from converters.hf_layouts import is_expert_matrix
 from converters.mxfp4_export import ExportReport, QuantisationError, quantise
 from converters.names import ParameterMapping, hf_tensors, parameter_mappings, stack_experts
-from converters.pipeline import Progress, in_order
+from converters.pipeline import Progress, bf16_bytes, in_order
 from converters.torch_dist_files import Shape, TorchDistReader, TorchDistWriter
 from megatron_gptoss.checkpoint import MODEL_CONFIG_FILE
 from megatron_gptoss.config import ModelConfig
@@ -59,17 +59,13 @@ def _write_checkpoint(
         tensor = mapping.to_megatron(*(source.get(name, mapping.expert) for name in mapping.hf_names))
         return (tensor if dtype is None else tensor.to(DTYPES[dtype])).contiguous()
 
-    sizes = [
-        math.prod(mapping.shape) * (source.dtype(mapping.hf_names[0]) if dtype is None else DTYPES[dtype]).itemsize
-        for mapping in table
-    ]
-    done, total = 0, sum(sizes)
-    with contextlib.closing(in_order(convert, table)) as tensors:
-        for mapping, size, tensor in zip(table, sizes, tensors, strict=True):
+    def size(mapping: ParameterMapping) -> int:
+        stored = source.dtype(mapping.hf_names[0]) if dtype is None else DTYPES[dtype]
+        return math.prod(mapping.shape) * stored.itemsize
+
+    with contextlib.closing(in_order(convert, table, size, progress)) as tensors:
+        for mapping, tensor in zip(table, tensors, strict=True):
             writer.add_tensor(mapping.checkpoint_key, _leading_shape(mapping, config), mapping.checkpoint_index, tensor)
-            done += size
-            if progress is not None:
-                progress(done, total)
     for key, shape, index in _empty_entries(config):
         writer.add_object(key, shape, index, None)
     writer.add_object("common_state", (1,), (0,), {"checkpoint_version": 3.0, "iteration": 0})
@@ -109,18 +105,13 @@ def export_checkpoint(
         return mapping, {name: part.to(element).contiguous() for name, part in parts.items()}, None
 
     table = list(parameter_mappings(checkpoint.config).values())
-    total = sum(math.prod(mapping.shape) for mapping in table)
 
     def converted() -> Generator[tuple[ParameterMapping, dict[str, torch.Tensor]], None, None]:
-        done = 0
-        with contextlib.closing(in_order(convert, table)) as results:
+        with contextlib.closing(in_order(convert, table, bf16_bytes, progress)) as results:
             for mapping, parts, error in results:
                 if error is not None:
                     report.add(mapping.hf_names[0], error)
                 yield mapping, parts
-                done += math.prod(mapping.shape)
-                if progress is not None:
-                    progress(done * 2, total * 2)
 
     with contextlib.closing(converted()) as parts:
         write_hf_directory(

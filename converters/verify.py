@@ -11,7 +11,7 @@ from converters.errors import ConversionError
 from converters.forward import HuggingFaceSide, MegatronSide, deviations
 from converters.hf_directory import HfDirectory
 from converters.names import ParameterMapping, hf_shapes, parameter_mappings
-from converters.pipeline import Progress, in_order
+from converters.pipeline import Progress, bf16_bytes, in_order
 from converters.torch_dist import MegatronCheckpoint, check_same_model
 
 TOLERANCE = 1e-4
@@ -72,7 +72,6 @@ def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -
     source, checkpoint = HfDirectory(hf_dir), MegatronCheckpoint(megatron_dir)
     check_same_model(source, checkpoint.config, megatron_dir)
     table = list(parameter_mappings(source.config).values())
-    done, total = 0, sum(math.prod(mapping.shape) for mapping in table)
     found: dict[str, Difference] = {}
 
     def compare(mapping: ParameterMapping) -> list[Difference]:
@@ -82,15 +81,12 @@ def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -
             for name, part in zip(mapping.hf_names, parts, strict=True)
         ]
 
-    with contextlib.closing(in_order(compare, table)) as results:
-        for mapping, differences in zip(table, results, strict=True):
+    with contextlib.closing(in_order(compare, table, bf16_bytes, progress)) as results:
+        for differences in results:
             for d in differences:
                 if d.elements:
                     before = found.get(d.name, Difference(d.name, 0.0, 0))
                     found[d.name] = Difference(d.name, max(before.largest, d.largest), before.elements + d.elements)
-            done += math.prod(mapping.shape)
-            if progress is not None:
-                progress(done * 2, total * 2)
     megatron = MegatronSide(checkpoint.config, checkpoint.get)
     with torch.no_grad():
         stages = dict(deviations(source.config, HuggingFaceSide(source.config, source.get), megatron))

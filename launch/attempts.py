@@ -68,7 +68,7 @@ def saved_steps(run: RunDirectory) -> int:
     return int(pointer.read_text().rpartition("_")[2]) if pointer.exists() else 0
 
 
-def decide(outcome: Outcome, earlier: list[Outcome], retries: int) -> Outcome:
+def decide(outcome: Outcome, earlier: list[Outcome], retries: int) -> None:
     """Fill in whether the run starts again, and why."""
     outcome.ended = time.time()
     failures = sum(past.result is Result.FAILED for past in earlier)
@@ -84,7 +84,6 @@ def decide(outcome: Outcome, earlier: list[Outcome], retries: int) -> Outcome:
     else:
         outcome.requeue = True
         outcome.why = f"the next attempt goes on from step {outcome.last_step}"
-    return outcome
 
 
 EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Died|Interrupt|Exit)(?:\(\w+\))?): (.*)$")

@@ -77,7 +77,6 @@ class FormatError:
     """The sampled ids are not what Harmony allows."""
 
     kind: str  # under which it is counted: "structure", "header", "role", "channel", "recipient"
-    reason: str
 
 
 class Harmony:
@@ -143,25 +142,25 @@ class Harmony:
         wrote: the environment says which tools there are."""
         harmony_ids = self.vocabulary.to_harmony(ids)
         # openai-harmony takes special tokens inside a message for text and inside a header for a recipient
-        if fault := _fault_of_structure(harmony_ids):
-            return FormatError("structure", fault)
+        if not _in_order(harmony_ids):
+            return FormatError("structure")
         try:
             parsed = harmony_encoding().parse_messages_from_completion_tokens(harmony_ids, Role.ASSISTANT)
-        except (HarmonyError, ValueError) as error:
-            return FormatError("header", f"not a Harmony message: {error}")
+        except (HarmonyError, ValueError):
+            return FormatError("header")
         messages = []
         for message in parsed:
             if message.author.role is not Role.ASSISTANT:
-                return FormatError("role", f"a message of role {message.author.role.value}")
+                return FormatError("role")
             if message.channel not in CHANNELS:
-                return FormatError("channel", f"channel {message.channel!r}")
+                return FormatError("channel")
             text = "".join(getattr(part, "text", "") for part in message.content)
             messages.append(ParsedMessage(message.channel, message.recipient, message.content_type, text))
         calls = [message for message in messages if message.recipient is not None]
         if (harmony_ids[-1] == special_id("<|call|>")) != (messages[-1].recipient is not None):
-            return FormatError("recipient", "<|call|> ends a message to a tool, and nothing else")
+            return FormatError("recipient")  # it ends a message to a tool, and nothing else
         if calls and (messages[-1].recipient is None or any(message.channel == "final" for message in messages)):
-            return FormatError("recipient", "a tool call together with a final answer")
+            return FormatError("recipient")  # a tool call together with a final answer
         return messages
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -195,15 +194,15 @@ def _developer_message(instructions: str | None, tools: Sequence[Tool]) -> Messa
     return Message.from_role_and_content(Role.DEVELOPER, content)
 
 
-def _fault_of_structure(harmony_ids: Sequence[int]) -> str | None:
-    """What is wrong with the order of the special tokens in an assistant turn; None if it is right."""
+def _in_order(harmony_ids: Sequence[int]) -> bool:
+    """Whether the special tokens of an assistant turn follow one another as they may."""
     names = {special_id(token): token for token in SPECIAL_TOKENS}
     previous = "<|start|>"
     for token_id in harmony_ids:
         if token_id < FIRST_SPECIAL_ID:
             continue
-        name = names.get(token_id, "a reserved token")
+        name = names.get(token_id, "reserved")
         if name not in SUCCESSORS.get(previous, ()):
-            return f"{name} after {previous}"
+            return False
         previous = name
-    return None if previous in ("<|return|>", "<|call|>") else f"the turn ends after {previous}"
+    return previous in ("<|return|>", "<|call|>")

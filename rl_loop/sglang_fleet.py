@@ -30,7 +30,7 @@ SAME_WEIGHTS = 0.02  # nats per token that two servers may differ on one text
 class WeightSource(Protocol):
     """Who has the policy: the trainer."""
 
-    def send_weights(self, plan: SyncPlan) -> dict[str, float]: ...
+    def send_weights(self, plan: SyncPlan) -> None: ...
 
 
 Source = WeightSource | dict[str, torch.Tensor]

@@ -88,8 +88,8 @@ class TrainerGroup:
     def weights(self) -> dict[str, torch.Tensor]:
         return self._all("weights")
 
-    def send_weights(self, plan: SyncPlan) -> dict[str, float]:
-        return self._all("send_weights", plan)
+    def send_weights(self, plan: SyncPlan) -> None:
+        self._all("send_weights", plan)
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         self._all("save", step, state, block)

@@ -204,20 +204,19 @@ class TrainerWorker:
         named = {name: tensor.detach().clone() for name, tensor in export_hf_weights(self.model, self.config.model)}
         return named if dist.get_rank() == 0 else None
 
-    def send_weights(self, plan: SyncPlan) -> dict[str, float] | None:
-        """Send all weights from rank 0, where every other rank sends its own part, to the servers of ``plan``. Returns
-        bytes and seconds on rank 0. Raises SyncFailed there."""
+    def send_weights(self, plan: SyncPlan) -> None:
+        """Send all weights from rank 0, where every other rank sends its own part, to the servers of ``plan``. Raises
+        SyncFailed there."""
         dtype = getattr(torch, self.config.dtype)
         gather_parameters(self.trainer.model)
         stream = ((name, tensor.to(dtype)) for name, tensor in export_hf_weights(self.model, self.config.model))
         try:
             if dist.get_rank() == 0:
                 host, port = free_address()
-                return asyncio.run(send_weights(stream, self.config.model, replace(plan, host=host, port=port)))
+                asyncio.run(send_weights(stream, self.config.model, replace(plan, host=host, port=port)))
         finally:
             for _ in stream:  # to its end, whatever happened: the other ranks are still sending
                 pass
-        return None
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         """Begin a checkpoint; it is complete on return if ``block``, else at the beginning of a later update."""

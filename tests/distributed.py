@@ -24,7 +24,8 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
     all are stopped and the test fails with that rank's traceback; likewise when they are not done after ``timeout``
     seconds.
     """
-    context = multiprocessing.get_context("forkserver")  # whose server imports what takes seconds only once
+    # a forkserver imports what takes seconds only once, but a process with CUDA cannot be forked
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(["megatron_gptoss.checkpoint", "megatron_gptoss.model"])
     channels, processes = {}, []
     for rank in range(world_size):

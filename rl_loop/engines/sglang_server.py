@@ -88,17 +88,16 @@ class SglangServer:
         self._change(state=ServerState.STALE, version=None)
         return True
 
-    async def end_sync(self, incarnation: int, version: int | None) -> bool:
+    async def end_sync(self, incarnation: int, version: int | None) -> None:
         """It holds weights ``version``; None: nobody knows what it holds, and it is started anew."""
         if not self._is_alive(incarnation):
-            return False
+            return
         self._syncing = False
         if version is None:
             self._change(fault="a weight sync failed half-way")
             self._kill()
         else:
             self._change(state=ServerState.SYNCED, version=version)
-        return True
 
     async def stop(self) -> None:
         if self._supervisor is not None:

@@ -9,7 +9,6 @@ wholly from after. If anything fails, the servers stay paused, and whoever asked
 import asyncio
 import base64
 import io
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -63,32 +62,22 @@ class SyncPlan:
     port: int = 0
 
 
-async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan) -> dict[str, float]:
-    """Returns bytes and seconds. Raises SyncFailed naming the server or WeightMismatch naming the tensor; ``named`` is
-    not read further then."""
+async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan) -> None:
+    """Raises SyncFailed naming the server or WeightMismatch naming the tensor; ``named`` is not read further then."""
     servers = Servers(plan)
-    began = time.monotonic()
-    sent = 0
-
-    def counted() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal sent
-        for name, tensor in sample.watch(checked(named, config)):
-            sent += tensor.nbytes
-            yield name, tensor
-            del tensor  # or it would outlive its bucket
-
     try:
         await servers.call("/pause_generation", {"mode": "abort"})
         (info, *_), _ = await servers.call("/server_info", None)
         sample = WeightSample(config, plan.version, plan.tensor_parallel, info)
+        watched = sample.watch(checked(named, config))
         if plan.transport == "disk":
-            await asyncio.to_thread(write_hf_directory, plan.directory, config, counted(), overwrite=True)
+            await asyncio.to_thread(write_hf_directory, plan.directory, config, watched, overwrite=True)
             # servers start with --load-format dummy, which would hold here too
             body = {"model_path": str(plan.directory), "load_format": "auto", "flush_cache": False}
             await servers.call("/update_weights_from_disk", body)
         else:
             send = _broadcast if plan.transport in ("nccl", "gloo") else _share_memory
-            await send(buckets(counted(), plan.bucket_bytes), servers)
+            await send(buckets(watched, plan.bucket_bytes), servers)
         held, _ = await servers.call("/weights_checker", {"action": "checksum"})
         for url, answer in zip(plan.urls, held, strict=True):
             if lost := sample.first_difference(answer):
@@ -106,7 +95,6 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
     finally:
         for client in servers.clients:
             await client.close()
-    return {"bytes": sent, "seconds": time.monotonic() - began}
 
 
 class Servers:

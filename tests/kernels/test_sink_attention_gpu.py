@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.plain_flash4 import flash4_kernels
 from gptoss_kernels.sink_attention import flash, sink_attention
 from gptoss_kernels.sink_attention.api import SinkAttention
 from gptoss_kernels.sink_attention.dispatch import why_not
@@ -36,7 +37,7 @@ def run(backend, q, k, v, sinks, grad_o, cu_seqlens, window):
     longest = packed_layout(cu_seqlens).longest
     if backend == "folded":
         segments = Segments(cu_seqlens, cu_seqlens, longest, longest)
-        settings = flash.flash4_kernels(), segments, window, q.shape[2] ** -0.5
+        settings = flash4_kernels(), segments, window, q.shape[2] ** -0.5
         out, lse = SinkAttention.apply(*leaves, flash.FOLDED, *settings)
     else:
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}

@@ -172,7 +172,8 @@ def test_the_retry_budget_ends_when_nothing_moves(
     def outcome(values: tuple[Result, int, int]) -> Outcome:
         return Outcome(values[0], first_step=values[1], last_step=values[2])
 
-    decided = decide(outcome(now), [outcome(values) for values in earlier], retries=3)
+    decided = outcome(now)
+    decide(decided, [outcome(values) for values in earlier], retries=3)
     assert (decided.requeue, why in decided.why) == (again, True)
 
 

@@ -82,8 +82,7 @@ def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(transpo
             if not turn:
                 await syncing
                 plan = SyncPlan((url,), 2, transport, bucket_bytes=20_000, directory=tmp_path / "weights")
-                figures = await send_weights(weights_of(2).items(), MODEL, plan)
-                assert figures["bytes"] > 0
+                await send_weights(weights_of(2).items(), MODEL, plan)
             result = await running
             tokens += result.output_ids
             versions += [span.version for span in result.weight_versions for _ in range(span.start, span.end)]
@@ -204,10 +203,10 @@ class Trainer:
                 raise RuntimeError("the trainer died")
             yield item
 
-    def send_weights(self, plan: SyncPlan) -> dict[str, float]:
+    def send_weights(self, plan: SyncPlan) -> None:
         self.sends += 1
         host, port = free_address()
-        return asyncio.run(send_weights(self._stream(), MODEL, replace(plan, host=host, port=port)))
+        asyncio.run(send_weights(self._stream(), MODEL, replace(plan, host=host, port=port)))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """FlashAttention adapters: FlashAttention-3 without a patch, flash-attn-4 with its native learnable sink.
 
-FlashAttention-3 knows no sink: it is folded in (see epilogue.py). The same core serves flash-attn-4 without its native
-sink, which is how it is tested where FlashAttention-3 is not installed.
+FlashAttention-3 knows no sink: it is folded in (see epilogue.py). ``benchmarks/plain_flash4.py`` does the same with
+flash-attn-4 without its native sink, which is how this is tested where FlashAttention-3 is not installed.
 """
 
 import functools
@@ -93,25 +93,6 @@ def flash3_kernels() -> PlainKernels:
         return dq, dk, dv
 
     return PlainKernels(forward, backward, unlimited=-1)
-
-
-@functools.cache
-def flash4_kernels() -> PlainKernels:
-    """flash-attn-4's kernels without their native sink."""
-    import flash_attn.cute.interface as interface
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: Any) -> tuple[Tensor, Tensor]:
-        o, lse = interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True, **options)[:2]
-        return o, lse
-
-    def backward(
-        grad_o: Tensor, saved: tuple[Tensor, ...], causal: bool, **options: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, o, lse = saved
-        dq, dk, dv = interface._flash_attn_bwd(q, k, v, o, grad_o, lse, causal=causal, **options)[:3]
-        return dq, dk, dv
-
-    return PlainKernels(forward, backward, unlimited=None)
 
 
 def packing(segments: Segments, window: int | None, unlimited: int | None = None) -> dict[str, Any]:
