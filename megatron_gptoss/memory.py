@@ -2,7 +2,7 @@
 nobody has run yet. docs/performance.md compares it with what was measured.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import product
@@ -16,10 +16,13 @@ from megatron_gptoss.log_probs import CHUNK_COLUMNS, CHUNK_TOKENS
 EXPERT_LOAD = 1.1
 """Tokens that the fullest expert-parallel rank gets, relative to the mean, where nothing balances the router."""
 
+Beside = Sequence[OptimizerConfig | None]
+"""Further models in the layout of the policy: a critic's optimizer, None for a reference policy."""
+
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest pipeline stage."""
+    """Bytes of the fullest pipeline stage, of all models together."""
 
     weights: float
     gradients: float
@@ -67,43 +70,50 @@ def activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
 
 
 def predict(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int, stage: int = 0
-) -> Memory:
-    """``tokens``: of one micro-batch before context parallelism shares them out."""
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int, stage: int = 0,
+    beside: Beside = (),
+) -> Memory:  # fmt: skip
+    """``tokens``: of one micro-batch before context parallelism shares them out. Models take turns, so only one has
+    activations at a time."""
     dense, expert = parameters_per_gpu(model, parallel, stage)
     shards = parallel.world_size // (parallel.tensor * parallel.pipeline)
     expert_shards = parallel.world_size // (parallel.pipeline * parallel.expert)
-    # 16 bits that complete the bf16 weights to fp32, and two moments
-    state = 2 + 2 * (2 if optimizer.moment_dtype == "bf16" else 4)
     local = tokens / (parallel.context * parallel.tensor)
     in_flight = parallel.pipeline - stage
     block = min(CHUNK_TOKENS, tokens / parallel.context) * CHUNK_COLUMNS
     vocabulary = model.vocab_size / parallel.tensor * model.hidden_size
+    is_last = stage == parallel.pipeline - 1
     head = max(8 * block, 2 * vocabulary) + 6 * local * model.hidden_size
     routed = model.hidden_size + 4 * model.intermediate_size
     layer = 2 * local * model.experts_per_token * EXPERT_LOAD * routed
     activations = in_flight * model.num_layers / parallel.pipeline * local * activation_bytes(model, parallel)
-    working = max(head if stage == parallel.pipeline - 1 else 0, layer)
-    adam = state * (dense / shards + expert / expert_shards)
-    return Memory(
-        weights=2 * (dense + expert),
-        gradients=(2 if optimizer.gradient_dtype == "bf16" else 4) * (dense + expert),
-        optimizer=(1 - optimizer.offload) * adam,
-        activations=activations,
-        working=working,
-        fetched=max(0.0, optimizer.offload * adam - activations - working),
-    )
+    working = max(head if is_last else 0, layer)
+    weights, gradients, resident, fetched = 2 * (dense + expert) * (1 + len(beside)), 0.0, 0.0, 0.0
+    for adam in (optimizer, *filter(None, beside)):
+        own = dense
+        if adam is not optimizer and is_last:  # a critic has no vocabulary to predict
+            own -= vocabulary
+            weights -= 2 * vocabulary
+        gradients += (2 if adam.gradient_dtype == "bf16" else 4) * (own + expert)
+        # 16 bits that complete the bf16 weights to fp32, and two moments
+        state = (2 + 2 * (2 if adam.moment_dtype == "bf16" else 4)) * (own / shards + expert / expert_shards)
+        resident += (1 - adam.offload) * state
+        fetched = max(fetched, adam.offload * state - activations - working)
+    return Memory(weights, gradients, resident, activations, working, fetched)
 
 
-def worst_stage(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int) -> Memory:
+def worst_stage(
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int, beside: Beside = ()
+) -> Memory:
     """The prediction for the pipeline stage that needs most."""
     stages = range(parallel.pipeline)
-    return max((predict(model, parallel, optimizer, tokens, stage) for stage in stages), key=lambda m: m.total)
+    return max((predict(model, parallel, optimizer, tokens, stage, beside) for stage in stages), key=lambda m: m.total)
 
 
 def layouts_that_fit(
-    model: ModelConfig, gpus: int, optimizer: OptimizerConfig, tokens: int, gigabytes: float, base: ParallelConfig
-) -> list[tuple[ParallelConfig, Memory]]:
+    model: ModelConfig, gpus: int, optimizer: OptimizerConfig, tokens: int, gigabytes: float, base: ParallelConfig,
+    beside: Beside = (),
+) -> list[tuple[ParallelConfig, Memory]]:  # fmt: skip
     """Layouts of ``gpus`` GPUs whose prediction stays within ``gigabytes``, the simplest first; ``base`` gives the
     rest of the settings. Simple: little tensor, pipeline and context parallelism, experts over as few ranks as fit."""
     found = []
@@ -115,14 +125,14 @@ def layouts_that_fit(
             layout.check_layout(model)
         except ValueError:
             continue
-        memory = worst_stage(model, layout, optimizer, tokens)
+        memory = worst_stage(model, layout, optimizer, tokens, beside)
         if memory.total <= gigabytes * 1e9:
             found.append((tensor * pipeline * context, tensor, pipeline, expert, layout, memory))
     return [(layout, memory) for *_, layout, memory in sorted(found, key=lambda entry: entry[:4])]
 
 
 def smaller_settings(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int, beside: Beside = ()
 ) -> list[tuple[str, Memory]]:
     """Settings that take less memory than these, the cheapest in time first, each on top of those before it."""
     found = []
@@ -140,22 +150,25 @@ def smaller_settings(
         parallel, optimizer = parallel.model_copy(update=layout), optimizer.model_copy(update=adam)
         tokens = limit
         if (parallel, optimizer, tokens) != before:
-            found.append((text, worst_stage(model, parallel, optimizer, tokens)))
+            found.append((text, worst_stage(model, parallel, optimizer, tokens, beside)))
     return found
 
 
 def memory_plan(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int, gigabytes: float
-) -> str:
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int, beside: Beside,
+    gigabytes: float,
+) -> str:  # fmt: skip
     """What training takes of each GPU, which layouts of as many GPUs of ``gigabytes`` fit, and what would take less."""
-    memory = worst_stage(model, parallel, optimizer, tokens)
+    memory = worst_stage(model, parallel, optimizer, tokens, beside)
     fits = memory.total <= gigabytes * 1e9
     lines = [
-        f"memory per GPU, in bf16, {tokens} tokens per micro-batch: {memory.total / 1e9:.1f} GB"
+        f"memory per GPU, in bf16, {tokens} tokens per micro-batch"
+        + "".join(", with the critic" if adam else ", with the reference policy" for adam in beside)
+        + f": {memory.total / 1e9:.1f} GB"
         + ("" if fits else f", more than the {gigabytes:g} GB of the GPU"),
         *(f"  {part:12}{size / 1e9:8.1f} GB" for part, size in asdict(memory).items()),
     ]
-    fitting = layouts_that_fit(model, parallel.world_size, optimizer, tokens, gigabytes, parallel)
+    fitting = layouts_that_fit(model, parallel.world_size, optimizer, tokens, gigabytes, parallel, beside)
     if fitting:
         lines.append(f"simplest layouts of {parallel.world_size} GPUs that fit:")
     else:
@@ -165,19 +178,19 @@ def memory_plan(
         sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tensor", "pipeline", "context", "expert"))
         lines.append(f"  {sizes}: {needed.total / 1e9:.1f} GB")
     lines.append("to take less, one after the other:")
-    for text, needed in smaller_settings(model, parallel, optimizer, tokens):
+    for text, needed in smaller_settings(model, parallel, optimizer, tokens, beside):
         lines.append(f"  {text}: {needed.total / 1e9:.1f} GB")
     return "\n".join([*lines, "  more GPUs"])
 
 
 @contextmanager
 def out_of_memory_explained(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int, beside: Beside
 ) -> Iterator[None]:
     """An OutOfMemoryError from inside also says what was predicted and what to set next."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         total = torch.cuda.mem_get_info()[1] / 1e9 if torch.cuda.is_available() else 0.0
-        plan = memory_plan(model, parallel, optimizer, tokens, total)
+        plan = memory_plan(model, parallel, optimizer, tokens, beside, total)
         raise torch.OutOfMemoryError(f"{str(error).splitlines()[0]}\n{plan}") from error

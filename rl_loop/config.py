@@ -203,9 +203,12 @@ class RunConfig(StrictModel):
         return self.output_dir / self.name
 
     @property
-    def memory_inputs(self) -> tuple[ModelConfig, ParallelConfig, OptimizerConfig, int]:
+    def memory_inputs(self) -> tuple[ModelConfig, ParallelConfig, OptimizerConfig, int, list[OptimizerConfig | None]]:
         """What ``megatron_gptoss.memory`` predicts from."""
-        return self.model, self.parallel, self.optimizer, self.training.max_tokens_per_micro_batch
+        return self.model, self.parallel, self.optimizer, self.training.max_tokens_per_micro_batch, self._beside()
+
+    def _beside(self) -> list[OptimizerConfig | None]:
+        return []
 
     @model_validator(mode="after")
     def _check_layout(self) -> Self:
@@ -234,6 +237,10 @@ class RlConfig(RunConfig):
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean |log-prob difference| between engine and trainer on a canary prompt after a sync, in nats. null:
     0.001 in float32, 0.02 in bfloat16. Stay above what ``gptoss doctor --engine`` shows of a good engine."""
+
+    def _beside(self) -> list[OptimizerConfig | None]:
+        critic = [self.algorithm.critic.optimizer] if self.algorithm.critic else []
+        return critic + [None] * bool(self.algorithm.kl)
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

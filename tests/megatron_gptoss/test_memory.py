@@ -92,8 +92,22 @@ def test_offloaded_state_makes_room_for_activations_and_no_more(tokens: int, roo
     assert offloaded.total == pytest.approx(plain.total - saved)
 
 
+def test_a_critic_and_a_reference_policy_take_room_beside_the_policy() -> None:
+    parallel = ParallelConfig(world_size=4, expert=4)
+    inputs = GPT_OSS_20B, parallel, OptimizerConfig(), 16_384
+    alone, reference = predict(*inputs), predict(*inputs, beside=[None])
+    critic = predict(*inputs, beside=[OptimizerConfig(gradient_dtype="bf16", offload=1)])
+    vocabulary = 201_088 * 2880
+    assert reference.total - alone.total == alone.weights
+    assert critic.weights - alone.weights == alone.weights - 2 * vocabulary
+    assert critic.gradients - alone.gradients == (alone.gradients - 4 * vocabulary) / 2
+    assert (critic.optimizer, critic.activations) == (alone.optimizer, alone.activations)
+    plan = memory_plan(*inputs, [OptimizerConfig(), None], 141)
+    assert ", with the critic, with the reference policy: " in plan
+
+
 def test_running_out_of_memory_prints_the_plan_and_what_to_set_next() -> None:
-    inputs = GPT_OSS_20B, ParallelConfig(world_size=4, expert=4, recompute=("moe_act",)), OptimizerConfig(), 32_768
+    inputs = GPT_OSS_20B, ParallelConfig(world_size=4, expert=4, recompute=("moe_act",)), OptimizerConfig(), 32_768, ()
     with (
         pytest.raises(torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory. Tried.*activations .*moment_dtype=bf16"),
         out_of_memory_explained(*inputs),
