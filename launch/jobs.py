@@ -79,22 +79,10 @@ def shell(login: str | None, script: str, timeout: float = 60) -> str:
     return run.stdout
 
 
-STATUS = r"""
-cd {run_dir} 2>/dev/null || true
-echo '@queue'
-[ {kind} = slurm ] && timeout 20 squeue -h --me -n {names} -o '%i|%T|%M|%l|%D|%R'
-echo '@accounting'
-[ {kind} = slurm ] && timeout 20 sacct -nXP -S now-30days --name {names} -o JobID,State,Elapsed,End | tail -1
-for attempt in $(ls -1tr attempts 2>/dev/null); do
-    echo "@attempt $attempt"
-    cat attempts/$attempt/outcome.json 2>/dev/null
-    echo
-    cat attempts/$attempt/head.json 2>/dev/null
-done
-echo '@metrics'
-tail -n 1 metrics.jsonl 2>/dev/null
-true
-"""
+def script(name: str, *arguments: str, **variables: str) -> str:
+    """``launch/NAME`` for ``shell``, with its variables and arguments."""
+    assignments = [f"{key}={shlex.quote(value)}" for key, value in variables.items()]
+    return "\n".join([*assignments, shlex.join(["set", "--", *arguments]), Path(__file__).with_name(name).read_text()])
 
 
 @dataclass
@@ -110,9 +98,8 @@ class Status:
 
 def query(launch: Launch) -> Status:
     """Ask the cluster and read the run directory."""
-    values = {"run_dir": launch.run_dir, "kind": launch.kind, "names": launch.job_names}
-    output = shell(launch.login, STATUS.format(**{key: shlex.quote(value) for key, value in values.items()}))
-    answers = dict(sections(output))
+    asked = script("status.sh", RUN_DIR=launch.run_dir, KIND=launch.kind, NAMES=launch.job_names)
+    answers = dict(sections(shell(launch.login, asked)))
     queue, accounting, metrics = answers.pop("queue"), answers.pop("accounting"), answers.pop("metrics")
     step = int(json.loads(metrics[0])["step"]) + 1 if metrics else 0
     attempts = []

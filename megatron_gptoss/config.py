@@ -7,8 +7,9 @@ names the key, before anything is started.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -260,3 +261,16 @@ class OptimizerConfig(StrictModel):
     offload: float = Field(0.0, ge=0, le=1)
     """Share of the optimizer's state that rests in pinned host memory and comes to the GPU for every step, where the
     activations were. The numbers stay the same. A last resort: copying takes longer than the step itself."""
+
+
+class Training(NamedTuple):
+    """What memory is predicted from."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig
+    tokens: int
+    """Of one micro-batch, before context parallelism shares them out."""
+    beside: Sequence[OptimizerConfig | None] = ()
+    """Further models in the policy's layout, of which one at a time works: a critic's optimizer, None for a reference
+    policy."""
