@@ -142,18 +142,13 @@ def describe(launch: Launch) -> str:
 
 def logs(launch: Launch, attempt: str | None, node: str | None, lines: int, follow: bool) -> Iterator[str]:
     """Lines of the driver's log, or of one node's, of the newest or a given attempt."""
-    which = shlex.quote(attempt) if attempt else "$(ls -1tr attempts 2>/dev/null | tail -1)"
-    file = f"{shlex.quote(node)}.log" if node else "driver.log"
-    script = (
-        f"cd {shlex.quote(launch.run_dir)}/ && [ -d attempts ] || {{ echo 'no attempt has begun' >&2; exit 1; }}\n"
-        f"cd attempts/{which} || exit 1\n"
-        f'[ -f {file} ] || {{ echo "{file} is not there (yet); in $PWD:" $(ls) >&2; exit 1; }}\n'
-    )
+    options = ["-n", str(lines), *(["-F"] if follow else [])]
+    file = f"{node}.log" if node else "driver.log"
+    asked = script("logs.sh", *options, RUN_DIR=launch.run_dir, ATTEMPT=attempt or "", FILE=file)
     if not follow:
-        yield from shell(launch.login, f"{script}tail -n {lines} {file}").splitlines()
+        yield from shell(launch.login, asked).splitlines()
         return
-    command = f"{script}exec tail -n {lines} -F {file}"
-    process = subprocess.Popen(["ssh", launch.login, command] if launch.login else ["bash", "-c", command],
+    process = subprocess.Popen(["ssh", launch.login, asked] if launch.login else ["bash", "-c", asked],
                                stdout=subprocess.PIPE, text=True)  # fmt: skip
     try:
         for line in process.stdout or ():

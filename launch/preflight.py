@@ -39,10 +39,10 @@ def check_before_queue(config: RunConfig, cluster: ClusterConfig) -> None:
     """Raises ConfigError with every field that will not work, and what the cluster offers instead."""
     local = cluster.container is None
     named = _named_paths(config, cluster)
-    paths = [str(path) for _, path in named]
     variables = {"SHARED": str(cluster.shared_dir.absolute()), "PYTHON": cluster.python if local else "true"}
+    asked = script("preflight.sh", *(str(path) for _, path in named), **variables)
     try:
-        answers = dict(sections(shell(cluster.login, script("preflight.sh", *paths, **variables))))
+        answers = dict(sections(shell(cluster.login, asked)))
     except ClusterError as error:
         raise ConfigError(f"preflight: cluster.login: {error}") from None
     problems: list[str] = []

@@ -188,8 +188,8 @@ class ParallelConfig(StrictModel):
     expert: int = Field(1, gt=0)
     """Expert parallel size: ranks among which the experts of a layer are shared out."""
     expert_dispatcher: Literal["alltoall", "deepep"] = "alltoall"
-    """What sends tokens to their experts and back. deepep, which you install yourself, permutes and sends in one
-    kernel; it pays between nodes."""
+    """What sends tokens to their experts and back. deepep (https://github.com/deepseek-ai/DeepEP), which you install
+    yourself, permutes and sends in one kernel; it needs GPUs and is meant for experts spread over nodes."""
     recompute: tuple[Literal["moe_act", "layernorm", "core_attn", "moe"], ...] = ()
     """On GPUs: what the backward pass computes again instead of keeping it. moe_act (the expert activation) costs next
     to nothing and saves a sixth of the activations, layernorm likewise less; moe is the last resort."""

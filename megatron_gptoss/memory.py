@@ -121,7 +121,7 @@ def smaller_settings(training: Training) -> list[tuple[str, Memory]]:
     """Settings that take less memory than these, the cheapest in time first, each on top of those before it."""
     found, recompute = [], training.parallel.recompute
     thrifty = dict.fromkeys((*recompute, *(() if "moe" in recompute else ("moe_act", "layernorm"))))
-    half = max(1, training.tokens // 2)
+    half: Any = max(1, training.tokens // 2)
     changes: list[tuple[str, str, dict[str, Any]]] = [
         (f"parallel.recompute=[{','.join(thrifty)}]", "parallel", {"recompute": tuple(thrifty)}),
         ("optimizer.moment_dtype=bf16", "optimizer", {"moment_dtype": "bf16"}),
