@@ -145,7 +145,7 @@ def plan(
     from launch.plan import attention_plan, step_plan
     from megatron_gptoss.memory import memory_plan
 
-    print(memory_plan(*config.memory_inputs, gpu_gb))
+    print(memory_plan(config.memory_inputs, gpu_gb))
     print(attention_plan(config))
     print(step_plan(config))
 

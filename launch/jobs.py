@@ -79,22 +79,10 @@ def shell(login: str | None, script: str, timeout: float = 60) -> str:
     return run.stdout
 
 
-STATUS = r"""
-cd {run_dir} 2>/dev/null || true
-echo '@queue'
-[ {kind} = slurm ] && timeout 20 squeue -h --me -n {names} -o '%i|%T|%M|%l|%D|%R'
-echo '@accounting'
-[ {kind} = slurm ] && timeout 20 sacct -nXP -S now-30days --name {names} -o JobID,State,Elapsed,End | tail -1
-for attempt in $(ls -1tr attempts 2>/dev/null); do
-    echo "@attempt $attempt"
-    cat attempts/$attempt/outcome.json 2>/dev/null
-    echo
-    cat attempts/$attempt/head.json 2>/dev/null
-done
-echo '@metrics'
-tail -n 1 metrics.jsonl 2>/dev/null
-true
-"""
+def script(name: str, *arguments: str, **variables: str) -> str:
+    """``launch/NAME`` for ``shell``, with its variables and arguments."""
+    assignments = [f"{key}={shlex.quote(value)}" for key, value in variables.items()]
+    return "\n".join([*assignments, shlex.join(["set", "--", *arguments]), Path(__file__).with_name(name).read_text()])
 
 
 @dataclass
@@ -110,9 +98,8 @@ class Status:
 
 def query(launch: Launch) -> Status:
     """Ask the cluster and read the run directory."""
-    values = {"run_dir": launch.run_dir, "kind": launch.kind, "names": launch.job_names}
-    output = shell(launch.login, STATUS.format(**{key: shlex.quote(value) for key, value in values.items()}))
-    answers = dict(sections(output))
+    asked = script("status.sh", RUN_DIR=launch.run_dir, KIND=launch.kind, NAMES=launch.job_names)
+    answers = dict(sections(shell(launch.login, asked)))
     queue, accounting, metrics = answers.pop("queue"), answers.pop("accounting"), answers.pop("metrics")
     step = int(json.loads(metrics[0])["step"]) + 1 if metrics else 0
     attempts = []
@@ -155,18 +142,13 @@ def describe(launch: Launch) -> str:
 
 def logs(launch: Launch, attempt: str | None, node: str | None, lines: int, follow: bool) -> Iterator[str]:
     """Lines of the driver's log, or of one node's, of the newest or a given attempt."""
-    which = shlex.quote(attempt) if attempt else "$(ls -1tr attempts 2>/dev/null | tail -1)"
-    file = f"{shlex.quote(node)}.log" if node else "driver.log"
-    script = (
-        f"cd {shlex.quote(launch.run_dir)}/ && [ -d attempts ] || {{ echo 'no attempt has begun' >&2; exit 1; }}\n"
-        f"cd attempts/{which} || exit 1\n"
-        f'[ -f {file} ] || {{ echo "{file} is not there (yet); in $PWD:" $(ls) >&2; exit 1; }}\n'
-    )
+    options = ["-n", str(lines), *(["-F"] if follow else [])]
+    file = f"{node}.log" if node else "driver.log"
+    asked = script("logs.sh", *options, RUN_DIR=launch.run_dir, ATTEMPT=attempt or "", FILE=file)
     if not follow:
-        yield from shell(launch.login, f"{script}tail -n {lines} {file}").splitlines()
+        yield from shell(launch.login, asked).splitlines()
         return
-    command = f"{script}exec tail -n {lines} -F {file}"
-    process = subprocess.Popen(["ssh", launch.login, command] if launch.login else ["bash", "-c", command],
+    process = subprocess.Popen(["ssh", launch.login, asked] if launch.login else ["bash", "-c", asked],
                                stdout=subprocess.PIPE, text=True)  # fmt: skip
     try:
         for line in process.stdout or ():

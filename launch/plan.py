@@ -1,6 +1,5 @@
 """What ``gptoss plan`` prints, computed from the configuration alone."""
 
-from dataclasses import asdict
 from itertools import accumulate
 
 from megatron_gptoss.context_parallel import AttentionShape, Machine, balanced_layout, candidates
@@ -23,7 +22,7 @@ def step_plan(config: RunConfig) -> str:
     micro_batches = multiple * max(1, -(-episodes * rollout.max_tokens // (sum(lengths) * parallel.data * multiple)))
     step = predict_step(config.model, parallel, config.optimizer, lengths, micro_batches)
     tokens = sum(lengths) * micro_batches * parallel.data
-    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in asdict(step).items() if seconds >= 0.005)
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in step._asdict().items() if seconds >= 0.005)
     return (
         f"an update on H200s, {tokens} tokens in {micro_batches} micro-batches per data-parallel rank: "
         f"{step.total:.2f} s, {tokens / step.total / parallel.world_size:.0f} tokens/s/GPU ({parts})"

@@ -7,25 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import SBATCH_FIELDS, ClusterConfig
-from launch.jobs import ClusterError, sections, shell
+from launch.jobs import ClusterError, script, sections, shell
 from rl_loop.config import ConfigError, RunConfig
-
-PROBE = r"""
-show() { echo "@$1"; shift; timeout 20 "$@" 2>&1; }
-slurm=$(command -v sbatch)
-echo "@sbatch"; echo "$slurm"
-if [ -n "$slurm" ]; then
-    show partitions sinfo -h -o '%R|%a|%l|%D|%G|%c|%m|%f'
-    show accounts sacctmgr -nP show assoc user="$(id -un)" format=account,qos
-    show pyxis sh -c 'srun --help 2>&1 | grep -c -- --container-image'
-fi
-echo "@shared_dir"
-{ mkdir -p SHARED && touch SHARED/.gptoss-preflight && rm SHARED/.gptoss-preflight; } 2>&1
-echo "@free"; df -Pk SHARED 2>/dev/null | awk 'NR == 2 {print $4}'
-echo "@python"; command -v PYTHON
-echo "@absent"; for path in PATHS; do [ -r "$path" ] || echo "$path"; done
-true
-"""
 
 
 @dataclass
@@ -56,11 +39,10 @@ def check_before_queue(config: RunConfig, cluster: ClusterConfig) -> None:
     """Raises ConfigError with every field that will not work, and what the cluster offers instead."""
     local = cluster.container is None
     named = _named_paths(config, cluster)
-    script = PROBE.replace("SHARED", shlex.quote(str(cluster.shared_dir.absolute())))
-    script = script.replace("PYTHON", shlex.quote(cluster.python) if local else "true")
-    script = script.replace("PATHS", shlex.join(str(path) for _, path in named) or '""')
+    variables = {"SHARED": str(cluster.shared_dir.absolute()), "PYTHON": cluster.python if local else "true"}
+    asked = script("preflight.sh", *(str(path) for _, path in named), **variables)
     try:
-        answers = dict(sections(shell(cluster.login, script)))
+        answers = dict(sections(shell(cluster.login, asked)))
     except ClusterError as error:
         raise ConfigError(f"preflight: cluster.login: {error}") from None
     problems: list[str] = []

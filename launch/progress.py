@@ -97,14 +97,9 @@ class TrainingProgress:
         self._step_ended = now
         self._done = min(step + 1, self._total)  # an evaluation after the last step is no further step
         self._latest |= values
-        left = f"left {clock(self.seconds_left or 0.0)}"
+        left = f"left {clock(fmean(self._step_seconds) * (self._total - self._done))}"
         self._display.figures = figures(self._latest)
         self._display.update(self._task, completed=self._done, left=left)
         if not self._console.is_terminal:
             line = "  ".join([f"step {self._done}/{self._total}", *filter(None, [figures(values)]), left])
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    @property
-    def seconds_left(self) -> float | None:
-        """From the recent steps; None before the first one ends."""
-        return fmean(self._step_seconds) * (self._total - self._done) if self._step_seconds else None

@@ -35,7 +35,7 @@ def dry_run(config: RunConfig, cluster: ClusterConfig) -> str:
     if cluster.gpus_per_node:
         from megatron_gptoss.memory import memory_plan  # imports torch
 
-        parts.append(("memory plan", memory_plan(*config.memory_inputs, cluster.gpu_memory)))
+        parts.append(("memory plan", memory_plan(config.memory_inputs, cluster.gpu_memory)))
     if cluster.kind == "slurm":
         from launch.slurm_job import SlurmJob
 

@@ -7,8 +7,9 @@ names the key, before anything is started.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -191,8 +192,8 @@ class ParallelConfig(StrictModel):
     expert: int = Field(1, gt=0)
     """Expert parallel size: ranks among which the experts of a layer are shared out."""
     expert_dispatcher: Literal["alltoall", "deepep"] = "alltoall"
-    """What sends tokens to their experts and back. deepep, which you install yourself, permutes and sends in one
-    kernel; it pays between nodes."""
+    """What sends tokens to their experts and back. deepep (https://github.com/deepseek-ai/DeepEP), which you install
+    yourself, permutes and sends in one kernel; it needs GPUs and is meant for experts spread over nodes."""
     recompute: tuple[Literal["moe_act", "layernorm", "core_attn", "moe"], ...] = ()
     """On GPUs: what the backward pass computes again instead of keeping it. moe_act (the expert activation) costs next
     to nothing and saves a sixth of the activations, layernorm likewise less; moe is the last resort."""
@@ -272,3 +273,16 @@ class OptimizerConfig(StrictModel):
     offload: float = Field(0.0, ge=0, le=1)
     """Share of the optimizer's state that rests in pinned host memory and comes to the GPU for every step, where the
     activations were. The numbers stay the same. A last resort: copying takes longer than the step itself."""
+
+
+class Training(NamedTuple):
+    """What memory is predicted from."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig
+    tokens: int
+    """Of one micro-batch, before context parallelism shares them out."""
+    beside: Sequence[OptimizerConfig | None] = ()
+    """Further models in the policy's layout, of which one at a time works: a critic's optimizer, None for a reference
+    policy."""

@@ -4,22 +4,20 @@ nobody has run yet. docs/performance.md compares it with what was measured.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import ModelConfig, ParallelConfig, Training
 from megatron_gptoss.log_probs import CHUNK_COLUMNS, CHUNK_TOKENS
 
 EXPERT_LOAD = 1.1
 """Tokens that the fullest expert-parallel rank gets, relative to the mean, where nothing balances the router."""
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of the fullest pipeline stage."""
+class Memory(NamedTuple):
+    """Bytes of the fullest pipeline stage, of all models together."""
 
     weights: float
     gradients: float
@@ -33,7 +31,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(self)
 
 
 def parameters_per_gpu(model: ModelConfig, parallel: ParallelConfig, stage: int = 0) -> tuple[float, float]:
@@ -66,121 +64,114 @@ def activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
     return 2 * (attention + experts)
 
 
-def predict(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int, stage: int = 0
-) -> Memory:
-    """``tokens``: of one micro-batch before context parallelism shares them out."""
+def predict(training: Training, stage: int = 0) -> Memory:
+    """What the GPUs of one pipeline stage hold."""
+    model, parallel, optimizer, tokens, beside = training
     dense, expert = parameters_per_gpu(model, parallel, stage)
     shards = parallel.world_size // (parallel.tensor * parallel.pipeline)
     expert_shards = parallel.world_size // (parallel.pipeline * parallel.expert)
-    # 16 bits that complete the bf16 weights to fp32, and two moments
-    state = 2 + 2 * (2 if optimizer.moment_dtype == "bf16" else 4)
     local = tokens / (parallel.context * parallel.tensor)
     in_flight: float = parallel.pipeline - stage
     if (chunks := parallel.virtual_pipeline) > 1:  # as Megatron's interleaved schedule warms up, and one more
         in_flight = (2 * (in_flight - 1) + (chunks - 1) * parallel.pipeline + 1) / chunks
     block = min(CHUNK_TOKENS, tokens / parallel.context) * CHUNK_COLUMNS
     vocabulary = model.vocab_size / parallel.tensor * model.hidden_size
+    is_last = stage == parallel.pipeline - 1
     head = max(8 * block, 2 * vocabulary) + 6 * local * model.hidden_size
     routed = model.hidden_size + 4 * model.intermediate_size
     layer = 2 * local * model.experts_per_token * EXPERT_LOAD * routed
     activations = in_flight * model.num_layers / parallel.pipeline * local * activation_bytes(model, parallel)
-    working = max(head if stage == parallel.pipeline - 1 else 0, layer)
-    adam = state * (dense / shards + expert / expert_shards)
-    return Memory(
-        weights=2 * (dense + expert),
-        gradients=(2 if optimizer.gradient_dtype == "bf16" else 4) * (dense + expert),
-        optimizer=(1 - optimizer.offload) * adam,
-        activations=activations,
-        working=working,
-        fetched=max(0.0, optimizer.offload * adam - activations - working),
-    )
+    working = max(head if is_last else 0, layer)
+    weights, gradients, resident, fetched = 2 * (dense + expert) * (1 + len(beside)), 0.0, 0.0, 0.0
+    for adam in (optimizer, *filter(None, beside)):
+        own = dense
+        if adam is not optimizer and is_last:  # a critic has no vocabulary to predict
+            own -= vocabulary
+            weights -= 2 * vocabulary
+        gradients += (2 if adam.gradient_dtype == "bf16" else 4) * (own + expert)
+        # 16 bits that complete the bf16 weights to fp32, and two moments
+        state = (2 + 2 * (2 if adam.moment_dtype == "bf16" else 4)) * (own / shards + expert / expert_shards)
+        resident += (1 - adam.offload) * state
+        fetched = max(fetched, adam.offload * state - activations - working)
+    return Memory(weights, gradients, resident, activations, working, fetched)
 
 
-def worst_stage(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int) -> Memory:
+def worst_stage(training: Training) -> Memory:
     """The prediction for the pipeline stage that needs most."""
-    stages = range(parallel.pipeline)
-    return max((predict(model, parallel, optimizer, tokens, stage) for stage in stages), key=lambda m: m.total)
+    return max((predict(training, stage) for stage in range(training.parallel.pipeline)), key=lambda m: m.total)
 
 
-def layouts_that_fit(
-    model: ModelConfig, gpus: int, optimizer: OptimizerConfig, tokens: int, gigabytes: float, base: ParallelConfig
-) -> list[tuple[ParallelConfig, Memory]]:
-    """Layouts of ``gpus`` GPUs whose prediction stays within ``gigabytes``, the simplest first; ``base`` gives the
-    rest of the settings. Simple: little tensor, pipeline and context parallelism, experts over as few ranks as fit."""
+def layouts_that_fit(training: Training, gigabytes: float) -> list[tuple[ParallelConfig, Memory]]:
+    """Layouts of as many GPUs whose prediction stays within ``gigabytes``, the simplest first, with the other settings
+    as they are. Simple: little tensor, pipeline and context parallelism, experts over as few ranks as fit."""
     found = []
     powers = (1, 2, 4, 8)
     for tensor, pipeline, context, expert in product(powers, powers, powers, (*powers, 16, 32, 64)):
         sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
-        sizes["virtual_pipeline"] = base.virtual_pipeline if pipeline > 1 else 1
-        layout = base.model_copy(update={"world_size": gpus, **sizes})
+        sizes["virtual_pipeline"] = training.parallel.virtual_pipeline if pipeline > 1 else 1
+        layout = training.parallel.model_copy(update=sizes)
         try:
-            layout.check_layout(model)
+            layout.check_layout(training.model)
         except ValueError:
             continue
-        memory = worst_stage(model, layout, optimizer, tokens)
+        memory = worst_stage(training._replace(parallel=layout))
         if memory.total <= gigabytes * 1e9:
             found.append((tensor * pipeline * context, tensor, pipeline, expert, layout, memory))
     return [(layout, memory) for *_, layout, memory in sorted(found, key=lambda entry: entry[:4])]
 
 
-def smaller_settings(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int
-) -> list[tuple[str, Memory]]:
+def smaller_settings(training: Training) -> list[tuple[str, Memory]]:
     """Settings that take less memory than these, the cheapest in time first, each on top of those before it."""
-    found = []
-    thrifty = dict.fromkeys((*parallel.recompute, *(() if "moe" in parallel.recompute else ("moe_act", "layernorm"))))
-    half = max(1, tokens // 2)
-    changes: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
-        (f"parallel.recompute=[{','.join(thrifty)}]", {"recompute": tuple(thrifty)}, {}, tokens),
-        ("optimizer.moment_dtype=bf16", {}, {"moment_dtype": "bf16"}, tokens),
-        (f"training.max_tokens_per_micro_batch={half}", {}, {}, half),
-        ("optimizer.gradient_dtype=bf16", {}, {"gradient_dtype": "bf16"}, half),
-        ("optimizer.offload=1", {}, {"offload": 1.0}, half),
+    found, recompute = [], training.parallel.recompute
+    thrifty = dict.fromkeys((*recompute, *(() if "moe" in recompute else ("moe_act", "layernorm"))))
+    half: Any = max(1, training.tokens // 2)
+    changes: list[tuple[str, str, dict[str, Any]]] = [
+        (f"parallel.recompute=[{','.join(thrifty)}]", "parallel", {"recompute": tuple(thrifty)}),
+        ("optimizer.moment_dtype=bf16", "optimizer", {"moment_dtype": "bf16"}),
+        (f"training.max_tokens_per_micro_batch={half}", "tokens", {}),
+        ("optimizer.gradient_dtype=bf16", "optimizer", {"gradient_dtype": "bf16"}),
+        ("optimizer.offload=1", "optimizer", {"offload": 1.0}),
     ]
-    for text, layout, adam, limit in changes:
-        before = parallel, optimizer, tokens
-        parallel, optimizer = parallel.model_copy(update=layout), optimizer.model_copy(update=adam)
-        tokens = limit
-        if (parallel, optimizer, tokens) != before:
-            found.append((text, worst_stage(model, parallel, optimizer, tokens)))
+    for text, part, update in changes:
+        before, old = training, getattr(training, part)
+        training = training._replace(**{part: old.model_copy(update=update) if update else half})
+        if training != before:
+            found.append((text, worst_stage(training)))
     return found
 
 
-def memory_plan(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int, gigabytes: float
-) -> str:
+def memory_plan(training: Training, gigabytes: float) -> str:
     """What training takes of each GPU, which layouts of as many GPUs of ``gigabytes`` fit, and what would take less."""
-    memory = worst_stage(model, parallel, optimizer, tokens)
+    memory, gpus = worst_stage(training), training.parallel.world_size
     fits = memory.total <= gigabytes * 1e9
     lines = [
-        f"memory per GPU, in bf16, {tokens} tokens per micro-batch: {memory.total / 1e9:.1f} GB"
+        f"memory per GPU, in bf16, {training.tokens} tokens per micro-batch"
+        + "".join(", with the critic" if adam else ", with the reference policy" for adam in training.beside)
+        + f": {memory.total / 1e9:.1f} GB"
         + ("" if fits else f", more than the {gigabytes:g} GB of the GPU"),
-        *(f"  {part:12}{size / 1e9:8.1f} GB" for part, size in asdict(memory).items()),
+        *(f"  {part:12}{size / 1e9:8.1f} GB" for part, size in memory._asdict().items()),
     ]
-    fitting = layouts_that_fit(model, parallel.world_size, optimizer, tokens, gigabytes, parallel)
+    fitting = layouts_that_fit(training, gigabytes)
     if fitting:
-        lines.append(f"simplest layouts of {parallel.world_size} GPUs that fit:")
+        lines.append(f"simplest layouts of {gpus} GPUs that fit:")
     else:
-        part, size = max(asdict(memory).items(), key=lambda entry: entry[1])
-        lines.append(f"no layout of {parallel.world_size} GPUs fits; most goes to the {part} ({size / 1e9:.1f} GB)")
+        part, size = max(memory._asdict().items(), key=lambda entry: entry[1])
+        lines.append(f"no layout of {gpus} GPUs fits; most goes to the {part} ({size / 1e9:.1f} GB)")
     for layout, needed in fitting[:5]:
         sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tensor", "pipeline", "context", "expert"))
         lines.append(f"  {sizes}: {needed.total / 1e9:.1f} GB")
     lines.append("to take less, one after the other:")
-    for text, needed in smaller_settings(model, parallel, optimizer, tokens):
+    for text, needed in smaller_settings(training):
         lines.append(f"  {text}: {needed.total / 1e9:.1f} GB")
     return "\n".join([*lines, "  more GPUs"])
 
 
 @contextmanager
-def out_of_memory_explained(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, tokens: int
-) -> Iterator[None]:
+def out_of_memory_explained(training: Training) -> Iterator[None]:
     """An OutOfMemoryError from inside also says what was predicted and what to set next."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         total = torch.cuda.mem_get_info()[1] / 1e9 if torch.cuda.is_available() else 0.0
-        plan = memory_plan(model, parallel, optimizer, tokens, total)
-        raise torch.OutOfMemoryError(f"{str(error).splitlines()[0]}\n{plan}") from error
+        message = f"{str(error).splitlines()[0]}\n{memory_plan(training, total)}"
+        raise torch.OutOfMemoryError(message) from error

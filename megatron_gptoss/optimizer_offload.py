@@ -1,8 +1,4 @@
-"""Optimizer state that rests in host memory while the optimizer does not run.
-
-The update stays on the GPU and keeps its bits. Megatron's own ``optimizer_cpu_offload`` updates on the CPU, ignores the
-moments' dtype, and cannot load a checkpoint of a model that has fp32 parameters, as the routers' biases are.
-"""
+"""Optimizer state that rests in host memory while the optimizer does not run. Its update stays on the GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,11 +32,9 @@ class OffloadedState:
         """Inside, all state is beside its parameters, as steps and checkpoints need it; afterwards at rest."""
         for parameter, name, state in self._entries():
             state[name] = state[name].to(parameter.device, non_blocking=True)
-        try:
-            yield
-        finally:
-            for parameter, name, state in self._entries():
-                if (parameter, name) not in self._host:
-                    pin = torch.cuda.is_available()
-                    self._host[parameter, name] = torch.empty_like(state[name], device="cpu", pin_memory=pin)
-                state[name] = self._host[parameter, name].copy_(state[name], non_blocking=True)
+        yield
+        for parameter, name, state in self._entries():
+            if (parameter, name) not in self._host:
+                pin = torch.cuda.is_available()
+                self._host[parameter, name] = torch.empty_like(state[name], device="cpu", pin_memory=pin)
+            state[name] = self._host[parameter, name].copy_(state[name], non_blocking=True)

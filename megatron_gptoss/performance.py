@@ -2,8 +2,8 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -51,8 +51,7 @@ def forward_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
     return 2 * per_token * sum(lengths) + 4 * queries * pairs
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Seconds of a training step; ``predict_step`` says what is in them."""
 
     arithmetic: float
@@ -65,14 +64,13 @@ class StepTime:
     gradients: float
     """What the backward pass of the last micro-batch does not hide of their reduction."""
     parameters: float
-    """Gathering them after the optimizer's step, as where weights are sent to engines then; else the next forward pass
-    hides it."""
+    """Gathering them after the optimizer's step. Where no weights are sent then, the next forward pass hides it."""
     optimizer: float
     """Its arithmetic, and the way of offloaded state from host memory and back."""
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(self)
 
 
 def predict_step(

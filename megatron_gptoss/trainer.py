@@ -172,8 +172,8 @@ def gather_parameters(chunks: Iterable[Any], parameters: Iterable[torch.nn.Param
     """Wait until this rank has what the last optimizer step made of ``parameters``, by default all of ``chunks``.
 
     Under the distributed optimizer a rank updates its share, and Megatron gathers a module's weights when its forward
-    is called. Whoever reads weights in another way calls this before, or silently gets those of the step before.
-    Collective over data-parallel ranks. Does nothing for a model that is not in Megatron's data-parallel wrapper.
+    is called: whoever reads them in another way calls this first, or silently gets old ones. Collective over
+    data-parallel ranks; does nothing for a model that is not in Megatron's data-parallel wrapper.
     """
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:

@@ -42,14 +42,9 @@ def build_transformer_config(
 ) -> GptOssTransformerConfig:
     """The configuration of one trainer rank. ``overrides`` replace single fields (negative controls). Raises
     RuntimeError where ``parallel`` asks for a dispatcher that is not installed."""
-    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
-    if parallel.expert_dispatcher == "deepep":
-        if not (HAVE_DEEP_EP and torch.cuda.is_available()):
-            raise RuntimeError(
-                "parallel.expert_dispatcher deepep needs GPUs and the module deep_ep, which cannot be imported here: "
-                "install DeepEP (https://github.com/deepseek-ai/DeepEP), or use alltoall"
-            )
-        dispatcher = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+    deepep = parallel.expert_dispatcher == "deepep"
+    if deepep and not (HAVE_DEEP_EP and torch.cuda.is_available()):
+        raise RuntimeError("parallel.expert_dispatcher deepep: install DeepEP on a machine with GPUs, or use alltoall")
     interleaved = parallel.virtual_pipeline > 1
     settings: dict[str, Any] = {
         "gptoss": model,
@@ -83,7 +78,7 @@ def build_transformer_config(
         "moe_router_score_function": "softmax",
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
-        **dispatcher,
+        "moe_token_dispatcher_type": "flex" if deepep else "alltoall",
         # losses are normalised over the global batch by the caller; Megatron only adds gradients up
         "calculate_per_token_loss": True,
         "params_dtype": dtype,

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, ValidationError, model_validator
 from yaml import YAMLError
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel, Training
 from rl_loop.agent import EpisodeLimits
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig, refuse
 from rl_loop.demonstrations import DemonstrationConfig
@@ -203,9 +203,9 @@ class RunConfig(StrictModel):
         return self.output_dir / self.name
 
     @property
-    def memory_inputs(self) -> tuple[ModelConfig, ParallelConfig, OptimizerConfig, int]:
+    def memory_inputs(self) -> Training:
         """What ``megatron_gptoss.memory`` predicts from."""
-        return self.model, self.parallel, self.optimizer, self.training.max_tokens_per_micro_batch
+        return Training(self.model, self.parallel, self.optimizer, self.training.max_tokens_per_micro_batch)
 
     @model_validator(mode="after")
     def _check_layout(self) -> Self:
@@ -234,6 +234,11 @@ class RlConfig(RunConfig):
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean |log-prob difference| between engine and trainer on a canary prompt after a sync, in nats. null:
     0.001 in float32, 0.02 in bfloat16. Stay above what ``gptoss doctor --engine`` shows of a good engine."""
+
+    @property
+    def memory_inputs(self) -> Training:
+        critic = [self.algorithm.critic.optimizer] if self.algorithm.critic else []
+        return super().memory_inputs._replace(beside=[*critic, *([None] if self.algorithm.kl else [])])
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

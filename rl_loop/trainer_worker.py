@@ -147,7 +147,7 @@ class TrainerWorker:
         for writer, _ in self._saved:
             writer.finish(block=False)
         rate = learning_rate_at(step, trainer.config, self.config.training.steps)
-        with out_of_memory_explained(*self.config.memory_inputs):
+        with out_of_memory_explained(self.config.memory_inputs):
             return trainer.train_step(self._batches(samples), objective, rate, self.config.rollout.temperature)
 
     def _recorded_routes(self, replay: RoutingReplay, samples: list[Sample]) -> list[np.ndarray]:
@@ -176,7 +176,7 @@ class TrainerWorker:
 
     def _scored(self, scorer: Scorer, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:
         batches = self._batches(samples)
-        with out_of_memory_explained(*self.config.memory_inputs):
+        with out_of_memory_explained(self.config.memory_inputs):
             values = scorer.score(batches, temperature or self.config.rollout.temperature)
         return self._in_order(values, batches, len(samples))
 

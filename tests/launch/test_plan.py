@@ -45,6 +45,12 @@ def test_a_scheme_set_by_the_user_is_the_one_taken() -> None:
     assert full[-1] == "(set)"
 
 
+def test_the_memory_of_a_run_is_that_of_all_its_models() -> None:
+    config = load_config(CONFIG, RlConfig, ["algorithm=ppo", "algorithm.kl.coefficient=0.1"])
+    assert config.memory_inputs[-1] == [config.algorithm.critic.optimizer, None]
+    assert load_config(CONFIG, RlConfig, []).memory_inputs[-1] == []
+
+
 @pytest.mark.parametrize("context", ["1", "3"])
 def test_any_context_size_has_a_plan(context: str) -> None:
     lines = plan(f"parallel.world_size={context}", f"parallel.context={context}")

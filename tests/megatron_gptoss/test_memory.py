@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_gptoss import memory
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, Training
 from megatron_gptoss.memory import (
     layouts_that_fit,
     memory_plan,
@@ -32,7 +32,7 @@ def test_measured_peaks_of_one_gpu_are_predicted_within_two_percent(
 ) -> None:
     monkeypatch.setattr(memory, "EXPERT_LOAD", 1.0)  # no expert parallelism
     model = ModelConfig(num_layers=layers, num_experts=experts)
-    total = predict(model, ParallelConfig(recompute=recompute), OptimizerConfig(), tokens).total
+    total = predict(Training(model, ParallelConfig(recompute=recompute), OptimizerConfig(), tokens)).total
     assert total / 1e9 == pytest.approx(measured, rel=0.02)
 
 
@@ -49,7 +49,7 @@ def test_measured_peaks_of_four_gpus_are_predicted_within_four_percent(
 ) -> None:
     model = ModelConfig(num_layers=layers, num_experts=32)
     parallel = ParallelConfig(world_size=4, expert=4, context=context, recompute=recompute)
-    assert predict(model, parallel, BF16_MOMENTS, tokens).total / 1e9 == pytest.approx(measured, rel=0.04)
+    assert predict(Training(model, parallel, BF16_MOMENTS, tokens)).total / 1e9 == pytest.approx(measured, rel=0.04)
 
 
 @pytest.mark.parametrize(("model", "total"), [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)])
@@ -62,15 +62,17 @@ def test_parameters_are_those_of_the_published_models(model: ModelConfig, total:
     [(GPT_OSS_20B, 4), (GPT_OSS_20B, 8), (GPT_OSS_20B, 16), (GPT_OSS_120B, 16), (GPT_OSS_120B, 32), (GPT_OSS_120B, 64)],
 )
 def test_both_models_fit_where_they_should(model: ModelConfig, gpus: int) -> None:
-    layouts = layouts_that_fit(model, gpus, BF16_MOMENTS, 16_384, 135, THRIFTY)
+    training = Training(model, THRIFTY.model_copy(update={"world_size": gpus}), BF16_MOMENTS, 16_384)
+    layouts = layouts_that_fit(training, 135)
     assert layouts
     for layout, needed in layouts:
         assert layout.world_size == gpus
-        assert needed == worst_stage(model, layout, BF16_MOMENTS, 16_384)
+        assert needed == worst_stage(training._replace(parallel=layout))
 
 
 def test_120b_does_not_fit_on_eight_gpus() -> None:
-    assert not layouts_that_fit(GPT_OSS_120B, 8, BF16_MOMENTS, 16_384, 135, THRIFTY)
+    thrifty = THRIFTY.model_copy(update={"world_size": 8})
+    assert not layouts_that_fit(Training(GPT_OSS_120B, thrifty, BF16_MOMENTS, 16_384), 135)
 
 
 def test_interleaving_keeps_the_activations_that_its_paper_says() -> None:
@@ -88,29 +90,48 @@ def test_layouts_without_a_pipeline_are_found_for_an_interleaved_one() -> None:
 
 def test_each_suggestion_takes_less_than_the_one_before() -> None:
     parallel = ParallelConfig(world_size=4, expert=4)
-    found = smaller_settings(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)
-    totals = [worst_stage(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768).total, *(m.total for _, m in found)]
+    training = Training(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)
+    found = smaller_settings(training)
+    totals = [worst_stage(training).total, *(m.total for _, m in found)]
     assert len(found) == 5 and totals == sorted(totals, reverse=True) and len(set(totals)) == 6
     bf16 = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
-    first, last = smaller_settings(GPT_OSS_20B, parallel.model_copy(update={"recompute": ("moe",)}), bf16, 32_768)
+    again = parallel.model_copy(update={"recompute": ("moe",)})
+    first, last = smaller_settings(Training(GPT_OSS_20B, again, bf16, 32_768))
     assert (first[0], last[0]) == ("training.max_tokens_per_micro_batch=16384", "optimizer.offload=1")
 
 
 @pytest.mark.parametrize(("tokens", "room"), [(32_768, True), (256, False)])
 def test_offloaded_state_makes_room_for_activations_and_no_more(tokens: int, room: bool) -> None:
     parallel = ParallelConfig(world_size=4, expert=4)
-    plain, offloaded = (predict(GPT_OSS_20B, parallel, OptimizerConfig(offload=share), tokens) for share in (0.0, 1.0))
+    plain, offloaded = (
+        predict(Training(GPT_OSS_20B, parallel, OptimizerConfig(offload=share), tokens)) for share in (0.0, 1.0)
+    )
     assert offloaded.optimizer == 0 and (offloaded.fetched == 0) == room
     saved = plain.optimizer if room else plain.activations + plain.working
     assert offloaded.total == pytest.approx(plain.total - saved)
 
 
+def test_a_critic_and_a_reference_policy_take_room_beside_the_policy() -> None:
+    parallel = ParallelConfig(world_size=4, expert=4)
+    training = Training(GPT_OSS_20B, parallel, OptimizerConfig(), 16_384)
+    alone, reference = predict(training), predict(training._replace(beside=[None]))
+    critic = predict(training._replace(beside=[OptimizerConfig(gradient_dtype="bf16", offload=1)]))
+    vocabulary = 201_088 * 2880
+    assert reference.total - alone.total == alone.weights
+    assert critic.weights - alone.weights == alone.weights - 2 * vocabulary
+    assert critic.gradients - alone.gradients == (alone.gradients - 4 * vocabulary) / 2
+    assert (critic.optimizer, critic.activations) == (alone.optimizer, alone.activations)
+    plan = memory_plan(training._replace(beside=[OptimizerConfig(), None]), 141)
+    assert ", with the critic, with the reference policy: " in plan
+
+
 def test_running_out_of_memory_prints_the_plan_and_what_to_set_next() -> None:
-    inputs = GPT_OSS_20B, ParallelConfig(world_size=4, expert=4, recompute=("moe_act",)), OptimizerConfig(), 32_768
+    parallel = ParallelConfig(world_size=4, expert=4, recompute=("moe_act",))
+    training = Training(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)
     with (
         pytest.raises(torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory. Tried.*activations .*moment_dtype=bf16"),
-        out_of_memory_explained(*inputs),
+        out_of_memory_explained(training),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5 GiB\nlong advice about fragmentation")
-    assert "no layout of 4 GPUs fits; most goes to the" in memory_plan(*inputs, 60)
-    assert "tensor 1, pipeline 1, context 4, expert 4" in memory_plan(*inputs, 141)
+    assert "no layout of 4 GPUs fits; most goes to the" in memory_plan(training, 60)
+    assert "tensor 1, pipeline 1, context 4, expert 4" in memory_plan(training, 141)

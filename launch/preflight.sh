@@ -1,0 +1,15 @@
+# What preflight asks of the machine that submits. Set before it: SHARED, PYTHON, and the paths that must exist as $1, ...
+show() { echo "@$1"; shift; timeout 20 "$@" 2>&1; }
+slurm=$(command -v sbatch)
+echo "@sbatch"; echo "$slurm"
+if [ -n "$slurm" ]; then
+    show partitions sinfo -h -o '%R|%a|%l|%D|%G|%c|%m|%f'
+    show accounts sacctmgr -nP show assoc user="$(id -un)" format=account,qos
+    show pyxis sh -c 'srun --help 2>&1 | grep -c -- --container-image'
+fi
+echo "@shared_dir"
+{ mkdir -p "$SHARED" && touch "$SHARED/.gptoss-preflight" && rm "$SHARED/.gptoss-preflight"; } 2>&1
+echo "@free"; df -Pk "$SHARED" 2>/dev/null | awk 'NR == 2 {print $4}'
+echo "@python"; command -v "$PYTHON"
+echo "@absent"; for path; do [ -r "$path" ] || echo "$path"; done
+true
