@@ -78,13 +78,16 @@ def test_120b_does_not_fit_on_eight_gpus() -> None:
 def test_interleaving_keeps_the_activations_that_its_paper_says() -> None:
     plain = ParallelConfig(world_size=8, pipeline=4)
     chunks = plain.model_copy(update={"virtual_pipeline": 3})
-    before, after = (predict(GPT_OSS_120B, layout, BF16_MOMENTS, 16_384).activations for layout in (plain, chunks))
+    before, after = (
+        predict(Training(GPT_OSS_120B, layout, BF16_MOMENTS, 16_384)).activations for layout in (plain, chunks)
+    )
     assert after / before == pytest.approx(1 + (4 - 1) / (4 * 3))  # arXiv 2205.05198, section 4.2.3
 
 
 def test_layouts_without_a_pipeline_are_found_for_an_interleaved_one() -> None:
     base = ParallelConfig(world_size=64, pipeline=4, virtual_pipeline=3)
-    found = {layout.pipeline for layout, _ in layouts_that_fit(GPT_OSS_120B, 64, BF16_MOMENTS, 16_384, 135, base)}
+    training = Training(GPT_OSS_120B, base, BF16_MOMENTS, 16_384)
+    found = {layout.pipeline for layout, _ in layouts_that_fit(training, 135)}
     assert found == {1, 2, 4}
 
 
