@@ -152,7 +152,6 @@ class NodeProgram:
         return {node: report["state"] for node, report in self.attempt.reports().items()}
 
     def _report(self, state: str, **values: Any) -> None:
-        """Tell the head node about this one."""
         write_json(self.attempt.nodes / f"{self.name}.json", {"state": state, **values})
 
     def _start(self, command: list[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:

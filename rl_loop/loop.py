@@ -165,7 +165,6 @@ class RlLoop:
         self._record_episodes(episodes, step, "held_out")
 
     def final_evaluation(self) -> StepMetrics:
-        """Sync the final weights and evaluate them."""
         metrics = StepMetrics(self.config.training.steps)
         self.progress.phase("evaluate")
         self.sync_weights(self.config.training.steps, metrics)

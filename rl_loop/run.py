@@ -215,7 +215,6 @@ def run_rl(config: RlConfig, show: ProgressFactory, *, resume: bool = False, ove
 
 
 def _summary(run: RunDirectory, config: RlConfig, evaluation: StepMetrics) -> dict[str, Any]:
-    """The figures of a finished run."""
     records = read_json_lines(run.metrics)
     final = evaluation.values()
 

@@ -42,7 +42,6 @@ class RunDirectory:
         self.summary = path / "summary.json"  # the figures that a script compares
 
     def existing(self) -> list[Path]:
-        """Every path of the layout that is there."""
         return [path for path in vars(self).values() if path != self.path and os.path.lexists(path)]
 
     def append_episodes(self, records: Sequence[dict[str, Any]]) -> None:

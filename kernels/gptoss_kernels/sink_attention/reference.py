@@ -174,12 +174,8 @@ def _tile_batches(layout: PackedLayout, window: int | None, heads: int, device: 
 
 def _tile_plan(layout: PackedLayout, window: int | None) -> tuple[Tensor, ...]:
     """Per tile: first row, one-past-last token of its sequence, blocks of keys it sees (none before the sequence)."""
-    begin, lengths = layout.offsets[:-1], layout.offsets.diff()
-    counts = (lengths + QUERY_BLOCK - 1) // QUERY_BLOCK
-    sequence = torch.repeat_interleave(torch.arange(len(begin)), counts)
-    number = torch.arange(len(sequence)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    start, end, number = layout.pieces(QUERY_BLOCK)
     blocks = number + 1
     if window is not None:
         blocks = blocks.clamp(max=(window - 1 + QUERY_BLOCK - 1) // QUERY_BLOCK + 1)
-    first = begin[sequence]
-    return first + number * QUERY_BLOCK, first + lengths[sequence], blocks
+    return start + number * QUERY_BLOCK, end, blocks
