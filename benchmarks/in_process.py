@@ -76,7 +76,10 @@ def local_loop(config: RlConfig, rollouts: LocalRollouts | None = None, resume: 
     state = (trainer.resume() if resume else None) or {"step": 0, "seconds": 0.0}
     writer = MetricsWriter(run, state["step"] - 1 if resume else None)
     try:
-        yield RlLoop(config, Session(run, TaskSource(config), trainer, own, writer, Silent(), Interrupt(), state))
+        yield RlLoop(
+            config,
+            Session(config.training, run, TaskSource(config), trainer, own, writer, Silent(), Interrupt(), state),
+        )
     finally:
         writer.close()
         if rollouts is None:

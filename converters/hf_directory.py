@@ -206,10 +206,7 @@ def write_hf_directory(
         generation = dict(generation_config or {})
         if eos_token_ids:
             generation["eos_token_id"] = list(eos_token_ids)
-        if "eos_token_id" in generation:
-            extra["eos_token_id"] = generation["eos_token_id"]
-        if "pad_token_id" in generation:
-            extra["pad_token_id"] = generation["pad_token_id"]
+        extra |= {key: generation[key] for key in ("eos_token_id", "pad_token_id") if key in generation}
         _write_json(partial / "config.json", config.to_hf_config(**extra))
         if generation:
             _write_json(partial / GENERATION_FILE, generation)

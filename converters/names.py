@@ -133,13 +133,7 @@ def _mappings(config: ModelConfig) -> Iterator[ParameterMapping]:
 
     yield _whole("embedding.word_embeddings.weight", "model.embed_tokens.weight", (v, h), 0)
     for layer in range(config.num_layers):
-        m, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-
-        def whole(
-            name: str, hf_name: str, shape: Shape, tp: int | None = None, m: str = m, hf: str = hf, layer: int = layer
-        ) -> ParameterMapping:
-            return _whole(m + name, hf + hf_name, shape, tp, layer)
-
+        m, hf, whole = f"decoder.layers.{layer}.", f"model.layers.{layer}.", partial(_whole, layer=layer)
         yield whole("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (h,))
         for kind, tail in (("weight", (h,)), ("bias", ())):
             yield ParameterMapping(
@@ -183,8 +177,11 @@ def _mappings(config: ModelConfig) -> Iterator[ParameterMapping]:
     yield _whole("output_layer.weight", "lm_head.weight", (v, h), 0)
 
 
-def _whole(name: str, hf_name: str, shape: Shape, tp: int | None, layer: int | None = None) -> ParameterMapping:
-    key = re.sub(r"^decoder\.layers\.\d+\.", "decoder.layers.", name)
+def _whole(name: str, hf_name: str, shape: Shape, tp: int | None = None, layer: int | None = None) -> ParameterMapping:
+    """One that is a Hugging Face tensor as it is; of a ``layer`` both names are without its prefix."""
+    key = name if layer is None else f"decoder.layers.{name}"
+    if layer is not None:
+        name, hf_name = f"decoder.layers.{layer}.{name}", f"model.layers.{layer}.{hf_name}"
     return ParameterMapping(name, shape, (hf_name,), (shape,), tp, layer, None, key, _same, _alone(_same))
 
 

@@ -5,7 +5,6 @@ The nodes talk through files in the run directory (``launch.attempts``). Only th
 Ray and the driver, which would die of them before a checkpoint is saved, are started with them blocked.
 """
 
-import ctypes
 import importlib.metadata
 import json
 import os
@@ -29,13 +28,12 @@ from launch.cluster import ClusterConfig, load_cluster
 from launch.node_checks import check_node, odd_ones_out, slow_ones
 from launch.placement import place
 from rl_loop.config import RlConfig, RunConfig, SftConfig, load_config
-from rl_loop.placed import free_port
+from rl_loop.placed import end_with_parent, free_port
 from rl_loop.run_directory import RunDirectory, read_json, write_json
 
 POLL_SECONDS = 0.5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SIGTERM: preempted or cancelled; SIGUSR1: the time limit is near
 RAY_STARTS = 3  # Ray gives each of its parts 30 s to start, which a loaded machine may not do
-PR_SET_PDEATHSIG = 1
 
 
 class Unfit(Exception):
@@ -154,17 +152,15 @@ class NodeProgram:
         return {node: report["state"] for node, report in self.attempt.reports().items()}
 
     def _report(self, state: str, **values: Any) -> None:
-        """Tell the head node about this one."""
         write_json(self.attempt.nodes / f"{self.name}.json", {"state": state, **values})
 
     def _start(self, command: list[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
         """A child that Slurm's signals do not reach and that does not outlive this process."""
-        libc = ctypes.CDLL(None)
 
         def in_child() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with_parent()
 
         with open(log, "ab") as output:
             child = subprocess.Popen(

@@ -44,7 +44,6 @@ class Chart(NamedTuple):
 
 
 OUTCOME_CURVES = (Name.REWARD, "reward"), (Name.ACCURACY, "accuracy"), (Name.HELD_OUT_ACCURACY, "held-out accuracy")
-OUTCOME = Chart("reward and accuracy", OUTCOME_CURVES)
 CHARTS = (
     Chart("loss", ((Name.LOSS, "loss"),)),
     Chart("tool-call rate", ((Name.TOOL_CALL_RATE, "training"), (Name.HELD_OUT_TOOL_CALL_RATE, "held out"))),
@@ -68,7 +67,7 @@ def build_report(run_dir: Path | str) -> Path:
     records = read_json_lines(run.metrics)
     described = run.metric_descriptions, run.summary
     descriptions, summary = (read_json(path) if path.exists() else {} for path in described)
-    outcome = draw([OUTCOME], records, columns=1, size=(9.0, 3.6))
+    outcome = draw([Chart("reward and accuracy", OUTCOME_CURVES)], records, columns=1, size=(9.0, 3.6))
     details = draw(CHARTS, records, columns=3, size=(3.6, 2.5))
     if outcome:
         atomic_write_bytes(run.curve, outcome)

@@ -17,7 +17,7 @@ COMPARED_PROMPTS = 32
 COMPARED_TOKENS = 64
 
 
-def export_policy(trainer: TrainerGroup, harmony: Harmony, config: RunConfig, directory: Path) -> Path:
+def export_policy(trainer: TrainerGroup, harmony: Harmony, config: RunConfig, directory: Path) -> None:
     """Write the trainer's weights, config.json, tokenizer and generation settings to ``directory``."""
     source = config.initial_weights
     with tempfile.TemporaryDirectory() as scratch:
@@ -32,7 +32,6 @@ def export_policy(trainer: TrainerGroup, harmony: Harmony, config: RunConfig, di
             eos_token_ids=harmony.stop_token_ids,
             overwrite=True,
         )
-    return directory
 
 
 def greedy_agreement(trainer: TrainerGroup, tasks: TaskSource, config: RunConfig, directory: Path) -> tuple[int, int]:

@@ -14,16 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from rl_loop import batch
 from rl_loop.ablation import engine_weights
-from rl_loop.batch import (
-    critic_metrics,
-    has_signal,
-    kl_without_replay,
-    rollout_metrics,
-    to_samples,
-    training_metrics,
-    with_advantages,
-)
 from rl_loop.canary import check_canary
 from rl_loop.config import RlConfig
 from rl_loop.evaluation import evaluation_figures, held_out_requests
@@ -72,7 +64,7 @@ class RlLoop:
                 return step
             self.rollouts.sleep()
             with self._timed("prepare", metrics):
-                samples = to_samples(groups, config.algorithm, step)
+                samples = batch.to_samples(groups, config.algorithm, step)
                 oldest = max((max(sample.staleness) for sample in samples if sample.staleness), default=0)
                 metrics.add_max("rollout/staleness_max", oldest, "tokens")
             with self._timed("estimate", metrics):
@@ -81,28 +73,21 @@ class RlLoop:
                 )
                 if config.algorithm.routing_replay != "none" and step % config.evaluate_every == 0:
                     free = self.trainer.score([replace(sample, routed_experts=None) for sample in samples])
-                    kl_without_replay(metrics, samples, free)
+                    batch.kl_without_replay(metrics, samples, free)
             with self._timed("prepare", metrics):
                 for name, rows in columns.items():
                     samples = [replace(s, **{name: row}) for s, row in zip(samples, rows, strict=True)]
-                samples = with_advantages(samples, groups, config.algorithm, config.rollout.max_tokens)
+                samples = batch.with_advantages(samples, groups, config.algorithm, config.rollout.max_tokens)
             with self._timed("train", metrics), self.rollouts.source_changing_to(step + 1):
                 updates = self.trainer.rl_step(samples, config.algorithm, step)
-            rollout_metrics(metrics, groups)
-            training_metrics(metrics, updates.policy)
-            critic_metrics(metrics, updates.critic)
+            batch.rollout_metrics(metrics, groups)
+            batch.training_metrics(metrics, updates.policy)
+            batch.critic_metrics(metrics, updates.critic)
             metrics.add_sum("skipped_updates", updates.skipped, "steps")
             self._add_drift(metrics)
-            seconds = time.monotonic() - began
-            metrics.add_last(Name.STEP_SECONDS, seconds)
-            tokens = sum(len(trajectory) for group in groups for trajectory in group.trajectories)
-            metrics.add_last(Name.TOKENS_PER_SECOND, tokens / seconds)
-            self._record_episodes([t for g in groups for t in g.trajectories], step, "train")
-            session.writer.write(metrics)
-            last = session.interrupt.requested or step + 1 == config.training.steps
-            if last or (step + 1) % config.training.checkpoint_every == 0:
-                session.save(step + 1, block=last)
-            if last:
+            episodes = [trajectory for group in groups for trajectory in group.trajectories]
+            self._record_episodes(episodes, step, "train")
+            if session.end_step(metrics, began, sum(map(len, episodes))):
                 return step + 1
         return config.training.steps
 
@@ -144,7 +129,7 @@ class RlLoop:
             groups = self._run(requests)
             others += groups[: len(requests) - wanted]
             for group in groups[len(requests) - wanted :]:
-                (kept if rounds == 1 or has_signal(group) else silent).append(group)
+                (kept if rounds == 1 or batch.has_signal(group) else silent).append(group)
             if len(kept) >= wanted:
                 break
         return others + (kept + silent)[:wanted], len(silent)
@@ -180,7 +165,6 @@ class RlLoop:
         self._record_episodes(episodes, step, "held_out")
 
     def final_evaluation(self) -> StepMetrics:
-        """Sync the final weights and evaluate them."""
         metrics = StepMetrics(self.config.training.steps)
         self.progress.phase("evaluate")
         self.sync_weights(self.config.training.steps, metrics)

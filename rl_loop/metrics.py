@@ -124,13 +124,12 @@ class MetricsWriter:
         self._run = run
         self._listeners = list(listeners)
         self._descriptions: dict[str, str] = {}
-        purge_step = None
         if resume_after is not None:
             run.keep_steps_up_to(resume_after)
-            purge_step = resume_after + 1
             if run.metric_descriptions.exists():
                 self._descriptions = read_json(run.metric_descriptions)
-        self._tensorboard: SummaryWriter = SummaryWriter(str(run.tensorboard), purge_step=purge_step)
+        hidden_from = None if resume_after is None else resume_after + 1
+        self._tensorboard: SummaryWriter = SummaryWriter(str(run.tensorboard), purge_step=hidden_from)
 
     def write(self, metrics: StepMetrics) -> None:
         """Raises RunWriteError, naming the file, if the disk is full; what was written before stays valid."""

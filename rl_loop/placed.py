@@ -11,6 +11,8 @@ from typing import Any
 TRAINER_RANK = "trainer_rank"
 ROLLOUT_WORKER = "rollout_worker"
 SGLANG_SERVER = "sglang_server"
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 def is_placed() -> bool:
@@ -27,7 +29,12 @@ def outlive_sigterm(actor: Any) -> None:
     Ray's workers would end before the checkpoint is saved. ``launch.node`` decides when they do."""
     # through libc: Python sets signal handlers only in the main thread, where no method of an async actor runs
     if is_placed():
-        ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_IGN)))
+        _libc.signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_IGN)))
+
+
+def end_with_parent() -> None:
+    """Called in a child between fork and exec: the kernel kills it when this process ends, however it does."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def free_port() -> int:

@@ -2,7 +2,6 @@
 actors of it. It knows neither Megatron nor the optimizer."""
 
 import asyncio
-import os
 from typing import Any
 
 import torch
@@ -59,9 +58,6 @@ class RolloutWorker:
             for seed in seeds
         ]
         return TrajectoryGroup(task.task_id, await asyncio.gather(*episodes))
-
-    async def process_id(self) -> int:
-        return os.getpid()
 
     async def close(self) -> None:
         await self.sandbox.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rl_loop.config import RlConfig, RunConfig, SftConfig, dump_config
+from rl_loop.config import RlConfig, RunConfig, SftConfig, TrainingConfig, dump_config
 from rl_loop.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.run_directory import RunDirectory, metric_curve, read_json, read_json_lines, start_run
 
@@ -96,6 +96,7 @@ def ray_session() -> Iterator[None]:
 class Session:
     """What a training run has at hand between its start and its end."""
 
+    training: TrainingConfig
     run: RunDirectory
     tasks: TaskSource
     trainer: TrainerGroup
@@ -112,6 +113,19 @@ class Session:
     def seconds(self) -> float:
         """Wall time of the run so far, earlier attempts included."""
         return self.state["seconds"] + time.monotonic() - self.began
+
+    def end_step(self, metrics: StepMetrics, began: float, tokens: int) -> bool:
+        """Write what a step that began at ``began`` (time.monotonic) was like and, where due, a checkpoint; whether the
+        run is to end with it."""
+        seconds, training = time.monotonic() - began, self.training
+        metrics.add_last(Name.STEP_SECONDS, seconds)
+        metrics.add_last(Name.TOKENS_PER_SECOND, tokens / seconds)
+        self.writer.write(metrics)
+        done = metrics.step + 1
+        last = self.interrupt.requested or done == training.steps
+        if last or done % training.checkpoint_every == 0:
+            self.save(done, block=last)
+        return last
 
     def save(self, steps_done: int, block: bool) -> None:
         """Begin a checkpoint, and with ``block`` wait until it is complete."""
@@ -145,7 +159,8 @@ def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: 
             listeners = [progress.step, *step_listeners(config)]
             writer = MetricsWriter(run, first - 1 if resume else None, listeners)
             with interrupt.installed(lambda: progress.note("stopping after this step; Ctrl-C again stops at once")):
-                yield Session(run, TaskSource(config), trainer, rollouts, writer, progress, interrupt, state)
+                tasks, training = TaskSource(config), config.training
+                yield Session(training, run, tasks, trainer, rollouts, writer, progress, interrupt, state)
             writer.close()
         trainer.close()
 
@@ -165,16 +180,9 @@ def run_sft(config: SftConfig, show: ProgressFactory, *, resume: bool = False, o
             metrics = StepMetrics(step)
             metrics.add_mean(Name.LOSS, update.sums["loss"], update.sums["tokens"], "tokens")
             optimizer_metrics(metrics, update)
-            metrics.add_last(Name.STEP_SECONDS, time.monotonic() - started)
-            tokens = sum(len(sample.token_ids) for sample in samples)
-            metrics.add_last(Name.TOKENS_PER_SECOND, tokens / (time.monotonic() - started))
-            session.writer.write(metrics)
-            done = step + 1
-            last = session.interrupt.requested or done == config.training.steps
-            if last or done % config.training.checkpoint_every == 0:
-                session.save(done, block=last)
-            if last and done < config.training.steps:
-                raise Interrupted(f"saved after step {done} of {config.training.steps} in {session.run.path}")
+            last = session.end_step(metrics, started, sum(len(sample.token_ids) for sample in samples))
+            if last and step + 1 < config.training.steps:
+                raise Interrupted(f"saved after step {step + 1} of {config.training.steps} in {session.run.path}")
         losses = metric_curve(read_json_lines(session.run.metrics), Name.LOSS)[1]
         session.run.write_summary(steps=config.training.steps, loss=losses[-1], seconds=round(session.seconds, 1))
     return config.directory
@@ -195,8 +203,8 @@ def run_rl(config: RlConfig, show: ProgressFactory, *, resume: bool = False, ove
         session.writer.write(evaluation)
         loop.rollouts.close()
         session.progress.phase("export")
-        exported = export_policy(session.trainer, session.tasks.harmony, config, session.run.export)
-        agreeing, compared = greedy_agreement(session.trainer, session.tasks, config, exported)
+        export_policy(session.trainer, session.tasks.harmony, config, session.run.export)
+        agreeing, compared = greedy_agreement(session.trainer, session.tasks, config, session.run.export)
         session.run.write_summary(
             **_summary(session.run, config, evaluation),
             seconds=round(session.seconds + _seconds_of_initial_run(config), 1),
@@ -207,7 +215,6 @@ def run_rl(config: RlConfig, show: ProgressFactory, *, resume: bool = False, ove
 
 
 def _summary(run: RunDirectory, config: RlConfig, evaluation: StepMetrics) -> dict[str, Any]:
-    """The figures of a finished run."""
     records = read_json_lines(run.metrics)
     final = evaluation.values()
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gptoss_kernels.cache import write_atomically
 from rl_loop.trajectory import Trajectory
 
 
@@ -41,7 +42,6 @@ class RunDirectory:
         self.summary = path / "summary.json"  # the figures that a script compares
 
     def existing(self) -> list[Path]:
-        """Every path of the layout that is there."""
         return [path for path in vars(self).values() if path != self.path and os.path.lexists(path)]
 
     def append_episodes(self, records: Sequence[dict[str, Any]]) -> None:
@@ -117,20 +117,9 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
     """Replace ``path`` whole or not at all: readers and crashes see the old or the new. Raises RunWriteError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)  # the rename itself must survive a power cut
-        finally:
-            os.close(directory)
+        write_atomically(path, data)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise _write_error(path, error) from error
 
 

@@ -160,12 +160,9 @@ class SglangFleet:
                 raise SyncFailed(f"{url} was given the weights again, but differs by {gap:.2e} nats from the others")
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
-        """Log-probs of ``token_ids[1:]`` from every server that holds the policy. Raises ValueError unless at
-        temperature 1: SGLang scores prompts at no other one."""
-        if temperature != 1:
-            raise ValueError(f"SGLang scores at temperature 1 only, not {temperature}")
+        """Log-probs of ``token_ids[1:]`` from every server that holds the policy; raises as ``score_on`` does."""
         urls = tuple(s.url for s in self._alive().values() if s.state is ServerState.SYNCED)
-        scores = self._at_all(urls, lambda client: score_on(client, token_ids))
+        scores = self._at_all(urls, lambda client: score_on(client, token_ids, temperature))
         self._canary = (token_ids, scores[0])
         return scores
 

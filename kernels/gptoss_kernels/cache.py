@@ -1,7 +1,7 @@
-"""Where compiled kernels and tuning results are kept between processes."""
+"""Where compiled kernels and tuning results are kept between processes, and how a file appears whole."""
 
 import os
-import tempfile
+import threading
 from pathlib import Path
 
 
@@ -15,8 +15,19 @@ def cache_directory() -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Another process sees the old file, none, or the whole new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.replace(temporary, path)
+    """Replace ``path`` whole or not at all: other processes and crashes see the old or the new. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # the rename itself must survive a power cut
+        finally:
+            os.close(directory)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -70,19 +70,15 @@ def compile_cubin(source: Path, defines: dict[str, int], architecture: str) -> b
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), 0, None, None)
     array = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
     status = nvrtc.nvrtcCompileProgram(program, len(options), array)
-    size = ctypes.c_size_t()
-    if status:
-        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-        raise RuntimeError(f"{source.name} does not compile for {architecture}:\n{log.value.decode()}")
-    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    cubin = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetCUBIN(program, cubin)
+    size, wanted = ctypes.c_size_t(), "ProgramLog" if status else "CUBIN"
+    nvrtc[f"nvrtcGet{wanted}Size"](program, ctypes.byref(size))
+    answer = ctypes.create_string_buffer(size.value)
+    nvrtc[f"nvrtcGet{wanted}"](program, answer)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    write_atomically(path, cubin.raw)
-    return cubin.raw
+    if status:
+        raise RuntimeError(f"{source.name} does not compile for {architecture}:\n{answer.value.decode()}")
+    write_atomically(path, answer.raw)
+    return answer.raw
 
 
 def _check(status: int, action: str) -> None:

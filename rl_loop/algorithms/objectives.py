@@ -8,17 +8,9 @@ import torch.distributed as dist
 
 from megatron_gptoss.packing import GRAFTED, PackedBatch, Sample
 from megatron_gptoss.trainer import LossFunction, LossOutput
+from rl_loop.algorithms import policy_loss
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.correction import mismatch_sums, rollout_correction
-from rl_loop.algorithms.policy_loss import (
-    PolicyLoss,
-    cispo_loss,
-    gspo_loss,
-    kl_estimate,
-    ppo_loss,
-    reinforce_loss,
-    value_loss,
-)
 from rl_loop.algorithms.sequences import Sequences, sample_weights
 
 
@@ -61,7 +53,7 @@ def policy_objective(
         sums, maxima = mismatch_sums(trainer, batch.rollout_log_probs, comparable, sequences)
         if batch.reference_log_probs is not None:
             estimator = config.kl.estimator if config.kl else "k3"
-            kl = kl_estimate(log_probs, batch.reference_log_probs, estimator)
+            kl = policy_loss.kl_estimate(log_probs, batch.reference_log_probs, estimator)
             sums["kl_reference"] = torch.where(on, kl.detach(), 0.0).sum()
             if config.kl and config.kl.place == "loss":
                 terms = terms + config.kl.coefficient * kl
@@ -93,7 +85,7 @@ def value_objective(config: AlgorithmConfig, mini_batch: Sequence[Sample], max_t
             raise ValueError("the critic's batch has no values and returns")
         on = batch.loss_mask > 0
         weight = _sequences(batch, len(mini_batch)).spread(sample_weight.to(values.device))
-        each, clipped = value_loss(values, batch.values, batch.returns, clip)
+        each, clipped = policy_loss.value_loss(values, batch.values, batch.returns, clip)
         error = (batch.returns - values.detach()).square()
         total = torch.where(on, each * weight, 0.0).sum()
         columns = {"error": error, "returns": batch.returns, "returns_square": batch.returns.square()}
@@ -105,15 +97,15 @@ def value_objective(config: AlgorithmConfig, mini_batch: Sequence[Sample], max_t
 
 def _policy_loss(
     config: AlgorithmConfig, log_probs: torch.Tensor, batch: PackedBatch, on: torch.Tensor, sequences: Sequences
-) -> PolicyLoss:
+) -> policy_loss.PolicyLoss:
     given, clip = (log_probs, batch.old_log_probs, batch.advantages), (config.clip_low, config.clip_high)
     if config.policy_loss == "ppo":
-        return ppo_loss(*given, *clip, config.dual_clip)
+        return policy_loss.ppo_loss(*given, *clip, config.dual_clip)
     if config.policy_loss == "gspo":
-        return gspo_loss(*given, on, sequences, *clip)
+        return policy_loss.gspo_loss(*given, on, sequences, *clip)
     if config.policy_loss == "cispo":
-        return cispo_loss(*given, *clip)
-    return reinforce_loss(log_probs, batch.advantages)
+        return policy_loss.cispo_loss(*given, *clip)
+    return policy_loss.reinforce_loss(log_probs, batch.advantages)
 
 
 def _token_weights(config: AlgorithmConfig, mini_batch: Sequence[Sample], max_tokens: int) -> torch.Tensor:

@@ -21,23 +21,19 @@ class CompletionsEngine:
 
     def __init__(self, url: str, model: str, concurrency: int = 64) -> None:
         self._url, self._model = f"{url.rstrip('/')}/completions", model
-        self._running: dict[str, asyncio.Task[GenerateResult]] = {}
+        self._running: dict[str, asyncio.Timeout] = {}
         self._slots = asyncio.Semaphore(concurrency)
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Raises EndpointError naming the address and what it answered."""
-        task = asyncio.create_task(self._complete(request))
-        self._running[request.request_id] = task
         try:
-            return await task
-        except asyncio.CancelledError:
-            if task.cancelled() and request.request_id not in self._running:
-                return GenerateResult([], [], FinishReason.ABORT)  # aborted by us, not cancelled from outside
-            task.cancel()
-            raise
+            async with asyncio.timeout(None) as self._running[request.request_id]:
+                return await self._complete(request)
+        except TimeoutError:  # only an abort sets a limit
+            return GenerateResult([], [], FinishReason.ABORT)
         finally:
-            self._running.pop(request.request_id, None)
+            del self._running[request.request_id]
 
     async def _complete(self, request: GenerateRequest) -> GenerateResult:
         sampling = request.sampling
@@ -60,9 +56,9 @@ class CompletionsEngine:
         raise EndpointError(f"{self._url} is for sampling only")
 
     async def abort(self, request_id: str | None = None) -> None:
-        for name in [request_id] if request_id is not None else list(self._running):
-            if (task := self._running.pop(name, None)) is not None:
-                task.cancel()
+        for name, limit in self._running.items():
+            if request_id in (None, name) and not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         raise EndpointError(f"{self._url} keeps its own weights")

@@ -208,11 +208,9 @@ class SglangEngine:
         return check_routes(routes, self._num_experts)
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """From any server that holds the policy. Only at temperature 1: SGLang scores prompts at no other one."""
-        if temperature != 1:
-            raise ValueError(f"SGLang scores at temperature 1 only, not {temperature}")
+        """From any server that holds the policy."""
         server = await self._route("", Counter())
-        return await score_on(self._client(server.url), input_ids)
+        return await score_on(self._client(server.url), input_ids, temperature)
 
     async def abort(self, request_id: str | None = None) -> None:
         """A turn ends ``abort_seconds`` later at the latest, whatever its server does about it."""
@@ -236,8 +234,11 @@ class SglangEngine:
             await client.close()
 
 
-async def score_on(client: SglangClient, input_ids: list[int]) -> list[float]:
-    """log p(input_ids[i] | input_ids[:i]) for i >= 1 at temperature 1, past the prefix cache. Raises ServerFailed."""
+async def score_on(client: SglangClient, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+    """log p(input_ids[i] | input_ids[:i]) for i >= 1, past the prefix cache. Raises ServerFailed, and ValueError for
+    another temperature than 1: SGLang knows no other one for prompts."""
+    if temperature != 1:
+        raise ValueError(f"SGLang scores at temperature 1 only, not {temperature}")
     if len(input_ids) < 2:
         return []
     body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}

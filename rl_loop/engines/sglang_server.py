@@ -7,7 +7,6 @@ Only a SYNCED server serves. A process that is started again is another *incarna
 before, such as its weights, does not hold for it."""
 
 import asyncio
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,12 +19,11 @@ from typing import Any
 
 from rl_loop.engines.sglang_client import SglangClient
 from rl_loop.engines.sglang_config import Command
-from rl_loop.placed import free_address
+from rl_loop.placed import end_with_parent, free_address
 
 # starts that failed one after the other, after which a server is given up
 MAX_FAILURES = 5
 MAX_BACK_OFF = 60.0  # seconds
-PR_SET_PDEATHSIG = 1
 
 
 class ServerState(StrEnum):
@@ -76,9 +74,6 @@ class SglangServer:
         if self._status.healthy and not self._running():
             return replace(self._status, state=ServerState.DEAD, version=None)  # before the supervisor has noticed
         return self._status
-
-    async def process_id(self) -> int | None:
-        return self._process.pid if self._process else None
 
     async def begin_sync(self, incarnation: int) -> bool:
         """From now on its weights are in doubt. False if it is no longer that incarnation."""
@@ -139,7 +134,7 @@ class SglangServer:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("ab") as log:
                 options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-                options |= {"env": self._environment, "preexec_fn": _end_with_parent}
+                options |= {"env": self._environment, "preexec_fn": end_with_parent}
                 self._process = subprocess.Popen(command, **options)
             deadline = asyncio.get_running_loop().time() + self._start_seconds
             while not await client.healthy(self._health_seconds):
@@ -182,10 +177,3 @@ class SglangServer:
         except OSError:
             return ""
         return f"; {self._log} ends with: {' | '.join(lines)}"
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _end_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

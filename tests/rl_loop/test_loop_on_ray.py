@@ -152,13 +152,13 @@ def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
         pool.sync_weights(trainer.weights(), 7)
         requests = [GroupRequest(task, (1, 2), 1.0) for task in tasks.train(0, 8)]
         expected = pool.run(requests)
-        victim = pool._call(0, "process_id")
+        victim = pool._call(0, "__ray_call__", lambda worker: os.getpid())
         killer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
         killer.start()
         groups = pool.run(requests)
         killer.join()
         deadline = time.monotonic() + 60
-        while pool._call(0, "process_id") == victim and time.monotonic() < deadline:
+        while pool._call(0, "__ray_call__", lambda worker: os.getpid()) == victim and time.monotonic() < deadline:
             time.sleep(0.1)
         assert pool._restarts == 1
         assert [[t.token_ids for t in g.trajectories] for g in groups] == [

@@ -247,6 +247,10 @@ def states(fleet: SglangFleet) -> list[tuple[ServerState, int | None]]:
     return [(status.state, status.version) for status in asyncio.run(statuses(fleet.actors))]
 
 
+def kill_first_server(fleet: SglangFleet) -> None:
+    os.kill(ray.get(fleet.actors[0].__ray_call__.remote(lambda server: server._process.pid)), signal.SIGKILL)
+
+
 def until(condition: object, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -263,7 +267,7 @@ def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weigh
     assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
     fleet.heal()
     assert trainer.sends == 1, "nothing was to be healed"
-    os.kill(ray.get(fleet.actors[0].process_id.remote()), signal.SIGKILL)
+    kill_first_server(fleet)
     until(lambda: states(fleet)[0] == (ServerState.STALE, None))
     assert states(fleet)[1] == (ServerState.SYNCED, 1)
     fleet.heal()
@@ -271,7 +275,7 @@ def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weigh
     assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
     # weights that are not those the others have: the canary of the healed server says so
     fleet._source = (Trainer(2), 1)
-    os.kill(ray.get(fleet.actors[0].process_id.remote()), signal.SIGKILL)
+    kill_first_server(fleet)
     until(lambda: states(fleet)[0] == (ServerState.STALE, None))
     fleet.heal()
     assert states(fleet)[0][0] is not ServerState.SYNCED
@@ -283,7 +287,7 @@ def test_a_server_that_restarts_while_the_trainer_learns_waits_for_what_it_has_l
     trainer = Trainer(1)
     fleet.sync(trainer, 1)
     with fleet.source_changing_to(2):
-        os.kill(ray.get(fleet.actors[0].process_id.remote()), signal.SIGKILL)
+        kill_first_server(fleet)
         until(lambda: states(fleet)[0] == (ServerState.STALE, None))
         healer = Thread(target=fleet.heal)  # as the thread of rollouts does
         healer.start()

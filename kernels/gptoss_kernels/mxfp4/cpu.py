@@ -24,24 +24,19 @@ SOURCE = Path(__file__).with_name("codec.c")
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
     """Contiguous tensors as checked by the public function."""
-    _library().mxfp4_dequantize(
-        blocks.data_ptr(), scales.data_ptr(), pair_table().data_ptr(), out.data_ptr(), scales.numel()
-    )
+    _library().mxfp4_dequantize(*_pointers(blocks, scales, pair_table(), out), scales.numel())
 
 
 def quantize(x: torch.Tensor, scale_hint: torch.Tensor | None, blocks: torch.Tensor, scales: torch.Tensor) -> None:
     """Contiguous tensors as checked by the public function. Raises ValueError when x holds NaN or Inf."""
-    bad = _library().mxfp4_quantize(
-        x.data_ptr(),
-        None if scale_hint is None else scale_hint.data_ptr(),
-        limit_table().data_ptr(),
-        value_table().data_ptr(),
-        blocks.data_ptr(),
-        scales.data_ptr(),
-        scales.numel(),
-    )
+    given = _pointers(x, scale_hint, limit_table(), value_table(), blocks, scales)
+    bad = _library().mxfp4_quantize(*given, scales.numel())
     if bad >= 0:
         raise ValueError(f"x holds NaN or Inf in block {bad} (values {bad * 32} to {bad * 32 + 31} in memory order)")
+
+
+def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 @functools.cache
@@ -103,12 +98,5 @@ def _library() -> ctypes.CDLL:
 
 def _processor() -> bytes:
     """What -march=native depends on: a cache on a shared disk may serve different machines."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        import platform
-
-        return platform.processor().encode()
-    return "\n".join(
-        line for line in text.splitlines()[:40] if line.startswith(("flags", "Features", "model"))
-    ).encode()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()[:40]
+    return "\n".join(line for line in lines if line.startswith(("flags", "Features", "model"))).encode()

@@ -67,11 +67,11 @@ def sink_attention(
         o, lse = flash.flash4_sink_attention(q, k, v, sinks, segments, window, scale)
     elif backend == "flash3":
         o, lse = SinkAttention.apply(q, k, v, sinks, flash.FOLDED, flash.flash3_kernels(), segments, window, scale)
-    elif backend in ("window", "short"):
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        o, lse = SinkAttention.apply(q, k, v, sinks, (window_forward, window_backward), layout, window, scale)
     else:
-        o, lse = SinkAttention.apply(q, k, v, sinks, (reference_forward, reference_backward), layout, window, scale)
+        own = backend in ("window", "short")
+        passes = (window_forward, window_backward) if own else (reference_forward, reference_backward)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        o, lse = SinkAttention.apply(q, k, v, sinks, passes, layout, window, scale)
     return (o, lse) if return_lse else o
 
 

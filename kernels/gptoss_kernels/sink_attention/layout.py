@@ -31,6 +31,15 @@ class PackedLayout:
     def tokens(self) -> int:
         return int(self.offsets[-1])
 
+    def pieces(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sequences cut into pieces of ``length`` tokens: per piece its sequence's start and end, and its number in
+        the sequence; int64 on the CPU."""
+        begin, lengths = self.offsets[:-1], self.offsets.diff()
+        counts = (lengths + length - 1) // length
+        sequence = torch.repeat_interleave(torch.arange(len(begin)), counts)
+        number = torch.arange(len(sequence)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        return begin[sequence], self.offsets[1:][sequence], number
+
 
 @dataclass(frozen=True)
 class Segments:

@@ -93,13 +93,12 @@ def reference_backward(
     for batch in _tile_batches(layout, window, heads, q.device):
         tiles = len(batch.rows)
         query = _gather(q, batch.rows, compute, kv_heads).mul_(scale)
-        grad_out = _gather(grad_o, batch.rows, compute, kv_heads)
-        if batch.row_valid is not None:
-            grad_out.view(tiles, kv_heads, group, QUERY_BLOCK, -1).mul_(batch.row_valid[:, None, None, :, None])
         row_lse = _gather(lse.unsqueeze(-1), batch.rows, compute, kv_heads).view(tiles, kv_heads, group, -1, 1)
         row_delta = _gather(delta.unsqueeze(-1), batch.rows, compute, kv_heads)
+        grad_out = _gather(grad_o, batch.rows, compute, kv_heads)
         if batch.row_valid is not None:
-            row_delta.view(tiles, kv_heads, group, QUERY_BLOCK, 1).mul_(batch.row_valid[:, None, None, :, None])
+            for rows in (row_delta, grad_out):
+                rows.view(tiles, kv_heads, group, QUERY_BLOCK, -1).mul_(batch.row_valid[:, None, None, :, None])
         dq: Any = None
         for columns, hidden in batch.chunks:
             key = _gather(k, columns, compute, kv_heads)
@@ -175,12 +174,8 @@ def _tile_batches(layout: PackedLayout, window: int | None, heads: int, device: 
 
 def _tile_plan(layout: PackedLayout, window: int | None) -> tuple[Tensor, ...]:
     """Per tile: first row, one-past-last token of its sequence, blocks of keys it sees (none before the sequence)."""
-    begin, lengths = layout.offsets[:-1], layout.offsets.diff()
-    counts = (lengths + QUERY_BLOCK - 1) // QUERY_BLOCK
-    sequence = torch.repeat_interleave(torch.arange(len(begin)), counts)
-    number = torch.arange(len(sequence)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    start, end, number = layout.pieces(QUERY_BLOCK)
     blocks = number + 1
     if window is not None:
         blocks = blocks.clamp(max=(window - 1 + QUERY_BLOCK - 1) // QUERY_BLOCK + 1)
-    first = begin[sequence]
-    return first + number * QUERY_BLOCK, first + lengths[sequence], blocks
+    return start + number * QUERY_BLOCK, end, blocks

@@ -142,15 +142,11 @@ def _items(layout: PackedLayout, length: int, device: torch.device, order: str |
     """
     key = ("items", length, device, order)
     if key not in layout.plans:
-        begin, lengths = layout.offsets[:-1], layout.offsets.diff()
-        counts = (lengths + length - 1) // length
-        sequence = torch.repeat_interleave(torch.arange(len(begin)), counts)
-        number = torch.arange(len(sequence)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        start, before = begin[sequence], number * length
-        end = start + lengths[sequence]
+        start, end, number = layout.pieces(length)
+        before = number * length
         table = torch.stack((start, end, start + before, torch.zeros_like(start)), 1)
         if order:
-            work = before if order == "most keys first" else lengths[sequence] - before
+            work = before if order == "most keys first" else end - start - before
             table = table[work.argsort(descending=True, stable=True)]
         layout.plans[key] = table.to(torch.int32).to(device), len(table)
     items, count = layout.plans[key]
