@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def _state(trainer: PolicyTrainer, loading: bool) -> dict[str, Any]:
     model = _weights(trainer.module, metadata)
     if not trainer.updated:  # a critic may be learning alone, or every token be masked
         return {"model": model}
-    with _fp32_parameters_counted(trainer.optimizer), _master_weights_whole(trainer.optimizer):
+    with _fp32_parameters_counted(trainer.optimizer), _exact_state(trainer.optimizer):
         optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer}
 
@@ -91,10 +92,15 @@ def _fp32_parameters_counted(optimizer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _master_weights_whole(optimizer: Any) -> Iterator[None]:
-    """Transformer Engine's Adam keeps of an fp32 master weight only the half that its bf16 weight lacks, and Megatron
-    would save those 16 bits as if they were a number. In here the optimizer gives and takes master weights, and its own
-    dictionaries, of which Megatron wants no state, do not make a copy of all state in fp32."""
+def _exact_state(optimizer: Any) -> Iterator[None]:
+    """Inside, the distributed optimizer saves and loads every parameter's own state, which by itself it does not.
+
+    - Transformer Engine's Adam keeps of an fp32 master weight only the half that its bf16 weight lacks, and Megatron
+      would save those 16 bits as if they were a number: here the optimizer gives and takes master weights. Its own
+      dictionaries, of which Megatron wants no state, do not make a copy of all state in fp32.
+    - Megatron joins buckets without the gaps between them, but looks a parameter up where it lies with the gaps: from
+      the first gap on, parameters would get each other's state.
+    """
 
     def change(adam: Any) -> None:
         get, put = adam.get_unscaled_state, adam.set_scaled_state
@@ -115,11 +121,24 @@ def _master_weights_whole(optimizer: Any) -> Iterator[None]:
     changed = [adam for adam in inner if getattr(adam, "store_param_remainders", False)]
     for adam in changed:
         change(adam)
+    buffers = [buffer for part in optimizer.chained_optimizers for buffer in getattr(part, "buffers", ())]
+    places = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        buffer.param_index_map = _without_gaps(buffer)
     try:
         yield
     finally:
+        for buffer, place in zip(buffers, places, strict=True):
+            buffer.param_index_map = place
         for adam in changed:  # the class's own show again
             del adam.get_unscaled_state, adam.set_scaled_state, adam.state_dict, adam.load_state_dict
+
+
+def _without_gaps(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
+    """First and last element and bucket of each parameter in a buffer whose buckets follow each other without gaps."""
+    gaps = list(accumulate((len(bucket.grad_data) - bucket.numel_unpadded for bucket in buffer.buckets), initial=0))
+    places = buffer.param_index_map.items()
+    return {parameter: (start - gaps[i], end - gaps[i], i) for parameter, (start, end, i) in places}
 
 
 def master_weight(weight: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
@@ -263,7 +282,7 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         state = dist_checkpointing.load(_state(trainer, loading=True), str(path))
         _load_weights(trainer.module, state["model"])
         if trainer.updated:
-            with trainer.offloaded.on_device(), _master_weights_whole(trainer.optimizer):
+            with trainer.offloaded.on_device(), _exact_state(trainer.optimizer):
                 trainer.optimizer.load_state_dict(state["optimizer"])
         else:
             trainer.optimizer.reload_model_params()

@@ -136,7 +136,7 @@ def checked(named: NamedTensors, config: ModelConfig) -> Iterator[tuple[str, tor
 
 
 def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
-    """In order; each at most ``limit`` bytes or one tensor. One that is half full goes before the next tensor is made."""
+    """In order; each at most ``limit`` bytes or one tensor. What is half full goes before the next tensor is made."""
     bucket: Bucket = []
     size = 0
     for name, tensor in named:

@@ -1,0 +1,157 @@
+"""Checkpoints of the distributed optimizer with Transformer Engine's Adam, both of which a trainer has on GPUs only.
+
+Megatron's part runs here as it is, on two gloo ranks. Adam is a stand-in with the interface and the state of
+Transformer Engine's: of each fp32 master weight the half that its bf16 weight lacks.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import pytest
+import torch
+from megatron.core.optimizer import distrib_optimizer, optimizer_config
+
+from converters.live import load_hf_weights
+from megatron_gptoss import distributed, trainer
+from megatron_gptoss.checkpoint import latest_checkpoint, load_checkpoint, lower_half, master_weight
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import pack
+from tests.distributed import free_port, run_distributed
+from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy, save_checkpoint
+
+SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
+STEPS, SAVED = 5, 3
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW as Transformer Engine computes it, with its quirks around ``state_dict``."""
+
+    def __init__(
+        self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float, master_weight_dtype: Any = None,
+        exp_avg_dtype: Any = None, exp_avg_sq_dtype: Any = None, use_decoupled_grad: bool = True,
+        store_param_remainders: bool = False, **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.store_param_remainders = store_param_remainders
+
+    def _halved(self, parameter: torch.Tensor, name: str) -> bool:
+        return self.store_param_remainders and name == "master_param" and parameter.dtype == torch.bfloat16
+
+    def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        assert self.state[parameter][name].dtype == (torch.int16 if self._halved(parameter, name) else torch.float32)
+        return self.state[parameter][name]
+
+    def set_scaled_state(self, parameter: torch.Tensor, name: str, state: torch.Tensor) -> None:
+        dtype = torch.int16 if self._halved(parameter, name) else torch.float32
+        assert state.dtype == dtype
+        self.state[parameter].setdefault(name, torch.empty_like(parameter, dtype=dtype)).copy_(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        assert not self.state, "the real one makes a copy of all state here"
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert not state_dict["state"], "the real one wants halves of master weights here"
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            (b1, b2), step = group["betas"], group["step"]
+            for parameter in group["params"]:
+                state, grad = self.state[parameter], parameter.decoupled_grad
+                if not state:
+                    state |= {name: torch.zeros_like(grad) for name in ("exp_avg", "exp_avg_sq")}
+                    halved = self._halved(parameter, "master_param")
+                    state["master_param"] = (
+                        torch.zeros_like(parameter, dtype=torch.int16) if halved else parameter.float()
+                    )
+                mean = state["exp_avg"].lerp_(grad, 1 - b1) / (1 - b1**step)
+                root = (state["exp_avg_sq"].lerp_(grad * grad, 1 - b2) / (1 - b2**step)).sqrt()
+                master = state["master_param"]
+                if master.dtype == torch.int16:
+                    master = master_weight(parameter, master)
+                master = master - group["lr"] * mean / (root + group["eps"])
+                if self._halved(parameter, "master_param"):
+                    state["master_param"] = lower_half(master)
+                    upper = (master.view(torch.int32) - state["master_param"]) >> 16
+                    parameter.copy_(upper.to(torch.int16).view(torch.bfloat16))
+                else:
+                    state["master_param"] = master
+                    parameter.copy_(master)
+
+
+def as_on_a_gpu() -> None:
+    """From now on this process's trainers have the distributed optimizer, buckets, and the Adam above."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules[name].FusedAdam = FusedAdam  # type: ignore[attr-defined]
+    megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    optimizer_config.is_te_min_version = megatron_optimizer.is_te_min_version = lambda *_: True
+    data_parallel, optimizer = trainer.DistributedDataParallelConfig, trainer.MegatronOptimizerConfig
+    buckets = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 8000}
+    trainer.DistributedDataParallelConfig = lambda **given: data_parallel(**given | buckets)  # type: ignore
+    precision = {"use_distributed_optimizer": True, **trainer.PolicyTrainer._gpu_optimizer(OptimizerConfig())}
+    trainer.MegatronOptimizerConfig = lambda **given: optimizer(**given | precision)  # type: ignore
+
+
+def train(
+    parallel: ParallelConfig, rank: int, port: int, save: Path | None = None, resume: Path | None = None
+) -> tuple[list[float], int]:
+    """Losses of the steps, and how many buckets of the model have a gap behind them."""
+    distributed.initialize(parallel, rank, port=port)
+    try:
+        model = build_model(TINY, parallel, torch.bfloat16)
+        load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
+        policy = trainer.PolicyTrainer(model, OptimizerConfig())
+        batches = trainer.data_parallel_slice(pack(SAMPLES, 64, parallel.data, trainer.alignment()))
+        tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
+        if resume:
+            load_checkpoint(resume, policy)
+        losses = []
+        for step in range(SAVED if resume else 0, STEPS):
+            if save and step == SAVED:
+                save_checkpoint(save, policy, step, {})
+            losses.append(policy.train_step(batches, mean_cross_entropy(tokens), 3e-3).sums["loss"])
+        buckets = [bucket for buffer in policy.model[0].buffers for bucket in buffer.buckets]
+        return losses, sum(len(bucket.grad_data) > bucket.numel_unpadded for bucket in buckets)
+    finally:
+        distributed.shutdown()
+
+
+def train_save_and_resume(rank: int, ports: list[int], root: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    as_on_a_gpu()
+    data, context = ParallelConfig(world_size=2), ParallelConfig(world_size=2, context=2)
+    losses, gaps = train(data, rank, ports[0], save=root)
+    resumed = [train(parallel, rank, port, resume=latest_checkpoint(root))[0] for parallel, port in
+               ((data, ports[1]), (context, ports[2]))]  # fmt: skip
+    return {"losses": losses, "gaps": gaps, "resumed": resumed}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    ports = [free_port() for _ in range(3)]
+    return run_distributed(train_save_and_resume, 2, ports, tmp_path_factory.mktemp("distributed"))
+
+
+def test_a_resumed_distributed_optimizer_continues_the_same_curve(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        assert rank["gaps"] > 2  # which Megatron would stumble over
+        assert rank["losses"][-1] < rank["losses"][0] - 0.5
+        assert rank["resumed"][0] == rank["losses"][SAVED:]
+
+
+def test_its_state_reshards(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        assert rank["resumed"][1] == pytest.approx(rank["losses"][SAVED:], rel=1e-2)  # bf16
