@@ -27,7 +27,9 @@ full_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf
     const u64 query = describe(tile), grad = describe(tile_grad);
     float dq[8][4];                                            // set by the first products
     for (int t = 0, stage_number = 0; t < keys.steps; t++) {
-        await_stage();
+        wait<0>();
+        publish_shared();
+        __syncthreads();                                       // step t has landed, and step t - 2 is used up
         if (t == 0) row_deltas(d, tile_grad, tile_out, at.warp, at.lane);
         keys.fetch();
         const u64 rows_k = describe(stages + stage_number * STAGE_BYTES), rows_v = rows_k + (KEY_BYTES >> 4);
@@ -46,7 +48,10 @@ full_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf
         if (key0 + KEYS - 1 > at.item.first) hide_later(x, 0.f, row_position, key0, at.lane);
         warpgroup_wait<0>();
         settle(dp);
-        add_products(exact, x, dp);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) exact[e >> 1] = fmaf(x[j][e], dp[j][e], exact[e >> 1]);
         if (t == keys.steps - 1)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
@@ -55,7 +60,10 @@ full_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf
             }
         u32 ds[4][4];
         score_gradients(ds, x, dp, d);
-        begin_inner(dq, ds, rows_k, t > 0);
+        warpgroup_fence();
+#pragma unroll
+        for (int s = 0; s < 4; s++) warpgroup_inner(dq, ds[s], rows_k + s * (16 * ROW_BYTES >> 4), t > 0 || s > 0);
+        warpgroup_commit();
         stage_number = stage_number + 1 == STAGES ? 0 : stage_number + 1;
     }
     float sink_share = 0.f;

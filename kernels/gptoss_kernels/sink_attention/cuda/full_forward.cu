@@ -22,7 +22,9 @@ full_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16*
     const float of_sink = (at.lane & 3) == 0 ? exp2_approx(sink - highest[0]) : 0.f;
     float total[2] = {of_sink, of_sink};
     for (int t = 0, stage_number = 0; t < keys.steps; t++) {
-        await_stage();
+        wait<0>();
+        publish_shared();
+        __syncthreads();                                       // step t has landed, and step t - 2 is used up
         keys.fetch();
         const u64 rows_k = describe(stages + stage_number * STAGE_BYTES), rows_v = rows_k + (KEY_BYTES >> 4);
         float x[8][4];
@@ -59,7 +61,10 @@ full_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16*
             for (int j = 0; j < 8; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) out[j][e] *= decay[e >> 1];
-        begin_inner(out, p, rows_v, t > 0);
+        warpgroup_fence();
+#pragma unroll
+        for (int s = 0; s < 4; s++) warpgroup_inner(out, p[s], rows_v + s * (16 * ROW_BYTES >> 4), t > 0 || s > 0);
+        warpgroup_commit();
         stage_number = stage_number + 1 == STAGES ? 0 : stage_number + 1;
     }
     warpgroup_wait<0>();

@@ -99,14 +99,6 @@ __device__ __forceinline__ void store_stats(float2* row_stats, float& share, con
         }
     }
 }
-// Adds P dP, summed over the keys, to this lane's two rows of `sums`.
-template <int N>
-__device__ __forceinline__ void add_products(float (&sums)[2], const float (&p)[N][4], const float (&dp)[N][4]) {
-#pragma unroll
-    for (int j = 0; j < N; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) sums[e >> 1] = fmaf(p[j][e], dp[j][e], sums[e >> 1]);
-}
 // dS = P (dP - delta) as a left operand; dp is overwritten.
 template <int N> __device__ __forceinline__ void score_gradients(u32 (&ds)[N / 2][4], const float (&p)[N][4], float (&dp)[N][4],
                                                                  const float (&delta)[2]) {

@@ -80,19 +80,5 @@ __device__ __forceinline__ void begin_rows(float (&c)[4][4], u64 left, u64 right
     for (int s = 0; s < KSTEPS; s++) warpgroup_rows_32(c, left + 2 * s, right + 2 * s, s > 0);
     warpgroup_commit();
 }
-// c (+)= left (registers) times 16 N rows of right, begun; `add` says whether to what c holds.
-template <int N>
-__device__ __forceinline__ void begin_inner(float (&c)[8][4], const u32 (&left)[N][4], u64 right, bool add = true) {
-    warpgroup_fence();
-#pragma unroll
-    for (int s = 0; s < N; s++) warpgroup_inner(c, left[s], right + s * (16 * ROW_BYTES >> 4), add || s > 0);
-    warpgroup_commit();
-}
-// What this block copied for step t has landed in shared memory, and every warp is done with step t - 2.
-__device__ __forceinline__ void await_stage() {
-    wait<0>();
-    publish_shared();
-    __syncthreads();
-}
 // Values that the tensor cores write behind the compiler's back: nothing reads c before this point.
 __device__ __forceinline__ void settle(float (&c)[8][4]) { asm volatile("" : ACCUMULATORS(c)::"memory"); }

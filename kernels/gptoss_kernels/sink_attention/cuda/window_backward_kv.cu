@@ -92,7 +92,9 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
     const u64 key = describe(own), value = describe(own + KEYS * ROW_BYTES);
     int step = start, stage_number = 0;
     for (int t = 0; t < all; t++) {
-        await_stage();
+        wait<0>();
+        publish_shared();
+        __syncthreads();                                       // step t has landed, and step t - 2 is used up
         fetch();
         const int p0 = item.first + step * POSITIONS;
         const u64 rows_q = describe(stages + stage_number * STAGE_BYTES), rows_g = rows_q + (WAVE_BYTES >> 4);
@@ -132,7 +134,13 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
                     for (int e = 0; e < 4; e++) x[half * 4 + j][e] = 0.f;
                 }
         };
-        auto add_to_dv = [&](int half) { begin_inner(dv, p, rows_g + half * HALF, t > 0 || half > 0); };
+        auto add_to_dv = [&](int half) {
+            warpgroup_fence();
+#pragma unroll
+            for (int s = 0; s < 2; s++)
+                warpgroup_inner(dv, p[s], rows_g + half * HALF + s * (16 * ROW_BYTES >> 4), t > 0 || half + s > 0);
+            warpgroup_commit();
+        };
         auto add_to_dk = [&](int half) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -141,7 +149,11 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
                 for (int e = 0; e < 4; e++) dp[j][e] = x[half * 4 + j][e] * (dp[j][e] - (e & 1 ? pair.w : pair.y));
                 pack_columns(ds, j, dp[j]);
             }
-            begin_inner(dk, ds, rows_q + half * HALF, t > 0 || half > 0);
+            warpgroup_fence();
+#pragma unroll
+            for (int s = 0; s < 2; s++)
+                warpgroup_inner(dk, ds[s], rows_q + half * HALF + s * (16 * ROW_BYTES >> 4), t > 0 || half + s > 0);
+            warpgroup_commit();
         };
         // The tensor cores work on one half's products while this warp turns the other half's scores into probabilities,
         // and on the last products of a step while it waits for the next one's rows.

@@ -89,7 +89,10 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
             else probabilities(Constant<0>());
             warpgroup_wait<0>();
             settle(dp);
-            add_products(exact, x, dp);
+#pragma unroll
+            for (int j = 0; j < 6; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) exact[e >> 1] = fmaf(x[j][e], dp[j][e], exact[e >> 1]);
             const bool complete = first_key >= at.item.start;
             if (!complete)
 #pragma unroll
@@ -108,7 +111,10 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
                 }
             u32 ds[3][4];
             score_gradients(ds, x, dp, d);
-            begin_inner(dq, ds, rows_k);
+            warpgroup_fence();
+#pragma unroll
+            for (int s = 0; s < 3; s++) warpgroup_inner(dq, ds[s], rows_k + s * (16 * ROW_BYTES >> 4));
+            warpgroup_commit();
         }
         store_stats(row_stats, sink_share, row_lse, exact, sink, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
         warpgroup_wait<0>();
