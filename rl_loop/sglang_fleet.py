@@ -25,6 +25,7 @@ from rl_loop.placed import SGLANG_SERVER, place_of
 
 MAX_SYNCS = 3
 SAME_WEIGHTS = 0.02  # nats per token that two servers may differ on one text
+COMPARED_EVERY = 7  # versions; no divisor of a number of layers, so that the layer of the sample changes
 
 
 class WeightSource(Protocol):
@@ -66,6 +67,7 @@ class SglangFleet:
         self._source: tuple[Source, int] | None = None
         self._canary: tuple[list[int], list[float]] | None = None
         self._asleep: set[int] = set()  # incarnations
+        self._compared: set[int] = set()  # incarnations whose weights once had the checksums of the sender's
         self._source_learns = Lock()
 
     def ready(self) -> None:
@@ -132,7 +134,10 @@ class SglangFleet:
             asleep = tuple(status.url for status in begun.values() if status.incarnation in self._asleep)
             self._asleep.clear()
             self._memory(asleep, "/resume_memory_occupation", ["weights"])
-            self._send(source, urls, version)
+            incarnations = {status.incarnation for status in begun.values()}
+            compare = version % COMPARED_EVERY == 0 or not incarnations <= self._compared
+            self._send(source, urls, version, compare)
+            self._compared |= incarnations
             self._memory(asleep, "/resume_memory_occupation", ["kv_cache", "cuda_graph"])
             self._compare_with_canary(urls)
             held = version
@@ -140,10 +145,10 @@ class SglangFleet:
             for actor, status in begun.items():
                 _ask(actor.end_sync.remote(status.incarnation, held))
 
-    def _send(self, source: Source, urls: tuple[str, ...], version: int) -> None:
+    def _send(self, source: Source, urls: tuple[str, ...], version: int, compare: bool) -> None:
         settings, directory = self._settings, self._directory / "weights"
         sizes = settings.tensor_parallel, settings.bucket_bytes
-        plan = SyncPlan(urls, version, settings.weight_sync, *sizes, directory, settings.sync_seconds)
+        plan = SyncPlan(urls, version, settings.weight_sync, *sizes, directory, settings.sync_seconds, compare)
         if isinstance(source, dict):  # they are in this process, which has no GPU
             asyncio.run(send_weights(source.items(), self._config.model, replace(plan, transport="disk")))
         else:

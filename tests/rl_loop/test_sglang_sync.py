@@ -196,6 +196,7 @@ class Trainer:
 
     def __init__(self, seed: int, dies_at: int | None = None) -> None:
         self.named, self.dies_at, self.sends = weights_of(seed), dies_at, 0
+        self.compared: list[bool] = []
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, item in enumerate(self.named.items()):
@@ -205,6 +206,7 @@ class Trainer:
 
     def send_weights(self, plan: SyncPlan) -> None:
         self.sends += 1
+        self.compared.append(plan.compare)
         host, port = free_address()
         asyncio.run(send_weights(self._stream(), MODEL, replace(plan, host=host, port=port)))
 
@@ -321,6 +323,10 @@ def test_a_server_or_trainer_that_dies_in_mid_sync_leaves_nothing_half_loaded_to
     fleet.heal()
     assert states(fleet) == [(ServerState.SYNCED, 2)] * 2
     assert fleet.score(TEXT, 1.0) == [scores_under(again.named)] * 2
+    assert all(again.compared), "new processes are compared with what they were sent"
+    fleet.sync(again, 3)
+    fleet.sync(again, 7)
+    assert again.compared[-2:] == [False, True]
 
 
 def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_computes_something_else(
