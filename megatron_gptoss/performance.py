@@ -11,9 +11,11 @@ from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.memory import EXPERT_LOAD, parameters_per_gpu
 
 GPUS_PER_NODE = 8
-ARITHMETIC = 405e12
-"""Operations per second of an H200 in forward and backward, all but communication and the optimizer included. With it
+ARITHMETIC = 475e12
+"""Operations per second of forward and backward where every expert gets many rows. With this and the next two
 ``predict_step`` is within 10 % of what docs/performance.md has measured."""
+HALF_SPEED_ROWS = 900
+"""Rows of one expert in a micro-batch at which its products, and with them the step, run half as fast."""
 NODE_BANDWIDTH = 180e9
 """Bytes per second that a GPU gets through in the all-to-all of experts within a node, as measured under NVLink."""
 NETWORK_BANDWIDTH = 40e9
@@ -85,7 +87,9 @@ def predict_step(
     layers, stages = model.num_layers / parallel.pipeline, parallel.pipeline
     sharers = parallel.tensor * parallel.context
     local = sum(lengths) / sharers
-    arithmetic = micro_batches * 3 * forward_flops(model, lengths) / (sharers * stages * ARITHMETIC)
+    rows_of_expert = local * model.experts_per_token * parallel.expert / model.num_experts
+    rate = ARITHMETIC * rows_of_expert / (rows_of_expert + HALF_SPEED_ROWS)
+    arithmetic = micro_batches * 3 * forward_flops(model, lengths) / (sharers * stages * rate)
 
     def seconds(size: float, ranks: int, span: int) -> float:
         """Of sending ``size`` bytes from each of ``ranks`` ranks, spread over ``span`` consecutive ones, to all."""

@@ -15,17 +15,22 @@ BF16_MOMENTS = OptimizerConfig(moment_dtype="bf16")
 
 
 @pytest.mark.parametrize(
-    ("layers", "layout", "optimizer", "lengths", "micro_batches", "tokens_per_second_per_gpu"),
+    ("layers", "experts", "layout", "optimizer", "lengths", "micro_batches", "tokens_per_second_per_gpu"),
     [
-        (24, {"world_size": 4, "expert": 4}, BF16_MOMENTS, [4096] * 4, 2, 16_226),
-        (24, {"world_size": 4, "expert": 4, "context": 4}, BF16_MOMENTS, [32_768], 2, 10_169),
-        (4, {"world_size": 4, "expert": 4}, BF16_MOMENTS, [4096] * 4, 1, 55_695),
-        (4, {}, OptimizerConfig(), [4096] * 4, 1, 48_075),
-        (4, {}, OptimizerConfig(), [32_768], 1, 49_366),
+        (24, 32, {"world_size": 4, "expert": 4}, BF16_MOMENTS, [4096] * 4, 2, 16_226),
+        (24, 32, {"world_size": 4, "expert": 4}, BF16_MOMENTS, [4096] * 4, 2, 15_289),
+        (24, 32, {"world_size": 4, "expert": 4, "context": 4}, BF16_MOMENTS, [32_768], 2, 10_169),
+        (4, 32, {"world_size": 4, "expert": 4}, BF16_MOMENTS, [4096] * 4, 1, 56_351),
+        (4, 32, {"world_size": 4}, BF16_MOMENTS, [4096] * 4, 1, 44_427),
+        (4, 32, {"world_size": 4, "expert": 4, "context": 4}, BF16_MOMENTS, [131_072], 1, 31_247),
+        (8, 128, {"world_size": 4, "expert": 4}, BF16_MOMENTS, [4096] * 4, 1, 24_736),
+        (4, 32, {}, OptimizerConfig(), [4096] * 4, 1, 48_075),
+        (4, 32, {}, OptimizerConfig(), [32_768], 1, 49_366),
     ],
 )
 def test_measured_steps_are_predicted_within_ten_percent(
     layers: int,
+    experts: int,
     layout: dict[str, Any],
     optimizer: OptimizerConfig,
     lengths: list[int],
@@ -33,7 +38,7 @@ def test_measured_steps_are_predicted_within_ten_percent(
     tokens_per_second_per_gpu: float,
 ) -> None:
     parallel = ParallelConfig(**layout)
-    model = ModelConfig(num_layers=layers, num_experts=32)
+    model = ModelConfig(num_layers=layers, num_experts=experts)
     step = predict_step(model, parallel, optimizer, lengths, micro_batches)
     tokens = sum(lengths) * micro_batches / parallel.context
     assert tokens / step.total == pytest.approx(tokens_per_second_per_gpu, rel=0.1)
