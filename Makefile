@@ -8,6 +8,8 @@ SHELL := /bin/bash
 .PHONY: help setup demo test test-slurm lint clean-venv
 
 GPTOSS := .venv/bin/gptoss
+# make test-slurm SLURM_TESTS="slurm and not slow" leaves out the one that takes three minutes.
+SLURM_TESTS := slurm
 # The rooms whose annotations are checked; all of them.
 TYPED_ROOMS := kernels/gptoss_kernels megatron_gptoss converters rl_loop launch
 
@@ -29,7 +31,7 @@ test: setup
 # One machine plays four nodes, so the tests take turns; a loaded machine needs the longer limit.
 test-slurm: setup
 	@tests/slurm/install.sh
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/slurm -m slurm --timeout=600 --durations=10 -s
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/slurm -m "$(SLURM_TESTS)" --timeout=600 --durations=10 -s
 
 lint: setup
 	.venv/bin/ruff check .

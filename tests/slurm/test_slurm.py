@@ -60,6 +60,7 @@ def test_status_and_logs_answer_at_once(lab: Lab, uninterrupted: RunDirectory) -
     assert "uninterrupted" in lab.gptoss("launch", "list").stdout
 
 
+@pytest.mark.slow
 def test_preemption_and_the_time_limit_leave_the_curve_as_it_would_have_been(
     lab: Lab, uninterrupted: RunDirectory
 ) -> None:
