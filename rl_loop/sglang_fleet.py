@@ -25,7 +25,7 @@ from rl_loop.placed import SGLANG_SERVER, place_of
 
 MAX_SYNCS = 3
 SAME_WEIGHTS = 0.02  # nats per token that two servers may differ on one text
-COMPARED_EVERY = 7  # versions; no divisor of a number of layers, so that the layer of the sample changes
+COMPARED_EVERY = 7  # versions; divides neither 24 nor 36 layers, so that each has its turn in the sample
 
 
 class WeightSource(Protocol):

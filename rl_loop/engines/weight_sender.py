@@ -69,10 +69,10 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
     servers = Servers(plan)
     try:
         await servers.call("/pause_generation", {"mode": "abort"})
-        (info, *_), _ = await servers.call("/server_info", None)
-        sample = WeightSample(config, plan.version, plan.tensor_parallel, info)
-        watched = checked(named, config)
+        watched, sample = checked(named, config), None
         if plan.compare:
+            (info, *_), _ = await servers.call("/server_info", None)
+            sample = WeightSample(config, plan.version, plan.tensor_parallel, info)
             watched = sample.watch(watched)
         if plan.transport == "disk":
             await asyncio.to_thread(write_hf_directory, plan.directory, config, watched, overwrite=True)
@@ -82,7 +82,7 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
         else:
             send = _broadcast if plan.transport in ("nccl", "gloo") else _share_memory
             await send(buckets(watched, plan.bucket_bytes), servers)
-        if plan.compare:
+        if sample is not None:
             held, _ = await servers.call("/weights_checker", {"action": "checksum"})
             for url, answer in zip(plan.urls, held, strict=True):
                 if lost := sample.first_difference(answer):
