@@ -2,9 +2,9 @@
 
     python benchmarks/ablations.py runs/tiny_retool_sft --steps 24 --seeds 0 1 2
 
-Trains the demo's model from a supervised start under every VARIANT, in one process, and draws reward, entropy, gradient
-norm, KL, the largest log-perplexity difference and the clip fraction: OUT/ablations.png and OUT/ablations.md. A run
-that is complete in OUT is not repeated.
+Trains the demo's model from a supervised start under every VARIANT, one after the other or in ``--jobs`` processes, and
+draws reward, entropy, gradient norm, KL, the largest log-perplexity difference and the clip fraction: OUT/ablations.png
+and OUT/ablations.md. A run that is complete in OUT is not repeated.
 
 The sinks of that model begin at 0. For a start that leans on them, as GPT-OSS does:
 
@@ -13,17 +13,21 @@ The sinks of that model begin at 0. For a start that leans on them, as GPT-OSS d
     python benchmarks/ablations.py runs/strong_sinks_sft --only sinks --steps 40 --out runs/ablations_strong_sinks
 
 On a GPU, in bf16 and with our kernels, a model of GPT-OSS's shape: 32 experts of which 4 are active, heads of 64
-channels, 8 to a kv head. Its start is trained first unless it is there:
+channels, 8 to a kv head, sinks that begin at 2. Its start is trained first unless it is there:
 
-    python benchmarks/ablations.py runs/shaped --shaped --out runs/ablations_shaped
+    python benchmarks/ablations.py runs/shaped --shaped --jobs 4 --out runs/ablations_shaped
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from in_process import LocalRollouts, local_loop
@@ -33,6 +37,7 @@ from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
+from megatron_gptoss.config import ModelConfig
 from rl_loop.config import RlConfig, SftConfig, load_config
 from rl_loop.engines.transformers_engine import TransformersEngine
 from rl_loop.run_directory import metric_curve, read_json_lines
@@ -81,35 +86,35 @@ def main() -> None:
     )
     parser.add_argument("--shaped", action="store_true", help="a model of GPT-OSS's shape, on a GPU")
     parser.add_argument("--only", default="", metavar="WORDS", help="only variants named so, and the first")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on the GPUs in turn")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/ablations"))
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
     options = parser.parse_intermixed_args()
     if options.write_initial is not None:
-        return write_initial(options.start, options.write_initial)
+        return write_initial(options.start, options.write_initial, load_config(CONFIG, RlConfig).model)
     torch.set_num_threads(1)
     if options.shaped and not (options.start / "config.json").exists():
         supervised_start(options.start, options.overrides)
     chosen = [name for number, name in enumerate(VARIANTS) if number == 0 or options.only in name]
-    curves = {}
-    for seed in options.seeds:
-        rollouts: LocalRollouts | None = None
-        for name in chosen:
-            changes = VARIANTS[name]
-            config = load_config(CONFIG, RlConfig, _common(options, name, seed) + changes + options.overrides)
-            rollouts = rollouts or LocalRollouts(config, engine_on_gpu(config) if torch.cuda.is_available() else None)
-            curves[name, seed] = run(config, rollouts)
-            print(f"{name} (seed {seed}): reward {statistics.mean(curves[name, seed]['reward'][-5:]):.2f}", flush=True)
-        if rollouts is not None:
-            rollouts.close()
+    runs = [(name, seed) for seed in options.seeds for name in chosen]
+    configs = [
+        load_config(CONFIG, RlConfig, _common(options, name, seed) + VARIANTS[name] + options.overrides)
+        for name, seed in runs
+    ]
+    context = get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, context, begin_process, (context.Value("i", 0),)) as pool:
+        curves = {}
+        for (name, seed), curve in zip(runs, pool.map(run, configs), strict=True):
+            curves[name, seed] = curve
+            print(f"{name} (seed {seed}): reward {statistics.mean(curve['reward'][-5:]):.2f}", flush=True)
     draw(curves, options.out / "ablations.png")
     (options.out / "ablations.md").write_text(table(curves))
 
 
-def write_initial(directory: Path, sink: float) -> None:
-    """The demo's untrained model with all sink logits at ``sink``, as a Hugging Face directory."""
-    model = load_config(CONFIG, RlConfig).model
+def write_initial(directory: Path, sink: float, model: ModelConfig) -> None:
+    """The untrained model with all sink logits at ``sink``, as a Hugging Face directory."""
     weights = random_hf_weights(model, seed=0)
     named = ((name, weights(name) + sink if name.endswith(".sinks") else weights(name)) for name in hf_shapes(model))
     write_hf_directory(directory, model, named)
@@ -117,7 +122,10 @@ def write_initial(directory: Path, sink: float) -> None:
 
 def supervised_start(directory: Path, overrides: list[str]) -> None:
     """Train the shaped model on the demo's demonstrations and write it as a Hugging Face directory."""
-    config = load_config(SFT_CONFIG, SftConfig, [*SHAPED, "optimizer.lr=5e-4", *overrides])
+    untrained = directory.with_name(f"{directory.name}_untrained")
+    settings = [*SHAPED, "optimizer.lr=5e-4", f"initial_weights={untrained}", *overrides]
+    config = load_config(SFT_CONFIG, SftConfig, settings)
+    write_initial(untrained, 2.0, config.model)
     source, trainer = TaskSource(config), TrainerWorker(config, 0, "127.0.0.1", 0, torch.get_num_threads())
     count = config.sequences_per_step
     for step in range(config.training.steps):
@@ -159,12 +167,24 @@ def _common(options: argparse.Namespace, name: str, seed: int) -> list[str]:
     ]
 
 
-def run(config: RlConfig, rollouts: LocalRollouts) -> dict[str, list[float]]:
+def begin_process(started: Any) -> None:
+    """Processes of the pool take GPUs in turn."""
+    torch.set_num_threads(1)
+    with started.get_lock():
+        number, started.value = started.value, started.value + 1
+    if torch.cuda.is_available():
+        os.environ["LOCAL_RANK"] = str(number % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def run(config: RlConfig) -> dict[str, list[float]]:
     """The curves of one run, by metric."""
     file = config.directory / "metrics.jsonl"
     if not file.exists() or len(read_json_lines(file)) < config.training.steps:
+        rollouts = LocalRollouts(config, engine_on_gpu(config) if torch.cuda.is_available() else None)
         with local_loop(config, rollouts) as loop:
             loop.train()
+        rollouts.close()
     records = read_json_lines(file)
     return {name: metric_curve(records, name)[1] for name in PANELS}
 

@@ -101,7 +101,10 @@ def log_probs_case(tokens: int = 32_768, hidden_size: int = 2880) -> dict[str, f
 
 
 def random_weights(model: torch.nn.Module) -> None:
-    torch.manual_seed(dist.get_rank())
+    """The same on all replicas; the shards of a tensor are the same on all tensor-parallel ranks, too."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    same = torch.Generator("cuda").manual_seed(stage)
+    experts = torch.Generator("cuda").manual_seed(1000 * (parallel_state.get_expert_model_parallel_rank() + 1) + stage)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -109,9 +112,7 @@ def random_weights(model: torch.nn.Module) -> None:
             elif parameter.dim() == 1:
                 parameter.zero_()
             else:
-                parameter.normal_(0, 0.02)
-            if "experts" not in name:
-                dist.broadcast(parameter.data, 0)
+                parameter.normal_(0, 0.02, generator=experts if "experts" in name else same)
 
 
 def batches(count: int, sequences: int, length: int, rank: int) -> list[PackedBatch]:
@@ -143,7 +144,7 @@ class ExpertLoad:
         for handle in self.handles:
             handle.remove()
         counts = torch.stack(self.counts).float()
-        dist.all_reduce(counts)
+        dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         ranks = counts.view(len(counts), expert_parallel, -1).sum(-1)
         return {
             "expert_load_max_over_mean": float((counts.amax(-1) / counts.mean(-1)).mean()),
@@ -206,11 +207,19 @@ def attention(name: str) -> dict[str, Any]:
     return {"core_attention": TransformerEngineAttention}
 
 
+def gather_before_forward(trainer: PolicyTrainer) -> None:
+    """Parameters whole before the next forward pass begins, instead of under it."""
+    for part in trainer.model:
+        part.disable_forward_pre_hook(param_sync=False)
+        part.ddp_config.overlap_param_gather = False
+
+
 def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
     parallel = ParallelConfig(
         world_size=dist.get_world_size(), expert=args.expert, context=args.context, tensor=args.tensor,
-        pipeline=args.pipeline, recompute=tuple(args.recompute), expert_dispatcher=args.dispatcher,
+        pipeline=args.pipeline, virtual_pipeline=args.virtual_pipeline, recompute=tuple(args.recompute),
+        expert_dispatcher=args.dispatcher,
     )  # fmt: skip
     model = build_model(
         model_config, parallel, torch.bfloat16, moe_router_force_load_balancing=args.balanced,
@@ -219,6 +228,8 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     random_weights(model)
     optimizer = OptimizerConfig(gradient_dtype=args.gradients, moment_dtype=args.moments, offload=args.offload)
     trainer = PolicyTrainer(model, optimizer)
+    if args.gather == "before":
+        gather_before_forward(trainer)
     data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     rows = batches(args.micro_batches, args.sequences, args.length, data_rank)
     tokens = data_size * sum(row.tokens for row in rows)
@@ -263,9 +274,16 @@ def check_overlap_case(args: argparse.Namespace, ceiling: float) -> dict[str, An
         trainer = PolicyTrainer(model, OptimizerConfig())
         trainer.model[0].broadcast_params()
         if mode != "under":
-            trainer.model[0].disable_forward_pre_hook(param_sync=False)
+            gather_before_forward(trainer)
             trainer.model[0].ddp_config.overlap_param_gather = mode == "never"
-        losses = [trainer.train_step(rows, sft_loss(tokens), 1e-3).sums["loss"] for _ in range(3)]
+        losses, seconds = [], []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            dist.barrier()
+            start = time.perf_counter()
+            losses.append(trainer.train_step(rows, sft_loss(tokens), 1e-3).sums["loss"])
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
         scores = torch.cat(trainer.score(rows))
         if mode == "before":
             reference = scores
@@ -282,6 +300,7 @@ def check_overlap_case(args: argparse.Namespace, ceiling: float) -> dict[str, An
             replicas_equal &= len(set(torch.stack(sums).tolist())) == 1
         result[mode] = {
             "losses": losses,
+            "seconds": seconds,
             "score_difference": float((scores - reference).abs().mean()),
             "replicas_equal": replicas_equal,
         }
@@ -365,6 +384,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=1, help="context parallel size")
     parser.add_argument("--tensor", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--virtual-pipeline", type=int, default=1, help="chunks of layers per stage")
+    parser.add_argument("--gather", default="under", choices=["under", "before"], help="parameters: the forward pass")
     parser.add_argument("--moments", default="fp32")
     parser.add_argument("--gradients", default="fp32")
     parser.add_argument("--recompute", nargs="*", default=[])
@@ -383,7 +404,7 @@ def arguments() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, port: int) -> None:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     started = time.perf_counter()
-    parallel = {name: getattr(args, name) for name in ("expert", "context", "tensor", "pipeline")}
+    parallel = {name: getattr(args, name) for name in ("expert", "context", "tensor", "pipeline", "virtual_pipeline")}
     distributed.initialize(ParallelConfig(world_size=world_size, **parallel), rank, port=port)
     torch.cuda.reset_peak_memory_stats()
     cases = {"step": step_case, "stock": stock_case, "check-overlap": check_overlap_case}
