@@ -89,6 +89,9 @@ async def run_episode(
             return end(environment.unfinished(), limit)
         if not sampled.output_ids:
             return end(environment.unfinished(), sampled.finish_reason)
+        if turn:
+            episode.reusable_tokens += len(episode)
+            episode.cached_tokens += min(len(episode), sampled.cached_tokens)
         if unread:
             _append(episode, harmony, "tool" if result.tool_outputs else "user", unread)
         before = copy.deepcopy(episode) if purifier else episode
@@ -148,7 +151,8 @@ async def _sample(engine: RolloutEngine, turn: GenerateRequest, deadline: float)
         spans = _shifted(part.weight_versions, done)
         ids, log_probs = whole.output_ids + part.output_ids, whole.output_log_probs + part.output_log_probs
         routes = _first_routes(whole.routed_experts, part.routed_experts)
-        whole = GenerateResult(ids, log_probs, part.finish_reason, whole.weight_versions + spans, routes)
+        cached = whole.cached_tokens if done else part.cached_tokens
+        whole = GenerateResult(ids, log_probs, part.finish_reason, whole.weight_versions + spans, routes, cached)
     return whole
 
 

@@ -164,6 +164,8 @@ def rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> 
     for part in {part for e in episodes for part in e.reward_parts} - {"correct", "format_error"}:
         having = [e.reward_parts[part] for e in episodes if part in e.reward_parts]
         metrics.add_mean(f"reward/{part}", sum(having), len(having), "sequences")
+    if reusable := sum(e.reusable_tokens for e in episodes):
+        metrics.add_mean("rollout/cache_hit", sum(e.cached_tokens for e in episodes), reusable, "tokens")
     silent = sum(not has_signal(group) for group in groups)
     metrics.add_mean("rollout/groups_without_signal", silent, len(groups), "groups")
 

@@ -25,9 +25,10 @@ SETTINGS = ("version", "attention_backend", "moe_runner_backend", "enable_determ
 def engine_report(config: RlConfig) -> str:
     """Run engine and trainer of ``config`` on its held-out tasks. Raises CanaryError if they hold two models."""
     with ray_session():
-        trainer, rollouts, tasks = TrainerGroup(config), RolloutPool(config), TaskSource(config)
+        trainer, tasks = TrainerGroup(config), TaskSource(config)
+        trainer.ready()  # servers that share its GPUs take a part of what it leaves
+        rollouts = RolloutPool(config)
         try:
-            trainer.ready()
             rollouts.ready()
             rollouts.sync_weights(trainer if config.rollout.engine == "sglang" else trainer.weights(), 0)
             lines = [f"{name}: {value}" for name, value in rollouts.engine_settings(SETTINGS).items()]

@@ -66,6 +66,9 @@ class Trajectory:
     excluded: bool = False  # not to be trained on: a limit cut it short, and the configuration masks such episodes
     grafted: list[tuple[int, int]] = field(default_factory=list)
     """Token ranges [start, end) that were sampled in another context and put here (``rl_loop.purification``)."""
+    reusable_tokens: int = 0
+    """What the engine had processed for earlier turns, added up over the turns; ``cached_tokens`` of it were reused."""
+    cached_tokens: int = 0
     answer: str | None = None  # the final answer in a form in which equal answers are equal text
 
     def __len__(self) -> int:

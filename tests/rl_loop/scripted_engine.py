@@ -27,6 +27,7 @@ class ScriptedEngine:
     def __init__(self, turns: Sequence[list[int]], aborts: Iterable[int | None] = (), *, hang: bool = False) -> None:
         self._turns, self._aborts, self._hang = [list(turn) for turn in turns], list(aborts), hang
         self._aborted = asyncio.Event()
+        self._processed: list[int] = []
         self.requests: list[GenerateRequest] = []
         self.results: list[GenerateResult] = []
         self.aborts_asked = 0
@@ -60,7 +61,9 @@ class ScriptedEngine:
             reason,
             [WeightVersionSpan(0, n, version)] if n else [],
             routes,
+            cached_tokens=max(0, len(self._processed) - 1),  # the last token was sampled and not an input yet
         )
+        self._processed = request.input_ids + output
         self.results.append(result)
         return result
 

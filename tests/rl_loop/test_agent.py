@@ -99,6 +99,8 @@ def test_answer_after_a_tool_call(harmony: Harmony) -> None:
     assert [turn.role for turn in trajectory.turns] == ["prompt", "assistant", "tool", "assistant"]
     assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.STOP, 1.0)
     assert (trajectory.tool_calls, trajectory.tool_errors) == (1, 0)
+    seen = len(prompt) + len(call(harmony))
+    assert (trajectory.reusable_tokens, trajectory.cached_tokens) == (seen, seen - 1)
     assert trajectory.reward_parts == {"correct": 1.0, "format_error": 0.0, "score": 1.0}
     assert engine.requests[0].sampling.temperature == 0.7
     assert engine.requests[0].sampling.stop_token_ids == harmony.stop_token_ids
@@ -277,6 +279,7 @@ def test_an_aborted_turn_is_resumed_from_its_own_tokens_with_other_random_number
         (7, len(answer(harmony))),
     ]
     assert trajectory.reward == 1.0
+    assert (trajectory.reusable_tokens, trajectory.cached_tokens) == (0, 0)  # between turns only
     check_against_engine(trajectory, engine, harmony)
 
 
