@@ -56,6 +56,8 @@ VARIANTS: dict[str, list[str]] = {
     "engine without sinks": [*NO_SINKS, *NO_CORRECTION],
     "engine without sinks, attention frozen": [*NO_SINKS, *NO_CORRECTION, "ablation.freeze=[attention]"],
     "engine without sinks, sequence correction": [*NO_SINKS, *SEQUENCE],
+    "trainer without sinks": ["ablation.trainer_sinks=false", *NO_CORRECTION],
+    "trainer without sinks, sequence correction": ["ablation.trainer_sinks=false", *SEQUENCE],
     "trainer without gradient of sinks": ["ablation.sink_gradient=false"],
     "engine noise": [*ENGINE_NOISE, *NO_CORRECTION],
     "engine noise, R3": [*ENGINE_NOISE, *NO_CORRECTION, "algorithm.routing_replay=R3"],

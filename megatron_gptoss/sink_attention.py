@@ -15,6 +15,9 @@ from megatron_gptoss.packing import PackedSequence
 from megatron_gptoss.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
 
+NO_SINK = -1e4
+"""A sink logit that takes no attention."""
+
 
 class SinkAttention(DotProductAttention):
     """Packed causal attention with one learned sink logit per query head.
@@ -66,7 +69,12 @@ class SinkAttention(DotProductAttention):
         compute = torch.promote_types(query.dtype, torch.float32)
         cos, sin = self.rotary.cos_sin(packed_seq_params.position_ids, compute)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        inputs = query, key, value, self.softmax_offset if self.config.sink_gradient else self.softmax_offset.detach()
+        sinks = self.softmax_offset
+        if not self.config.sink_gradient:
+            sinks = sinks.detach() + 0 * sinks  # a gradient of zero: data parallelism waits for one of every parameter
+        if not self.config.sinks:
+            sinks = 0 * sinks + NO_SINK
+        inputs = query, key, value, sinks
         out: Any
         if self.cp_group.size() == 1:
             row: Any = {"cu_seqlens": packed_seq_params.cu_seqlens_q, "max_seqlen": packed_seq_params.max_seqlen_q}

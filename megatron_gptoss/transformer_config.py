@@ -22,6 +22,7 @@ class GptOssTransformerConfig(TransformerConfig):
     context_bandwidth: float = 0.0
     attention_rate: float = 0.0
     router_noise: float = 0.0
+    sinks: bool = True
     sink_gradient: bool = True
     position_embedding_type: str = "none"  # GPTModel reads it: positions enter in SinkAttention, not there
 

@@ -2,10 +2,8 @@
 
 import torch
 
+from megatron_gptoss.sink_attention import NO_SINK
 from rl_loop.config import AblationConfig
-
-NO_SINK = -1e4
-"""A sink logit that takes no attention."""
 
 
 def engine_weights(weights: dict[str, torch.Tensor], ablation: AblationConfig, seed: int) -> dict[str, torch.Tensor]:

@@ -147,6 +147,8 @@ class AblationConfig(StrictModel):
     """Parts that do not learn: attention with its sinks and norm, or the experts with their router and norm."""
     sink_gradient: bool = True
     """Whether the sinks get a gradient in the trainer."""
+    trainer_sinks: bool = True
+    """Whether the trainer's attention has sinks."""
     engine_sinks: bool = True
     """Whether the engine's attention has sinks."""
     engine_noise: float = Field(0.0, ge=0)

@@ -81,6 +81,7 @@ class TrainerWorker:
             config.parallel,
             getattr(torch, config.dtype),
             router_noise=ablation.router_noise,
+            sinks=ablation.trainer_sinks,
             sink_gradient=ablation.sink_gradient,
         )
         source = config.initial_weights

@@ -103,6 +103,32 @@ def test_gradients_match_transformers() -> None:
         assert want.abs().max() > 0, f"the reference has no gradient for {name}"
 
 
+def sinks_learn_nothing_with(reference: torch.nn.Module, **ablation: bool) -> torch.nn.Module:
+    """The model after a step that would have taught the sinks, too."""
+    model = megatron(reference, **ablation)
+    trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
+    trainer.train_step([build_batch(SAMPLES)], mean_cross_entropy(62), learning_rate=1e-9)
+    for name, parameter in model.named_parameters():
+        assert (parameter.main_grad.abs().max() == 0) == ("softmax_offset" in name), name
+    return model.eval()
+
+
+def test_sinks_without_gradient_still_take_attention(reference: torch.nn.Module) -> None:
+    model = sinks_learn_nothing_with(reference, sink_gradient=False)
+    assert distance(model, reference) < 1e-3
+
+
+def test_a_trainer_without_sinks_attends_as_if_they_were_absent(reference: torch.nn.Module) -> None:
+    model = sinks_learn_nothing_with(reference, sinks=False)
+    assert distance(model, reference) > 0.02
+    without = hf_model()
+    with torch.no_grad():
+        for name, parameter in without.named_parameters():
+            if name.endswith("sinks"):
+                parameter.fill_(-1e4)
+    assert distance(model, without) < 1e-3
+
+
 def zeroed(part: str) -> Callable[[torch.nn.Module], None]:
     def edit(model: torch.nn.Module) -> None:
         found = [parameter for name, parameter in model.named_parameters() if part in name]
