@@ -12,7 +12,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import ParamGroupOverride, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import (
+    ParamGroupOverride,
+    clip_grads,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -67,6 +72,20 @@ class StepStatistics:
     """Of the model's arithmetic, ``performance.forward_flops`` three times over; nothing is counted twice."""
     mfu: float | None = None
     """The same as a share of a large bf16 matrix product on this machine; None on CPUs."""
+
+
+_applier = clip_grads.multi_tensor_applier
+
+
+def one_dtype_at_a_time(operation: Any, overflow: torch.Tensor, lists: list[list[torch.Tensor]], *options: Any) -> Any:
+    """Megatron's ``multi_tensor_applier`` for norms and scaling of gradients of several dtypes, as of bf16 weights and
+    the routers' fp32 biases: Transformer Engine takes all tensors of a list for the dtype of the first."""
+    dtypes = dict.fromkeys(tensor.dtype for tensor in lists[0])
+    of_one = [[[tensor for tensor in part if tensor.dtype == dtype] for part in lists] for dtype in dtypes]
+    results = [_applier(operation, overflow, part, *options) for part in of_one]
+    if any(result is None for result in results):  # scaled in place
+        return None
+    return torch.stack([norm for norm, _ in results]).norm(dim=0), None
 
 
 def learning_rate_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -227,6 +246,8 @@ class PolicyTrainer(Scorer):
         self.optimizer = get_megatron_optimizer(
             settings, self.model, config_overrides=get_standard_config_overrides(settings) | router_biases
         )
+        if not sums_in_fp32:
+            clip_grads.multi_tensor_applier = one_dtype_at_a_time
         self.offloaded = OffloadedState(self.optimizer, config.offload)
         self.updated = False
         """Whether the optimizer has taken a step; it has nothing to save before."""

@@ -13,7 +13,7 @@ from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.performance import attended_pairs, forward_flops
-from megatron_gptoss.trainer import PolicyTrainer
+from megatron_gptoss.trainer import PolicyTrainer, one_dtype_at_a_time
 from tests.distributed import free_port
 from tests.megatron_gptoss.allocations import Allocations
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
@@ -79,3 +79,30 @@ def test_a_scoring_pass_needs_far_less_memory_than_a_training_step() -> None:
     with Allocations() as training:
         trainer.train_step([batch], mean_cross_entropy(2000), 1e-6)
     assert scoring.peak < training.peak / 2
+
+
+def test_norm_and_scaling_of_gradients_never_mix_dtypes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = [
+        torch.randn(n, generator=generator).to(dtype)
+        for n, dtype in ((5, torch.bfloat16), (3, torch.float32), (7, torch.bfloat16), (1, torch.float32))
+    ]
+    exact = torch.cat([gradient.double() for gradient in gradients]).norm().item()
+    seen = []
+
+    def norm(_chunk: int, _overflow: object, lists: list[list[torch.Tensor]], _each: bool) -> tuple[torch.Tensor, None]:
+        seen.append({gradient.dtype for gradient in lists[0]})
+        return torch.cat([gradient.float() for gradient in lists[0]]).norm().view(1), None
+
+    def scale(_chunk: int, _overflow: object, lists: list[list[torch.Tensor]], factor: float) -> None:
+        seen.append({gradient.dtype for part in lists for gradient in part})
+        for source, target in zip(*lists, strict=True):
+            target.copy_(source * factor)
+
+    overflow = torch.zeros(1, dtype=torch.int)
+    total, _ = one_dtype_at_a_time(norm, overflow, [gradients], False)
+    assert total.shape == (1,)
+    assert total.item() == pytest.approx(exact, rel=1e-6)
+    one_dtype_at_a_time(scale, overflow, [gradients, gradients], 0.5)
+    assert torch.cat([g.double() for g in gradients]).norm().item() == pytest.approx(exact / 2, rel=1e-6)
+    assert seen == [{torch.bfloat16}, {torch.float32}] * 2

@@ -48,7 +48,7 @@ def reference(dtype: torch.dtype) -> torch.nn.Module:
 def policy(recompute: tuple[str, ...] = (), attention: type | None = None, **settings: object) -> PolicyTrainer:
     model = build_model(WIDE, ParallelConfig(recompute=recompute), torch.bfloat16, core_attention=attention)
     load_hf_weights(model, WIDE, reference(torch.float32).state_dict().__getitem__)
-    return PolicyTrainer(model, OptimizerConfig(clip_grad=1e9, **settings))
+    return PolicyTrainer(model, OptimizerConfig(**{"clip_grad": 1e9, **settings}))
 
 
 def relative(x: torch.Tensor, exact: torch.Tensor) -> float:
@@ -146,6 +146,20 @@ def test_transformer_engines_attention_is_as_exact_as_ours(length: int | None, t
     load_checkpoint(tmp_path / "step_000001", ours)
 
 
+def test_gradients_of_any_dtype_are_clipped_to_the_norm_that_is_reported() -> None:
+    norms = []
+    for dtype in ("fp32", "bf16"):
+        trainer = policy(gradient_dtype=dtype, clip_grad=0.25)
+        norms.append(trainer.train_step([build_batch(SAMPLES)], mean_cross_entropy(TOKENS), 1e-9).grad_norm)
+        gradients = [parameter.main_grad for parameter in trainer.module.parameters()]
+        assert (torch.bfloat16 in {gradient.dtype for gradient in gradients}) == (dtype == "bf16")
+        clipped = torch.stack([gradient.float().norm() for gradient in gradients]).norm().item()
+        print(dtype, "norm", norms[-1], "clipped", clipped)
+        assert clipped == pytest.approx(0.25, rel=0.01)
+    assert norms[1] == pytest.approx(norms[0], rel=0.01)
+    assert norms[0] > 0.5
+
+
 def test_offloaded_state_leaves_the_gpu_between_steps() -> None:
     batch, losses, held = build_batch(SAMPLES), [], []
     for offload in (0.0, 1.0):
@@ -193,7 +207,9 @@ def test_training_lowers_the_loss_and_a_resumed_trainer_continues_it(settings: d
     assert losses[-1] < losses[0] - 0.05
     save_checkpoint(tmp_path, trainer, 3, {"step": 3})
     expected = steps(trainer, 3)
-    other = PolicyTrainer(build_model(WIDE, ParallelConfig(), torch.bfloat16), OptimizerConfig(**settings))
+    other = PolicyTrainer(
+        build_model(WIDE, ParallelConfig(), torch.bfloat16), OptimizerConfig(clip_grad=1e9, **settings)
+    )
     load_checkpoint(tmp_path / "step_000003", other)
     assert steps(other, 3) == pytest.approx(expected, rel=1e-3)
 
