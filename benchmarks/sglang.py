@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import Sample, pack, unpack
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.trainer import Scorer, alignment
-from rl_loop.engines.protocol import GenerateRequest, SamplingParams
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
+from rl_loop.engines.sglang_client import SglangClient
 from rl_loop.engines.sglang_config import SglangConfig
-from rl_loop.engines.sglang_engine import SglangEngine
+from rl_loop.engines.sglang_engine import SglangEngine, score_on
 from rl_loop.engines.sglang_server import ServerState, SglangServer
 from rl_loop.engines.weight_sender import SyncPlan, send_weights
 from rl_loop.placed import free_port
@@ -65,19 +66,18 @@ class Bench:
                     parameter.normal_(0, 1 if "softmax_offset" in name else 0.02)
         self.model, self.scorer = model, Scorer(model)
 
-    def command(self) -> Any:
+    def settings(self) -> SglangConfig:
         a = self.arguments
         extra = (
             ["--device", "cpu", "--max-total-tokens", "8192"]
             if a.device == "cpu"
             else ["--disable-piecewise-cuda-graph"]
         )
-        settings = SglangConfig(
+        return SglangConfig(
             python=a.python, attention_backend=self.attention, memory_fraction=a.memory_fraction,
-            arguments=extra + a.server_arguments.split(),
-            deterministic="deterministic" in a.cases,
+            arguments=extra + a.server_arguments.split(), deterministic="deterministic" in a.cases,
+            env=dict(setting.split("=", 1) for setting in a.server_env),
         )  # fmt: skip
-        return settings.command(0, self.scratch, "bfloat16", routed_experts=a.device != "cpu", seed=0)
 
     async def run(self) -> None:
         a = self.arguments
@@ -85,7 +85,14 @@ class Bench:
         environment = {"PYTHONPATH": a.pythonpath, "CUDA_VISIBLE_DEVICES": str(a.server_gpu), "OMP_NUM_THREADS": "4"}
         if a.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        server = SglangServer(self.command(), environment, a.log or self.scratch / "server.log", health_seconds=60)
+        settings = self.settings()
+        whole = settings.command(0, self.scratch, "bfloat16", routed_experts=a.device != "cpu", seed=0)
+        environment |= settings.environment
+
+        def command(host: str, port: int) -> list[str]:
+            return [word for word in whole(host, port) if word.removeprefix("--") not in a.without]
+
+        server = SglangServer(command, environment, a.log or self.scratch / "server.log", health_seconds=60)
         began = time.monotonic()
         try:
             while (status := await server.status()).state is not ServerState.STALE:
@@ -261,17 +268,58 @@ class Bench:
         )
 
     async def deterministic(self, server: SglangServer, engine: SglangEngine) -> None:
-        """The same seed alone and among others: are the tokens the same?"""
-        prompts = [self.prompt(100 + 17 * i) for i in range(self.arguments.episodes)]
+        """The same seed and the same text alone and among others: tokens, and log-probs to the last bit.
 
-        def request(run: str, i: int) -> GenerateRequest:
-            return GenerateRequest(f"{run}/{i}/0/0", prompts[i], SamplingParams(self.arguments.tokens, seed=i))
+        If the tokens differ, the lines after the first two say where to look: ``prefill`` is without decoding, cache
+        and sampling (``to_100``: at most 128 tokens when alone), ``decode_against_prefill`` without other requests."""
+        a, client = self.arguments, SglangClient((await server.status()).url)
+        prompts = [self.prompt(100 + 17 * i) for i in range(a.episodes)]
+        few = range(min(8, a.episodes))
 
-        together = await asyncio.gather(*(engine.generate(request("many", i)) for i in range(len(prompts))))
-        alone = [await engine.generate(request("one", i)) for i in range(min(8, len(prompts)))]
-        pairs = [(x.output_ids, y.output_ids) for x, y in zip(alone, together, strict=False)]
-        same = [next((i for i, (s, t) in enumerate(zip(x, y, strict=True)) if s != t), len(x)) for x, y in pairs]
-        self.emit("deterministic", same=sum(x == y for x, y in pairs), of=len(pairs), tokens_until_they_differ=same)
+        def sample(run: str, i: int) -> Coroutine[Any, Any, GenerateResult]:
+            return engine.generate(
+                GenerateRequest(f"{run}/{i}/0/0", prompts[i], SamplingParams(a.tokens, seed=i), a.device != "cpu")
+            )
+
+        await client.call("/flush_cache?timeout=30", {})
+        together = await asyncio.gather(*(sample("many", i) for i in range(a.episodes)))
+        alone = {"cached": [await sample("cached", i) for i in few], "cold": []}
+        for i in few:
+            await client.call("/flush_cache?timeout=30", {})
+            alone["cold"].append(await sample("cold", i))
+        for prefix, results in alone.items():
+            pairs = list(zip(results, together, strict=False))
+            self.emit(
+                "deterministic", prefix=prefix, cached_tokens=[x.cached_tokens for x in results], of=len(pairs),
+                same=sum(x.output_ids == y.output_ids for x, y in pairs),
+                tokens_until_they_differ=[first_difference(x.output_ids, y.output_ids)[0] for x, y in pairs],
+                log_probs_until_they_differ_and_by=[
+                    first_difference(x.output_log_probs, y.output_log_probs) for x, y in pairs
+                ],
+            )  # fmt: skip
+        texts = [q + r.output_ids for q, r in zip(prompts, together, strict=True)]
+        for name, scored in {"whole": texts, "to_100": [text[:100] for text in texts]}.items():
+            many = await asyncio.gather(*(score_on(client, text) for text in scored))
+            one = [await score_on(client, scored[i]) for i in few]
+            gap = max(abs(x - y) for i in few for x, y in zip(one[i], many[i], strict=True))
+            self.emit("prefill", text=name, same=sum(one[i] == many[i] for i in few), of=len(few), max=gap)
+        positions: list[int] = []
+        gaps: list[float] = []
+        for prompt, result in zip(prompts, alone["cold"], strict=False):
+            scores = (await score_on(client, prompt + result.output_ids))[len(prompt) - 1 :]
+            gaps += [abs(x - y) for x, y in zip(scores, result.output_log_probs, strict=True)]
+            positions += range(len(prompt) - 1, len(prompt) - 1 + len(scores))
+        for name, within in {"to_127": np.array(positions) < 128, "from_128": np.array(positions) >= 128}.items():
+            some = np.array(gaps)[within]  # from position 128 on a window of 128 keys leaves keys out
+            if len(some):
+                figures = {"equal": (some == 0).mean(), "mean": some.mean(), "max": some.max()}
+                self.emit("decode_against_prefill", positions=name, **{k: float(v) for k, v in figures.items()})
+        await client.close()
+
+
+def first_difference(x: Sequence[float], y: Sequence[float]) -> tuple[int, float]:
+    """Where two sequences first differ and by how much; their length and 0 if nowhere."""
+    return next(((i, abs(s - t)) for i, (s, t) in enumerate(zip(x, y, strict=True)) if s != t), (len(x), 0.0))
 
 
 def main() -> None:
@@ -284,6 +332,10 @@ def main() -> None:
     )
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[1024])
     parser.add_argument("--server-arguments", default="", help="further ones of sglang.launch_server")
+    parser.add_argument(
+        "--without", nargs="*", default=[], help="flags that the server is not given: disable-radix-cache"
+    )
+    parser.add_argument("--server-env", nargs="*", default=[], metavar="NAME=VALUE", help="the server's variables")
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256, help="sampled per turn")
     parser.add_argument("--server-gpu", type=int, default=0, help="the trainer has GPU 0")

@@ -63,7 +63,7 @@ class SglangFleet:
             command = settings.command(index, self._directory, config.dtype, **engine)
             log = self._directory / f"server_{index}.log"
             placed = actor.options(**place_of(SGLANG_SERVER, index))
-            self.actors.append(placed.remote(command, settings.env, log, **limits))
+            self.actors.append(placed.remote(command, settings.environment, log, **limits))
         self._source: tuple[Source, int] | None = None
         self._canary: tuple[list[int], list[float]] | None = None
         self._asleep: set[int] = set()  # incarnations

@@ -27,11 +27,12 @@ class SglangConfig(StrictModel):
     arguments: list[str] = Field(default_factory=list)
     """Further arguments of ``sglang.launch_server``; of an option given twice the last counts."""
     attention_backend: Literal["fa3", "triton", "fa4", "trtllm_mha", "intel_amx"] = "fa3"
-    """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton anywhere."""
+    """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton anywhere, but its decoding
+    sees 127 of the window's 128 keys."""
     memory_fraction: float = Field(0.85, gt=0, lt=1)
     """Share of GPU memory for weights and key/value cache; with colocated about half of it."""
     deterministic: bool = False
-    """The same tokens for the same seed whatever a request is batched with; slower."""
+    """The same tokens for the same seed whatever a request is batched with; slower, without prefix cache."""
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
     """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on CPUs, disk if the trainer
     can reach the servers by nothing but the run's directory."""
@@ -52,6 +53,13 @@ class SglangConfig(StrictModel):
             raise ValueError("colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU")
         return self
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the servers: ``env``, and what ``deterministic`` needs."""
+        # FlashInfer computes the router of up to 128 tokens, another kernel that of more; their last bits differ
+        needed = {"SGLANG_IS_FLASHINFER_AVAILABLE": "false"} if self.deterministic else {}
+        return needed | self.env
+
     def command(self, index: int, model: Path, dtype: str, *, routed_experts: bool, seed: int) -> Command:
         """Arguments of server ``index``: the config.json in ``model``, dummy weights."""
         words: list[object] = [self.python, "-m", "sglang.launch_server", "--model-path", model]
@@ -62,7 +70,8 @@ class SglangConfig(StrictModel):
         if routed_experts:
             words += ["--enable-return-routed-experts"]
         if self.deterministic:
-            words += ["--enable-deterministic-inference"]
+            # fa3 cuts the keys of 64-wide heads otherwise for 8 new tokens than for 9, as after a cached prefix
+            words += ["--enable-deterministic-inference", "--disable-radix-cache"]
         if self.colocated:
             words += ["--enable-memory-saver", "--base-gpu-id", index * self.tensor_parallel]
         words += self.arguments
