@@ -75,6 +75,7 @@ class Bench:
         )
         return SglangConfig(
             python=a.python, attention_backend=self.attention, memory_fraction=a.memory_fraction,
+            weight_sync=a.transport,
             arguments=extra + a.server_arguments.split(), deterministic="deterministic" in a.cases,
             env=dict(setting.split("=", 1) for setting in a.server_env),
         )  # fmt: skip
