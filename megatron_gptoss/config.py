@@ -235,8 +235,8 @@ class ParallelConfig(StrictModel):
         if (last := self.last_stage_layers) is not None:
             if self.pipeline == 1 or self.virtual_pipeline > 1 or last >= model.num_layers:
                 raise ValueError(
-                    f"parallel.last_stage_layers ({last}) needs parallel.pipeline above 1, virtual_pipeline 1 and to be "
-                    f"less than num_layers ({model.num_layers})"
+                    f"parallel.last_stage_layers ({last}) needs parallel.pipeline above 1, virtual_pipeline 1 and to "
+                    f"be less than num_layers ({model.num_layers})"
                 )
             rest = model.num_layers - last
             stages = ("pipeline less the last stage", self.pipeline - 1, "num_layers - last_stage_layers", rest)
