@@ -231,7 +231,10 @@ class ParallelConfig(StrictModel):
             )
         if self.expert_dispatcher == "deepep" and self.expert == 1:
             raise ValueError("parallel.expert_dispatcher deepep has nobody to send to: parallel.expert is 1")
-        stages = ("pipeline", self.pipeline, "num_layers", model.num_layers)
+        stages = [
+            ("pipeline", self.pipeline, "num_layers", model.num_layers),
+            ("pipeline x virtual_pipeline", self.pipeline * self.virtual_pipeline, "num_layers", model.num_layers),
+        ]
         if (last := self.last_stage_layers) is not None:
             if self.pipeline == 1 or self.virtual_pipeline > 1 or last >= model.num_layers:
                 raise ValueError(
@@ -239,12 +242,11 @@ class ParallelConfig(StrictModel):
                     f"be less than num_layers ({model.num_layers})"
                 )
             rest = model.num_layers - last
-            stages = ("pipeline less the last stage", self.pipeline - 1, "num_layers - last_stage_layers", rest)
+            stages = [("pipeline less the last stage", self.pipeline - 1, "num_layers - last_stage_layers", rest)]
         for key, size, name, count in (
             ("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads),
             ("tensor", self.tensor, "vocab_size", model.vocab_size),
-            stages,
-            ("pipeline x virtual_pipeline", self.pipeline * self.virtual_pipeline, "num_layers", model.num_layers),
+            *stages,
             ("expert", self.expert, "num_experts", model.num_experts),
         ):
             if count % size:

@@ -107,7 +107,7 @@ def layouts_that_fit(training: Training, gigabytes: float) -> list[tuple[Paralle
     found = []
     powers = (1, 2, 4, 8)
     for tensor, pipeline, context, expert in product(powers, powers, powers, (*powers, 16, 32, 64)):
-        sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+        sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
         sizes["virtual_pipeline"] = training.parallel.virtual_pipeline if pipeline > 1 else 1
         sizes["last_stage_layers"] = None
         layout = training.parallel.model_copy(update=sizes)
