@@ -177,6 +177,18 @@ def test_a_sequence_has_the_same_bits_whatever_it_is_packed_with(backend, window
             assert torch.equal(x[part], y)
 
 
+@OURS
+def test_inputs_may_start_at_any_element_of_their_memory(backend, window):
+    def moved(x):
+        memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+        return memory[1:].view(x.shape).copy_(x)
+
+    q, k, v, sinks, grad_o, cu_seqlens = random_inputs([200, 56])
+    odd = run(backend, moved(q), moved(k), moved(v), moved(sinks), moved(grad_o), cu_seqlens, window)
+    for x, y in zip(odd, run(backend, q, k, v, sinks, grad_o, cu_seqlens, window), strict=True):
+        assert torch.equal(x, y)
+
+
 def test_inputs_need_not_be_contiguous():
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs([200, 56])
     wide = torch.cat((q, k, v), 1)

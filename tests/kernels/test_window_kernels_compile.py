@@ -1,9 +1,10 @@
-"""The CUDA sources compile without a GPU."""
+"""The CUDA sources compile without a GPU, and what the host does before it launches them."""
 
 import pytest
 import torch
 
 from gptoss_kernels.nvrtc import compile_cubin
+from gptoss_kernels.sink_attention import window
 from gptoss_kernels.sink_attention.window import SOURCES, Shape, defines
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA has no NVRTC")
@@ -36,3 +37,14 @@ def test_a_source_that_does_not_compile_shows_the_compilers_message(tmp_path):
     broken.write_text("__global__ void kernel() { undeclared(); }")
     with pytest.raises(RuntimeError, match="undeclared"):
         compile_cubin(broken, {}, "sm_90a")
+
+
+def test_inputs_are_made_contiguous_and_moved_to_an_address_that_copies_of_16_bytes_can_take():
+    x = torch.arange(24, dtype=torch.bfloat16).view(4, 6)
+    assert window._dense(x).data_ptr() == x.data_ptr()
+    memory = torch.arange(25, dtype=torch.bfloat16)
+    for view in (memory[1:].view(4, 6), x.t(), x[:, 2:]):
+        dense = window._dense(view)
+        assert torch.equal(dense, view)
+        assert dense.is_contiguous()
+        assert dense.data_ptr() % 16 == 0

@@ -96,7 +96,8 @@ def why_not(device: torch.device, heads_per_kv: int, head_size: int, window: int
 def window_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, layout: PackedLayout, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """O like q and LSE [tokens, heads] fp32, from contiguous bf16 q, k, v."""
+    """O like q and LSE [tokens, heads] fp32, from bf16 q, k, v."""
+    q, k, v = _dense(q), _dense(k), _dense(v)
     heads = q.shape[1]
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -113,8 +114,9 @@ def window_forward(
 def window_backward(
     saved: Saved, grad_o: Tensor, layout: PackedLayout, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the sinks, from contiguous tensors."""
+    """Gradients of q, k, v and the sinks."""
     q, k, v, sinks, o, lse = saved
+    q, k, v, o, lse, grad_o = (_dense(x) for x in (q, k, v, o, lse, grad_o))
     heads = q.shape[1]
     shape = Shape(heads // k.shape[1], window)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -133,6 +135,12 @@ def window_backward(
         kernel = _kernel("window_backward_kv", shape, q.device)
         kernel(key_count * k.shape[1], THREADS, *columns)
     return grad_q, grad_k, grad_v, grad_sinks.to(sinks.dtype)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Contiguous, from a multiple of 16 bytes on, which copies of 16 bytes need and views may not have."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _items(layout: PackedLayout, length: int, device: torch.device, order: str | None) -> tuple[Tensor, int]:
