@@ -83,7 +83,9 @@ class Bench:
     async def run(self) -> None:
         a = self.arguments
         (self.scratch / "config.json").write_text(json.dumps(self.model_config.to_hf_config(dtype="bfloat16")))
-        environment = {"PYTHONPATH": a.pythonpath, "CUDA_VISIBLE_DEVICES": str(a.server_gpu), "OMP_NUM_THREADS": "4"}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+        environment = {"PYTHONPATH": a.pythonpath, "OMP_NUM_THREADS": "4"}
+        environment["CUDA_VISIBLE_DEVICES"] = visible[a.server_gpu]
         if a.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         settings = self.settings()
@@ -341,7 +343,7 @@ def main() -> None:
     parser.add_argument("--server-env", nargs="*", default=[], metavar="NAME=VALUE", help="the server's variables")
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256, help="sampled per turn")
-    parser.add_argument("--server-gpu", type=int, default=0, help="the trainer has GPU 0")
+    parser.add_argument("--server-gpu", type=int, default=0, help="of the visible ones; the trainer has the first")
     parser.add_argument("--memory-fraction", type=float, default=0.4)
     parser.add_argument("--python", default=sys.executable, help="interpreter that has SGLang")
     parser.add_argument("--pythonpath", default="", help="of the server")
