@@ -18,7 +18,7 @@ import torch
 from converters import hf_layouts
 from converters.errors import ConversionError
 from converters.hf_layouts import BLOCK, Shape, Stored, is_expert_matrix, mxfp4_shapes
-from converters.names import hf_shapes
+from converters.names import NamedTensor, hf_shapes
 from converters.safetensors_files import DTYPES, SafetensorsFile, SafetensorsWriter
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
@@ -180,7 +180,7 @@ def tokenizer_and_generation(directory: Path) -> tuple[list[Path], dict[str, Any
 def write_hf_directory(
     directory: Path,
     config: ModelConfig,
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    named_tensors: Iterable[NamedTensor],
     *,
     tokenizer_files: Sequence[Path] = (),
     eos_token_ids: Sequence[int] = (),
@@ -262,10 +262,7 @@ def written_shapes(config: ModelConfig, quantised: bool) -> dict[str, Shape]:
 
 
 def _write_shards(
-    directory: Path,
-    expected: Mapping[str, Shape],
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
-    max_shard_bytes: int,
+    directory: Path, expected: Mapping[str, Shape], named_tensors: Iterable[NamedTensor], max_bytes: int
 ) -> torch.dtype:
     """Returns the dtype of the weights."""
     shards: list[list[str]] = []
@@ -277,7 +274,7 @@ def _write_shards(
             raise ConversionError(f"tensor {name} was given twice")
         if tuple(tensor.shape) != expected.get(name):
             raise ConversionError(f"tensor {name} has shape {list(tensor.shape)}, expected {expected.get(name)}")
-        if writer is not None and writer.size + tensor.nbytes > max_shard_bytes:
+        if writer is not None and writer.size + tensor.nbytes > max_bytes:
             writer.close()
             writer = None
         if writer is None:
