@@ -158,13 +158,11 @@ class HfDirectory:
             raise ConversionError(f"{where}: {_some(unknown)} unknown to GPT-OSS as config.json describes it")
         for part, file in self._file_of.items():
             entry, (shape, stored) = self._entry(part), shapes[part]
+            named = f"{self.path / file}: tensor {part}"
             if entry.shape != shape:
-                raise ConversionError(
-                    f"{self.path / file}: tensor {part} has shape {list(entry.shape)}, "
-                    f"but config.json describes {list(shape)}"
-                )
+                raise ConversionError(f"{named} has shape {list(entry.shape)}, but config.json describes {list(shape)}")
             if entry.dtype not in (("U8",) if len(stored.shapes) > 1 else ("BF16", "F16", "F32")):
-                raise ConversionError(f"{self.path / file}: tensor {part} has the unsupported dtype {entry.dtype}")
+                raise ConversionError(f"{named} has the unsupported dtype {entry.dtype}")
 
 
 def tokenizer_and_generation(directory: Path) -> tuple[list[Path], dict[str, Any]]:

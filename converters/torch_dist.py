@@ -160,14 +160,12 @@ class MegatronCheckpoint:
         return hf_tensors(self.config, self.parameter)
 
 
-def check_same_model(source: HfDirectory, config: ModelConfig, megatron_dir: Path) -> None:
+def check_same_model(source: HfDirectory, config: ModelConfig, path: Path) -> None:
     """Raises ConversionError naming the first value in which the two architectures differ."""
     ours, theirs = source.config.model_dump(), config.model_dump()
     for key, value in ours.items():
         if theirs[key] != value and key != "initializer_std":  # says nothing about weights that exist
-            raise ConversionError(
-                f"different models: {key} is {value} in {source.path} but {theirs[key]} in {megatron_dir}"
-            )
+            raise ConversionError(f"different models: {key} is {value} in {source.path} but {theirs[key]} in {path}")
 
 
 def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
