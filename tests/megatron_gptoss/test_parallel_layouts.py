@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,8 @@ RESUMED_ON_GPUS = [("expert", "expert 2, data"), ("expert 2, data", "tensor+sequ
 def train_on_a_gpu(parallel: ParallelConfig, rank: int, port: int, *, save: Path | None, resume: Path | None) -> Any:
     """Losses and gradient norms, in bf16."""
     os.environ["LOCAL_RANK"] = str(rank)
+    if rank == 0:  # with -s one sees how far it is
+        print(f"{time.strftime('%X')} {parallel.world_size} GPUs, {parallel.sizes}", flush=True)
     distributed.initialize(parallel, rank, port=port)
     try:
         model = build_model(SHAPED, parallel, torch.bfloat16)
@@ -263,7 +266,7 @@ def test_four_gpus_train_as_one_does_and_checkpoints_change_layouts(tmp_path: Pa
     losses, norms = train_on_a_gpu(ParallelConfig(), 0, free_port(), save=None, resume=None)
     assert losses[-1] < losses[0] - 0.2
     ports = [free_port() for _ in range(len(LAYOUTS_OF_FOUR) + len(RESUMED_ON_GPUS))]
-    for name, (got, got_norms) in run_distributed(train_on_four_gpus, 4, ports, tmp_path, timeout=280)[0].items():
+    for name, (got, got_norms) in run_distributed(train_on_four_gpus, 4, ports, tmp_path, timeout=400)[0].items():
         print(name, [f"{loss:.5f}" for loss in got], [f"{norm:.4f}" for norm in got_norms])
         assert got == pytest.approx(losses[-len(got) :], rel=3e-3), name
         assert got_norms == pytest.approx(norms[-len(got) :], rel=3e-2), name
