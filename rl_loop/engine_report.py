@@ -41,6 +41,10 @@ def engine_report(config: RlConfig) -> str:
             for title, scored in variants.items():
                 table = gap_table(scored, trainer.score(scored), tasks.harmony)
                 lines += ["", f"|d log p|, the trainer {title}", *table]
+            if config.algorithm.routing_replay == "R3":
+                counts = trainer.route_agreement()
+                share, routes = counts["routes_agreeing"] / counts["routes_compared"], counts["routes_compared"]
+                lines.append(f"the trainer would have chosen the same experts for {share:.2%} of {routes:.0f} routes")
         finally:
             rollouts.close()
             trainer.close()

@@ -82,6 +82,9 @@ class TrainerGroup:
     def score(self, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:
         return self._all("score", ray.put(samples), temperature)
 
+    def route_agreement(self) -> dict[str, float]:
+        return self._all("route_agreement")
+
     def most_likely(self, samples: list[Sample]) -> list[list[int]]:
         return self._all("most_likely", ray.put(samples))
 

@@ -172,6 +172,11 @@ class TrainerWorker:
         """Per sample the log-prob of each of its tokens, 0.0 for the first; in the order of ``samples``."""
         return self._scored(self.trainer, samples, temperature)
 
+    def route_agreement(self) -> dict[str, float]:
+        """``RoutingReplay.agreement``: of all routes replayed since the last update or call."""
+        assert self.trainer.replay is not None
+        return self.trainer.replay.agreement()
+
     def _scored(self, scorer: Scorer, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:
         batches = self._batches(samples)
         with out_of_memory_explained(self.config.memory_inputs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ import torch
 
 from rl_loop.canary import CanaryError, check_canary
 from rl_loop.config import RlConfig, SftConfig, load_config
+from rl_loop.engine_report import engine_report
 from rl_loop.rollout_pool import GroupRequest, RolloutPool
 from rl_loop.run import Interrupted, run_rl, run_sft
 from rl_loop.run_directory import read_json_lines
@@ -100,6 +102,16 @@ def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(tmp_pa
     prompt = TaskSource(config).prompt_ids(TaskSource(config).held_out()[0])
     assert tokenizer.decode(prompt).startswith("<|start|>user<|message|>")
     assert torch.isfinite(model(torch.tensor([prompt])).logits).all()
+
+
+def test_an_engines_report_compares_log_probs_and_routes(tmp_path: Path) -> None:
+    replayed = ["rollout.routed_experts=true", "algorithm.routing_replay=R3", "tasks.held_out_tasks=2"]
+    report = engine_report(rl_config(tmp_path, *replayed))
+    free, given = (part.splitlines() for part in report.split("|d log p|, the trainer ")[1:])
+    assert (free[0], given[0]) == ("routes freely", "takes the engine's routes")
+    for table in (free, given):
+        assert float(table[2].split()[2]) < 1e-5, "the mean gap of all tokens"
+    assert re.fullmatch(r"the trainer would have chosen the same experts for 100.00% of \d\d+ routes", given[-1])
 
 
 EVERYTHING = [
