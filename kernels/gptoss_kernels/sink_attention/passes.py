@@ -43,7 +43,7 @@ def attention_forward(
         return o[rows], lse[rows]
     layout = packed_layout(segments.cu_seqlens_q)
     if backend == "window":
-        return window_forward(q.contiguous(), k.contiguous(), v.contiguous(), sinks, layout, window, scale)
+        return window_forward(q, k, v, sinks, layout, window, scale)
     if backend == "flash3":
         return flash.folded_forward(q, k, v, sinks, flash.flash3_kernels(), segments, window, scale)
     return reference_forward(q, k, v, sinks, layout, window, scale)
@@ -72,8 +72,7 @@ def attention_backward(
         return dq[rows], dk, dv, dsinks
     layout = packed_layout(segments.cu_seqlens_q)
     if backend == "window":
-        contiguous = q.contiguous(), k.contiguous(), v.contiguous(), sinks, o.contiguous(), lse.contiguous()
-        return window_backward(contiguous, grad_o.contiguous(), layout, window, scale)
+        return window_backward(saved, grad_o, layout, window, scale)
     if backend == "flash3":
         return flash.folded_backward(saved, grad_o, flash.flash3_kernels(), segments, window, scale)
     return reference_backward(saved, grad_o, layout, window, scale)

@@ -4,7 +4,7 @@
 #include "tile.cuh"
 
 constexpr int ROWS = 64;
-constexpr int THREADS = 128, WARP_ROWS = ROWS / 4;
+constexpr int WARP_ROWS = ROWS / 4;
 constexpr int TILE = ROWS / GROUP;                  // positions of a tile
 constexpr int HEADS_PER_KV = GROUP * GROUPS;
 constexpr u32 TILE_BYTES = ROWS * ROW_BYTES;

@@ -1,14 +1,9 @@
 // dK, dV and dsinks with Hopper's warpgroup products. A block of four warps owns 64 keys; rows of Q and dO stream past,
 // 64 at a time.
 // Grid: items of 64 keys * kv heads, blocks of 128 threads. Sums run in a fixed order, nothing is added from outside.
-#include "warpgroup.cuh"
+#include "columns.cuh"
 
-constexpr int THREADS = 128, KEYS = 64;
-constexpr int WAVE = 64, STAGES = 3;               // rows (positions x heads) of a step; of which two are used up late
-constexpr int HEADS_PER_KV = GROUP * GROUPS;
-constexpr int POSITIONS = WAVE / GROUP;
-constexpr u32 WAVE_BYTES = WAVE * ROW_BYTES, STAGE_BYTES = 2 * WAVE_BYTES, STATS_BYTES = WAVE * 8;
-struct Item { int start, end, first, unused; };    // sequence [start, end), this block's first key
+constexpr int STAGES = 3;                          // of which two are used up late
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)   // three fit; asked for, the compiler orders its code worse
 window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16* __restrict__ v,
@@ -18,7 +13,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
     extern __shared__ __align__(1024) unsigned char memory[];
     const u32 stages = shared_address(memory);                 // per stage Q, dO
     const u32 own = stages + STAGES * STAGE_BYTES;             // K, V of these keys; later dK, dV
-    const u32 stats = own + 2 * KEYS * ROW_BYTES;              // per stage (LSE * log2(e), delta) of each row
+    const u32 stats = own + 2 * OWN_BYTES;                     // per stage (LSE * log2(e), delta) of each row
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const int kv_heads = heads / HEADS_PER_KV, kv_head = blockIdx.x % kv_heads;
     const Item item = items[blockIdx.x / kv_heads];
@@ -26,27 +21,12 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
     const int last = min(item.first + KEYS + WINDOW - 1, item.end);   // one past the last query that sees these keys
     const int steps = (last - item.first + POSITIONS - 1) / POSITIONS, all = steps * GROUPS;
 
-    constexpr int PASS = THREADS / CHUNKS;                     // rows that the block copies at once
     const int row = thread / CHUNKS, c = thread % CHUNKS;
     const u32 row_address = chunk_address(row, c);
-    {
-        const bf16* source_k = k + ((long long)(item.first + row) * kv_heads + kv_head) * D + c * 8;
-        const bf16* source_v = v + (source_k - k);
-#pragma unroll
-        for (int i = 0; i < KEYS / PASS; i++) {
-            const long long ahead = (long long)i * PASS * kv_heads * D;
-            const bool inside = item.first + row + i * PASS < item.end;
-            copy16(own + row_address + i * PASS * ROW_BYTES, source_k + ahead, inside);
-            copy16(own + KEYS * ROW_BYTES + row_address + i * PASS * ROW_BYTES, source_v + ahead, inside);
-        }
-    }
-    // The items' shares of the sinks' gradient are summed on the side, in a fixed order.
-    for (int head = blockIdx.x; head < heads; head += gridDim.x) {
+    load_keys(own, own + OWN_BYTES, k, v, item, kv_head, kv_heads, thread);
+    for (int head = blockIdx.x; head < heads; head += gridDim.x) {         // on the side
         __shared__ float sums[4];
-        float sum = 0.f;
-        for (int i = thread; i < share_count; i += THREADS) sum += shares[(long long)i * heads + head];
-#pragma unroll
-        for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        const float sum = sum_shares(shares, share_count, head, heads, thread);
         if (lane == 0) sums[warp] = sum;
         __syncthreads();
         if (thread == 0) grad_sinks[head] = sums[0] + sums[1] + sums[2] + sums[3];
@@ -89,7 +69,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
     float dk[8][4], dv[8][4];                                  // set by the first products
     const int key0 = item.first + warp * 16;
     const u32 at_stats = stats + (lane & 3) * 16;
-    const u64 key = describe(own), value = describe(own + KEYS * ROW_BYTES);
+    const u64 key = describe(own), value = describe(own + OWN_BYTES);
     int step = start, stage_number = 0;
     for (int t = 0; t < all; t++) {
         wait<0>();
@@ -135,11 +115,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
                 }
         };
         auto add_to_dv = [&](int half) {
-            warpgroup_fence();
-#pragma unroll
-            for (int s = 0; s < 2; s++)
-                warpgroup_inner(dv, p[s], rows_g + half * HALF + s * (16 * ROW_BYTES >> 4), t > 0 || half + s > 0);
-            warpgroup_commit();
+            begin_inner(dv, p, rows_g + half * HALF, t > 0 || half > 0);
         };
         auto add_to_dk = [&](int half) {
 #pragma unroll
@@ -149,51 +125,27 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
                 for (int e = 0; e < 4; e++) dp[j][e] = x[half * 4 + j][e] * (dp[j][e] - (e & 1 ? pair.w : pair.y));
                 pack_columns(ds, j, dp[j]);
             }
-            warpgroup_fence();
-#pragma unroll
-            for (int s = 0; s < 2; s++)
-                warpgroup_inner(dk, ds[s], rows_q + half * HALF + s * (16 * ROW_BYTES >> 4), t > 0 || half + s > 0);
-            warpgroup_commit();
+            begin_inner(dk, ds, rows_q + half * HALF, t > 0 || half > 0);
         };
         // The tensor cores work on one half's products while this warp turns the other half's scores into probabilities,
         // and on the last products of a step while it waits for the next one's rows.
         warpgroup_fence();
         begin_rows(x, key, rows_q);
         grad_probabilities(0);
-        warpgroup_wait<1>();                                   // and so the last step's products
-        settle(dv);
-        settle(dk);
-        settle(x);
+        finish<1>(dv, dk, x);                                  // and so the last step's products
         probabilities(0);
-        warpgroup_wait<0>();
-        settle(dp);
+        finish<0>(dp);
         add_to_dv(0);
         add_to_dk(0);
         grad_probabilities(1);
         probabilities(1);
         add_to_dv(1);
-        warpgroup_wait<1>();
-        settle(dp);
+        finish<1>(dp);
         add_to_dk(1);
         if (++step == steps) step = 0;
         stage_number = stage_number + 1 == STAGES ? 0 : stage_number + 1;
     }
-    warpgroup_wait<0>();
-    settle(dv);
-    settle(dk);
-    const u32 mine = own + warp * 16 * ROW_BYTES;
+    finish<0>(dv, dk);
     __syncthreads();
-    stage(mine, dk, scale, scale, lane);
-    stage(mine + KEYS * ROW_BYTES, dv, 1.f, 1.f, lane);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < CHUNKS / 2; i++) {
-        const int r = i * (32 / CHUNKS) + lane / CHUNKS, p = item.first + warp * 16 + r;
-        const u32 address = mine + chunk_address(r, lane % CHUNKS);
-        if (p < item.end) {
-            const long long target = ((long long)p * kv_heads + kv_head) * D + lane % CHUNKS * 8;
-            *(uint4*)(grad_k + target) = shared_load16(address);
-            *(uint4*)(grad_v + target) = shared_load16(address + KEYS * ROW_BYTES);
-        }
-    }
+    store_keys(grad_k, grad_v, dk, dv, scale, own, item, kv_head, kv_heads, warp, lane);
 }

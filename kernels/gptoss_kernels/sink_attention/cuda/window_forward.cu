@@ -92,8 +92,7 @@ window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf1
             inverse[h] = 1.f / sum[h];
         }
         store_lse(lse, highest, sum, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
-        warpgroup_wait<0>();
-        settle(out);
+        finish<0>(out);
         store_rows(o, out, inverse, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
     }
 }
