@@ -12,6 +12,8 @@ import torch
 
 from gptoss_kernels.cache import cache_directory, write_atomically
 
+TensorMap = ctypes.Array[ctypes.c_char]
+
 
 class Kernel:
     """One compiled function, launched on torch's current stream."""
@@ -27,9 +29,7 @@ class Kernel:
         status = driver.cuFuncSetAttribute(self._function, maximum_dynamic_shared_size, shared_bytes)
         _check(status, f"reserve {shared_bytes} bytes of shared memory for {name}")
 
-    def __call__(
-        self, blocks: int, threads: int, *arguments: torch.Tensor | int | float | ctypes.Array[ctypes.c_char]
-    ) -> None:
+    def __call__(self, blocks: int, threads: int, *arguments: "torch.Tensor | int | float | TensorMap") -> None:
         """Tensors are passed as pointers, ints as int, floats as float, a ``tensor_map`` by value."""
         values = [
             ctypes.c_void_p(a.data_ptr())
@@ -45,24 +45,21 @@ class Kernel:
         _check(status, f"launch {self.name}")
 
 
-@functools.lru_cache(
-    maxsize=1024
-)  # safe when memory is freed and given out again: a map holds no more than the arguments
-def tensor_map(address: int, shape: torch.Size, box: tuple[int, int]) -> ctypes.Array[ctypes.c_char]:
+@functools.lru_cache(maxsize=1024)  # safe when memory is freed and given out again: a map holds just the arguments
+def tensor_map(address: int, shape: torch.Size, box: tuple[int, int]) -> TensorMap:
     """A CUtensorMap, by which the TMA of sm_90 copies boxes of (positions, heads) rows: an argument of a Kernel.
 
-    ``address``, a multiple of 16, is that of a contiguous bf16 tensor [tokens, heads, 64] = ``shape``. Rows land in shared
-    memory in the 128-byte swizzle, zeros where a box reaches past the tensor. RuntimeError when the driver refuses.
+    ``address``, a multiple of 16, is that of a contiguous bf16 tensor [tokens, heads, 64] = ``shape``. Rows land in
+    shared memory in the 128-byte swizzle, zeros where a box passes the tensor's end. RuntimeError if refused.
     """
     tokens, heads, size = shape
     raw = ctypes.create_string_buffer(128 + 63)
     encoded = (ctypes.c_char * 128).from_buffer(raw, -ctypes.addressof(raw) % 64)  # at a multiple of 64
     sizes, strides = (ctypes.c_uint64 * 3)(size, heads, tokens), (ctypes.c_uint64 * 2)(2 * size, 2 * size * heads)
     boxes, steps = (ctypes.c_uint32 * 3)(size, box[1], box[0]), (ctypes.c_uint32 * 3)(1, 1, 1)
-    bf16, dimensions, interleave, swizzle_128, promote_128, fill_zeros = 9, 3, 0, 3, 2, 0  # as cuda.h numbers them
-    where = ctypes.c_void_p(address)
-    layout = interleave, swizzle_128, promote_128, fill_zeros
-    status = _driver().cuTensorMapEncodeTiled(encoded, bf16, dimensions, where, sizes, strides, boxes, steps, *layout)
+    tensor = 9, 3, ctypes.c_void_p(address), sizes, strides  # bf16, of three dimensions
+    layout = 0, 3, 2, 0  # not interleaved, 128-byte swizzle, 128 bytes at a time into L2, zeros outside: cuda.h's enums
+    status = _driver().cuTensorMapEncodeTiled(encoded, *tensor, boxes, steps, *layout)
     _check(status, f"describe {list(shape)} at {address:#x} for boxes of {list(box)}")
     return encoded
 

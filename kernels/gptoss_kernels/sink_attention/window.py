@@ -7,7 +7,6 @@ backward pass runs as two kernels that each own what they write (dQ; dK and dV):
 deterministic, and every tile is aligned to its sequence's start, so a sequence has the same bits in every pack.
 """
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,10 +72,10 @@ class Shape:
     def shared_bytes(self, kernel: str) -> int:
         tile = TILE_ROWS * HEAD_SIZE * 2
         if stages := STAGES.get(kernel):
-            barriers = 0 if kernel in ("window_backward_kv", "full_forward") else 8 * stages
             stats = TILE_ROWS * 8 if kernel.endswith("_kv") else 0
+            barrier = 8 if kernel.startswith("full_backward") else 0
             own = 1 if kernel in ("full_forward", "full_backward_kv") else 2
-            return stages * (2 * tile + stats) + own * tile + barriers
+            return stages * (2 * tile + stats + barrier) + own * tile
         tiles = 1 if kernel == "window_forward" else 3
         return 2 * self.held_keys(self.chunk(kernel)) * HEAD_SIZE * 2 + tiles * tile + 256
 
@@ -104,11 +103,10 @@ def window_forward(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     shape = Shape(heads // k.shape[1], window)
     name = "full_forward" if window is None else "window_forward"
-    items, count = _items(layout, shape.chunk(name), q.device, "most keys first" if window is None else None)
+    items, count = _items(layout, shape.chunk(name), q.device, "keys" if window is None else None)
     if count:
-        kernel = _kernel(name, shape, q.device)
-        blocks = count * heads // shape.group
-        kernel(blocks, THREADS, q, k, v, sinks.float(), o, lse, items, heads, scale * LOG2_E)
+        rows = q, k, v, sinks.float(), o, lse, items, heads, scale * LOG2_E
+        _kernel(name, shape, q.device)(count * heads // shape.group, THREADS, *rows)
     return o, lse
 
 
@@ -122,18 +120,16 @@ def window_backward(
     shape = Shape(heads // k.shape[1], window)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     row_stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
-    grad_sinks = torch.empty(heads, dtype=torch.float32, device=q.device)
     name = "full_backward" if window is None else "window_backward"
-    items, count = _items(layout, shape.chunk(f"{name}_q"), q.device, "longest first" if window is None else None)
-    if not count:
-        grad_sinks.zero_()
-    else:
+    items, count = _items(layout, shape.chunk(f"{name}_q"), q.device, "sequence" if window is None else None)
+    grad_sinks = (torch.empty if count else torch.zeros)(heads, dtype=torch.float32, device=q.device)
+    if count:
         shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
         scales = (scale,) if window is not None else (scale, scale * LOG2_E)
         passing = _passing(k, 1, window), _passing(v, 1, window)
         rows = q, *passing, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, *scales
         _kernel(f"{name}_q", shape, q.device)(count * heads // shape.group, THREADS, *rows)
-        keys, key_count = _items(layout, KEYS, q.device, "most queries first" if window is None else None)
+        keys, key_count = _items(layout, KEYS, q.device, "queries" if window is None else None)
         all_q, all_grad_o = _passing(q, shape.group, window), _passing(grad_o, shape.group, window)
         columns = all_q, k, v, row_stats, all_grad_o, grad_k, grad_v, keys, shares, count, grad_sinks, heads, *scales
         _kernel(f"{name}_kv", shape, q.device)(key_count * k.shape[1], THREADS, *columns)
@@ -146,7 +142,7 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _passing(x: Tensor, heads: int, window: int | None) -> Tensor | ctypes.Array[ctypes.c_char]:
+def _passing(x: Tensor, heads: int, window: int | None) -> Tensor | nvrtc.TensorMap:
     """What a kernel takes of a tensor whose tiles, of so many heads, pass: for full attention they do so by TMA."""
     return nvrtc.tensor_map(x.data_ptr(), x.shape, (TILE_ROWS // heads, heads)) if window is None else x
 
@@ -154,8 +150,8 @@ def _passing(x: Tensor, heads: int, window: int | None) -> Tensor | ctypes.Array
 def _items(layout: PackedLayout, length: int, device: torch.device, order: str | None) -> tuple[Tensor, int]:
     """[items, 4] int32: sequence start, sequence end, first position of the item, 0. An item is `length` positions.
 
-    Items of unequal work are sorted, so that the longest start first and the multiprocessors end together. "longest first"
-    goes by the sequence, whose items then read its keys at the same time.
+    Items of unequal work are sorted, so that the longest start first and the multiprocessors end together: by most
+    "keys" or "queries", or by the longest "sequence", whose items then read its keys at the same time.
     """
     key = ("items", length, device, order)
     if key not in layout.plans:
@@ -163,12 +159,8 @@ def _items(layout: PackedLayout, length: int, device: torch.device, order: str |
         before = number * length
         table = torch.stack((start, end, start + before, torch.zeros_like(start)), 1)
         if order:
-            work = {
-                "most keys first": before,
-                "most queries first": end - start - before,
-                "longest first": end - start,
-            }[order]
-            if order == "longest first":  # and in a sequence the last items, which see most keys
+            work = {"keys": before, "queries": end - start - before, "sequence": end - start}[order]
+            if order == "sequence":  # and in it the last items, which see most keys
                 table, work = table.flip(0), work.flip(0)
             table = table[work.argsort(descending=True, stable=True)]
         layout.plans[key] = table.to(torch.int32).to(device), len(table)
@@ -189,7 +181,6 @@ def defines(name: str, shape: Shape) -> dict[str, int]:
         "HEAD_SIZE": HEAD_SIZE,
         "GROUP": shape.group,
         "GROUPS": shape.heads_per_kv // shape.group,
+        "WINDOW": shape.window or 0,  # full attention does without
     }
-    if shape.window is not None:
-        macros["WINDOW"] = shape.window
     return macros | ({"CHUNK": shape.chunk(name)} if name in CHUNK else {})

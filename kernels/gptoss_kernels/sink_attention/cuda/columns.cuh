@@ -25,19 +25,75 @@ __device__ __forceinline__ void load_keys(u32 own_k, u32 own_v, const bf16* k, c
         copy16(own_v + chunk_address(row, c) + i * PASS * ROW_BYTES, source_v + ahead, inside);
     }
 }
-// This warp's part of the sum, in a fixed order, of the items' shares of a sink's gradient.
-__device__ __forceinline__ float sum_shares(const float* shares, int share_count, int head, int heads, int thread) {
-    float sum = 0.f;
-    for (int i = thread; i < share_count; i += THREADS) sum += shares[(long long)i * heads + head];
+// The items' shares of the sinks' gradient are summed on the side, in a fixed order; add_warps(sum) adds the four warps' sums.
+template <class AddWarps> __device__ __forceinline__ void sum_shares(float* grad_sinks, const float* shares, int share_count,
+                                                                     int heads, int thread, AddWarps add_warps) {
+    for (int head = blockIdx.x; head < heads; head += gridDim.x) {
+        float sum = 0.f;
+        for (int i = thread; i < share_count; i += THREADS) sum += shares[(long long)i * heads + head];
 #pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    return sum;
+        for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        const float whole = add_warps(sum);
+        if (thread == 0) grad_sinks[head] = whole;
+        __syncthreads();
+    }
 }
-// Accumulated dK (times scale) and dV of this warp's sixteen keys, by way of shared memory that nobody reads any more.
+// Where a step's (LSE * log2(e), delta) lie in shared memory, from this lane's columns on: beside each other, or all LSE
+// first. Of columns 8j to 8j + 7 of a half a lane has two.
+struct PairedStats {
+    u32 at;
+    __device__ __forceinline__ float4 load(int half, int j) const { return shared_load4f(at + half * 256 + j * 64); }
+    __device__ __forceinline__ float2 lse(int half, int j) const {
+        const float4 pair = load(half, j);
+        return make_float2(pair.x, pair.z);
+    }
+    __device__ __forceinline__ float2 delta(int half, int j) const {
+        const float4 pair = load(half, j);
+        return make_float2(pair.y, pair.w);
+    }
+};
+struct SplitStats {
+    u32 at;
+    __device__ __forceinline__ float2 lse(int half, int j) const { return shared_load2f(at + half * 128 + j * 32); }
+    __device__ __forceinline__ float2 delta(int half, int j) const {
+        return shared_load2f(at + WAVE * 4 + half * 128 + j * 32);
+    }
+};
+// Scores of a half's columns 8j to 8j + 7 become probabilities. `distance` is from this lane's first key to the position of
+// its first column of the step; with a WIDTH, rows before a key, or that far or farther after it, get 0.
+template <int WIDTH, class Stats> __device__ __forceinline__ void column_probabilities(
+    float (&x)[8][4], const Stats& stats, int half, int j, float scale_log2, int distance) {
+    const float2 lse = stats.lse(half, j);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        float& value = x[half * 4 + j][e];
+        value = exp2_approx(fmaf(value, scale_log2, -(e & 1 ? lse.y : lse.x)));
+        const int further = (half * 32 + j * 8) / GROUP + (GROUP == 1 ? e & 1 : 0) - (e >> 1) * 8;
+        if (WIDTH && (u32)(distance + further) >= (u32)WIDTH) value = 0.f;
+    }
+}
+// dS = P (dP - delta) of half of a step as a left operand; dp is overwritten.
+template <class Stats> __device__ __forceinline__ void column_score_gradients(u32 (&ds)[2][4], const float (&p)[8][4],
+                                                                              float (&dp)[4][4], int half, const Stats& stats) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 delta = stats.delta(half, j);
+#pragma unroll
+        for (int e = 0; e < 4; e++) dp[j][e] = p[half * 4 + j][e] * (dp[j][e] - (e & 1 ? delta.y : delta.x));
+        pack_columns(ds, j, dp[j]);
+    }
+}
+// P of half of a step as a left operand.
+__device__ __forceinline__ void pack_half(u32 (&packed)[2][4], const float (&p)[8][4], int half) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) pack_columns(packed, j, p[half * 4 + j]);
+}
+// Accumulated dK (times scale) and dV of this warp's sixteen keys, by way of shared memory that all warps are done with.
 __device__ __forceinline__ void store_keys(bf16* grad_k, bf16* grad_v, const float (&dk)[8][4], const float (&dv)[8][4],
                                            float scale, u32 own, const Item& item, int kv_head, int kv_heads, int warp,
                                            int lane) {
     const u32 mine = own + warp * 16 * ROW_BYTES;
+    __syncthreads();
     stage(mine, dk, scale, scale, lane);
     stage(mine + OWN_BYTES, dv, 1.f, 1.f, lane);
     __syncwarp();

@@ -5,6 +5,8 @@
 
 constexpr int STAGES = 4, AHEAD = STAGES - 2;      // steps that are on their way; one is used up late
 
+constexpr int FULL = 1 << 30;                      // a window that every row is in
+
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 full_backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k, const bf16* __restrict__ v,
                  const float2* __restrict__ row_stats, const __grid_constant__ TensorMap map_grad, bf16* __restrict__ grad_k,
@@ -15,7 +17,6 @@ full_backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict
     const u32 own = stages + STAGES * STAGE_BYTES;             // K of these keys
     const u32 own_v = own - STAGE_BYTES;                       // V, before that stage's first use
     const u32 stats = own + OWN_BYTES;                         // per stage LSE * log2(e) of each row, then delta
-    const u32 barriers = stats + STAGES * STATS_BYTES;         // of each stage
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const int kv_heads = heads / HEADS_PER_KV, kv_head = blockIdx.x % kv_heads;
     const Item item = items[blockIdx.x / kv_heads];
@@ -23,25 +24,22 @@ full_backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict
 
     load_keys(own, own_v, k, v, item, kv_head, kv_heads, thread);
     commit();
-    if (thread == 0) start_barriers<STAGES>(barriers);
-    for (int head = blockIdx.x; head < heads; head += gridDim.x) {         // on the side
+    Ring<STAGES> ring(stages, stats + STAGES * STATS_BYTES);
+    sum_shares(grad_sinks, shares, share_count, heads, thread, [&](float sum) {
         // a C++ pointer to these would keep the compiler from using uniform registers in all that follows
-        shared_store4(stats + 4 * warp, __float_as_uint(sum_shares(shares, share_count, head, heads, thread)));
+        shared_store4(stats + 4 * warp, __float_as_uint(sum));
         __syncthreads();
         const float4 sums = shared_load4f(stats);
-        if (thread == 0) grad_sinks[head] = sums.x + sums.y + sums.z + sums.w;
-        __syncthreads();
-    }
+        return sums.x + sums.y + sums.z + sums.w;
+    });
     // Rows are visited from the sequence's last one down, so that its blocks read the same rows at the same time.
-    int next_stage = 0, head0 = kv_head * HEADS_PER_KV;
+    int head0 = kv_head * HEADS_PER_KV;
     auto fetch = [&](int position) {
         if (position >= item.first) {
             const int p = position + thread % WAVE / GROUP;    // half of the threads copy LSE, half delta
-            copy4(stats + next_stage * STATS_BYTES + thread * 4,
+            copy4(stats + ring.next * STATS_BYTES + thread * 4,
                   (const float*)(row_stats + (long long)p * heads + head0 + thread % GROUP) + thread / WAVE, p < item.end);
-            const u32 target = stages + next_stage * STAGE_BYTES;
-            if (thread == 0) copy_pair(target, &map_q, &map_grad, head0, position, barriers + 8 * next_stage);
-            next_stage = next_stage + 1 == STAGES ? 0 : next_stage + 1;
+            ring.fetch(&map_q, &map_grad, head0, position);
         }
         commit();
     };
@@ -52,14 +50,11 @@ full_backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict
     publish_shared();
     __syncthreads();
     u32 value[KSTEPS][4];
-#pragma unroll
-    for (int s = 0; s < KSTEPS; s++) load4(value[s], (own_v + warp * 16 * ROW_BYTES + lane_rows(lane)) ^ (s << 5));
+    load_left(value, own_v + warp * 16 * ROW_BYTES + lane_rows(lane));
     float dk[8][4], dv[8][4];                                  // set by the first products
     const int key0 = item.first + warp * 16;
     const u32 at_stats = stats + (lane & 3) * 8;
     const u64 key = describe(own);
-    int stage_number = 0;
-    u32 phase = 0;
     bool add = false;                                          // to what dk and dv hold
 #pragma unroll 1
     for (int group = 0; group < GROUPS; group++) {
@@ -71,78 +66,56 @@ full_backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict
             for (int i = 0; i < AHEAD; i++) fetch(from - i * POSITIONS);
         }
         if (from + POSITIONS > item.end) {
-            wait_full(barriers + 8 * stage_number, phase);
-            zero_rows(stages + stage_number * STAGE_BYTES, (item.end - from) * GROUP, thread);
+            ring.wait();
+            zero_rows(ring.tiles(), (item.end - from) * GROUP, thread);
         }
         for (int p0 = from; p0 >= item.first; p0 -= POSITIONS) {
             wait<AHEAD - 1>();
             __syncthreads();                                   // step t's statistics have landed, and step t - 2 is used up
             fetch(p0 - AHEAD * POSITIONS);
-            wait_full(barriers + 8 * stage_number, phase);
-            const u64 rows_q = describe(stages + stage_number * STAGE_BYTES), rows_g = rows_q + (WAVE_BYTES >> 4);
-            const u32 stage_stats = at_stats + stage_number * STATS_BYTES;
+            ring.wait();
+            const u64 rows_q = describe(ring.tiles()), rows_g = rows_q + (WAVE_BYTES >> 4);
+            const SplitStats step_stats{at_stats + ring.number * STATS_BYTES};
             constexpr u32 HALF = 32 * ROW_BYTES >> 4;          // the step's second 32 rows, in a descriptor
             float x[8][4], dp[4][4];
             u32 p[2][4], ds[2][4];
-            auto grad_probabilities = [&](int half) { begin_rows(dp, value, rows_g + half * HALF); };
-            auto probabilities_where = [&](int half, auto masked) {
-                // from this lane's first key to the position of its first column
-                const int distance = p0 + 2 * (lane & 3) / GROUP - key0 - (lane >> 2);
+            // from this lane's first key to the position of its first column
+            const int distance = p0 + 2 * (lane & 3) / GROUP - key0 - (lane >> 2);
+            auto probabilities_where = [&](int half, auto width) {
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const float2 pair = shared_load2f(stage_stats + half * 128 + j * 32);
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        float& value_of = x[half * 4 + j][e];
-                        value_of = exp2_approx(fmaf(value_of, scale_log2, -(e & 1 ? pair.y : pair.x)));
-                        const int further = (half * 32 + j * 8) / GROUP + (GROUP == 1 ? e & 1 : 0) - (e >> 1) * 8;
-                        if (decltype(masked)::value && distance + further < 0) value_of = 0.f;
-                    }
-                }
+                for (int j = 0; j < 4; j++)
+                    column_probabilities<decltype(width)::value>(x, step_stats, half, j, scale_log2, distance);
             };
             auto probabilities = [&](int half) {
                 if (p0 + half * 32 / GROUP >= key0 + 15) probabilities_where(half, Constant<0>());
-                else probabilities_where(half, Constant<1>());
-            };
-            auto add_to_dv = [&](int half) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) pack_columns(p, j, x[half * 4 + j]);
-                begin_inner(dv, p, rows_g + half * HALF, add || half > 0);
-            };
-            auto add_to_dk = [&](int half) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const float2 pair = shared_load2f(stage_stats + WAVE * 4 + half * 128 + j * 32);
-#pragma unroll
-                    for (int e = 0; e < 4; e++) dp[j][e] = x[half * 4 + j][e] * (dp[j][e] - (e & 1 ? pair.y : pair.x));
-                    pack_columns(ds, j, dp[j]);
-                }
-                begin_inner(dk, ds, rows_q + half * HALF, add || half > 0);
+                else probabilities_where(half, Constant<FULL>());
             };
             // The last step's products end before S begins, else the compiler runs all products one by one: there are not
             // enough registers for dS beside S. Within a step one half's products run beside the other's probabilities.
             finish<0>(dv, dk);
             warpgroup_fence();
             begin_rows(x, key, rows_q);
-            grad_probabilities(0);
+            begin_rows(dp, value, rows_g);
             finish<1>(x);
             probabilities(0);
             finish<0>(dp);
-            add_to_dv(0);
-            add_to_dk(0);
+            pack_half(p, x, 0);
+            begin_inner(dv, p, rows_g, add);
+            column_score_gradients(ds, x, dp, 0, step_stats);
+            begin_inner(dk, ds, rows_q, add);
             warpgroup_fence();
-            grad_probabilities(1);
+            begin_rows(dp, value, rows_g + HALF);
             probabilities(1);
             warpgroup_wait<1>();                               // P and dS of the first half are used up
-            add_to_dv(1);
+            pack_half(p, x, 1);
+            begin_inner(dv, p, rows_g + HALF, true);
             finish<1>(dp);
-            add_to_dk(1);
+            column_score_gradients(ds, x, dp, 1, step_stats);
+            begin_inner(dk, ds, rows_q + HALF, true);
             add = true;
-            stage_number = stage_number + 1 == STAGES ? 0 : stage_number + 1;
-            phase ^= stage_number == 0;
+            ring.advance();
         }
     }
     finish<0>(dv, dk);
-    __syncthreads();
     store_keys(grad_k, grad_v, dk, dv, scale, stages, item, kv_head, kv_heads, warp, lane);
 }

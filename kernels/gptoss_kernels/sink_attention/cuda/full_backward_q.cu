@@ -12,7 +12,6 @@ full_backward_q(const bf16* __restrict__ q, const __grid_constant__ TensorMap ma
     const u32 stages = shared_address(memory);                 // K, V of two steps
     const u32 tile = stages + 2 * STAGE_BYTES, tile_grad = tile + TILE_BYTES;          // Q, dO
     const u32 tile_out = stages + STAGE_BYTES;                                         // O, before that stage's first use
-    const u32 barriers = tile + 2 * TILE_BYTES;                // of each stage
     const Place at(items, heads);
     const WarpRows mine(heads, at);
     const int row_position = at.item.first + at.row_position;
@@ -22,14 +21,8 @@ full_backward_q(const bf16* __restrict__ q, const __grid_constant__ TensorMap ma
     mine.load(tile_out, o, at.item.first, at.item.end, heads);
     commit();
     const int last = (min(at.item.first + TILE, at.item.end) - at.item.start - 1) / KEYS;
-    auto fetch = [&](int t) {
-        const int position = at.item.start + t * KEYS, stage = t & 1;
-        copy_pair(stages + stage * STAGE_BYTES, &map_k, &map_v, at.kv_head, position, barriers + 8 * stage);
-    };
-    if (at.thread == 0) {
-        start_barriers<2>(barriers);
-        fetch(0);
-    }
+    Ring<2> ring(stages, tile + 2 * TILE_BYTES);
+    ring.fetch(&map_k, &map_v, at.kv_head, at.item.start);
     float row_lse[2], d[2], exact[2] = {};                     // exact: the sum of P dP, which is delta
     load_lse(row_lse, lse, row_position, at.row_head, at.item.end, heads);
     wait<0>();
@@ -41,14 +34,14 @@ full_backward_q(const bf16* __restrict__ q, const __grid_constant__ TensorMap ma
     for (int t = 0; t <= last; t++) {
         finish<0>(dq);                                         // the last step's products
         __syncthreads();                                       // step t - 1 is used up
-        if (t < last && at.thread == 0) fetch(t + 1);
-        wait_full(barriers + 8 * (t & 1), t >> 1 & 1);
         const int key0 = at.item.start + t * KEYS;
+        if (t < last) ring.fetch(&map_k, &map_v, at.kv_head, key0 + KEYS);
+        ring.wait();
         if (key0 + KEYS > at.item.end) {
-            zero_rows(stages + (t & 1) * STAGE_BYTES, at.item.end - key0, at.thread);
+            zero_rows(ring.tiles(), at.item.end - key0, at.thread);
             __syncthreads();
         }
-        const u64 rows_k = describe(stages + (t & 1) * STAGE_BYTES), rows_v = rows_k + (KEY_BYTES >> 4);
+        const u64 rows_k = describe(ring.tiles()), rows_v = rows_k + (KEY_BYTES >> 4);
         float x[8][4], dp[8][4];
         warpgroup_fence();
         begin_rows(x, query, rows_k);
@@ -60,19 +53,14 @@ full_backward_q(const bf16* __restrict__ q, const __grid_constant__ TensorMap ma
             for (int e = 0; e < 4; e++) x[j][e] = exp2_approx(fmaf(x[j][e], scale_log2, -row_lse[e >> 1]));
         if (t == last) hide_later(x, 0.f, row_position, key0, at.lane);
         finish<0>(dp);
-        float part[4] = {exact[0], 0.f, exact[1], 0.f};        // four chains of dependent sums, not two
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) part[e] = fmaf(x[j][e], dp[j][e], part[e]);
-#pragma unroll
-        for (int h = 0; h < 2; h++) exact[h] = part[2 * h] + part[2 * h + 1];
+        add_products(exact, x, dp);
         if (last == 0)
 #pragma unroll
             for (int h = 0; h < 2; h++) d[h] = quad_sum(exact[h]);   // with few keys dP - delta is a small difference
         u32 ds[4][4];
         score_gradients(ds, x, dp, d);
         begin_inner(dq, ds, rows_k, t > 0);
+        ring.advance();
     }
     const float sink = sinks[at.row_head] * LOG2E;
     float sink_share = 0.f;
@@ -80,8 +68,7 @@ full_backward_q(const bf16* __restrict__ q, const __grid_constant__ TensorMap ma
     for (int h = 0; h < 2; h++) exact[h] = quad_sum(exact[h]);
     store_stats(row_stats, sink_share, row_lse, exact, sink, row_position, at.row_head, at.item.end, heads, at.lane);
     finish<0>(dq);
-    const float scales[2] = {scale, scale};
-    store_rows(grad_q, dq, scales, row_position, at.row_head, at.item.end, heads, at.lane);
+    store_rows(grad_q, dq, {scale, scale}, row_position, at.row_head, at.item.end, heads, at.lane);
     float* shares = (float*)(memory + 2 * STAGE_BYTES);        // of dsinks, [4 warps, 8], where Q was
     sum_shares(grad_sinks + (long long)at.number * heads + at.head0, shares, sink_share, at.thread);
 }

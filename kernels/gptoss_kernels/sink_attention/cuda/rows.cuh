@@ -99,6 +99,16 @@ __device__ __forceinline__ void store_stats(float2* row_stats, float& share, con
         }
     }
 }
+// The sums of P dP of this lane's two rows, in four chains that do not wait for each other.
+__device__ __forceinline__ void add_products(float (&sum)[2], const float (&p)[8][4], const float (&dp)[8][4]) {
+    float part[4] = {sum[0], 0.f, sum[1], 0.f};
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) part[e] = fmaf(p[j][e], dp[j][e], part[e]);
+    sum[0] = part[0] + part[1];
+    sum[1] = part[2] + part[3];
+}
 // dS = P (dP - delta) as a left operand; dp is overwritten.
 template <int N> __device__ __forceinline__ void score_gradients(u32 (&ds)[N / 2][4], const float (&p)[N][4], float (&dp)[N][4],
                                                                  const float (&delta)[2]) {

@@ -46,6 +46,11 @@ __device__ __forceinline__ u32 lane_rows(int lane) { return chunk_address(lane &
 __device__ __forceinline__ u32 lane_columns(int lane) {
     return chunk_address((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
 }
+// Sixteen tile rows as a left operand, from where lane_rows() points.
+__device__ __forceinline__ void load_left(u32 (&left)[KSTEPS][4], u32 address) {
+#pragma unroll
+    for (int s = 0; s < KSTEPS; s++) load4(left[s], address ^ (s << 5));
+}
 __device__ __forceinline__ uint4 shared_load16(u32 address) {
     uint4 r;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address) : "memory");

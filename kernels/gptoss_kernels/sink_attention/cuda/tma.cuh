@@ -5,6 +5,7 @@
 #include "warpgroup.cuh"
 
 struct __align__(64) TensorMap { u64 opaque[16]; };            // CUtensorMap, of nvrtc.tensor_map
+constexpr u32 PAIR_BYTES = 2 * 64 * ROW_BYTES;
 
 template <int N> __device__ __forceinline__ void start_barriers(u32 barriers) {
 #pragma unroll
@@ -30,11 +31,29 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int head
 // Two tiles, one behind the other, on their way.
 __device__ __forceinline__ void copy_pair(u32 to, const TensorMap* first, const TensorMap* second, int head, int position,
                                           u32 barrier) {
-    constexpr u32 BYTES = 64 * ROW_BYTES;
-    expect_bytes(barrier, 2 * BYTES);
+    expect_bytes(barrier, PAIR_BYTES);
     copy_tile(to, first, head, position, barrier);
-    copy_tile(to + BYTES, second, head, position, barrier);
+    copy_tile(to + PAIR_BYTES / 2, second, head, position, barrier);
 }
+// Pairs of tiles that pass through N stages one after the other. All threads call everything.
+template <int N> struct Ring {
+    u32 stages, barriers, phase = 0;
+    int next = 0, number = 0;                                  // stage to be filled, stage in use
+    __device__ Ring(u32 stages, u32 barriers) : stages(stages), barriers(barriers) {
+        if (threadIdx.x == 0) start_barriers<N>(barriers);
+    }
+    __device__ __forceinline__ void fetch(const TensorMap* first, const TensorMap* second, int head, int position) {
+        if (threadIdx.x == 0)
+            copy_pair(stages + next * PAIR_BYTES, first, second, head, position, barriers + 8 * next);
+        next = next + 1 == N ? 0 : next + 1;
+    }
+    __device__ __forceinline__ u32 tiles() const { return stages + number * PAIR_BYTES; }
+    __device__ __forceinline__ void wait() const { wait_full(barriers + 8 * number, phase); }
+    __device__ __forceinline__ void advance() {
+        number = number + 1 == N ? 0 : number + 1;
+        phase ^= number == 0;
+    }
+};
 // Zeros for the rows from `first` on of two tiles of 64 rows, one behind the other; follow with a barrier.
 __device__ __forceinline__ void zero_rows(u32 tiles, int first, int thread) {
     constexpr int TILE_CHUNKS = 64 * CHUNKS;

@@ -24,14 +24,12 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
     const int row = thread / CHUNKS, c = thread % CHUNKS;
     const u32 row_address = chunk_address(row, c);
     load_keys(own, own + OWN_BYTES, k, v, item, kv_head, kv_heads, thread);
-    for (int head = blockIdx.x; head < heads; head += gridDim.x) {         // on the side
+    sum_shares(grad_sinks, shares, share_count, heads, thread, [&](float sum) {
         __shared__ float sums[4];
-        const float sum = sum_shares(shares, share_count, head, heads, thread);
         if (lane == 0) sums[warp] = sum;
         __syncthreads();
-        if (thread == 0) grad_sinks[head] = sums[0] + sums[1] + sums[2] + sums[3];
-        __syncthreads();
-    }
+        return thread == 0 ? sums[0] + sums[1] + sums[2] + sums[3] : 0.f;
+    });
     const long long row_source = ((long long)(row / GROUP) * heads + kv_head * HEADS_PER_KV + row % GROUP) * D + c * 8;
     const long long pass_stride = (long long)(PASS / GROUP) * heads * D;
     // Rows are visited from a place that neighbouring blocks share, so that they read the same rows at the same time.
@@ -78,34 +76,23 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
         fetch();
         const int p0 = item.first + step * POSITIONS;
         const u64 rows_q = describe(stages + stage_number * STAGE_BYTES), rows_g = rows_q + (WAVE_BYTES >> 4);
-        const u32 stage_stats = at_stats + stage_number * STATS_BYTES;
+        const PairedStats step_stats{at_stats + stage_number * STATS_BYTES};
         constexpr u32 HALF = 32 * ROW_BYTES >> 4;              // the step's second 32 rows, in a descriptor
         // from this lane's first key to the position of its first column
         const int distance = p0 + 2 * (lane & 3) / GROUP - key0 - (lane >> 2);
         float x[8][4], dp[4][4];
         u32 p[2][4], ds[2][4];
-        auto grad_probabilities = [&](int half) { begin_rows(dp, value, rows_g + half * HALF); };
-        auto probabilities_where = [&](int half, auto masked) {
+        auto probabilities_where = [&](int half, auto width) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                // (LSE, delta) of this lane's two columns
-                const float4 pair = shared_load4f(stage_stats + half * 256 + j * 64);
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    float& value_of = x[half * 4 + j][e];
-                    value_of = exp2_approx(fmaf(value_of, scale_log2, -(e & 1 ? pair.z : pair.x)));
-                    if (decltype(masked)::value) {
-                        const int further = (half * 32 + j * 8) / GROUP + (GROUP == 1 ? e & 1 : 0) - (e >> 1) * 8;
-                        if ((u32)(distance + further) >= (u32)WINDOW) value_of = 0.f;
-                    }
-                }
+                column_probabilities<decltype(width)::value>(x, step_stats, half, j, scale_log2, distance);
                 pack_columns(p, j, x[half * 4 + j]);
             }
         };
         auto probabilities = [&](int half) {
             const int from = p0 + half * 32 / GROUP, to = p0 + (half * 32 + 31) / GROUP;
             if (from >= key0 + 15 && to - key0 < WINDOW) probabilities_where(half, Constant<0>());
-            else if (to >= key0 && from < key0 + 15 + WINDOW) probabilities_where(half, Constant<1>());
+            else if (to >= key0 && from < key0 + 15 + WINDOW) probabilities_where(half, Constant<WINDOW>());
             else
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
@@ -114,38 +101,26 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
                     for (int e = 0; e < 4; e++) x[half * 4 + j][e] = 0.f;
                 }
         };
-        auto add_to_dv = [&](int half) {
-            begin_inner(dv, p, rows_g + half * HALF, t > 0 || half > 0);
-        };
-        auto add_to_dk = [&](int half) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float4 pair = shared_load4f(stage_stats + half * 256 + j * 64);
-#pragma unroll
-                for (int e = 0; e < 4; e++) dp[j][e] = x[half * 4 + j][e] * (dp[j][e] - (e & 1 ? pair.w : pair.y));
-                pack_columns(ds, j, dp[j]);
-            }
-            begin_inner(dk, ds, rows_q + half * HALF, t > 0 || half > 0);
-        };
         // The tensor cores work on one half's products while this warp turns the other half's scores into probabilities,
         // and on the last products of a step while it waits for the next one's rows.
         warpgroup_fence();
         begin_rows(x, key, rows_q);
-        grad_probabilities(0);
+        begin_rows(dp, value, rows_g);
         finish<1>(dv, dk, x);                                  // and so the last step's products
         probabilities(0);
         finish<0>(dp);
-        add_to_dv(0);
-        add_to_dk(0);
-        grad_probabilities(1);
+        begin_inner(dv, p, rows_g, t > 0);
+        column_score_gradients(ds, x, dp, 0, step_stats);
+        begin_inner(dk, ds, rows_q, t > 0);
+        begin_rows(dp, value, rows_g + HALF);
         probabilities(1);
-        add_to_dv(1);
+        begin_inner(dv, p, rows_g + HALF, true);
         finish<1>(dp);
-        add_to_dk(1);
+        column_score_gradients(ds, x, dp, 1, step_stats);
+        begin_inner(dk, ds, rows_q + HALF, true);
         if (++step == steps) step = 0;
         stage_number = stage_number + 1 == STAGES ? 0 : stage_number + 1;
     }
     finish<0>(dv, dk);
-    __syncthreads();
     store_keys(grad_k, grad_v, dk, dv, scale, own, item, kv_head, kv_heads, warp, lane);
 }

@@ -113,8 +113,7 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
         }
         store_stats(row_stats, sink_share, row_lse, exact, sink, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
         finish<0>(dq);
-        const float scales[2] = {scale, scale};
-        store_rows(grad_q, dq, scales, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
+        store_rows(grad_q, dq, {scale, scale}, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
     }
     sum_shares(grad_sinks + (long long)at.number * heads + at.head0, shares, sink_share, at.thread);
 }
