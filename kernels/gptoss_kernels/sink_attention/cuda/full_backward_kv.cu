@@ -4,7 +4,6 @@
 #include "tma.cuh"
 
 constexpr int STAGES = 4, AHEAD = STAGES - 2;      // steps that are on their way; one is used up late
-
 constexpr int FULL = 1 << 30;                      // a window that every row is in
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3)

@@ -1,6 +1,7 @@
 // Tiles by TMA (sm_90): one thread asks, a barrier in shared memory counts the bytes that have come.
 // A tile that reaches past its sequence brings rows of the next one, zeros only past the tensor. Their weights are 0, but
-// 0 * NaN is not: zero_rows() keeps whatever a neighbour holds out of the sums.
+// 0 * NaN is not: zero_rows() keeps whatever a neighbour holds out of the sums. (dQ's last tile has later rows of its own
+// sequence, too: there what is not finite reaches the dQ of up to 63 positions before it.)
 #pragma once
 #include "warpgroup.cuh"
 
