@@ -178,7 +178,7 @@ def test_a_sequence_has_the_same_bits_whatever_it_is_packed_with(backend, window
 
 
 @OURS
-@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (3, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (12, 1)])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_in_its_sequence(backend, window, heads, kv_heads, poison):
     lengths = [5, 70, 33, 129, 1, 64, 300, 7, 191, 16, 8, 63]
