@@ -208,6 +208,9 @@ def draw(curves: Curves, file: Path) -> None:
 
     figure, axes = pyplot.subplots(2, 3, figsize=(17, 9))
     for axis, (metric, title) in zip(axes.flat, PANELS.items(), strict=True):
+        axis.set_prop_cycle(
+            color=matplotlib.colormaps["tab20"].colors[::2] + matplotlib.colormaps["tab20"].colors[1::2]
+        )
         for variant in dict.fromkeys(name for name, _ in curves):
             values = _over_seeds(curves, variant, metric)
             steps = range(values.shape[1])

@@ -75,6 +75,7 @@ class Bench:
         )
         return SglangConfig(
             python=a.python, attention_backend=self.attention, memory_fraction=a.memory_fraction,
+            weight_sync=a.transport,
             arguments=extra + a.server_arguments.split(), deterministic="deterministic" in a.cases,
             env=dict(setting.split("=", 1) for setting in a.server_env),
         )  # fmt: skip
@@ -124,13 +125,13 @@ class Bench:
 
     # cases
 
-    async def sync_once(self, server: SglangServer, mebibytes: int) -> float:
+    async def sync_once(self, server: SglangServer, mebibytes: int, compare: bool = True) -> float:
         status = await server.status()
         self.version += 1
         await server.begin_sync(status.incarnation)
         plan = SyncPlan(
             (status.url,), self.version, self.arguments.transport, bucket_bytes=mebibytes << 20,
-            directory=self.scratch / "weights", port=free_port(),
+            directory=self.scratch / "weights", port=free_port(), compare=compare,
         )  # fmt: skip
         began = time.perf_counter()
         await send_weights(self.named(), self.model_config, plan)
@@ -158,7 +159,8 @@ class Bench:
             peak = max(peak, await asyncio.to_thread(self.server_memory))
         await watched
         sender_extra = (torch.cuda.max_memory_allocated() - before) / 1e9 if on_gpu else 0.0
-        seconds, sent = [await self.sync_once(server, mebibytes) for _ in range(rounds)], 0
+        compared = [await self.sync_once(server, mebibytes) for _ in range(rounds)]
+        seconds, sent = [await self.sync_once(server, mebibytes, compare=False) for _ in range(rounds)], 0
         began = time.perf_counter()
         for _, tensor in self.named():
             sent += tensor.nbytes
@@ -166,7 +168,8 @@ class Bench:
             torch.cuda.synchronize()
         self.emit(
             "sync", transport=self.arguments.transport, bucket_mib=mebibytes, gigabytes=sent / 1e9,
-            seconds_all=seconds, seconds_median=float(np.median(seconds)), export_alone=time.perf_counter() - began,
+            seconds_all=seconds, seconds_median=float(np.median(seconds)),
+            with_checksums_median=float(np.median(compared)), export_alone=time.perf_counter() - began,
             server_gpu_extra_gb=(peak - used) / 1e9, sender_extra_gb=sender_extra, link_gbps=self.link(),
         )  # fmt: skip
 

@@ -244,7 +244,7 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     if args.profile:
         profile_step(step, args.profile)
     load = ExpertLoad(model)
-    trainer.score(rows[:1])
+    trainer.score(rows)
     torch.cuda.reset_peak_memory_stats()
     score = measure_steps(lambda: trainer.score(rows), 3, tokens // dist.get_world_size(), flops / 3, ceiling)
     parameters = sum(p.numel() for p in model.parameters())

@@ -173,6 +173,9 @@ class ParallelConfig(StrictModel):
     """Tensor parallel size. Above 1, sequence parallelism is on (Megatron requires it for mixtures of experts)."""
     pipeline: int = Field(1, gt=0)
     """Pipeline stages."""
+    last_stage_layers: int | None = Field(None, gt=0)
+    """Layers of the last pipeline stage, the others share the rest evenly; null for equally many in all. The last stage
+    also has the output layer, as much work as about four layers."""
     virtual_pipeline: int = Field(1, gt=0)
     """Model chunks per pipeline rank. Above 1, the interleaved schedule runs them: its bubble is that many times
     shorter, it sends that many times more between stages, and each rank's number of micro-batches is rounded up to a
@@ -207,6 +210,11 @@ class ParallelConfig(StrictModel):
         """Each data-parallel rank takes a multiple of this many micro-batches, as the interleaved schedule wants it."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
+    def layers_of_stage(self, stage: int, model: ModelConfig) -> int:
+        """Layers of a pipeline stage."""
+        last = self.last_stage_layers or model.num_layers // self.pipeline
+        return last if stage == self.pipeline - 1 else (model.num_layers - last) // (self.pipeline - 1)
+
     def check_layout(self, model: ModelConfig) -> None:
         """Raise ValueError naming the key that makes the layout impossible for ``model``."""
         dense = self.tensor * self.pipeline * self.context
@@ -223,11 +231,22 @@ class ParallelConfig(StrictModel):
             )
         if self.expert_dispatcher == "deepep" and self.expert == 1:
             raise ValueError("parallel.expert_dispatcher deepep has nobody to send to: parallel.expert is 1")
+        stages = [
+            ("pipeline", self.pipeline, "num_layers", model.num_layers),
+            ("pipeline x virtual_pipeline", self.pipeline * self.virtual_pipeline, "num_layers", model.num_layers),
+        ]
+        if (last := self.last_stage_layers) is not None:
+            if self.pipeline == 1 or self.virtual_pipeline > 1 or last >= model.num_layers:
+                raise ValueError(
+                    f"parallel.last_stage_layers ({last}) needs parallel.pipeline above 1, virtual_pipeline 1 and to "
+                    f"be less than num_layers ({model.num_layers})"
+                )
+            rest = model.num_layers - last
+            stages = [("pipeline less the last stage", self.pipeline - 1, "num_layers - last_stage_layers", rest)]
         for key, size, name, count in (
             ("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads),
             ("tensor", self.tensor, "vocab_size", model.vocab_size),
-            ("pipeline", self.pipeline, "num_layers", model.num_layers),
-            ("pipeline x virtual_pipeline", self.pipeline * self.virtual_pipeline, "num_layers", model.num_layers),
+            *stages,
             ("expert", self.expert, "num_experts", model.num_experts),
         ):
             if count % size:

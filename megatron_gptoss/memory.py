@@ -36,7 +36,7 @@ class Memory(NamedTuple):
 
 def parameters_per_gpu(model: ModelConfig, parallel: ParallelConfig, stage: int = 0) -> tuple[float, float]:
     """(dense, expert) parameters of one rank of a pipeline stage."""
-    layers = model.num_layers // parallel.pipeline
+    layers = parallel.layers_of_stage(stage, model)
     queries = model.num_attention_heads * model.head_size
     keys = model.num_key_value_heads * model.head_size
     hidden, inner = model.hidden_size, model.intermediate_size
@@ -80,7 +80,7 @@ def predict(training: Training, stage: int = 0) -> Memory:
     head = max(8 * block, 2 * vocabulary) + 6 * local * model.hidden_size
     routed = model.hidden_size + 4 * model.intermediate_size
     layer = 2 * local * model.experts_per_token * EXPERT_LOAD * routed
-    activations = in_flight * model.num_layers / parallel.pipeline * local * activation_bytes(model, parallel)
+    activations = in_flight * parallel.layers_of_stage(stage, model) * local * activation_bytes(model, parallel)
     working = max(head if is_last else 0, layer)
     weights, gradients, resident, fetched = 2 * (dense + expert) * (1 + len(beside)), 0.0, 0.0, 0.0
     for adam in (optimizer, *filter(None, beside)):
@@ -107,8 +107,9 @@ def layouts_that_fit(training: Training, gigabytes: float) -> list[tuple[Paralle
     found = []
     powers = (1, 2, 4, 8)
     for tensor, pipeline, context, expert in product(powers, powers, powers, (*powers, 16, 32, 64)):
-        sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+        sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
         sizes["virtual_pipeline"] = training.parallel.virtual_pipeline if pipeline > 1 else 1
+        sizes["last_stage_layers"] = None
         layout = training.parallel.model_copy(update=sizes)
         try:
             layout.check_layout(training.model)

@@ -11,10 +11,12 @@ from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.memory import EXPERT_LOAD, parameters_per_gpu
 
 GPUS_PER_NODE = 8
-ARITHMETIC = 475e12
-"""Operations per second of forward and backward where every expert gets many rows. With this and the next two
-``predict_step`` is within 10 % of what docs/performance.md has measured."""
-HALF_SPEED_ROWS = 900
+ARITHMETIC = 460e12
+"""Operations per second of the layers, forward and backward, where every expert gets many rows. With this and the next
+three ``predict_step`` is within 12 % of what docs/performance.md has measured."""
+OUTPUT_LAYER = 458e12
+"""The same of the output layer, which makes its logits twice; measured (docs/performance.md, log-probs)."""
+HALF_SPEED_ROWS = 1200
 """Rows of one expert in a micro-batch at which its products, and with them the step, run half as fast."""
 NODE_BANDWIDTH = 180e9
 """Bytes per second that a GPU gets through in the all-to-all of experts within a node, as measured under NVLink."""
@@ -84,12 +86,20 @@ def predict_step(
     each data-parallel rank. Context parallelism is counted as free: its messages hide behind attention. Ranks are taken
     to fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one.
     """
-    layers, stages = model.num_layers / parallel.pipeline, parallel.pipeline
+    stages = parallel.pipeline
+    layers = max(parallel.layers_of_stage(stage, model) for stage in range(stages))
+    head = 2 * model.hidden_size * model.vocab_size * sum(lengths)
+    body = (forward_flops(model, lengths) - head) / model.num_layers
+    last = stages - 1
     sharers = parallel.tensor * parallel.context
     local = sum(lengths) / sharers
     rows_of_expert = local * model.experts_per_token * parallel.expert / model.num_experts
     rate = ARITHMETIC * rows_of_expert / (rows_of_expert + HALF_SPEED_ROWS)
-    arithmetic = micro_batches * 3 * forward_flops(model, lengths) / (sharers * stages * rate)
+    slowest = max(
+        body * parallel.layers_of_stage(stage, model) / rate + (stage == last) * head / OUTPUT_LAYER
+        for stage in range(stages)
+    )
+    arithmetic = micro_batches * 3 * slowest / sharers
 
     def seconds(size: float, ranks: int, span: int) -> float:
         """Of sending ``size`` bytes from each of ``ranks`` ranks, spread over ``span`` consecutive ones, to all."""

@@ -69,7 +69,7 @@ class SinkAttention(DotProductAttention):
         compute = torch.promote_types(query.dtype, torch.float32)
         cos, sin = self.rotary.cos_sin(packed_seq_params.position_ids, compute)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        sinks = self.softmax_offset
+        sinks: torch.Tensor = self.softmax_offset
         if not self.config.sink_gradient:
             sinks = sinks.detach() + 0 * sinks  # a gradient of zero: data parallelism waits for one of every parameter
         if not self.config.sinks:

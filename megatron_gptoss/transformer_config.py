@@ -90,6 +90,7 @@ def build_transformer_config(
         "tensor_model_parallel_size": parallel.tensor,
         "sequence_parallel": parallel.tensor > 1,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
         # batched messages of the interleaved schedule would be confused between two ranks
         "overlap_p2p_comm": interleaved,

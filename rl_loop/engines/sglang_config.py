@@ -1,5 +1,6 @@
 """How SGLang servers are run: ``rollout.sglang`` of a configuration."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,9 +56,12 @@ class SglangConfig(StrictModel):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of the servers: ``env``, and what ``deterministic`` needs."""
+        """Variables of the servers: ``env``, and what ``deterministic`` and ``weight_sync`` need."""
         # FlashInfer computes the router of up to 128 tokens, another kernel that of more; their last bits differ
         needed = {"SGLANG_IS_FLASHINFER_AVAILABLE": "false"} if self.deterministic else {}
+        if self.weight_sync == "nccl":
+            # SGLang would set 0, and NCCL cannot open what a trainer's has allocated ("invalid argument")
+            needed["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "1")
         return needed | self.env
 
     def command(self, index: int, model: Path, dtype: str, *, routed_experts: bool, seed: int) -> Command:

@@ -28,6 +28,7 @@ LAYOUTS = {
     "expert": {"expert": 2},
     "pipeline": {"pipeline": 2},
     "interleaved": {"pipeline": 2, "virtual_pipeline": 2},
+    "uneven pipeline": {"pipeline": 2, "last_stage_layers": 1},
     "tensor+sequence": {"tensor": 2},
     "tensor+sequence+expert": {"tensor": 2, "expert": 2},
     "context": {"context": 2},
@@ -172,7 +173,8 @@ def test_the_layer_where_nan_begins_is_named_last(layout: str, place: str, two_r
 RESUMED = {
     "one": ["data", "interleaved", "context"],
     "pipeline": ["context"],
-    "interleaved": ["pipeline"],
+    "interleaved": ["uneven pipeline"],
+    "uneven pipeline": ["pipeline"],
     "expert": ["tensor+sequence", "tensor+sequence+expert"],
     "tensor+sequence+expert": ["expert"],
 }

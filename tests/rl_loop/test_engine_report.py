@@ -47,14 +47,15 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
     assert {"--incremental-streaming-output", "--enable-return-routed-experts", "--enable-memory-saver"} <= set(words)
     assert "--enable-deterministic-inference" not in words
     assert settings.environment == {}
+    assert SglangConfig(weight_sync="nccl").environment == {"NCCL_CUMEM_ENABLE": "1"}, "as the trainer's NCCL has it"
     with pytest.raises(ValueError, match="colocated needs weight_sync cuda_ipc"):
         SglangConfig(colocated=True)
 
 
 def test_a_deterministic_server_runs_no_kernel_that_depends_on_other_requests() -> None:
     variable = "SGLANG_IS_FLASHINFER_AVAILABLE"
-    settings = SglangConfig(deterministic=True, env={"OTHER": "1"})
+    settings = SglangConfig(deterministic=True, weight_sync="disk", env={"OTHER": "1"})
     words = settings.command(0, Path("/model"), "bfloat16", routed_experts=True, seed=7)("10.0.0.1", 3100)
     assert {"--enable-deterministic-inference", "--disable-radix-cache"} <= set(words)
     assert settings.environment == {variable: "false", "OTHER": "1"}
-    assert SglangConfig(deterministic=True, env={variable: "true"}).environment == {variable: "true"}, "the user's word"
+    assert SglangConfig(deterministic=True, env={variable: "true"}).environment[variable] == "true", "the user's word"
