@@ -73,9 +73,8 @@ class Shape:
         tile = TILE_ROWS * HEAD_SIZE * 2
         if stages := STAGES.get(kernel):
             stats = TILE_ROWS * 8 if kernel.endswith("_kv") else 0
-            barrier = 8 if kernel.startswith("full_backward") else 0
             own = 1 if kernel in ("full_forward", "full_backward_kv") else 2
-            return stages * (2 * tile + stats + barrier) + own * tile
+            return stages * (2 * tile + stats + 8 * kernel.startswith("full_backward")) + own * tile  # 8: a barrier
         tiles = 1 if kernel == "window_forward" else 3
         return 2 * self.held_keys(self.chunk(kernel)) * HEAD_SIZE * 2 + tiles * tile + 256
 

@@ -25,6 +25,23 @@ __device__ __forceinline__ void load_keys(u32 own_k, u32 own_v, const bf16* k, c
         copy16(own_v + chunk_address(row, c) + i * PASS * ROW_BYTES, source_v + ahead, inside);
     }
 }
+// The rows of a step on their way, from this thread's sixteen bytes of the first PASS on; zeros after the sequence.
+__device__ __forceinline__ void load_rows(u32 target, const bf16* q, const bf16* grad_o, long long pass_stride, int position,
+                                          int end, int row) {
+#pragma unroll
+    for (int i = 0; i < WAVE / PASS; i++) {
+        const bool inside = position + row / GROUP + i * (PASS / GROUP) < end;
+        copy16(target + i * PASS * ROW_BYTES, q + i * pass_stride, inside);
+        copy16(target + i * PASS * ROW_BYTES + WAVE_BYTES, grad_o + i * pass_stride, inside);
+    }
+}
+// The statistics of a step's rows on their way, LSE first: half of the threads copy LSE, half delta.
+__device__ __forceinline__ void load_split_stats(u32 target, const float2* row_stats, int position, int head0, int heads,
+                                                 int end, int thread) {
+    const int p = position + thread % WAVE / GROUP;
+    const float2* of_row = row_stats + (long long)p * heads + head0 + thread % GROUP;
+    copy4(target + thread * 4, (const float*)of_row + thread / WAVE, p < end);
+}
 // The items' shares of the sinks' gradient are summed on the side, in a fixed order; add_warps(sum) adds the four warps' sums.
 template <class AddWarps> __device__ __forceinline__ void sum_shares(float* grad_sinks, const float* shares, int share_count,
                                                                      int heads, int thread, AddWarps add_warps) {
@@ -61,6 +78,7 @@ struct SplitStats {
 };
 // Scores of a half's columns 8j to 8j + 7 become probabilities. `distance` is from this lane's first key to the position of
 // its first column of the step; with a WIDTH, rows before a key, or that far or farther after it, get 0.
+constexpr int FULL = 1 << 30;                      // a WIDTH that is never reached
 template <int WIDTH, class Stats> __device__ __forceinline__ void column_probabilities(
     float (&x)[8][4], const Stats& stats, int half, int j, float scale_log2, int distance) {
     const float2 lse = stats.lse(half, j);
@@ -70,6 +88,28 @@ template <int WIDTH, class Stats> __device__ __forceinline__ void column_probabi
         value = exp2_approx(fmaf(value, scale_log2, -(e & 1 ? lse.y : lse.x)));
         const int further = (half * 32 + j * 8) / GROUP + (GROUP == 1 ? e & 1 : 0) - (e >> 1) * 8;
         if (WIDTH && (u32)(distance + further) >= (u32)WIDTH) value = 0.f;
+    }
+}
+// All of a half; the second form packs P as a left operand on the way, the third is for a half that sees nothing.
+template <int WIDTH, class Stats> __device__ __forceinline__ void half_probabilities(
+    float (&x)[8][4], const Stats& stats, int half, float scale_log2, int distance) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) column_probabilities<WIDTH>(x, stats, half, j, scale_log2, distance);
+}
+template <int WIDTH, class Stats> __device__ __forceinline__ void half_probabilities(
+    float (&x)[8][4], u32 (&packed)[2][4], const Stats& stats, int half, float scale_log2, int distance) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        column_probabilities<WIDTH>(x, stats, half, j, scale_log2, distance);
+        pack_columns(packed, j, x[half * 4 + j]);
+    }
+}
+__device__ __forceinline__ void no_probabilities(float (&x)[8][4], u32 (&packed)[2][4], int half) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        packed[j / 2][j % 2 * 2] = packed[j / 2][j % 2 * 2 + 1] = 0;
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[half * 4 + j][e] = 0.f;
     }
 }
 // dS = P (dP - delta) of half of a step as a left operand; dp is overwritten.

@@ -4,7 +4,6 @@
 #include "tma.cuh"
 
 constexpr int STAGES = 4, AHEAD = STAGES - 2;      // steps that are on their way; one is used up late
-constexpr int FULL = 1 << 30;                      // a window that every row is in
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 full_backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k, const bf16* __restrict__ v,
@@ -35,9 +34,7 @@ full_backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict
     int head0 = kv_head * HEADS_PER_KV;
     auto fetch = [&](int position) {
         if (position >= item.first) {
-            const int p = position + thread % WAVE / GROUP;    // half of the threads copy LSE, half delta
-            copy4(stats + ring.next * STATS_BYTES + thread * 4,
-                  (const float*)(row_stats + (long long)p * heads + head0 + thread % GROUP) + thread / WAVE, p < item.end);
+            load_split_stats(stats + ring.next * STATS_BYTES, row_stats, position, head0, heads, item.end, thread);
             ring.fetch(&map_q, &map_grad, head0, position);
         }
         commit();
@@ -52,7 +49,6 @@ full_backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict
     load_left(value, own_v + warp * 16 * ROW_BYTES + lane_rows(lane));
     float dk[8][4], dv[8][4];                                  // set by the first products
     const int key0 = item.first + warp * 16;
-    const u32 at_stats = stats + (lane & 3) * 8;
     const u64 key = describe(own);
     bool add = false;                                          // to what dk and dv hold
 #pragma unroll 1
@@ -74,20 +70,15 @@ full_backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict
             fetch(p0 - AHEAD * POSITIONS);
             ring.wait();
             const u64 rows_q = describe(ring.tiles()), rows_g = rows_q + (WAVE_BYTES >> 4);
-            const SplitStats step_stats{at_stats + ring.number * STATS_BYTES};
+            const SplitStats step_stats{stats + (lane & 3) * 8 + ring.number * STATS_BYTES};
             constexpr u32 HALF = 32 * ROW_BYTES >> 4;          // the step's second 32 rows, in a descriptor
             float x[8][4], dp[4][4];
             u32 p[2][4], ds[2][4];
             // from this lane's first key to the position of its first column
             const int distance = p0 + 2 * (lane & 3) / GROUP - key0 - (lane >> 2);
-            auto probabilities_where = [&](int half, auto width) {
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    column_probabilities<decltype(width)::value>(x, step_stats, half, j, scale_log2, distance);
-            };
             auto probabilities = [&](int half) {
-                if (p0 + half * 32 / GROUP >= key0 + 15) probabilities_where(half, Constant<0>());
-                else probabilities_where(half, Constant<FULL>());
+                if (p0 + half * 32 / GROUP >= key0 + 15) half_probabilities<0>(x, step_stats, half, scale_log2, distance);
+                else half_probabilities<FULL>(x, step_stats, half, scale_log2, distance);
             };
             // The last step's products end before S begins, else the compiler runs all products one by one: there are not
             // enough registers for dS beside S. Within a step one half's products run beside the other's probabilities.

@@ -10,7 +10,7 @@ full_backward_q(const bf16* __restrict__ q, const __grid_constant__ TensorMap ma
                 float* __restrict__ grad_sinks, const Item* __restrict__ items, int heads, float scale, float scale_log2) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const u32 stages = shared_address(memory);                 // K, V of two steps
-    const u32 tile = stages + 2 * STAGE_BYTES, tile_grad = tile + TILE_BYTES;          // Q, dO
+    const u32 tile = stages + 2 * STAGE_BYTES, tile_grad = tile + TILE_BYTES;          // Q (later shares of dsinks), dO
     const u32 tile_out = stages + STAGE_BYTES;                                         // O, before that stage's first use
     const Place at(items, heads);
     const WarpRows mine(heads, at);
@@ -47,10 +47,7 @@ full_backward_q(const bf16* __restrict__ q, const __grid_constant__ TensorMap ma
         begin_rows(x, query, rows_k);
         begin_rows(dp, grad, rows_v);
         finish<1>(x);
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) x[j][e] = exp2_approx(fmaf(x[j][e], scale_log2, -row_lse[e >> 1]));
+        row_probabilities(x, scale_log2, row_lse);
         if (t == last) hide_later(x, 0.f, row_position, key0, at.lane);
         finish<0>(dp);
         add_products(exact, x, dp);
@@ -62,13 +59,11 @@ full_backward_q(const bf16* __restrict__ q, const __grid_constant__ TensorMap ma
         begin_inner(dq, ds, rows_k, t > 0);
         ring.advance();
     }
-    const float sink = sinks[at.row_head] * LOG2E;
-    float sink_share = 0.f;
+    float sink_share = 0.f, sink = sinks[at.row_head] * LOG2E;
 #pragma unroll
     for (int h = 0; h < 2; h++) exact[h] = quad_sum(exact[h]);
     store_stats(row_stats, sink_share, row_lse, exact, sink, row_position, at.row_head, at.item.end, heads, at.lane);
     finish<0>(dq);
     store_rows(grad_q, dq, {scale, scale}, row_position, at.row_head, at.item.end, heads, at.lane);
-    float* shares = (float*)(memory + 2 * STAGE_BYTES);        // of dsinks, [4 warps, 8], where Q was
-    sum_shares(grad_sinks + (long long)at.number * heads + at.head0, shares, sink_share, at.thread);
+    sum_shares(grad_sinks + (long long)at.number * heads + at.head0, (float*)(memory + 2 * STAGE_BYTES), sink_share, at.thread);
 }

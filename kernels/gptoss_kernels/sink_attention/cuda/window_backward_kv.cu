@@ -43,12 +43,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
             const int next_position = item.first + next_step * POSITIONS;
             const long long source = row_source + ((long long)next_position * heads + next_group * GROUP) * D;
             const u32 target = stages + next_stage * STAGE_BYTES + row_address;
-#pragma unroll
-            for (int i = 0; i < WAVE / PASS; i++) {
-                const bool inside = next_position + row / GROUP + i * (PASS / GROUP) < item.end;
-                copy16(target + i * PASS * ROW_BYTES, q + source + i * pass_stride, inside);
-                copy16(target + i * PASS * ROW_BYTES + WAVE_BYTES, grad_o + source + i * pass_stride, inside);
-            }
+            load_rows(target, q + source, grad_o + source, pass_stride, next_position, item.end, row);
             if (thread < WAVE) {
                 const int p = next_position + thread / GROUP;
                 copy8(stats + next_stage * STATS_BYTES + thread * 8,
@@ -82,24 +77,12 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
         const int distance = p0 + 2 * (lane & 3) / GROUP - key0 - (lane >> 2);
         float x[8][4], dp[4][4];
         u32 p[2][4], ds[2][4];
-        auto probabilities_where = [&](int half, auto width) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                column_probabilities<decltype(width)::value>(x, step_stats, half, j, scale_log2, distance);
-                pack_columns(p, j, x[half * 4 + j]);
-            }
-        };
         auto probabilities = [&](int half) {
             const int from = p0 + half * 32 / GROUP, to = p0 + (half * 32 + 31) / GROUP;
-            if (from >= key0 + 15 && to - key0 < WINDOW) probabilities_where(half, Constant<0>());
-            else if (to >= key0 && from < key0 + 15 + WINDOW) probabilities_where(half, Constant<WINDOW>());
-            else
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    p[j / 2][j % 2 * 2] = p[j / 2][j % 2 * 2 + 1] = 0;
-#pragma unroll
-                    for (int e = 0; e < 4; e++) x[half * 4 + j][e] = 0.f;
-                }
+            if (from >= key0 + 15 && to - key0 < WINDOW) half_probabilities<0>(x, p, step_stats, half, scale_log2, distance);
+            else if (to >= key0 && from < key0 + 15 + WINDOW)
+                half_probabilities<WINDOW>(x, p, step_stats, half, scale_log2, distance);
+            else no_probabilities(x, p, half);
         };
         // The tensor cores work on one half's products while this warp turns the other half's scores into probabilities,
         // and on the last products of a step while it waits for the next one's rows.

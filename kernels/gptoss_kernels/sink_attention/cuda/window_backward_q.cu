@@ -87,10 +87,7 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
             if (first_key >= at.item.start) probabilities(Constant<1>());
             else probabilities(Constant<0>());
             finish<0>(dp);
-#pragma unroll
-            for (int j = 0; j < 6; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) exact[e >> 1] = fmaf(x[j][e], dp[j][e], exact[e >> 1]);
+            add_products(exact, x, dp);
             const bool complete = first_key >= at.item.start;
             if (!complete)
 #pragma unroll
