@@ -83,7 +83,7 @@ class Bench:
     async def run(self) -> None:
         a = self.arguments
         (self.scratch / "config.json").write_text(json.dumps(self.model_config.to_hf_config(dtype="bfloat16")))
-        environment = {"PYTHONPATH": a.pythonpath, "CUDA_VISIBLE_DEVICES": str(a.server_gpu), "OMP_NUM_THREADS": "4"}
+        environment = {"PYTHONPATH": a.pythonpath, "OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": self.server_gpu()}
         if a.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         settings = self.settings()
@@ -173,13 +173,17 @@ class Bench:
             server_gpu_extra_gb=(peak - used) / 1e9, sender_extra_gb=sender_extra, link_gbps=self.link(),
         )  # fmt: skip
 
+    def server_gpu(self) -> str:
+        """As the whole machine numbers it."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[self.arguments.server_gpu]
+
     def server_memory(self) -> int:
         """Bytes in use on the server's GPU, the trainer's too if they share it."""
         if self.arguments.device == "cpu":
             return 0
         command = [
             "nvidia-smi",
-            f"--id={self.arguments.server_gpu}",
+            f"--id={self.server_gpu()}",
             "--query-gpu=memory.used",
             "--format=csv,noheader,nounits",
         ]
@@ -341,7 +345,7 @@ def main() -> None:
     parser.add_argument("--server-env", nargs="*", default=[], metavar="NAME=VALUE", help="the server's variables")
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256, help="sampled per turn")
-    parser.add_argument("--server-gpu", type=int, default=0, help="the trainer has GPU 0")
+    parser.add_argument("--server-gpu", type=int, default=0, help="of the visible ones; the trainer has the first")
     parser.add_argument("--memory-fraction", type=float, default=0.4)
     parser.add_argument("--python", default=sys.executable, help="interpreter that has SGLang")
     parser.add_argument("--pythonpath", default="", help="of the server")

@@ -1,6 +1,6 @@
 """Sink attention on one GPU: every available backend on the same inputs, forward and backward, in one run.
 
-    python benchmarks/sink_attention.py [--out result.json] [--only window|full]
+    python benchmarks/sink_attention.py [--out result.json] [--only window|full] [--equal]
 
 GPT-OSS shapes in bf16 (64 query heads, 8 kv heads, head size 64), 32,768 tokens: one sequence, eight of 4,096, and a
 mix of short ones. ``floor`` is the time to read every input and write every output once, at the copy bandwidth
@@ -122,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="write the figures as JSON")
     parser.add_argument("--only", choices=("window", "full"))
+    parser.add_argument("--equal", action="store_true", help="full attention over packs of equal lengths, too")
     options = parser.parse_args()
     start = time.perf_counter()
     q, k, v, sinks, grad_o, cu_seqlens = inputs([256])
@@ -149,6 +150,8 @@ def main() -> None:
     for window in (128, None):
         if options.only and (options.only == "window") != (window == 128):
             continue
+        if options.equal and window is None:
+            cases |= {f"{TOKENS // n}x{n}": [n] * (TOKENS // n) for n in (128, 256, 512, 1024, 2048)}
         for case, lengths in cases.items():
             times = measure(lengths, window)
             for direction, row in times.items():

@@ -18,7 +18,7 @@ import torch
 from converters import hf_layouts
 from converters.errors import ConversionError
 from converters.hf_layouts import BLOCK, Shape, Stored, is_expert_matrix, mxfp4_shapes
-from converters.names import hf_shapes
+from converters.names import NamedTensor, hf_shapes
 from converters.safetensors_files import DTYPES, SafetensorsFile, SafetensorsWriter
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
@@ -158,13 +158,11 @@ class HfDirectory:
             raise ConversionError(f"{where}: {_some(unknown)} unknown to GPT-OSS as config.json describes it")
         for part, file in self._file_of.items():
             entry, (shape, stored) = self._entry(part), shapes[part]
+            named = f"{self.path / file}: tensor {part}"
             if entry.shape != shape:
-                raise ConversionError(
-                    f"{self.path / file}: tensor {part} has shape {list(entry.shape)}, "
-                    f"but config.json describes {list(shape)}"
-                )
+                raise ConversionError(f"{named} has shape {list(entry.shape)}, but config.json describes {list(shape)}")
             if entry.dtype not in (("U8",) if len(stored.shapes) > 1 else ("BF16", "F16", "F32")):
-                raise ConversionError(f"{self.path / file}: tensor {part} has the unsupported dtype {entry.dtype}")
+                raise ConversionError(f"{named} has the unsupported dtype {entry.dtype}")
 
 
 def tokenizer_and_generation(directory: Path) -> tuple[list[Path], dict[str, Any]]:
@@ -180,7 +178,7 @@ def tokenizer_and_generation(directory: Path) -> tuple[list[Path], dict[str, Any
 def write_hf_directory(
     directory: Path,
     config: ModelConfig,
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    named_tensors: Iterable[NamedTensor],
     *,
     tokenizer_files: Sequence[Path] = (),
     eos_token_ids: Sequence[int] = (),
@@ -262,10 +260,7 @@ def written_shapes(config: ModelConfig, quantised: bool) -> dict[str, Shape]:
 
 
 def _write_shards(
-    directory: Path,
-    expected: Mapping[str, Shape],
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
-    max_shard_bytes: int,
+    directory: Path, expected: Mapping[str, Shape], named_tensors: Iterable[NamedTensor], max_bytes: int
 ) -> torch.dtype:
     """Returns the dtype of the weights."""
     shards: list[list[str]] = []
@@ -277,7 +272,7 @@ def _write_shards(
             raise ConversionError(f"tensor {name} was given twice")
         if tuple(tensor.shape) != expected.get(name):
             raise ConversionError(f"tensor {name} has shape {list(tensor.shape)}, expected {expected.get(name)}")
-        if writer is not None and writer.size + tensor.nbytes > max_shard_bytes:
+        if writer is not None and writer.size + tensor.nbytes > max_bytes:
             writer.close()
             writer = None
         if writer is None:

@@ -17,15 +17,8 @@ from megatron_gptoss.config import ModelConfig
 
 BLOCK = 32
 """Values that share an MXFP4 scale."""
-QUANTIZATION_CONFIG = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ],
-}
+_NOT_QUANTISED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+QUANTIZATION_CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": _NOT_QUANTISED}
 """What config.json says of a model whose expert matrices are MXFP4."""
 _OPENAI_OUTSIDE = {
     "model.embed_tokens.weight": "embedding.weight",

@@ -34,7 +34,10 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
     # in the order of the table the experts that share one tensor come together, so one read serves them all
     for mapping, parameter in _local_parameters(model, config):
         if any(name not in fetched for name in mapping.hf_names):
-            fetched = {name: _fetch(get_tensor, name) for name in mapping.hf_names}
+            try:
+                fetched = {name: get_tensor(name) for name in mapping.hf_names}
+            except KeyError as error:
+                raise ConversionError(f"tensor {error.args[0]} is missing from the weights to load") from None
         parts: list[Any] = []
         for name, shape in zip(mapping.hf_names, mapping.part_shapes, strict=True):
             whole = fetched[name]
@@ -51,13 +54,6 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
                 f"{', '.join(mapping.hf_names)} has {list(local.shape)}: model and configuration differ"
             )
         parameter.copy_(local)
-
-
-def _fetch(get_tensor: GetTensor, name: str) -> torch.Tensor | ExpertStack:
-    try:
-        return get_tensor(name)
-    except KeyError:
-        raise ConversionError(f"tensor {name} is missing from the weights to load") from None
 
 
 def _local_parameters(model: torch.nn.Module, config: ModelConfig) -> list[tuple[ParameterMapping, torch.nn.Parameter]]:

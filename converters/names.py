@@ -25,6 +25,7 @@ from megatron_gptoss.config import ModelConfig
 
 Shape = tuple[int, ...]
 Parts = tuple[torch.Tensor, ...]
+NamedTensor = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class ParameterMapping:
         """Place in the leading axes of the torch_dist tensor: (), (layer,) or (layer, expert)."""
         return tuple(i for i in (self.layer, self.expert) if i is not None)
 
+    def named_parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """``to_hf`` by Hugging Face name."""
+        return dict(zip(self.hf_names, self.to_hf(tensor), strict=True))
+
     def local_shape(self, ranks: int) -> Shape:
         """Shape on one of ``ranks`` tensor-parallel ranks."""
         d = self.tensor_parallel_dim
@@ -72,6 +77,8 @@ class ParameterMapping:
         d = self.tensor_parallel_dim
         return shards[0] if d is None or len(shards) == 1 else torch.cat(shards, d)
 
+
+NamedParts = tuple[ParameterMapping, dict[str, torch.Tensor]]
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
@@ -90,25 +97,15 @@ def hf_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def hf_tensors(
-    config: ModelConfig, get: Callable[[ParameterMapping], torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_tensors(config: ModelConfig, get: Callable[[ParameterMapping], torch.Tensor]) -> Iterator[NamedTensor]:
     """Every Hugging Face tensor by name, built from full Megatron parameters that ``get`` is asked for one by one.
 
     Holds one Hugging Face tensor at a time: of a layer's experts that is all of them.
     """
-    return stack_experts(
-        config,
-        (
-            (mapping, dict(zip(mapping.hf_names, mapping.to_hf(get(mapping)), strict=True)))
-            for mapping in _mappings(config)
-        ),
-    )
+    return stack_experts(config, ((mapping, mapping.named_parts(get(mapping))) for mapping in _mappings(config)))
 
 
-def stack_experts(
-    config: ModelConfig, parts: Iterable[tuple[ParameterMapping, dict[str, torch.Tensor]]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def stack_experts(config: ModelConfig, parts: Iterable[NamedParts]) -> Iterator[NamedTensor]:
     """Whole tensors from the named parts of each parameter, which come in the order of the table."""
     stacks: dict[str, torch.Tensor] = {}
     for mapping, named in parts:

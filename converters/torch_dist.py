@@ -20,7 +20,7 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, new_directory, tokenizer_and_generation, write_hf_directory
 from converters.hf_layouts import is_expert_matrix
 from converters.mxfp4_export import ExportReport, QuantisationError, quantise
-from converters.names import ParameterMapping, hf_tensors, parameter_mappings, stack_experts
+from converters.names import NamedParts, NamedTensor, ParameterMapping, hf_tensors, parameter_mappings, stack_experts
 from converters.pipeline import Progress, bf16_bytes, in_order
 from converters.torch_dist_files import Shape, TorchDistReader, TorchDistWriter
 from megatron_gptoss.checkpoint import MODEL_CONFIG_FILE
@@ -44,16 +44,18 @@ def import_checkpoint(
     source = HfDirectory(hf_dir)
     with new_directory(Path(megatron_dir)) as partial:
         with TorchDistWriter(partial) as writer:
-            _write_checkpoint(source, writer, dtype, progress)
+            _write_parameters(source, writer, dtype, progress)
+            for key, shape, index in _empty_entries(source.config):
+                writer.add_object(key, shape, index, None)
+            writer.add_object("common_state", (1,), (0,), {"checkpoint_version": 3.0, "iteration": 0})
         (partial / MODEL_CONFIG_FILE).write_text(source.config.model_dump_json(indent=1))
 
 
-def _write_checkpoint(
+def _write_parameters(
     source: HfDirectory, writer: TorchDistWriter, dtype: Precision | None, progress: Progress | None
 ) -> None:
-    """Every parameter of ``source``, and the entries without content that Megatron's loader insists on."""
-    config = source.config
-    table = list(parameter_mappings(config).values())
+    table = list(parameter_mappings(source.config).values())
+    leading = source.config.num_layers, source.config.num_experts
 
     def convert(mapping: ParameterMapping) -> torch.Tensor:
         tensor = mapping.to_megatron(*(source.get(name, mapping.expert) for name in mapping.hf_names))
@@ -65,10 +67,8 @@ def _write_checkpoint(
 
     with contextlib.closing(in_order(convert, table, size, progress)) as tensors:
         for mapping, tensor in zip(table, tensors, strict=True):
-            writer.add_tensor(mapping.checkpoint_key, _leading_shape(mapping, config), mapping.checkpoint_index, tensor)
-    for key, shape, index in _empty_entries(config):
-        writer.add_object(key, shape, index, None)
-    writer.add_object("common_state", (1,), (0,), {"checkpoint_version": 3.0, "iteration": 0})
+            index = mapping.checkpoint_index
+            writer.add_tensor(mapping.checkpoint_key, leading[: len(index)], index, tensor)
 
 
 def export_checkpoint(
@@ -95,20 +95,19 @@ def export_checkpoint(
         check_same_model(original, checkpoint.config, megatron_dir)
     element = torch.float32 if dtype == "fp32" else torch.bfloat16
 
-    def convert(
-        mapping: ParameterMapping,
-    ) -> tuple[ParameterMapping, dict[str, torch.Tensor], QuantisationError | None]:
-        parts = dict(zip(mapping.hf_names, mapping.to_hf(checkpoint.parameter(mapping)), strict=True))
+    def convert(mapping: ParameterMapping) -> tuple[NamedParts, QuantisationError | None]:
+        parts = mapping.named_parts(checkpoint.parameter(mapping))
         [(name, part), *_] = parts.items()
         if quantised and mapping.expert is not None and is_expert_matrix(name):
-            return mapping, *quantise(name, mapping.expert, part, original)
-        return mapping, {name: part.to(element).contiguous() for name, part in parts.items()}, None
+            blocks, error = quantise(name, mapping.expert, part, original)
+            return (mapping, blocks), error
+        return (mapping, {name: part.to(element).contiguous() for name, part in parts.items()}), None
 
     table = list(parameter_mappings(checkpoint.config).values())
 
-    def converted() -> Generator[tuple[ParameterMapping, dict[str, torch.Tensor]], None, None]:
+    def converted() -> Generator[NamedParts, None, None]:
         with contextlib.closing(in_order(convert, table, bf16_bytes, progress)) as results:
-            for mapping, parts, error in results:
+            for (mapping, parts), error in results:
                 if error is not None:
                     report.add(mapping.hf_names[0], error)
                 yield mapping, parts
@@ -156,25 +155,17 @@ class MegatronCheckpoint:
     def parameter(self, mapping: ParameterMapping) -> torch.Tensor:
         return self._reader.get(mapping.checkpoint_key, mapping.checkpoint_index, mapping.shape)
 
-    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_tensors(self) -> Iterator[NamedTensor]:
         """Every Hugging Face tensor, in the order of ``names.hf_shapes``."""
         return hf_tensors(self.config, self.parameter)
 
 
-def check_same_model(source: HfDirectory, config: ModelConfig, megatron_dir: Path) -> None:
+def check_same_model(source: HfDirectory, config: ModelConfig, path: Path) -> None:
     """Raises ConversionError naming the first value in which the two architectures differ."""
     ours, theirs = source.config.model_dump(), config.model_dump()
     for key, value in ours.items():
         if theirs[key] != value and key != "initializer_std":  # says nothing about weights that exist
-            raise ConversionError(
-                f"different models: {key} is {value} in {source.path} but {theirs[key]} in {megatron_dir}"
-            )
-
-
-def _leading_shape(mapping: ParameterMapping, config: ModelConfig) -> Shape:
-    if mapping.layer is None:
-        return ()
-    return (config.num_layers,) if mapping.expert is None else (config.num_layers, config.num_experts)
+            raise ConversionError(f"different models: {key} is {value} in {source.path} but {theirs[key]} in {path}")
 
 
 def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
@@ -184,12 +175,8 @@ def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
     are the ones of the local and of the Transformer Engine layers together.
     """
     layers, experts = config.num_layers, config.num_experts
-    per_layer = (
-        "self_attention.linear_qkv",
-        "self_attention.linear_proj",
-        "self_attention.core_attention",
-        "pre_mlp_layernorm",
-    )
+    attention = (f"self_attention.{module}" for module in ("linear_qkv", "linear_proj", "core_attention"))
+    per_layer = [*attention, "pre_mlp_layernorm"]
     for layer in range(layers):
         for module in per_layer:
             yield f"decoder.layers.{module}._extra_state", (layers,), (layer,)

@@ -172,10 +172,8 @@ class TorchDistReader:
             part = self._read(key, chunk)[(0,) * axes]
             if tuple(part.shape) == shape:
                 return part
-            where = tuple(
-                slice(start, start + size) for start, size in zip(chunk.offsets[axes:], chunk.sizes[axes:], strict=True)
-            )
-            result[where] = part
+            starts = chunk.offsets[axes:]
+            result[tuple(slice(start, start + n) for start, n in zip(starts, part.shape, strict=True))] = part
             filled += part.numel()
         if filled != result.numel():
             raise ConversionError(f"{self.directory}: {key}{list(leading_index)} is incomplete in the checkpoint")

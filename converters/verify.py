@@ -75,11 +75,8 @@ def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -
     found: dict[str, Difference] = {}
 
     def compare(mapping: ParameterMapping) -> list[Difference]:
-        parts = mapping.to_hf(checkpoint.parameter(mapping))
-        return [
-            _difference(name, source.get(name, mapping.expert), part)
-            for name, part in zip(mapping.hf_names, parts, strict=True)
-        ]
+        parts = mapping.named_parts(checkpoint.parameter(mapping))
+        return [_difference(name, source.get(name, mapping.expert), part) for name, part in parts.items()]
 
     with contextlib.closing(in_order(compare, table, bf16_bytes, progress)) as results:
         for differences in results:

@@ -147,7 +147,7 @@ def plan(
 
     print(memory_plan(config.memory_inputs, gpu_gb))
     print(attention_plan(config))
-    print(step_plan(config))
+    print(step_plan(config, gpu_gb))
 
 
 @app.command()

@@ -39,7 +39,7 @@ def place(config: RunConfig, cluster: ClusterConfig, uses_rollouts: bool) -> lis
         trainers[rank // per_node].free_gpus -= 1
     hosts = others or trainers
     if uses_rollouts and rollout.engine == "sglang":
-        _place_servers(config, trainers, hosts, per_node, gpus)
+        _add_servers(config, trainers, hosts, per_node, gpus)
     for worker in range(rollout.workers if uses_rollouts else 0):
         near = [node for node in hosts if node.servers] or hosts  # a worker talks to engines all the time
         emptiest = min(near, key=lambda node: len(node.ranks) + len(node.workers))
@@ -50,9 +50,7 @@ def place(config: RunConfig, cluster: ClusterConfig, uses_rollouts: bool) -> lis
     return [*trainers, *others]
 
 
-def _place_servers(
-    config: RunConfig, trainers: list[NodePlan], hosts: list[NodePlan], per_node: int, gpus: int
-) -> None:
+def _add_servers(config: RunConfig, trainers: list[NodePlan], hosts: list[NodePlan], per_node: int, gpus: int) -> None:
     servers, width = config.rollout.sglang.servers, config.rollout.sglang.tensor_parallel
     for server in range(servers):
         if config.rollout.sglang.colocated:  # server i takes the GPUs of ranks i x width and on

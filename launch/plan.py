@@ -2,8 +2,10 @@
 
 from itertools import accumulate
 
+from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.context_parallel import AttentionShape, Machine, balanced_layout, candidates
-from megatron_gptoss.performance import predict_step
+from megatron_gptoss.memory import layouts_that_fit
+from megatron_gptoss.performance import MATMUL_CEILING, StepTime, forward_flops, predict_step
 from rl_loop.config import RlConfig, RunConfig
 
 
@@ -13,20 +15,32 @@ def full_row(config: RunConfig) -> list[int]:
     return [longest] * (limit // longest) + ([limit % longest] if limit % longest else [])
 
 
-def step_plan(config: RunConfig) -> str:
-    """Time of one update on H200s if every episode is as long as it may be."""
-    lengths, parallel = full_row(config), config.parallel
-    rollout = config.rollout
+def step_plan(config: RunConfig, gigabytes: float) -> str:
+    """Time of one update on H200s if every episode is as long as it may be, as configured and for the fastest layouts
+    of as many GPUs of ``gigabytes``."""
+    lengths, rollout = full_row(config), config.rollout
     episodes = rollout.tasks_per_step * rollout.samples_per_task if isinstance(config, RlConfig) else 1
-    multiple = parallel.micro_batch_multiple
-    micro_batches = multiple * max(1, -(-episodes * rollout.max_tokens // (sum(lengths) * parallel.data * multiple)))
-    step = predict_step(config.model, parallel, config.optimizer, lengths, micro_batches)
-    tokens = sum(lengths) * micro_batches * parallel.data
+
+    def update(parallel: ParallelConfig) -> tuple[int, StepTime, str]:
+        multiple = parallel.micro_batch_multiple
+        count = multiple * max(1, -(-episodes * rollout.max_tokens // (sum(lengths) * parallel.data * multiple)))
+        step = predict_step(config.model, parallel, config.optimizer, lengths, count)
+        gpu_seconds = step.total * parallel.world_size
+        mfu = 3 * forward_flops(config.model, lengths) * count * parallel.data / gpu_seconds / MATMUL_CEILING
+        speed = sum(lengths) * count * parallel.data / gpu_seconds
+        return count, step, f"{step.total:.2f} s, {speed:.0f} tokens/s/GPU, {mfu:.1%} MFU"
+
+    count, step, text = update(config.parallel)
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in step._asdict().items() if seconds >= 0.005)
-    return (
-        f"an update on H200s, {tokens} tokens in {micro_batches} micro-batches per data-parallel rank: "
-        f"{step.total:.2f} s, {tokens / step.total / parallel.world_size:.0f} tokens/s/GPU ({parts})"
-    )
+    tokens = sum(lengths) * count * config.parallel.data
+    lines = [
+        f"an update on H200s, {tokens} tokens in {count} micro-batches per data-parallel rank: {text} ({parts})",
+        "the fastest layouts that fit, as predicted:",
+    ]
+    fitting = [(update(layout), layout, memory) for layout, memory in layouts_that_fit(config.memory_inputs, gigabytes)]
+    for (_, _, text), layout, memory in sorted(fitting, key=lambda entry: entry[0][1].total)[:5]:
+        lines.append(f"  {layout.sizes}: {memory.total / 1e9:.1f} GB, {text}")
+    return "\n".join(lines)
 
 
 def attention_plan(config: RunConfig) -> str:

@@ -210,6 +210,11 @@ class ParallelConfig(StrictModel):
         """Each data-parallel rank takes a multiple of this many micro-batches, as the interleaved schedule wants it."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
+    @property
+    def sizes(self) -> str:
+        """For people."""
+        return ", ".join(f"{name} {getattr(self, name)}" for name in ("tensor", "pipeline", "context", "expert"))
+
     def layers_of_stage(self, stage: int, model: ModelConfig) -> int:
         """Layers of a pipeline stage."""
         last = self.last_stage_layers or model.num_layers // self.pipeline

@@ -159,8 +159,7 @@ def memory_plan(training: Training, gigabytes: float) -> str:
         part, size = max(memory._asdict().items(), key=lambda entry: entry[1])
         lines.append(f"no layout of {gpus} GPUs fits; most goes to the {part} ({size / 1e9:.1f} GB)")
     for layout, needed in fitting[:5]:
-        sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tensor", "pipeline", "context", "expert"))
-        lines.append(f"  {sizes}: {needed.total / 1e9:.1f} GB")
+        lines.append(f"  {layout.sizes}: {needed.total / 1e9:.1f} GB")
     lines.append("to take less, one after the other:")
     for text, needed in smaller_settings(training):
         lines.append(f"  {text}: {needed.total / 1e9:.1f} GB")

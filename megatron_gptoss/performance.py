@@ -18,6 +18,8 @@ OUTPUT_LAYER = 458e12
 """The same of the output layer, which makes its logits twice; measured (docs/performance.md, log-probs)."""
 HALF_SPEED_ROWS = 1200
 """Rows of one expert in a micro-batch at which its products, and with them the step, run half as fast."""
+MATMUL_CEILING = 780e12
+"""Of a large bf16 matrix product on an H200, as ``matmul_ceiling`` measures it: what MFU is a share of."""
 NODE_BANDWIDTH = 180e9
 """Bytes per second that a GPU gets through in the all-to-all of experts within a node, as measured under NVLink."""
 NETWORK_BANDWIDTH = 40e9

@@ -109,18 +109,24 @@ class RoutingReplay:
     def recorded(self) -> list[torch.Tensor]:
         """int32 [tokens, layers, top_k] for every micro-batch since ``start_recording``: all layers, and the tokens in
         the order in which context-parallel ranks hold them, on every rank. Collective."""
+        device = next(self.layers[0].router.parameters()).device
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        most = torch.tensor(len(self.layers), device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=stages)
+        missing = [-1] * (int(most) - len(self.layers))  # the last stage may have fewer layers
         micro_batches = [
-            torch.stack(parts, dim=1) for parts in zip(*(x.record or [] for x in self.layers), strict=True)
+            torch.nn.functional.pad(torch.stack(parts, dim=1), (0, 0, 0, len(missing)))
+            for parts in zip(*(x.record or [] for x in self.layers), strict=True)
         ]
         for layer in self.layers:
             layer.record = None
         groups = (
             (parallel_state.get_tensor_model_parallel_group(), 0),
             (parallel_state.get_context_parallel_group(), 0),
-            (parallel_state.get_pipeline_model_parallel_group(), 1),
+            (stages, 1),
         )
-        order = torch.tensor([[layer.layer for layer in self.layers]], device=micro_batches[0].device)
-        order = _gathered(order, groups[2:])[0].argsort()  # chunks of different ranks alternate
+        layers = _gathered(torch.tensor([[x.layer for x in self.layers] + missing], device=device), groups[2:])[0]
+        order = layers.argsort()[int((layers < 0).sum()) :]  # chunks of different ranks alternate
         return [_gathered(routes, groups)[:, order] for routes in micro_batches]
 
 

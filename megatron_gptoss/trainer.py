@@ -83,9 +83,8 @@ def one_dtype_at_a_time(operation: Any, overflow: torch.Tensor, lists: list[list
     dtypes = dict.fromkeys(tensor.dtype for tensor in lists[0])
     of_one = [[[tensor for tensor in part if tensor.dtype == dtype] for part in lists] for dtype in dtypes]
     results = [_applier(operation, overflow, part, *options) for part in of_one]
-    if any(result is None for result in results):  # scaled in place
-        return None
-    return torch.stack([norm for norm, _ in results]).norm(dim=0), None
+    norms = [result[0] for result in results if result is not None]  # None: scaled in place, or no elements
+    return (torch.stack(norms).norm(dim=0), None) if norms else None
 
 
 def learning_rate_at(step: int, config: OptimizerConfig, total_steps: int) -> float:

@@ -10,14 +10,7 @@ import torch
 
 from megatron_gptoss.packing import GRAFTED, Sample
 from megatron_gptoss.trainer import StepStatistics
-from rl_loop.algorithms.advantages import (
-    gdpo_advantages,
-    generalized_advantages,
-    group_advantages,
-    overlong_penalty,
-    reinforce_advantages,
-    whiten,
-)
+from rl_loop.algorithms import advantages
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.metrics import Name, StepMetrics
@@ -68,7 +61,7 @@ def with_advantages(
     lengths = [len(group.trajectories) for group in groups]
     trajectories = [t for group in groups for t in group.trajectories]
     buffer, scale = config.overlong_buffer, config.overlong_penalty
-    lengthy = [scale * overlong_penalty(len(t), max_tokens, buffer) if buffer else 0.0 for t in trajectories]
+    lengthy = [scale * advantages.overlong_penalty(len(t), max_tokens, buffer) if buffer else 0.0 for t in trajectories]
     rewards = torch.tensor([t.reward + penalty for t, penalty in zip(trajectories, lengthy, strict=True)])
     kl = config.kl.coefficient if config.kl and config.kl.place == "reward" else 0.0
     penalties = [kl * _kl_of_tokens(s, config) if kl else torch.zeros(sum(s.loss_mask)) for s in samples]
@@ -76,13 +69,13 @@ def with_advantages(
         return _with_generalized_advantages(samples, rewards, penalties, config)
     rewards = rewards - torch.stack([penalty.sum() for penalty in penalties])
     if config.advantage == "reinforce":
-        per_sample = reinforce_advantages(rewards)
+        per_sample = advantages.reinforce_advantages(rewards)
     elif config.advantage == "gdpo":
         columns = torch.tensor([[_reward_part(t, name) for name in config.reward_weights] for t in trajectories])
         weights = list(config.reward_weights.values())
-        per_sample = torch.cat([gdpo_advantages(part, weights) for part in columns.split(lengths)])
+        per_sample = torch.cat([advantages.gdpo_advantages(part, weights) for part in columns.split(lengths)])
     else:
-        per_sample = torch.cat([group_advantages(part, config.advantage) for part in rewards.split(lengths)])
+        per_sample = torch.cat([advantages.group_advantages(part, config.advantage) for part in rewards.split(lengths)])
     tokens = torch.tensor([sum(sample.loss_mask) for sample in samples])
     each = per_sample.repeat_interleave(tokens)
     return _with_columns(samples, config, advantages=list(each.split(tokens.tolist())))
@@ -113,8 +106,8 @@ def _with_generalized_advantages(
         token_rewards[i, : lengths[i]] = -penalty
         token_rewards[i, lengths[i] - 1] += rewards[i]
         values[i, : lengths[i]] = torch.tensor(sample.values)[torch.tensor(sample.loss_mask) > 0]
-    advantages, returns = generalized_advantages(token_rewards, values, config.gamma, config.gae_lambda)
-    columns = {"advantages": advantages, "returns": returns}
+    both = advantages.generalized_advantages(token_rewards, values, config.gamma, config.gae_lambda)
+    columns = dict(zip(("advantages", "returns"), both, strict=True))
     cut = {name: [row[:n] for row, n in zip(rows, lengths, strict=True)] for name, rows in columns.items()}
     return _with_columns(samples, config, **cut)
 
@@ -123,7 +116,7 @@ def _with_columns(samples: Sequence[Sample], config: AlgorithmConfig, **columns:
     """The samples with per-token columns that are given for their loss tokens only; advantages whitened if wanted."""
     if config.whiten_advantages or config.advantage == "gdpo":
         lengths = [len(part) for part in columns["advantages"]]
-        columns["advantages"] = list(whiten(torch.cat(columns["advantages"])).split(lengths))
+        columns["advantages"] = list(advantages.whiten(torch.cat(columns["advantages"])).split(lengths))
     out = []
     for i, sample in enumerate(samples):
         on = np.asarray(sample.loss_mask) > 0

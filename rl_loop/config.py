@@ -67,9 +67,7 @@ class SourceConfig(StrictModel):
 class TaskConfig(StrictModel):
     """What is trained on and measured: a mixture of sources."""
 
-    sources: dict[str, SourceConfig] = Field(
-        default_factory=lambda: {"retool": SourceConfig(environment="retool")}, min_length=1
-    )
+    sources: dict[str, SourceConfig] = Field({"retool": SourceConfig(environment="retool")}, min_length=1)
     """By a name of your choice."""
     seed: int = 0
     """Of generators, and of the order of data."""

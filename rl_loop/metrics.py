@@ -16,6 +16,8 @@ from rl_loop.run_directory import RunDirectory, append_lines, read_json, write_j
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+Listener = Callable[[int, dict[str, float]], None]
+
 
 class Name:
     """The metrics that the progress display and the report know by name; any other name is written and plotted too."""
@@ -112,12 +114,7 @@ class MetricsWriter:
     and the curve continues; None starts anew. ``listeners`` get ``(step, values)``. What is not finite is null in JSON.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        resume_after: int | None = None,
-        listeners: Iterable[Callable[[int, dict[str, float]], None]] = (),
-    ) -> None:
+    def __init__(self, run: RunDirectory, resume_after: int | None = None, listeners: Iterable[Listener] = ()) -> None:
         # Here, because importing it takes seconds and the commands that only read metrics need none of it.
         from torch.utils.tensorboard import SummaryWriter
 

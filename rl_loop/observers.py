@@ -3,15 +3,13 @@ node, and Weights & Biases if asked for."""
 
 import os
 import re
-from collections.abc import Callable
 from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
 from rl_loop.config import ConfigError, RunConfig, dump_config
+from rl_loop.metrics import Listener
 from rl_loop.trajectory import TrajectoryGroup
-
-Listener = Callable[[int, dict[str, float]], None]
 
 
 class RolloutCounters:

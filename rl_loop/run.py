@@ -147,6 +147,7 @@ def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: 
     from rl_loop.trainer_group import TrainerGroup
 
     with ray_session():
+        print(f"{config.name}: loading the policy, trainer ranks: {config.parallel.world_size}", flush=True)
         trainer, rollouts = TrainerGroup(config), None
         if isinstance(config, RlConfig):
             if config.rollout.engine == "sglang" and config.rollout.sglang.colocated:
@@ -195,6 +196,7 @@ def run_rl(config: RlConfig, show: ProgressFactory, *, resume: bool = False, ove
         from rl_loop.loop import RlLoop
 
         loop = RlLoop(config, session)
+        session.progress.note("waiting for the rollout engines")
         loop.rollouts.ready()
         done = loop.train()
         if done < config.training.steps:

@@ -93,9 +93,10 @@ class SglangFleet:
         for attempt in range(MAX_SYNCS):
             try:
                 return self._bring(self._alive())
-            except SyncFailed:
+            except SyncFailed as failure:
                 if attempt + 1 == MAX_SYNCS:
                     raise
+                print(f"once more, with servers started anew: {failure}", flush=True)
 
     def heal(self) -> None:
         """Bring servers that were restarted to the weights of the last ``sync``, or to what became of them since. They

@@ -142,14 +142,12 @@ class TrainerWorker:
                 updates.policy.append(self._update(self.trainer, mini_batch, objective, step))
         return updates
 
-    def _update(
-        self, trainer: PolicyTrainer, samples: list[Sample], objective: LossFunction, step: int
-    ) -> StepStatistics:
+    def _update(self, trainer: PolicyTrainer, samples: list[Sample], loss: LossFunction, step: int) -> StepStatistics:
         for writer, _ in self._saved:
             writer.finish(block=False)
         rate = learning_rate_at(step, trainer.config, self.config.training.steps)
         with out_of_memory_explained(self.config.memory_inputs):
-            return trainer.train_step(self._batches(samples), objective, rate, self.config.rollout.temperature)
+            return trainer.train_step(self._batches(samples), loss, rate, self.config.rollout.temperature)
 
     def _recorded_routes(self, replay: RoutingReplay, samples: list[Sample]) -> list[np.ndarray]:
         """Per sample int16 [len - 1, layers, top_k]: what the routers chose in the forward pass over ``samples``."""
@@ -163,8 +161,7 @@ class TrainerWorker:
         return [np.array(row[1:], dtype=np.int16).reshape(-1, *shape) for row in rows]
 
     def _batches(self, samples: list[Sample]) -> Sequence[PackedBatch]:
-        parallel = self.config.parallel
-        limit = self.config.training.max_tokens_per_micro_batch
+        parallel, limit = self.config.parallel, self.config.training.max_tokens_per_micro_batch
         multiple = parallel.micro_batch_multiple
         return data_parallel_slice(pack(samples, limit, parallel.data, alignment(), self._work, multiple))
 

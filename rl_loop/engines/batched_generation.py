@@ -36,10 +36,7 @@ class RunningSequence:
         sampling = self.request.sampling
         self.tokens = list(self.request.input_ids)
         generator = torch.Generator()
-        if sampling.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(sampling.seed)
+        generator.manual_seed(generator.seed() if sampling.seed is None else sampling.seed)
         # one number per token, whatever happens to other sequences
         uniforms = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
         self.uniforms: list[float] = uniforms.tolist()

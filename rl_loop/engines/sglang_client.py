@@ -45,10 +45,8 @@ class SglangClient:
         except ValueError:
             content = None
         refused = isinstance(content, dict) and content.get("success") is False
-        if answer.status >= 500:
-            raise ServerFailed(f"{self.url}{path}: HTTP {answer.status}: {text[:300]}")
         if answer.status >= 400 or refused:
-            raise RequestRejected(f"{self.url}{path}: HTTP {answer.status}: {text[:300]}")
+            raise _fault(answer.status)(f"{self.url}{path}: HTTP {answer.status}: {text[:300]}")
         return content
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
@@ -58,8 +56,7 @@ class SglangClient:
         try:
             async with self._connection().post(where, json=body) as answer:
                 if answer.status != 200:
-                    kind = ServerFailed if answer.status >= 500 else RequestRejected
-                    raise kind(f"{where}: HTTP {answer.status}: {(await answer.text())[:300]}")
+                    raise _fault(answer.status)(f"{where}: HTTP {answer.status}: {(await answer.text())[:300]}")
                 async for data in answer.content.iter_any():  # a line may be megabytes long: routes of a whole episode
                     unread += data
                     if b"\n" not in data:
@@ -88,14 +85,17 @@ class SglangClient:
             self._session = None
 
 
+def _fault(status: int) -> type[ServerFailed | RequestRejected]:
+    return ServerFailed if status >= 500 else RequestRejected
+
+
 def _chunk(where: str, payload: bytes) -> dict[str, Any]:
     try:
         chunk = json.loads(payload)
     except ValueError:
         raise ServerFailed(f"{where}: a chunk is no JSON: {payload[:100]!r}") from None
     if error := chunk.get("error"):
-        kind = RequestRejected if error.get("code", 400) < 500 else ServerFailed
-        raise kind(f"{where}: {error.get('message')}")
+        raise _fault(error.get("code", 400))(f"{where}: {error.get('message')}")
     return chunk
 
 

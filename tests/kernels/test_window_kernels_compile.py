@@ -8,6 +8,7 @@ import torch
 
 from gptoss_kernels import nvrtc
 from gptoss_kernels.nvrtc import compile_cubin
+from gptoss_kernels.sink_attention import window
 from gptoss_kernels.sink_attention.layout import PackedLayout
 from gptoss_kernels.sink_attention.window import SOURCES, Shape, _items, defines
 
@@ -81,3 +82,14 @@ def test_a_tensor_map_is_aligned_and_tells_sizes_strides_and_box(status, monkeyp
     assert ctypes.addressof(where) % 64 == 0 and ctypes.sizeof(where) == 128
     assert (list(sizes), list(strides), list(box), list(steps)) == ([64, 16, 1000], [128, 2048], [64, 8, 8], [1, 1, 1])
     nvrtc.tensor_map.cache_clear()
+
+
+def test_inputs_are_made_contiguous_and_moved_to_an_address_that_copies_of_16_bytes_can_take():
+    x = torch.arange(24, dtype=torch.bfloat16).view(4, 6)
+    assert window._dense(x).data_ptr() == x.data_ptr()
+    memory = torch.arange(25, dtype=torch.bfloat16)
+    for view in (memory[1:].view(4, 6), x.t(), x[:, 2:]):
+        dense = window._dense(view)
+        assert torch.equal(dense, view)
+        assert dense.is_contiguous()
+        assert dense.data_ptr() % 16 == 0

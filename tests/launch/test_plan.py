@@ -62,9 +62,24 @@ def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_as_micro_batches_
         overrides = ["model=gpt-oss-20b", "parallel.world_size=4", "parallel.pipeline=4", "dtype=bfloat16"]
         overrides += [f"parallel.virtual_pipeline={chunks}", "training.max_tokens_per_micro_batch=16384"]
         overrides += ["rollout.max_tokens=16384", "rollout.tasks_per_step=1", "rollout.samples_per_task=6"]
-        text = step_plan(load_config(CONFIG, RlConfig, overrides))
+        text = step_plan(load_config(CONFIG, RlConfig, overrides), 141)
         return int(text.split(" micro-batches")[0].split()[-1]), float(re.search(r"bubble ([\d.]+)", text)[1])
 
     (few, plain), (many, interleaved) = step(1), step(3)
     assert (few, many) == (6, 8)
     assert interleaved == pytest.approx(plain / 3, abs=0.01)
+
+
+def test_the_fastest_layouts_that_fit_come_with_memory_time_and_mfu() -> None:
+    overrides = [*LONG, "parallel.world_size=16", "parallel.context=1", "optimizer.moment_dtype=bf16"]
+    overrides += ["rollout.max_tokens=16384", "training.max_tokens_per_micro_batch=16384", "rollout.tasks_per_step=64"]
+    configured, title, *rows = step_plan(load_config(CONFIG, RlConfig, overrides), 80).splitlines()
+    assert title == "the fastest layouts that fit, as predicted:"
+    found = [re.fullmatch(r"  .*: ([\d.]+) GB, ([\d.]+) s, (\d+) tokens/s/GPU, ([\d.]+)% MFU", row) for row in rows]
+    memory, seconds, speed, mfu = zip(*((float(x) for x in row.groups()) for row in found), strict=True)
+    assert max(memory) <= 80
+    assert list(seconds) == sorted(seconds)
+    assert list(speed) == sorted(speed, reverse=True)
+    assert list(mfu) == sorted(mfu, reverse=True)
+    assert 20 < mfu[0] < 60
+    assert re.search(r" tokens/s/GPU, [\d.]+% MFU", configured)

@@ -24,6 +24,7 @@ LAYOUTS = {
     "expert": {"expert": 2},
     "pipeline": {"pipeline": 2},
     "interleaved": {"pipeline": 2, "virtual_pipeline": 2},
+    "uneven pipeline": {"pipeline": 2, "last_stage_layers": 1},
     "tensor+sequence": {"tensor": 2},
     "context": {"context": 2},
 }

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
@@ -18,6 +19,7 @@ from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch, pack
 from megatron_gptoss.router import GptOssRouter
+from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import documents, hf_logits, hf_loss, hf_model, mean_cross_entropy, save_checkpoint
@@ -158,6 +160,29 @@ def test_gradients_of_any_dtype_are_clipped_to_the_norm_that_is_reported() -> No
         assert clipped == pytest.approx(0.25, rel=0.01)
     assert norms[1] == pytest.approx(norms[0], rel=0.01)
     assert norms[0] > 0.5
+
+
+def test_layers_that_are_computed_again_replay_their_routes_again() -> None:
+    config, rng = WIDE.model_copy(update={"experts_per_token": 2}), np.random.default_rng(0)
+    samples = documents([300, 41, 700], vocab_size=8192)
+    for sample in samples:
+        shape = (len(sample.token_ids) - 1, config.num_layers, config.num_experts)
+        sample.routed_experts = rng.random(shape).argsort(axis=-1)[..., :2].astype(np.int16)
+    weights, found = reference(torch.float32).state_dict(), []
+    for recompute in ((), ("moe",), ("moe_act", "layernorm", "core_attn")):
+        model = build_model(config, ParallelConfig(recompute=recompute), torch.bfloat16)
+        load_hf_weights(model, config, weights.__getitem__)
+        trainer = PolicyTrainer(model, OptimizerConfig())
+        trainer.replay = RoutingReplay(model)
+        batches = [build_batch(samples[:2]), build_batch(samples[2:])]
+        steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 1e-4) for _ in range(2)]
+        trainer.replay.check_consumed()
+        assert all(step.sums["routes_compared"] == TOKENS * config.num_layers for step in steps)
+        assert all(step.sums["routes_agreeing"] < 0.5 * TOKENS * config.num_layers for step in steps)
+        found.append([(step.sums["loss"], step.grad_norm) for step in steps])
+    for again in found[1:]:
+        for got, want in zip(again, found[0], strict=True):
+            assert got == pytest.approx(want, rel=1e-2)
 
 
 def test_offloaded_state_leaves_the_gpu_between_steps() -> None:

@@ -6,7 +6,6 @@ flash-attn-4 without its native sink, which is how this is tested where FlashAtt
 
 import functools
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,6 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels.sink_attention.layout import Saved, Segments
-
-# flash-attn-4 compiles for half a minute in every process unless it is told to keep what it compiled
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 @dataclass(frozen=True)
