@@ -12,6 +12,8 @@ import torch
 
 from gptoss_kernels.cache import cache_directory, write_atomically
 
+TensorMap = ctypes.Array[ctypes.c_char]
+
 
 class Kernel:
     """One compiled function, launched on torch's current stream."""
@@ -27,12 +29,12 @@ class Kernel:
         status = driver.cuFuncSetAttribute(self._function, maximum_dynamic_shared_size, shared_bytes)
         _check(status, f"reserve {shared_bytes} bytes of shared memory for {name}")
 
-    def __call__(self, blocks: int, threads: int, *arguments: torch.Tensor | int | float) -> None:
-        """Tensors are passed as pointers, ints as int, floats as float."""
+    def __call__(self, blocks: int, threads: int, *arguments: "torch.Tensor | int | float | TensorMap") -> None:
+        """Tensors are passed as pointers, ints as int, floats as float, a ``tensor_map`` by value."""
         values = [
             ctypes.c_void_p(a.data_ptr())
             if isinstance(a, torch.Tensor)
-            else (ctypes.c_int(a) if isinstance(a, int) else ctypes.c_float(a))
+            else (ctypes.c_int(a) if isinstance(a, int) else ctypes.c_float(a) if isinstance(a, float) else a)
             for a in arguments
         ]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(x) for x in values])
@@ -41,6 +43,25 @@ class Kernel:
             self._function, blocks, 1, 1, threads, 1, 1, self.shared_bytes, stream, pointers, None
         )
         _check(status, f"launch {self.name}")
+
+
+@functools.lru_cache(maxsize=1024)  # safe when memory is freed and given out again: a map holds just the arguments
+def tensor_map(address: int, shape: torch.Size, box: tuple[int, int]) -> TensorMap:
+    """A CUtensorMap, by which the TMA of sm_90 copies boxes of (positions, heads) rows: an argument of a Kernel.
+
+    ``address``, a multiple of 16, is that of a contiguous bf16 tensor [tokens, heads, 64] = ``shape``. Rows land in
+    shared memory in the 128-byte swizzle, zeros where a box passes the tensor's end. RuntimeError if refused.
+    """
+    tokens, heads, size = shape
+    raw = ctypes.create_string_buffer(128 + 63)
+    encoded = (ctypes.c_char * 128).from_buffer(raw, -ctypes.addressof(raw) % 64)  # at a multiple of 64
+    sizes, strides = (ctypes.c_uint64 * 3)(size, heads, tokens), (ctypes.c_uint64 * 2)(2 * size, 2 * size * heads)
+    boxes, steps = (ctypes.c_uint32 * 3)(size, box[1], box[0]), (ctypes.c_uint32 * 3)(1, 1, 1)
+    tensor = 9, 3, ctypes.c_void_p(address), sizes, strides  # bf16, of three dimensions
+    layout = 0, 3, 2, 0  # not interleaved, 128-byte swizzle, 128 bytes at a time into L2, zeros outside: cuda.h's enums
+    status = _driver().cuTensorMapEncodeTiled(encoded, *tensor, boxes, steps, *layout)
+    _check(status, f"describe {list(shape)} at {address:#x} for boxes of {list(box)}")
+    return encoded
 
 
 def compile_cubin(source: Path, defines: dict[str, int], architecture: str) -> bytes:

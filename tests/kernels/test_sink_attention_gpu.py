@@ -178,6 +178,22 @@ def test_a_sequence_has_the_same_bits_whatever_it_is_packed_with(backend, window
 
 
 @OURS
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (12, 1)])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_sequence(backend, window, heads, kv_heads, poison):
+    lengths = [5, 70, 33, 129, 1, 64, 300, 7, 191, 16, 8, 63]
+    q, k, v, sinks, grad_o, cu_seqlens = random_inputs(lengths, heads, kv_heads)
+    clean = run(backend, q, k, v, sinks, grad_o, cu_seqlens, window)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
+    for parity in (0, 1):  # every second sequence is poisoned
+        rows = sequence % 2 == parity
+        spoilt = [x.masked_fill(rows[:, None, None], poison) for x in (q, k, v, grad_o)]
+        results = run(backend, *spoilt[:3], sinks, spoilt[3], cu_seqlens, window)
+        for x, y in zip(results[:5], clean[:5], strict=True):
+            assert torch.equal(x[~rows], y[~rows])
+
+
+@OURS
 def test_inputs_may_start_at_any_element_of_their_memory(backend, window):
     def moved(x):
         memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
@@ -186,6 +202,26 @@ def test_inputs_may_start_at_any_element_of_their_memory(backend, window):
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs([200, 56])
     odd = run(backend, moved(q), moved(k), moved(v), moved(sinks), moved(grad_o), cu_seqlens, window)
     for x, y in zip(odd, run(backend, q, k, v, sinks, grad_o, cu_seqlens, window), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_graph_of_the_backward_pass_for_full_attention_replays_on_new_values():
+    first, second = random_inputs(UNEVEN), random_inputs(UNEVEN, seed=1)
+    layout = packed_layout(first[5])
+    saved = [x.clone() for x in first[:5]]
+
+    def passes():
+        o, lse = window_forward(*saved[:4], layout, None, 0.125)
+        return window_backward((*saved[:4], o, lse), saved[4], layout, None, 0.125)
+
+    passes()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = passes()
+    for x, y in zip(saved, second, strict=False):
+        x.copy_(y)
+    graph.replay()
+    for x, y in zip(captured, passes(), strict=True):
         assert torch.equal(x, y)
 
 

@@ -1,24 +1,29 @@
-"""The CUDA sources compile without a GPU, and what the host does before it launches them."""
+"""The CUDA sources compile without a GPU, and what is handed to the driver is what it wants."""
+
+import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from gptoss_kernels import nvrtc
 from gptoss_kernels.nvrtc import compile_cubin
 from gptoss_kernels.sink_attention import window
-from gptoss_kernels.sink_attention.window import SOURCES, Shape, defines
+from gptoss_kernels.sink_attention.layout import PackedLayout
+from gptoss_kernels.sink_attention.window import SOURCES, Shape, _items, defines
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA has no NVRTC")
 
 
 KERNELS = ["window_forward", "window_backward_q", "window_backward_kv"]
-FULL_KERNELS = ["full_forward", "full_backward_q", "window_backward_kv"]
+FULL_KERNELS = ["full_forward", "full_backward_q", "full_backward_kv"]
 
 
 @pytest.mark.parametrize(
     ("name", "heads_per_kv", "window"),
     [
         *((name, heads, window) for name in KERNELS for heads, window in ((1, 64), (4, 128), (8, 128))),
-        *((name, heads, None) for name in FULL_KERNELS for heads in (1, 2, 8)),
+        *((name, heads, None) for name in FULL_KERNELS for heads in (1, 2, 3, 4, 8, 12)),
     ],
 )
 def test_a_kernel_compiles_for_every_group_of_heads_and_is_cached(name, heads_per_kv, window, monkeypatch, tmp_path):
@@ -37,6 +42,46 @@ def test_a_source_that_does_not_compile_shows_the_compilers_message(tmp_path):
     broken.write_text("__global__ void kernel() { undeclared(); }")
     with pytest.raises(RuntimeError, match="undeclared"):
         compile_cubin(broken, {}, "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("full_forward", 4), ("full_backward_q", 4), ("full_backward_kv", 3), ("window_backward_kv", 3)],
+)
+def test_as_many_blocks_as_registers_allow_find_room_in_shared_memory(name, blocks):
+    assert blocks * (Shape(8, None).shared_bytes(name) + 1024) <= 228 * 1024
+
+
+def test_items_of_the_longest_sequence_come_first_and_stay_together():
+    layout = PackedLayout(torch.tensor([0, 10, 40, 70]), 30)
+    items, count = _items(layout, 16, torch.device("cpu"), "sequence")
+    assert count == 5
+    assert items.tolist() == [[40, 70, 56, 0], [40, 70, 40, 0], [10, 40, 26, 0], [10, 40, 10, 0], [0, 10, 0, 0]]
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_tensor_map_is_aligned_and_tells_sizes_strides_and_box(status, monkeypatch):
+    calls = []
+
+    def encode(*arguments):
+        calls.append(arguments)
+        return status
+
+    driver = SimpleNamespace(cuTensorMapEncodeTiled=encode, cuGetErrorString=lambda status, text: 0)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    nvrtc.tensor_map.cache_clear()
+    shape = torch.Size((1000, 16, 64))
+    if status:
+        with pytest.raises(RuntimeError, match=r"describe \[1000, 16, 64\] at 0x1000 for boxes of \[8, 8\]"):
+            nvrtc.tensor_map(4096, shape, (8, 8))
+        return
+    assert nvrtc.tensor_map(4096, shape, (8, 8)) is nvrtc.tensor_map(4096, shape, (8, 8))
+    assert nvrtc.tensor_map(4096, torch.Size((999, 16, 64)), (8, 8)) is not nvrtc.tensor_map(4096, shape, (8, 8))
+    where, _, dimensions, address, sizes, strides, box, steps = calls[0][:8]
+    assert len(calls) == 2 and dimensions == 3 and address.value == 4096
+    assert ctypes.addressof(where) % 64 == 0 and ctypes.sizeof(where) == 128
+    assert (list(sizes), list(strides), list(box), list(steps)) == ([64, 16, 1000], [128, 2048], [64, 8, 8], [1, 1, 1])
+    nvrtc.tensor_map.cache_clear()
 
 
 def test_inputs_are_made_contiguous_and_moved_to_an_address_that_copies_of_16_bytes_can_take():

@@ -25,10 +25,9 @@ CHUNK = {"window_forward": 64, "window_backward_q": 40}
 """Positions that one thread block of a row-owning kernel takes, in whole tiles, all their keys in shared memory."""
 KEYS = 64
 """Keys that one thread block of the dK, dV kernel owns."""
-STAGES = 3
-"""Tiles of queries that the dK, dV kernel holds, and of keys that the kernels for full attention hold."""
-FULL = 1 << 30
-"""The window that the dK, dV kernel is compiled with for full attention."""
+STAGES = {"window_backward_kv": 3, "full_backward_kv": 4, "full_backward_q": 2, "full_forward": 3}
+"""Pairs of tiles that pass (Q and dO, or K and V) which a block holds."""
+LOG2_E = 1.4426950408889634
 HEAD_SIZE = 64
 """The row of 128 bytes that the tiles' swizzle is made for."""
 
@@ -72,10 +71,10 @@ class Shape:
 
     def shared_bytes(self, kernel: str) -> int:
         tile = TILE_ROWS * HEAD_SIZE * 2
-        if kernel == "window_backward_kv":
-            return STAGES * (2 * tile + TILE_ROWS * 8) + 2 * KEYS * HEAD_SIZE * 2
-        if kernel in ("full_forward", "full_backward_q"):
-            return STAGES * 2 * tile + (tile if kernel == "full_forward" else 2 * tile + 256)
+        if stages := STAGES.get(kernel):
+            stats = TILE_ROWS * 8 if kernel.endswith("_kv") else 0
+            own = 1 if kernel in ("full_forward", "full_backward_kv") else 2
+            return stages * (2 * tile + stats + 8 * kernel.startswith("full_backward")) + own * tile  # 8: a barrier
         tiles = 1 if kernel == "window_forward" else 3
         return 2 * self.held_keys(self.chunk(kernel)) * HEAD_SIZE * 2 + tiles * tile + 256
 
@@ -103,11 +102,10 @@ def window_forward(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     shape = Shape(heads // k.shape[1], window)
     name = "full_forward" if window is None else "window_forward"
-    items, count = _items(layout, shape.chunk(name), q.device, "most keys first" if window is None else None)
+    items, count = _items(layout, shape.chunk(name), q.device, "keys" if window is None else None)
     if count:
-        kernel = _kernel(name, shape, q.device)
-        blocks = count * heads // shape.group
-        kernel(blocks, THREADS, q, k, v, sinks.float(), o, lse, items, heads, scale * 1.4426950408889634)
+        rows = q, k, v, sinks.float(), o, lse, items, heads, scale * LOG2_E
+        _kernel(name, shape, q.device)(count * heads // shape.group, THREADS, *rows)
     return o, lse
 
 
@@ -121,32 +119,38 @@ def window_backward(
     shape = Shape(heads // k.shape[1], window)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     row_stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
-    grad_sinks = torch.empty(heads, dtype=torch.float32, device=q.device)
-    name = "full_backward_q" if window is None else "window_backward_q"
-    items, count = _items(layout, shape.chunk(name), q.device, "most keys first" if window is None else None)
-    if not count:
-        grad_sinks.zero_()
-    else:
+    name = "full_backward" if window is None else "window_backward"
+    items, count = _items(layout, shape.chunk(f"{name}_q"), q.device, "sequence" if window is None else None)
+    grad_sinks = (torch.empty if count else torch.zeros)(heads, dtype=torch.float32, device=q.device)
+    if count:
         shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
-        rows = q, k, v, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, scale
-        _kernel(name, shape, q.device)(count * heads // shape.group, THREADS, *rows)
-        keys, key_count = _items(layout, KEYS, q.device, "most queries first" if window is None else None)
-        columns = q, k, v, row_stats, grad_o, grad_k, grad_v, keys, shares, count, grad_sinks, heads, scale
-        kernel = _kernel("window_backward_kv", shape, q.device)
-        kernel(key_count * k.shape[1], THREADS, *columns)
+        scales = (scale,) if window is not None else (scale, scale * LOG2_E)
+        passing = _passing(k, 1, window), _passing(v, 1, window)
+        rows = q, *passing, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, *scales
+        _kernel(f"{name}_q", shape, q.device)(count * heads // shape.group, THREADS, *rows)
+        keys, key_count = _items(layout, KEYS, q.device, "queries" if window is None else None)
+        all_q, all_grad_o = _passing(q, shape.group, window), _passing(grad_o, shape.group, window)
+        columns = all_q, k, v, row_stats, all_grad_o, grad_k, grad_v, keys, shares, count, grad_sinks, heads, *scales
+        _kernel(f"{name}_kv", shape, q.device)(key_count * k.shape[1], THREADS, *columns)
     return grad_q, grad_k, grad_v, grad_sinks.to(sinks.dtype)
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Contiguous, from a multiple of 16 bytes on, which copies of 16 bytes need and views may not have."""
+    """Contiguous, from a multiple of 16 bytes on, which copies of 16 bytes and TMA need and views may not have."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _passing(x: Tensor, heads: int, window: int | None) -> Tensor | nvrtc.TensorMap:
+    """What a kernel takes of a tensor whose tiles, of so many heads, pass: for full attention they do so by TMA."""
+    return nvrtc.tensor_map(x.data_ptr(), x.shape, (TILE_ROWS // heads, heads)) if window is None else x
 
 
 def _items(layout: PackedLayout, length: int, device: torch.device, order: str | None) -> tuple[Tensor, int]:
     """[items, 4] int32: sequence start, sequence end, first position of the item, 0. An item is `length` positions.
 
-    Items of unequal work are sorted, so that the longest start first and the multiprocessors end together.
+    Items of unequal work are sorted, so that the longest start first and the multiprocessors end together: by most
+    "keys" or "queries", or by the longest "sequence", whose items then read its keys at the same time.
     """
     key = ("items", length, device, order)
     if key not in layout.plans:
@@ -154,7 +158,9 @@ def _items(layout: PackedLayout, length: int, device: torch.device, order: str |
         before = number * length
         table = torch.stack((start, end, start + before, torch.zeros_like(start)), 1)
         if order:
-            work = before if order == "most keys first" else end - start - before
+            work = {"keys": before, "queries": end - start - before, "sequence": end - start}[order]
+            if order == "sequence":  # and in it the last items, which see most keys
+                table, work = table.flip(0), work.flip(0)
             table = table[work.argsort(descending=True, stable=True)]
         layout.plans[key] = table.to(torch.int32).to(device), len(table)
     items, count = layout.plans[key]
@@ -174,6 +180,6 @@ def defines(name: str, shape: Shape) -> dict[str, int]:
         "HEAD_SIZE": HEAD_SIZE,
         "GROUP": shape.group,
         "GROUPS": shape.heads_per_kv // shape.group,
-        "WINDOW": shape.window or FULL,
+        "WINDOW": shape.window or 0,  # full attention does without
     }
     return macros | ({"CHUNK": shape.chunk(name)} if name in CHUNK else {})

@@ -30,9 +30,7 @@ full_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16*
         float x[8][4];
         warpgroup_fence();
         begin_rows(x, query, rows_k);
-        warpgroup_wait<0>();                                   // and so the last step's products
-        settle(x);
-        settle(out);
+        finish<0>(x, out);                                     // and so the last step's products
         const int key0 = at.item.start + t * KEYS;
         if (key0 + KEYS - 1 > at.item.first) hide_later(x, -infinity(), row_position, key0, at.lane);
         float decay[2];
@@ -61,14 +59,10 @@ full_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16*
             for (int j = 0; j < 8; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) out[j][e] *= decay[e >> 1];
-        warpgroup_fence();
-#pragma unroll
-        for (int s = 0; s < 4; s++) warpgroup_inner(out, p[s], rows_v + s * (16 * ROW_BYTES >> 4), t > 0 || s > 0);
-        warpgroup_commit();
+        begin_inner(out, p, rows_v, t > 0);
         stage_number = stage_number + 1 == STAGES ? 0 : stage_number + 1;
     }
-    warpgroup_wait<0>();
-    settle(out);
+    finish<0>(out);
     const float sum[2] = {quad_sum(total[0]), quad_sum(total[1])}, inverse[2] = {1.f / sum[0], 1.f / sum[1]};
     store_lse(lse, highest, sum, row_position, at.row_head, at.item.end, heads, at.lane);
     store_rows(o, out, inverse, row_position, at.row_head, at.item.end, heads, at.lane);

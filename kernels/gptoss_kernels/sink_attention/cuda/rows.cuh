@@ -4,7 +4,7 @@
 #include "tile.cuh"
 
 constexpr int ROWS = 64;
-constexpr int THREADS = 128, WARP_ROWS = ROWS / 4;
+constexpr int WARP_ROWS = ROWS / 4;
 constexpr int TILE = ROWS / GROUP;                  // positions of a tile
 constexpr int HEADS_PER_KV = GROUP * GROUPS;
 constexpr u32 TILE_BYTES = ROWS * ROW_BYTES;
@@ -98,6 +98,30 @@ __device__ __forceinline__ void store_stats(float2* row_stats, float& share, con
             if ((lane & 3) == 0) row_stats[(long long)p * heads + head] = make_float2(row_lse[h], delta[h]);
         }
     }
+}
+// Scores become probabilities.
+__device__ __forceinline__ void row_probabilities(float (&x)[8][4], float scale_log2, const float (&row_lse)[2]) {
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[j][e] = exp2_approx(fmaf(x[j][e], scale_log2, -row_lse[e >> 1]));
+}
+// The sums of P dP of this lane's two rows,
+__device__ __forceinline__ void add_products(float (&sum)[2], const float (&p)[6][4], const float (&dp)[6][4]) {
+#pragma unroll
+    for (int j = 0; j < 6; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) sum[e >> 1] = fmaf(p[j][e], dp[j][e], sum[e >> 1]);
+}
+// and of more keys at a time in four chains that do not wait for each other.
+__device__ __forceinline__ void add_products(float (&sum)[2], const float (&p)[8][4], const float (&dp)[8][4]) {
+    float part[4] = {sum[0], 0.f, sum[1], 0.f};
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) part[e] = fmaf(p[j][e], dp[j][e], part[e]);
+    sum[0] = part[0] + part[1];
+    sum[1] = part[2] + part[3];
 }
 // dS = P (dP - delta) as a left operand; dp is overwritten.
 template <int N> __device__ __forceinline__ void score_gradients(u32 (&ds)[N / 2][4], const float (&p)[N][4], float (&dp)[N][4],

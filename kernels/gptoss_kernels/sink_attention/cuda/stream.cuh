@@ -1,12 +1,14 @@
 // How the row-owning kernels of full attention (forward, dQ) walk: a block of four warps takes one tile of 64 rows, and the
-// keys that its positions see pass, KEYS at a time from the sequence's start. Everything is aligned to that start.
+// keys that its positions see pass, KEYS at a time from the sequence's start. Everything is aligned to that start. The
+// forward pass copies with KeyStream, dQ by TMA.
 #pragma once
 #include "rows.cuh"
 #include "warpgroup.cuh"
 
-constexpr int KEYS = 64, STAGES = 3;                // of which one is used up late and one is on its way
+constexpr int KEYS = 64;
 constexpr u32 KEY_BYTES = KEYS * ROW_BYTES, STAGE_BYTES = 2 * KEY_BYTES;
 
+constexpr int STAGES = 3;                           // of KeyStream: one is used up late, one is on its way
 struct KeyStream {
     const bf16 *k, *v;                              // this thread's first 16 bytes
     u32 target;

@@ -1,11 +1,12 @@
 // Building blocks of the window kernels: asynchronous copies, swizzled shared tiles, m16n8k16 products.
 // Compiled at run time with these set: HEAD_SIZE, GROUP (query heads packed into a tile, all of one kv head: 1, 2, 4
-// or 8), GROUPS (of that size per kv head), WINDOW (keys a query sees, itself included).
+// or 8), GROUPS (of that size per kv head); for window kernels WINDOW (keys a query sees, itself included).
 #pragma once
 
 typedef unsigned int u32;
 typedef unsigned short bf16;
 
+constexpr int THREADS = 128;        // of every block
 constexpr int D = HEAD_SIZE;
 constexpr int CHUNKS = D / 8;       // 16-byte chunks of a row
 constexpr int KSTEPS = D / 16;      // k steps of a product over the head size
@@ -28,6 +29,9 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, bool inside) {
 __device__ __forceinline__ void copy8(u32 to, const void* from, bool inside) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(inside ? 8 : 0));
 }
+__device__ __forceinline__ void copy4(u32 to, const void* from, bool inside) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0));
+}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
@@ -42,6 +46,11 @@ __device__ __forceinline__ u32 lane_rows(int lane) { return chunk_address(lane &
 __device__ __forceinline__ u32 lane_columns(int lane) {
     return chunk_address((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
 }
+// Sixteen tile rows as a left operand, from where lane_rows() points.
+__device__ __forceinline__ void load_left(u32 (&left)[KSTEPS][4], u32 address) {
+#pragma unroll
+    for (int s = 0; s < KSTEPS; s++) load4(left[s], address ^ (s << 5));
+}
 __device__ __forceinline__ uint4 shared_load16(u32 address) {
     uint4 r;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address) : "memory");
@@ -51,6 +60,14 @@ __device__ __forceinline__ float4 shared_load4f(u32 address) {
     float4 r;
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(address) : "memory");
     return r;
+}
+__device__ __forceinline__ float2 shared_load2f(u32 address) {
+    float2 r;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(address) : "memory");
+    return r;
+}
+__device__ __forceinline__ void shared_zero16(u32 address) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(address), "r"(0) : "memory");
 }
 __device__ __forceinline__ void shared_store4(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");

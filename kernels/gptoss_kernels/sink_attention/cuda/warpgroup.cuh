@@ -63,8 +63,15 @@ __device__ __forceinline__ void warpgroup_rows_32(float (&c)[4][4], u64 left, u6
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, p, 1, 1, 0, 0;}"
                  : ACCUMULATORS_32(c) : "l"(left), "l"(right), "r"((int)add));
 }
+// The same with left in registers.
+__device__ __forceinline__ void warpgroup_rows_32(float (&c)[4][4], const u32 (&left)[4], u64 right, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
+                 : ACCUMULATORS_32(c) : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"((int)add));
+}
 __device__ __forceinline__ void settle(float (&c)[4][4]) { asm volatile("" : ACCUMULATORS_32(c)::"memory"); }
-// Whole products over the head size, begun: c = rows of left times rows of right, transposed.
+// Whole products over the head size, begun after a fence: c = rows of left times rows of right, transposed.
 __device__ __forceinline__ void begin_rows(float (&c)[8][4], u64 left, u64 right) {
 #pragma unroll
     for (int s = 0; s < KSTEPS; s++) warpgroup_rows(c, left + 2 * s, right + 2 * s, s > 0);
@@ -80,5 +87,22 @@ __device__ __forceinline__ void begin_rows(float (&c)[4][4], u64 left, u64 right
     for (int s = 0; s < KSTEPS; s++) warpgroup_rows_32(c, left + 2 * s, right + 2 * s, s > 0);
     warpgroup_commit();
 }
+__device__ __forceinline__ void begin_rows(float (&c)[4][4], const u32 (&left)[KSTEPS][4], u64 right) {
+#pragma unroll
+    for (int s = 0; s < KSTEPS; s++) warpgroup_rows_32(c, left[s], right + 2 * s, s > 0);
+    warpgroup_commit();
+}
 // Values that the tensor cores write behind the compiler's back: nothing reads c before this point.
 __device__ __forceinline__ void settle(float (&c)[8][4]) { asm volatile("" : ACCUMULATORS(c)::"memory"); }
+// A whole product over 16 N rows of right, begun: c (+)= left times them.
+template <int N> __device__ __forceinline__ void begin_inner(float (&c)[8][4], const u32 (&left)[N][4], u64 right, bool add) {
+    warpgroup_fence();
+#pragma unroll
+    for (int s = 0; s < N; s++) warpgroup_inner(c, left[s], right + s * (16 * ROW_BYTES >> 4), add || s > 0);
+    warpgroup_commit();
+}
+// Waits until no more than N products are under way; the results of the others may be read from here on.
+template <int N, class... C> __device__ __forceinline__ void finish(C&... c) {
+    warpgroup_wait<N>();
+    (settle(c), ...);
+}

@@ -1,14 +1,9 @@
 // dK, dV and dsinks with Hopper's warpgroup products. A block of four warps owns 64 keys; rows of Q and dO stream past,
 // 64 at a time.
 // Grid: items of 64 keys * kv heads, blocks of 128 threads. Sums run in a fixed order, nothing is added from outside.
-#include "warpgroup.cuh"
+#include "columns.cuh"
 
-constexpr int THREADS = 128, KEYS = 64;
-constexpr int WAVE = 64, STAGES = 3;               // rows (positions x heads) of a step; of which two are used up late
-constexpr int HEADS_PER_KV = GROUP * GROUPS;
-constexpr int POSITIONS = WAVE / GROUP;
-constexpr u32 WAVE_BYTES = WAVE * ROW_BYTES, STAGE_BYTES = 2 * WAVE_BYTES, STATS_BYTES = WAVE * 8;
-struct Item { int start, end, first, unused; };    // sequence [start, end), this block's first key
+constexpr int STAGES = 3;                          // of which two are used up late
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)   // three fit; asked for, the compiler orders its code worse
 window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16* __restrict__ v,
@@ -18,7 +13,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
     extern __shared__ __align__(1024) unsigned char memory[];
     const u32 stages = shared_address(memory);                 // per stage Q, dO
     const u32 own = stages + STAGES * STAGE_BYTES;             // K, V of these keys; later dK, dV
-    const u32 stats = own + 2 * KEYS * ROW_BYTES;              // per stage (LSE * log2(e), delta) of each row
+    const u32 stats = own + 2 * OWN_BYTES;                     // per stage (LSE * log2(e), delta) of each row
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const int kv_heads = heads / HEADS_PER_KV, kv_head = blockIdx.x % kv_heads;
     const Item item = items[blockIdx.x / kv_heads];
@@ -26,32 +21,15 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
     const int last = min(item.first + KEYS + WINDOW - 1, item.end);   // one past the last query that sees these keys
     const int steps = (last - item.first + POSITIONS - 1) / POSITIONS, all = steps * GROUPS;
 
-    constexpr int PASS = THREADS / CHUNKS;                     // rows that the block copies at once
     const int row = thread / CHUNKS, c = thread % CHUNKS;
     const u32 row_address = chunk_address(row, c);
-    {
-        const bf16* source_k = k + ((long long)(item.first + row) * kv_heads + kv_head) * D + c * 8;
-        const bf16* source_v = v + (source_k - k);
-#pragma unroll
-        for (int i = 0; i < KEYS / PASS; i++) {
-            const long long ahead = (long long)i * PASS * kv_heads * D;
-            const bool inside = item.first + row + i * PASS < item.end;
-            copy16(own + row_address + i * PASS * ROW_BYTES, source_k + ahead, inside);
-            copy16(own + KEYS * ROW_BYTES + row_address + i * PASS * ROW_BYTES, source_v + ahead, inside);
-        }
-    }
-    // The items' shares of the sinks' gradient are summed on the side, in a fixed order.
-    for (int head = blockIdx.x; head < heads; head += gridDim.x) {
+    load_keys(own, own + OWN_BYTES, k, v, item, kv_head, kv_heads, thread);
+    sum_shares(grad_sinks, shares, share_count, heads, thread, [&](float sum) {
         __shared__ float sums[4];
-        float sum = 0.f;
-        for (int i = thread; i < share_count; i += THREADS) sum += shares[(long long)i * heads + head];
-#pragma unroll
-        for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         if (lane == 0) sums[warp] = sum;
         __syncthreads();
-        if (thread == 0) grad_sinks[head] = sums[0] + sums[1] + sums[2] + sums[3];
-        __syncthreads();
-    }
+        return thread == 0 ? sums[0] + sums[1] + sums[2] + sums[3] : 0.f;
+    });
     const long long row_source = ((long long)(row / GROUP) * heads + kv_head * HEADS_PER_KV + row % GROUP) * D + c * 8;
     const long long pass_stride = (long long)(PASS / GROUP) * heads * D;
     // Rows are visited from a place that neighbouring blocks share, so that they read the same rows at the same time.
@@ -65,12 +43,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
             const int next_position = item.first + next_step * POSITIONS;
             const long long source = row_source + ((long long)next_position * heads + next_group * GROUP) * D;
             const u32 target = stages + next_stage * STAGE_BYTES + row_address;
-#pragma unroll
-            for (int i = 0; i < WAVE / PASS; i++) {
-                const bool inside = next_position + row / GROUP + i * (PASS / GROUP) < item.end;
-                copy16(target + i * PASS * ROW_BYTES, q + source + i * pass_stride, inside);
-                copy16(target + i * PASS * ROW_BYTES + WAVE_BYTES, grad_o + source + i * pass_stride, inside);
-            }
+            load_rows(target, q + source, grad_o + source, pass_stride, next_position, item.end, row);
             if (thread < WAVE) {
                 const int p = next_position + thread / GROUP;
                 copy8(stats + next_stage * STATS_BYTES + thread * 8,
@@ -89,7 +62,7 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
     float dk[8][4], dv[8][4];                                  // set by the first products
     const int key0 = item.first + warp * 16;
     const u32 at_stats = stats + (lane & 3) * 16;
-    const u64 key = describe(own), value = describe(own + KEYS * ROW_BYTES);
+    const u64 key = describe(own), value = describe(own + OWN_BYTES);
     int step = start, stage_number = 0;
     for (int t = 0; t < all; t++) {
         wait<0>();
@@ -98,102 +71,39 @@ window_backward_kv(const bf16* __restrict__ q, const bf16* __restrict__ k, const
         fetch();
         const int p0 = item.first + step * POSITIONS;
         const u64 rows_q = describe(stages + stage_number * STAGE_BYTES), rows_g = rows_q + (WAVE_BYTES >> 4);
-        const u32 stage_stats = at_stats + stage_number * STATS_BYTES;
+        const PairedStats step_stats{at_stats + stage_number * STATS_BYTES};
         constexpr u32 HALF = 32 * ROW_BYTES >> 4;              // the step's second 32 rows, in a descriptor
         // from this lane's first key to the position of its first column
         const int distance = p0 + 2 * (lane & 3) / GROUP - key0 - (lane >> 2);
         float x[8][4], dp[4][4];
         u32 p[2][4], ds[2][4];
-        auto grad_probabilities = [&](int half) { begin_rows(dp, value, rows_g + half * HALF); };
-        auto probabilities_where = [&](int half, auto masked) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                // (LSE, delta) of this lane's two columns
-                const float4 pair = shared_load4f(stage_stats + half * 256 + j * 64);
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    float& value_of = x[half * 4 + j][e];
-                    value_of = exp2_approx(fmaf(value_of, scale_log2, -(e & 1 ? pair.z : pair.x)));
-                    if (decltype(masked)::value) {
-                        const int further = (half * 32 + j * 8) / GROUP + (GROUP == 1 ? e & 1 : 0) - (e >> 1) * 8;
-                        if ((u32)(distance + further) >= (u32)WINDOW) value_of = 0.f;
-                    }
-                }
-                pack_columns(p, j, x[half * 4 + j]);
-            }
-        };
         auto probabilities = [&](int half) {
             const int from = p0 + half * 32 / GROUP, to = p0 + (half * 32 + 31) / GROUP;
-            if (from >= key0 + 15 && to - key0 < WINDOW) probabilities_where(half, Constant<0>());
-            else if (to >= key0 && from < key0 + 15 + WINDOW) probabilities_where(half, Constant<1>());
-            else
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    p[j / 2][j % 2 * 2] = p[j / 2][j % 2 * 2 + 1] = 0;
-#pragma unroll
-                    for (int e = 0; e < 4; e++) x[half * 4 + j][e] = 0.f;
-                }
-        };
-        auto add_to_dv = [&](int half) {
-            warpgroup_fence();
-#pragma unroll
-            for (int s = 0; s < 2; s++)
-                warpgroup_inner(dv, p[s], rows_g + half * HALF + s * (16 * ROW_BYTES >> 4), t > 0 || half + s > 0);
-            warpgroup_commit();
-        };
-        auto add_to_dk = [&](int half) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float4 pair = shared_load4f(stage_stats + half * 256 + j * 64);
-#pragma unroll
-                for (int e = 0; e < 4; e++) dp[j][e] = x[half * 4 + j][e] * (dp[j][e] - (e & 1 ? pair.w : pair.y));
-                pack_columns(ds, j, dp[j]);
-            }
-            warpgroup_fence();
-#pragma unroll
-            for (int s = 0; s < 2; s++)
-                warpgroup_inner(dk, ds[s], rows_q + half * HALF + s * (16 * ROW_BYTES >> 4), t > 0 || half + s > 0);
-            warpgroup_commit();
+            if (from >= key0 + 15 && to - key0 < WINDOW) half_probabilities<0>(x, p, step_stats, half, scale_log2, distance);
+            else if (to >= key0 && from < key0 + 15 + WINDOW)
+                half_probabilities<WINDOW>(x, p, step_stats, half, scale_log2, distance);
+            else no_probabilities(x, p, half);
         };
         // The tensor cores work on one half's products while this warp turns the other half's scores into probabilities,
         // and on the last products of a step while it waits for the next one's rows.
         warpgroup_fence();
         begin_rows(x, key, rows_q);
-        grad_probabilities(0);
-        warpgroup_wait<1>();                                   // and so the last step's products
-        settle(dv);
-        settle(dk);
-        settle(x);
+        begin_rows(dp, value, rows_g);
+        finish<1>(dv, dk, x);                                  // and so the last step's products
         probabilities(0);
-        warpgroup_wait<0>();
-        settle(dp);
-        add_to_dv(0);
-        add_to_dk(0);
-        grad_probabilities(1);
+        finish<0>(dp);
+        begin_inner(dv, p, rows_g, t > 0);
+        column_score_gradients(ds, x, dp, 0, step_stats);
+        begin_inner(dk, ds, rows_q, t > 0);
+        begin_rows(dp, value, rows_g + HALF);
         probabilities(1);
-        add_to_dv(1);
-        warpgroup_wait<1>();
-        settle(dp);
-        add_to_dk(1);
+        begin_inner(dv, p, rows_g + HALF, true);
+        finish<1>(dp);
+        column_score_gradients(ds, x, dp, 1, step_stats);
+        begin_inner(dk, ds, rows_q + HALF, true);
         if (++step == steps) step = 0;
         stage_number = stage_number + 1 == STAGES ? 0 : stage_number + 1;
     }
-    warpgroup_wait<0>();
-    settle(dv);
-    settle(dk);
-    const u32 mine = own + warp * 16 * ROW_BYTES;
-    __syncthreads();
-    stage(mine, dk, scale, scale, lane);
-    stage(mine + KEYS * ROW_BYTES, dv, 1.f, 1.f, lane);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < CHUNKS / 2; i++) {
-        const int r = i * (32 / CHUNKS) + lane / CHUNKS, p = item.first + warp * 16 + r;
-        const u32 address = mine + chunk_address(r, lane % CHUNKS);
-        if (p < item.end) {
-            const long long target = ((long long)p * kv_heads + kv_head) * D + lane % CHUNKS * 8;
-            *(uint4*)(grad_k + target) = shared_load16(address);
-            *(uint4*)(grad_v + target) = shared_load16(address + KEYS * ROW_BYTES);
-        }
-    }
+    finish<0>(dv, dk);
+    store_keys(grad_k, grad_v, dk, dv, scale, own, item, kv_head, kv_heads, warp, lane);
 }

@@ -63,8 +63,7 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
             warpgroup_fence();
             begin_rows(x, query, rows_k);
             begin_rows(dp, grad, rows_v);
-            warpgroup_wait<1>();
-            settle(x);
+            finish<1>(x);
             auto probabilities = [&](auto interior) {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
@@ -87,12 +86,8 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
             };
             if (first_key >= at.item.start) probabilities(Constant<1>());
             else probabilities(Constant<0>());
-            warpgroup_wait<0>();
-            settle(dp);
-#pragma unroll
-            for (int j = 0; j < 6; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) exact[e >> 1] = fmaf(x[j][e], dp[j][e], exact[e >> 1]);
+            finish<0>(dp);
+            add_products(exact, x, dp);
             const bool complete = first_key >= at.item.start;
             if (!complete)
 #pragma unroll
@@ -111,16 +106,11 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k, const 
                 }
             u32 ds[3][4];
             score_gradients(ds, x, dp, d);
-            warpgroup_fence();
-#pragma unroll
-            for (int s = 0; s < 3; s++) warpgroup_inner(dq, ds[s], rows_k + s * (16 * ROW_BYTES >> 4));
-            warpgroup_commit();
+            begin_inner(dq, ds, rows_k, true);
         }
         store_stats(row_stats, sink_share, row_lse, exact, sink, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
-        warpgroup_wait<0>();
-        settle(dq);
-        const float scales[2] = {scale, scale};
-        store_rows(grad_q, dq, scales, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
+        finish<0>(dq);
+        store_rows(grad_q, dq, {scale, scale}, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
     }
     sum_shares(grad_sinks + (long long)at.number * heads + at.head0, shares, sink_share, at.thread);
 }

@@ -23,9 +23,7 @@ window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf1
         if (p0 == at.item.first) __syncthreads();              // the keys are every warp's, the rows each warp's own
         else __syncwarp();
         u32 query[KSTEPS][4];
-        const u32 address = tile + at.warp * WARP_ROWS * ROW_BYTES + lane_rows(at.lane);
-#pragma unroll
-        for (int s = 0; s < KSTEPS; s++) load4(query[s], address ^ (s << 5));
+        load_left(query, tile + at.warp * WARP_ROWS * ROW_BYTES + lane_rows(at.lane));
         __syncwarp();
         if (p0 + TILE < end) mine.load(tile, q, p0 + TILE, at.item.end, heads);
         commit();
@@ -92,8 +90,7 @@ window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf1
             inverse[h] = 1.f / sum[h];
         }
         store_lse(lse, highest, sum, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
-        warpgroup_wait<0>();
-        settle(out);
+        finish<0>(out);
         store_rows(o, out, inverse, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
     }
 }
