@@ -59,6 +59,7 @@ VARIANTS: dict[str, list[str]] = {
     "trainer without sinks": ["ablation.trainer_sinks=false", *NO_CORRECTION],
     "trainer without sinks, sequence correction": ["ablation.trainer_sinks=false", *SEQUENCE],
     "trainer without gradient of sinks": ["ablation.sink_gradient=false"],
+    "trainer without sinks backward": ["ablation.sink_backward=false"],
     "engine noise": [*ENGINE_NOISE, *NO_CORRECTION],
     "engine noise, R3": [*ENGINE_NOISE, *NO_CORRECTION, "algorithm.routing_replay=R3"],
 }

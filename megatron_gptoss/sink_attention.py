@@ -74,17 +74,25 @@ class SinkAttention(DotProductAttention):
             sinks = sinks.detach() + 0 * sinks  # a gradient of zero: data parallelism waits for one of every parameter
         if not self.config.sinks:
             sinks = 0 * sinks + NO_SINK
+        inputs = query, key, value, packed_seq_params
+        out = self._attend(*inputs, sinks)
+        if not self.config.sink_backward:
+            without = self._attend(*inputs, 0 * sinks + NO_SINK)
+            out = out.detach() + (without - without.detach())
+        return out.flatten(1)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedSequence, sinks: torch.Tensor
+    ) -> torch.Tensor:
         inputs = query, key, value, sinks
-        out: Any
         if self.cp_group.size() == 1:
-            row: Any = {"cu_seqlens": packed_seq_params.cu_seqlens_q, "max_seqlen": packed_seq_params.max_seqlen_q}
-            out = sink_attention(*inputs, **row, window=self.window, scale=self.scale, backend=self.backend)
-        elif packed_seq_params.context_layout is None:
+            lengths: Any = {"cu_seqlens": row.cu_seqlens_q, "max_seqlen": row.max_seqlen_q}
+            out: Any = sink_attention(*inputs, **lengths, window=self.window, scale=self.scale, backend=self.backend)
+            return out
+        if row.context_layout is None:
             raise ValueError(
                 f"this rank shares its tokens with {self.cp_group.size() - 1} others (context parallelism): pass its "
                 "part of the row, PackedBatch.context_parallel_shard(rank, size)"
             )
-        else:
-            layer: Any = (self.window, self.scale, self.backend, self.scheme, self.machine)
-            out = context_parallel_attention(*inputs, packed_seq_params.context_layout, self.cp_group, *layer)
-        return out.flatten(1)
+        layer: Any = (self.window, self.scale, self.backend, self.scheme, self.machine)
+        return context_parallel_attention(*inputs, row.context_layout, self.cp_group, *layer)

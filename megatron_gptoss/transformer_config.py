@@ -24,6 +24,7 @@ class GptOssTransformerConfig(TransformerConfig):
     router_noise: float = 0.0
     sinks: bool = True
     sink_gradient: bool = True
+    sink_backward: bool = True
     position_embedding_type: str = "none"  # GPTModel reads it: positions enter in SinkAttention, not there
 
 

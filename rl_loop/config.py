@@ -145,6 +145,9 @@ class AblationConfig(StrictModel):
     """Parts that do not learn: attention with its sinks and norm, or the experts with their router and norm."""
     sink_gradient: bool = True
     """Whether the sinks get a gradient in the trainer."""
+    sink_backward: bool = True
+    """Whether the backward pass of the trainer's attention has sinks, if the forward pass has; false is what comes of
+    kernels that were made for attention without sinks."""
     trainer_sinks: bool = True
     """Whether the trainer's attention has sinks."""
     engine_sinks: bool = True

@@ -83,6 +83,7 @@ class TrainerWorker:
             router_noise=ablation.router_noise,
             sinks=ablation.trainer_sinks,
             sink_gradient=ablation.sink_gradient,
+            sink_backward=ablation.sink_backward,
         )
         source = config.initial_weights
         if source is None:

@@ -129,6 +129,24 @@ def test_a_trainer_without_sinks_attends_as_if_they_were_absent(reference: torch
     assert distance(model, without) < 1e-3
 
 
+def test_a_backward_pass_without_sinks_follows_a_forward_pass_with_them(reference: torch.nn.Module) -> None:
+    assert distance(sinks_learn_nothing_with(reference, sink_backward=False), reference) < 1e-3
+    packed = build_batch(SAMPLES).packed_seq_params()
+    heads = TINY.num_attention_heads, TINY.num_key_value_heads, TINY.num_key_value_heads
+    torch.manual_seed(0)
+    inputs = [torch.randn(62, count, TINY.head_size, requires_grad=True) for count in heads]
+    upstream = torch.randn(62, heads[0] * TINY.head_size)
+    outs, grads = [], []
+    for ablation in ({}, {"sink_backward": False}, {"sinks": False}):
+        layer = megatron(reference, **ablation).decoder.layers[0]
+        outs.append(layer.self_attention.core_attention(*inputs, packed_seq_params=packed))
+        grads.append(torch.autograd.grad(outs[-1], inputs, upstream))
+    assert torch.equal(outs[1], outs[0])
+    for exact, broken, without in zip(*grads, strict=True):
+        assert torch.equal(broken, without)
+        assert (broken - exact).norm() > 0.05 * exact.norm()
+
+
 def zeroed(part: str) -> Callable[[torch.nn.Module], None]:
     def edit(model: torch.nn.Module) -> None:
         found = [parameter for name, parameter in model.named_parameters() if part in name]
