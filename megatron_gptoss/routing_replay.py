@@ -29,23 +29,26 @@ class LayerReplay:
         self.recomputed = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or [])
         self.given: deque[torch.Tensor | None] = deque()
         self.again: deque[torch.Tensor | None] = deque()
+        self.repeated = False
         self.record: list[torch.Tensor] | None = None
         self.agreeing: torch.Tensor | float = 0.0
         self.compared: torch.Tensor | float = 0.0
 
     def take(self) -> torch.Tensor | None:
         """The routes of the micro-batch that now passes; None: the router chooses."""
-        repeated = self.recomputed and self.router.training and torch.is_grad_enabled()
-        queue = self.again if repeated else self.given
+        recomputes = self.recomputed and self.router.training
+        self.repeated = recomputes and torch.is_grad_enabled()
+        queue = self.again if self.repeated else self.given
         if not queue:
             raise RuntimeError(f"routing replay: the router of layer {self.layer} routes a micro-batch twice")
         routes = queue.popleft()
-        if self.recomputed and self.router.training and not repeated:
+        if recomputes and not self.repeated:
             self.again.append(routes)
         return routes
 
     def replaced(self, own: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-        """own: int64 [tokens, top_k] -> the same with the rows that are given (not -1). Counts equal sets."""
+        """own: int64 [tokens, top_k] -> the same with the rows that are given (not -1). Counts equal sets and records
+        what is chosen, in recomputation neither."""
         chosen = own
         if given is not None:
             if given.shape != own.shape:
@@ -54,11 +57,12 @@ class LayerReplay:
                     f"{tuple(given.shape)}"
                 )
             is_given = given[:, :1] >= 0
-            same = (own.sort(dim=-1).values == given.sort(dim=-1).values).all(dim=-1)
-            self.agreeing += (same & is_given[:, 0]).sum()
-            self.compared += is_given.sum()
+            if not self.repeated:
+                same = (own.sort(dim=-1).values == given.sort(dim=-1).values).all(dim=-1)
+                self.agreeing += (same & is_given[:, 0]).sum()
+                self.compared += is_given.sum()
             chosen = torch.where(is_given, given, own)
-        if self.record is not None:
+        if self.record is not None and not self.repeated:
             self.record.append(chosen.to(torch.int16))
         return chosen
 

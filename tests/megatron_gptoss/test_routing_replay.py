@@ -160,11 +160,16 @@ def test_a_recomputed_layer_gets_the_routes_of_its_micro_batch_again() -> None:
     layer = LayerReplay(Router(recompute=True), 0)
     first, second = torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
     layer.given.extend([first, second])
+    layer.record = []
+    own = torch.tensor([[1, 0]])
     with torch.no_grad():
-        assert layer.take() is first
+        assert torch.equal(layer.replaced(own, layer.take()), first)
         assert layer.take() is second  # a pipeline is a micro-batch ahead
-    assert layer.take() is first
+    again = layer.take()
+    assert again is first
+    assert torch.equal(layer.replaced(own, again), first)
     assert layer.take() is second
+    assert (layer.agreeing, layer.compared, len(layer.record)) == (1, 1, 1)  # once, not again in recomputation
     assert not layer.given
     assert not layer.again
 
