@@ -38,7 +38,7 @@ class SglangConfig(StrictModel):
     """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on CPUs, disk if the trainer
     can reach the servers by nothing but the run's directory."""
     bucket_bytes: int = Field(1 << 30, gt=0)
-    """Weights on their way at a time: what trainer and server hold besides their models."""
+    """Weights on their way at a time: what a server holds besides its model, and the trainer twice."""
     colocated: bool = False
     """Servers on the trainer's GPUs: they give their memory back while the trainer works."""
     start_seconds: float = Field(1200.0, gt=0)

@@ -47,8 +47,9 @@ class WeightMismatch(ValueError):
 class SyncPlan:
     """Which servers get weights ``version``, and how.
 
-    ``bucket_bytes`` bounds what sender and server hold besides their models, or the largest tensor if that is larger:
-    the gate and up projections of one layer's experts, 1.06 GB in the 20B. ``directory`` is for ``disk`` and must be
+    ``bucket_bytes`` bounds a bucket, or the largest tensor if that is larger: the gate and up projections of one layer's
+    experts, 1.06 GB in the 20B. Besides its model a server holds one and the sender two: servers load one while the next
+    is made. ``directory`` is for ``disk`` and must be
     seen by all. ``seconds``: for one bucket. ``compare``: a sample, by checksums. ``host``, ``port``: where the sender
     listens for a process group."""
 
@@ -158,7 +159,7 @@ def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
         yield bucket
 
 
-async def _broadcast(parts: Iterable[Bucket], servers: Servers) -> None:
+async def _broadcast(parts: Iterator[Bucket], servers: Servers) -> None:
     """Over a process group of this process (rank 0) and every rank of every server."""
     plan, finished = servers.plan, False
     world = 1 + len(servers.clients) * plan.tensor_parallel
@@ -169,22 +170,23 @@ async def _broadcast(parts: Iterable[Bucket], servers: Servers) -> None:
         address = {"master_address": plan.host, "master_port": plan.port, "group_name": name, "backend": plan.transport}
         return address | {"rank_offset": 1 + number * plan.tensor_parallel, "world_size": world}
 
-    def send(bucket: Bucket) -> None:
+    def send(bucket: Bucket, following: Iterator[Bucket]) -> Bucket | None:
         for work in [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]:
             work.wait()
         if plan.transport == "nccl":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(bucket[0][1].device)
+        return next(following, None)
 
     try:
         joining = partial(_process_group, plan, name, world)
         _, group = await servers.call("/init_weights_update_group", member, joining)
-        for bucket in parts:
+        bucket = next(parts, None)
+        while bucket:
             shapes = [list(tensor.shape) for _, tensor in bucket]
             dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
             body = {"names": [name for name, _ in bucket], "dtypes": dtypes, "shapes": shapes, "group_name": name}
             body["flush_cache"] = False
-            await servers.call("/update_weights_from_distributed", body, partial(send, bucket))
-            del bucket  # before the next one is made
+            _, bucket = await servers.call("/update_weights_from_distributed", body, partial(send, bucket, parts))
         await servers.call("/destroy_weights_update_group", {"group_name": name})
         finished = True
     finally:
@@ -206,18 +208,18 @@ def _process_group(plan: SyncPlan, name: str, world: int) -> Any:
     return group
 
 
-async def _share_memory(parts: Iterable[Bucket], servers: Servers) -> None:
+async def _share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
     """The server opens the memory of the tensors: GPU memory of the same node, or host memory."""
     set_sharing_strategy("file_system")  # with file descriptors the server would have to be our child
     plan = servers.plan
-    for bucket in parts:
+    bucket = next(parts, None)
+    while bucket:
         kept = bucket if plan.transport == "cuda_ipc" else [(name, tensor.cpu()) for name, tensor in bucket]
         buffer = io.BytesIO()
         ForkingPickler(buffer).dump([(name, _Handle(tensor.contiguous())) for name, tensor in kept])
         payload = base64.b64encode(buffer.getvalue()).decode()
         body = {"serialized_named_tensors": [payload] * plan.tensor_parallel, "flush_cache": False}
-        await servers.call("/update_weights_from_tensor", body)
-        del bucket, kept  # before the next one is made
+        _, bucket = await servers.call("/update_weights_from_tensor", body, partial(next, parts, None))
 
 
 @dataclass
