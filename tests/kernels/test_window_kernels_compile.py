@@ -15,8 +15,8 @@ from gptoss_kernels.sink_attention.window import SOURCES, Shape, _items, defines
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA has no NVRTC")
 
 
-KERNELS = ["window_forward", "window_backward_q", "window_backward_kv"]
-FULL_KERNELS = ["full_forward", "full_backward_q", "full_backward_kv"]
+KERNELS = ["window_forward", "window_backward_q", "backward_kv"]
+FULL_KERNELS = ["full_forward", "full_backward_q", "backward_kv"]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_source_that_does_not_compile_shows_the_compilers_message(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "blocks"),
-    [("full_forward", 4), ("full_backward_q", 4), ("full_backward_kv", 3), ("window_backward_kv", 3)],
+    [("full_forward", 4), ("full_backward_q", 4), ("backward_kv", 3)],
 )
 def test_as_many_blocks_as_registers_allow_find_room_in_shared_memory(name, blocks):
     assert blocks * (Shape(8, None).shared_bytes(name) + 1024) <= 228 * 1024

@@ -2,7 +2,7 @@
 
 For sliding-window layers, and for full attention over short packed sequences. Query heads that share a kv head are
 packed into one tile: with 8 heads a tile is 8 positions, so little work is lost where the causal triangle or the window
-ends. The window kernels hold every key that a block's tiles see in shared memory; in full attention the keys pass. The
+ends. With a window, O and dQ hold every key that a block's tiles see in shared memory; in full attention the keys pass. The
 backward pass runs as two kernels that each own what they write (dQ; dK and dV): no atomics, so the result is
 deterministic, and every tile is aligned to its sequence's start, so a sequence has the same bits in every pack.
 """
@@ -25,7 +25,7 @@ CHUNK = {"window_forward": 64, "window_backward_q": 40}
 """Positions that one thread block of a row-owning kernel takes, in whole tiles, all their keys in shared memory."""
 KEYS = 64
 """Keys that one thread block of the dK, dV kernel owns."""
-STAGES = {"window_backward_kv": 3, "full_backward_kv": 4, "full_backward_q": 2, "full_forward": 3}
+STAGES = {"backward_kv": 4, "full_backward_q": 2, "full_forward": 3}
 """Pairs of tiles that pass (Q and dO, or K and V) which a block holds."""
 LOG2_E = 1.4426950408889634
 HEAD_SIZE = 64
@@ -72,9 +72,8 @@ class Shape:
     def shared_bytes(self, kernel: str) -> int:
         tile = TILE_ROWS * HEAD_SIZE * 2
         if stages := STAGES.get(kernel):
-            stats = TILE_ROWS * 8 if kernel.endswith("_kv") else 0
-            own = 1 if kernel in ("full_forward", "full_backward_kv") else 2
-            return stages * (2 * tile + stats + 8 * kernel.startswith("full_backward")) + own * tile  # 8: a barrier
+            besides = {"backward_kv": TILE_ROWS * 8 + 8, "full_backward_q": 8, "full_forward": 0}[kernel]  # 8: a barrier
+            return stages * (2 * tile + besides) + (2 if kernel == "full_backward_q" else 1) * tile
         tiles = 1 if kernel == "window_forward" else 3
         return 2 * self.held_keys(self.chunk(kernel)) * HEAD_SIZE * 2 + tiles * tile + 256
 
@@ -124,14 +123,14 @@ def window_backward(
     grad_sinks = (torch.empty if count else torch.zeros)(heads, dtype=torch.float32, device=q.device)
     if count:
         shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
-        scales = (scale,) if window is not None else (scale, scale * LOG2_E)
-        passing = _passing(k, 1, window), _passing(v, 1, window)
-        rows = q, *passing, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, *scales
+        passing = (k, v) if window is not None else (_tiles(k, 1), _tiles(v, 1))
+        rows = q, *passing, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, scale
+        rows = rows if window is not None else (*rows, scale * LOG2_E)
         _kernel(f"{name}_q", shape, q.device)(count * heads // shape.group, THREADS, *rows)
         keys, key_count = _items(layout, KEYS, q.device, "queries" if window is None else None)
-        all_q, all_grad_o = _passing(q, shape.group, window), _passing(grad_o, shape.group, window)
-        columns = all_q, k, v, row_stats, all_grad_o, grad_k, grad_v, keys, shares, count, grad_sinks, heads, *scales
-        _kernel(f"{name}_kv", shape, q.device)(key_count * k.shape[1], THREADS, *columns)
+        passing = _tiles(q, shape.group), _tiles(grad_o, shape.group)
+        columns = passing[0], k, v, row_stats, passing[1], grad_k, grad_v, keys, shares, count, grad_sinks, heads
+        _kernel("backward_kv", shape, q.device)(key_count * k.shape[1], THREADS, *columns, scale, scale * LOG2_E)
     return grad_q, grad_k, grad_v, grad_sinks.to(sinks.dtype)
 
 
@@ -141,9 +140,9 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _passing(x: Tensor, heads: int, window: int | None) -> Tensor | nvrtc.TensorMap:
-    """What a kernel takes of a tensor whose tiles, of so many heads, pass: for full attention they do so by TMA."""
-    return nvrtc.tensor_map(x.data_ptr(), x.shape, (TILE_ROWS // heads, heads)) if window is None else x
+def _tiles(x: Tensor, heads: int) -> nvrtc.TensorMap:
+    """What a kernel takes of a tensor whose tiles, of so many heads, pass by TMA."""
+    return nvrtc.tensor_map(x.data_ptr(), x.shape, (TILE_ROWS // heads, heads))
 
 
 def _items(layout: PackedLayout, length: int, device: torch.device, order: str | None) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-// Building blocks of the window kernels: asynchronous copies, swizzled shared tiles, m16n8k16 products.
+// Building blocks of our kernels: asynchronous copies, swizzled shared tiles, m16n8k16 products.
 // Compiled at run time with these set: HEAD_SIZE, GROUP (query heads packed into a tile, all of one kv head: 1, 2, 4
 // or 8), GROUPS (of that size per kv head); for window kernels WINDOW (keys a query sees, itself included).
 #pragma once
@@ -25,9 +25,6 @@ __device__ __forceinline__ u32 chunk_address(int row, int c) { return row * ROW_
 // 16 bytes to shared memory, zeros when not inside (the source is not read then).
 __device__ __forceinline__ void copy16(u32 to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0));
-}
-__device__ __forceinline__ void copy8(u32 to, const void* from, bool inside) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(inside ? 8 : 0));
 }
 __device__ __forceinline__ void copy4(u32 to, const void* from, bool inside) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0));

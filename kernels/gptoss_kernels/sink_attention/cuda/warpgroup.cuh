@@ -56,14 +56,7 @@ __device__ __forceinline__ void settle(float (&c)[6][4]) { asm volatile("" : ACC
 #define ACCUMULATORS_32(c)                                                                                                  \
     "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), \
     "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3])
-// c (+)= rows of left times 32 rows of right, transposed.
-__device__ __forceinline__ void warpgroup_rows_32(float (&c)[4][4], u64 left, u64 right, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, p, 1, 1, 0, 0;}"
-                 : ACCUMULATORS_32(c) : "l"(left), "l"(right), "r"((int)add));
-}
-// The same with left in registers.
+// c (+)= left (registers) times 32 rows of right, transposed.
 __device__ __forceinline__ void warpgroup_rows_32(float (&c)[4][4], const u32 (&left)[4], u64 right, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
@@ -80,11 +73,6 @@ __device__ __forceinline__ void begin_rows(float (&c)[8][4], u64 left, u64 right
 __device__ __forceinline__ void begin_rows(float (&c)[6][4], const u32 (&left)[KSTEPS][4], u64 right) {
 #pragma unroll
     for (int s = 0; s < KSTEPS; s++) warpgroup_rows_48(c, left[s], right + 2 * s, s > 0);
-    warpgroup_commit();
-}
-__device__ __forceinline__ void begin_rows(float (&c)[4][4], u64 left, u64 right) {
-#pragma unroll
-    for (int s = 0; s < KSTEPS; s++) warpgroup_rows_32(c, left + 2 * s, right + 2 * s, s > 0);
     warpgroup_commit();
 }
 __device__ __forceinline__ void begin_rows(float (&c)[4][4], const u32 (&left)[KSTEPS][4], u64 right) {
