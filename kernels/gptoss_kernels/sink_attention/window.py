@@ -2,8 +2,8 @@
 
 For sliding-window layers, and for full attention over short packed sequences. Query heads that share a kv head are
 packed into one tile: with 8 heads a tile is 8 positions, so little work is lost where the causal triangle or the window
-ends. With a window, O and dQ hold every key that a block's tiles see in shared memory; in full attention the keys pass. The
-backward pass runs as two kernels that each own what they write (dQ; dK and dV): no atomics, so the result is
+ends. For O and dQ of a window, a block holds every key that its tiles see in shared memory; in full attention the keys
+pass. The backward pass runs as two kernels that each own what they write (dQ; dK and dV): no atomics, so the result is
 deterministic, and every tile is aligned to its sequence's start, so a sequence has the same bits in every pack.
 """
 
@@ -72,7 +72,7 @@ class Shape:
     def shared_bytes(self, kernel: str) -> int:
         tile = TILE_ROWS * HEAD_SIZE * 2
         if stages := STAGES.get(kernel):
-            besides = {"backward_kv": TILE_ROWS * 8 + 8, "full_backward_q": 8, "full_forward": 0}[kernel]  # 8: a barrier
+            besides = {"backward_kv": TILE_ROWS * 8 + 8, "full_backward_q": 8}.get(kernel, 0)  # 8: a barrier
             return stages * (2 * tile + besides) + (2 if kernel == "full_backward_q" else 1) * tile
         tiles = 1 if kernel == "window_forward" else 3
         return 2 * self.held_keys(self.chunk(kernel)) * HEAD_SIZE * 2 + tiles * tile + 256
