@@ -27,6 +27,18 @@ __device__ __forceinline__ void load_keys(u32 own_k, u32 own_v, const bf16* k, c
         copy16(own_v + chunk_address(row, c) + i * PASS * ROW_BYTES, source_v + ahead, inside);
     }
 }
+// The order of rows. In full attention they are visited from the last one down, with a window from a place that neighbouring
+// blocks share and round about: so blocks read the same rows at the same time.
+__device__ __forceinline__ int first_step(const Item& item, int steps) {
+    if (!WINDOW) return steps - 1;
+    constexpr int PERIOD = (KEYS + WINDOW - 1 + KEYS - 1) / KEYS * KEYS / POSITIONS;
+    const int rotation = (PERIOD - (item.first - item.start) / POSITIONS % PERIOD) % PERIOD;
+    return rotation < steps ? rotation : 0;
+}
+__device__ __forceinline__ int following(int position, const Item& item, int last) {
+    if (!WINDOW) return position - POSITIONS;
+    return position + POSITIONS < last ? position + POSITIONS : item.first;
+}
 // The statistics of a step's rows on their way, LSE first: half of the threads copy LSE, half delta.
 __device__ __forceinline__ void fetch_stats(u32 target, const float2* row_stats, int position, int head0, int heads, int end,
                                             int thread) {
@@ -119,24 +131,27 @@ backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k,
     const int kv_heads = heads / HEADS_PER_KV, kv_head = blockIdx.x % kv_heads;
     const Item item = items[blockIdx.x / kv_heads];
     const int last = WINDOW ? min(item.first + KEYS + WINDOW - 1, item.end) : item.end;   // no row from here on sees the keys
-    const int from = item.first + (last - item.first - 1) / POSITIONS * POSITIONS;
+    const int steps = (last - item.first + POSITIONS - 1) / POSITIONS;
+    const int from = item.first + first_step(item, steps) * POSITIONS;
 
     load_keys(own, own_v, k, v, item, kv_head, kv_heads, thread);
     commit();
     Ring<STAGES> ring(stages, stats + STAGES * STATS_BYTES);
     sum_shares(grad_sinks, shares, share_count, heads, thread, stats);
-    // Rows are visited from the last one down: in full attention blocks of a sequence so read the same rows at the same time.
-    int head0 = kv_head * HEADS_PER_KV;
-    auto fetch = [&](int position) {
-        if (position >= item.first) {
-            fetch_stats(stats + ring.next * STATS_BYTES, row_stats, position, head0, heads, item.end, thread);
-            ring.fetch(&map_q, &map_grad, head0, position);
+    int head0 = kv_head * HEADS_PER_KV, left, ahead;           // steps to fetch, position of the next
+    auto fetch = [&]() {
+        if (left > 0) {
+            fetch_stats(stats + ring.next * STATS_BYTES, row_stats, ahead, head0, heads, item.end, thread);
+            ring.fetch(&map_q, &map_grad, head0, ahead);
+            ahead = following(ahead, item, last);
+            left--;
         }
         commit();
     };
+    left = steps, ahead = from;
     __syncthreads();                                           // the barriers are there
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) fetch(from - i * POSITIONS);
+    for (int i = 0; i < AHEAD; i++) fetch();
     wait<AHEAD>();                                             // K, V
     publish_shared();
     __syncthreads();
@@ -152,18 +167,20 @@ backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k,
             head0 += GROUP;
             finish<0>(dv, dk);
             __syncthreads();                                   // all stages are used up
+            left = steps, ahead = from;
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) fetch(from - i * POSITIONS);
+            for (int i = 0; i < AHEAD; i++) fetch();
         }
-        if (from + POSITIONS > item.end) {
-            ring.wait();
-            zero_rows(ring.tiles(), (item.end - from) * GROUP, thread);
-        }
-        for (int p0 = from; p0 >= item.first; p0 -= POSITIONS) {
+        int p0 = from;
+        for (int t = 0; t < steps; t++, p0 = following(p0, item, last)) {
             wait<AHEAD - 1>();
             __syncthreads();                                   // step t's statistics have landed, and step t - 2 is used up
-            fetch(p0 - AHEAD * POSITIONS);
+            fetch();
             ring.wait();
+            if (p0 + POSITIONS > item.end) {
+                zero_rows(ring.tiles(), (item.end - p0) * GROUP, thread);
+                __syncthreads();
+            }
             const u64 rows_q = describe(ring.tiles()), rows_g = rows_q + (WAVE_BYTES >> 4);
             const u32 step_stats = stats + (lane & 3) * 8 + ring.number * STATS_BYTES;
             constexpr u32 HALF = 32 * ROW_BYTES >> 4;          // the step's second 32 rows, in a descriptor
