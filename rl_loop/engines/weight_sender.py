@@ -47,8 +47,8 @@ class WeightMismatch(ValueError):
 class SyncPlan:
     """Which servers get weights ``version``, and how.
 
-    ``bucket_bytes`` bounds a bucket, or the largest tensor if that is larger: a layer's gate and up projections, 1.06 GB
-    in the 20B. Besides its model a server holds one and the sender two, as the next is made while servers load one.
+    ``bucket_bytes`` bounds a bucket, or the largest tensor if that is larger: gate and up projections of a layer
+    (20B: 1.06 GB). Besides its model a server holds one and the sender two, as the next is made while servers load one.
     ``directory`` is for ``disk`` and must be seen by all. ``seconds``: for one bucket. ``compare``: a sample, by
     checksums. ``host``, ``port``: where the sender listens for a process group."""
 
