@@ -1,4 +1,4 @@
-"""What goes wrong in reinforcement learning of a mixture of experts with attention sinks, and what mends it, in small.
+r"""What goes wrong in reinforcement learning of a mixture of experts with attention sinks, and what mends it, in small.
 
     python benchmarks/ablations.py runs/tiny_retool_sft --steps 24 --seeds 0 1 2
 
@@ -10,7 +10,8 @@ The sinks of that model begin at 0. For a start that leans on them, as GPT-OSS d
 
     python benchmarks/ablations.py runs/strong_sinks --write-initial 2
     gptoss sft configs/sft/tiny_retool.yaml name=strong_sinks_sft initial_weights=runs/strong_sinks
-    python benchmarks/ablations.py runs/strong_sinks_sft --only sinks --steps 40 --out runs/ablations_strong_sinks
+    python benchmarks/ablations.py runs/strong_sinks_sft --only sinks --steps 80 --out runs/ablations_strong_sinks \
+        optimizer.lr=1e-4
 
 On a GPU, in bf16 and with our kernels, a model of GPT-OSS's shape: 32 experts of which 4 are active, heads of 64
 channels, 8 to a kv head, sinks that begin at 2. Its start is trained first unless it is there:
@@ -59,7 +60,7 @@ VARIANTS: dict[str, list[str]] = {
     "trainer without sinks": ["ablation.trainer_sinks=false", *NO_CORRECTION],
     "trainer without sinks, sequence correction": ["ablation.trainer_sinks=false", *SEQUENCE],
     "trainer without gradient of sinks": ["ablation.sink_gradient=false"],
-    "trainer without sinks backward": ["ablation.sink_backward=false"],
+    "backward pass without sinks": ["ablation.sink_backward=false"],
     "engine noise": [*ENGINE_NOISE, *NO_CORRECTION],
     "engine noise, R3": [*ENGINE_NOISE, *NO_CORRECTION, "algorithm.routing_replay=R3"],
 }
