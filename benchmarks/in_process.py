@@ -9,7 +9,7 @@ import torch
 
 from megatron_gptoss import distributed
 from rl_loop.config import RlConfig, dump_config
-from rl_loop.engines import RolloutEngine
+from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.loop import RlLoop
 from rl_loop.metrics import MetricsWriter
 from rl_loop.rollout_pool import GroupRequest

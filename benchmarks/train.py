@@ -218,7 +218,8 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
     parallel = ParallelConfig(
         world_size=dist.get_world_size(), expert=args.expert, context=args.context, tensor=args.tensor,
-        pipeline=args.pipeline, virtual_pipeline=args.virtual_pipeline, recompute=tuple(args.recompute),
+        pipeline=args.pipeline, virtual_pipeline=args.virtual_pipeline, last_stage_layers=args.last_stage_layers,
+        recompute=tuple(args.recompute), recompute_layers=args.recompute_layers,
         expert_dispatcher=args.dispatcher,
     )  # fmt: skip
     model = build_model(
@@ -388,7 +389,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--gather", default="under", choices=["under", "before"], help="parameters: the forward pass")
     parser.add_argument("--moments", default="fp32")
     parser.add_argument("--gradients", default="fp32")
+    parser.add_argument("--last-stage-layers", type=int, help="pipeline: fewer than the other stages have")
     parser.add_argument("--recompute", nargs="*", default=[])
+    parser.add_argument("--recompute-layers", type=int, help="of a chunk; the others keep what they computed")
     parser.add_argument("--attention", default="auto", help="a backend of ours, or transformer_engine")
     parser.add_argument("--dispatcher", default="alltoall", help="or deepep")
     parser.add_argument("--offload", type=float, default=0.0, help="share of the optimizer's state in host memory")

@@ -200,6 +200,8 @@ class ParallelConfig(StrictModel):
     recompute: tuple[Literal["moe_act", "layernorm", "core_attn", "moe"], ...] = ()
     """On GPUs: what the backward pass computes again instead of keeping it. moe_act (the expert activation) costs next
     to nothing and saves a sixth of the activations, layernorm likewise less; moe is the last resort."""
+    recompute_layers: int | None = Field(None, ge=0)
+    """The layers of a pipeline stage's chunk that do so, its first ones; null: all."""
 
     @property
     def data(self) -> int:

@@ -80,7 +80,10 @@ def predict(training: Training, stage: int = 0) -> Memory:
     head = max(8 * block, 2 * vocabulary) + 6 * local * model.hidden_size
     routed = model.hidden_size + 4 * model.intermediate_size
     layer = 2 * local * model.experts_per_token * EXPERT_LOAD * routed
-    activations = in_flight * parallel.layers_of_stage(stage, model) * local * activation_bytes(model, parallel)
+    layers = parallel.layers_of_stage(stage, model)
+    again = layers if parallel.recompute_layers is None else min(layers, chunks * parallel.recompute_layers)
+    kept = (layers - again) * activation_bytes(model, parallel.model_copy(update={"recompute": ()}))
+    activations = in_flight * local * (again * activation_bytes(model, parallel) + kept)
     working = max(head if is_last else 0, layer)
     weights, gradients, resident, fetched = 2 * (dense + expert) * (1 + len(beside)), 0.0, 0.0, 0.0
     for adam in (optimizer, *filter(None, beside)):
@@ -127,6 +130,7 @@ def smaller_settings(training: Training) -> list[tuple[str, Memory]]:
     thrifty = dict.fromkeys((*recompute, *(() if "moe" in recompute else ("moe_act", "layernorm"))))
     half: Any = max(1, training.tokens // 2)
     changes: list[tuple[str, str, dict[str, Any]]] = [
+        ("parallel.recompute_layers=null", "parallel", {"recompute_layers": None}),
         (f"parallel.recompute=[{','.join(thrifty)}]", "parallel", {"recompute": tuple(thrifty)}),
         ("optimizer.moment_dtype=bf16", "optimizer", {"moment_dtype": "bf16"}),
         (f"training.max_tokens_per_micro_batch={half}", "tokens", {}),

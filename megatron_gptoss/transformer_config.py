@@ -21,6 +21,7 @@ class GptOssTransformerConfig(TransformerConfig):
     context_scheme_window: str = "auto"
     context_bandwidth: float = 0.0
     attention_rate: float = 0.0
+    recompute_layers: int | None = None
     router_noise: float = 0.0
     sinks: bool = True
     sink_gradient: bool = True
@@ -109,6 +110,7 @@ def build_transformer_config(
         settings |= {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "moe_permute_fusion": True}
         if parallel.recompute:
             settings |= {"recompute_granularity": "selective", "recompute_modules": list(parallel.recompute)}
+            settings["recompute_layers"] = parallel.recompute_layers
     else:
         settings |= {"use_cpu_initialization": True, "batch_p2p_comm": False, "transformer_impl": "local"}
     return GptOssTransformerConfig(**(settings | overrides))

@@ -1,5 +1,6 @@
 """The layer specification for GPUs: Transformer Engine's linears and grouped experts around our attention, router."""
 
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -67,6 +68,15 @@ def add_weighted_bias(output: Tensor, biases: Tensor, probs: Tensor, counts: lis
     return torch.addmm(output, weights, biases.to(output.dtype))
 
 
+class KeepingLayer(TransformerLayer):
+    """A layer that computes nothing again, whatever others do."""
+
+    def __init__(self, config: GptOssTransformerConfig, *args: Any, **kwargs: Any) -> None:
+        config = copy(config)
+        config.recompute_granularity = config.recompute_modules = None
+        super().__init__(config, *args, **kwargs)
+
+
 def transformer_engine_block_spec(config: GptOssTransformerConfig, stage: int) -> TransformerBlockSubmodules:
     """The layers of one chunk of this pipeline rank. Raises RuntimeError where Transformer Engine is missing."""
     if not HAVE_TE:
@@ -78,5 +88,8 @@ def transformer_engine_block_spec(config: GptOssTransformerConfig, stage: int) -
     experts = partial(GptOssGroupedMLP, submodules=grouped)
     submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=GptOssRouter))
     submodules.self_attention.submodules.core_attention = config.core_attention or SinkAttention
-    layers = [ModuleSpec(module=TransformerLayer, submodules=submodules)] * get_num_layers_to_build(config, stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)
+    layers: list[Any] = [TransformerLayer] * get_num_layers_to_build(config, stage)
+    if (again := config.recompute_layers) is not None:
+        layers[again:] = [KeepingLayer] * len(layers[again:])
+    specs = [ModuleSpec(module=layer, submodules=submodules) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)

@@ -24,14 +24,8 @@ def export_policy(trainer: TrainerGroup, harmony: Harmony, config: RunConfig, di
         files = harmony.vocabulary.save(Path(scratch))
         if not files and source is not None and (source / "config.json").exists():
             files, _ = tokenizer_and_generation(source)
-        write_hf_directory(
-            directory,
-            config.model,
-            trainer.weights().items(),
-            tokenizer_files=files,
-            eos_token_ids=harmony.stop_token_ids,
-            overwrite=True,
-        )
+        named, stops = trainer.weights().items(), harmony.stop_token_ids
+        write_hf_directory(directory, config.model, named, tokenizer_files=files, eos_token_ids=stops, overwrite=True)
 
 
 def greedy_agreement(trainer: TrainerGroup, tasks: TaskSource, config: RunConfig, directory: Path) -> tuple[int, int]:
@@ -44,20 +38,14 @@ def greedy_agreement(trainer: TrainerGroup, tasks: TaskSource, config: RunConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would write into the run's own display
-    model: Any = GptOssForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, config.dtype), attn_implementation="eager"
-    )
+    dtype, stops = getattr(torch, config.dtype), list(tasks.harmony.stop_token_ids)
+    model: Any = GptOssForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    greedy = {"do_sample": False, "max_new_tokens": COMPARED_TOKENS, "eos_token_id": stops, "pad_token_id": stops[0]}
     prompts = [tasks.prompt_ids(task) for task in tasks.held_out()[:COMPARED_PROMPTS]]
     samples = []
     for prompt in prompts:
-        answer = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=COMPARED_TOKENS,
-            do_sample=False,
-            eos_token_id=list(tasks.harmony.stop_token_ids),
-            pad_token_id=tasks.harmony.stop_token_ids[0],
-        )[0].tolist()
+        ids = torch.tensor([prompt])
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)[0].tolist()
         samples.append(Sample(answer, [0] * len(prompt) + [1] * (len(answer) - len(prompt))))
     chosen = trainer.most_likely(samples)
     equal = sum(

@@ -9,7 +9,7 @@ import torch
 from rl_loop.agent import run_episode
 from rl_loop.config import RunConfig
 from rl_loop.demonstrations import harmony_of
-from rl_loop.engines import RolloutEngine, SamplingParams
+from rl_loop.engines.protocol import RolloutEngine, SamplingParams
 from rl_loop.environments import Task, make_environment
 from rl_loop.sandbox import PythonSandbox
 from rl_loop.trajectory import TrajectoryGroup
@@ -69,11 +69,8 @@ def _embedded_engine(config: RunConfig) -> RolloutEngine:
 
     from rl_loop.engines.transformers_engine import TransformersEngine
 
-    return TransformersEngine.from_config(
-        GptOssConfig(**config.model.to_hf_config()),
-        dtype=getattr(torch, config.dtype),
-        max_batch_size=config.rollout.max_batch_size,
-    )
+    model, dtype = GptOssConfig(**config.model.to_hf_config()), getattr(torch, config.dtype)
+    return TransformersEngine.from_config(model, dtype=dtype, max_batch_size=config.rollout.max_batch_size)
 
 
 def _engine_over(servers: list[Any], config: RunConfig) -> RolloutEngine:

@@ -16,6 +16,8 @@ from megatron_gptoss.memory import (
     smaller_settings,
     worst_stage,
 )
+from megatron_gptoss.transformer_config import build_transformer_config
+from megatron_gptoss.transformer_engine_layers import KeepingLayer
 
 GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
 GPT_OSS_120B = ModelConfig(num_layers=36, num_experts=128)
@@ -101,6 +103,22 @@ def test_each_suggestion_takes_less_than_the_one_before() -> None:
     again = parallel.model_copy(update={"recompute": ("moe",)})
     first, last = smaller_settings(Training(GPT_OSS_20B, again, bf16, 32_768))
     assert (first[0], last[0]) == ("training.max_tokens_per_micro_batch=16384", "optimizer.offload=1")
+    some = again.model_copy(update={"recompute_layers": 9})
+    assert smaller_settings(Training(GPT_OSS_20B, some, bf16, 32_768))[0][0] == "parallel.recompute_layers=null"
+
+
+def test_layers_that_keep_their_activations_count_as_without_recomputation() -> None:
+    def activations(layers: int | None, recompute: tuple[str, ...] = ("moe",), **sizes: int) -> float:
+        parallel = ParallelConfig(world_size=8, expert=4, recompute=recompute, recompute_layers=layers, **sizes)
+        return predict(Training(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)).activations
+
+    none, every = activations(None, ()), activations(None)
+    assert activations(0) == pytest.approx(none)
+    assert activations(6) == pytest.approx(0.75 * none + 0.25 * every)
+    assert activations(24) == activations(99) == every
+    chunks = {"pipeline": 2, "virtual_pipeline": 3}  # of four layers
+    half = (activations(None, (), **chunks) + activations(None, **chunks)) / 2
+    assert activations(2, **chunks) == pytest.approx(half)
 
 
 @pytest.mark.parametrize(("tokens", "room"), [(32_768, True), (256, False)])
@@ -138,3 +156,16 @@ def test_running_out_of_memory_prints_the_plan_and_what_to_set_next() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5 GiB\nlong advice about fragmentation")
     assert "no layout of 4 GPUs fits; most goes to the" in memory_plan(training, 60)
     assert "tensor 1, pipeline 1, context 4, expert 4" in memory_plan(training, 141)
+
+
+def test_a_layer_that_keeps_its_activations_leaves_the_others_configuration_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+    monkeypatch.setattr(KeepingLayer.__mro__[1], "__init__", lambda self, config, *_, **__: seen.append(config))
+    config = build_transformer_config(GPT_OSS_20B, ParallelConfig(), torch.bfloat16)
+    config.recompute_granularity, config.recompute_modules = "selective", ["moe"]
+    KeepingLayer(config, submodules=None, layer_number=3)
+    assert (config.recompute_granularity, config.recompute_modules) == ("selective", ["moe"])
+    assert (seen[0].recompute_granularity, seen[0].recompute_modules) == (None, None)
+    assert seen[0].hidden_size == config.hidden_size

@@ -185,6 +185,29 @@ def test_layers_that_are_computed_again_replay_their_routes_again() -> None:
             assert got == pytest.approx(want, rel=1e-2)
 
 
+def test_only_the_first_layers_compute_again_and_nothing_changes() -> None:
+    peaks, losses = [], []
+    for layers in (None, 1, 0):
+        parallel = ParallelConfig(recompute=("moe", "layernorm"), recompute_layers=layers)
+        model = build_model(WIDE, parallel, torch.bfloat16)
+        load_hf_weights(model, WIDE, reference(torch.float32).state_dict().__getitem__)
+        trainer = PolicyTrainer(model, OptimizerConfig())
+        again = [layer.mlp.moe_layer_recompute for layer in model.decoder.layers]
+        assert again == [layers is None or i < layers for i in range(WIDE.num_layers)]
+        torch.cuda.reset_peak_memory_stats()
+        losses.append(
+            [
+                trainer.train_step([build_batch(SAMPLES)], mean_cross_entropy(TOKENS), 1e-4).sums["loss"]
+                for _ in range(2)
+            ]
+        )
+        peaks.append(torch.cuda.max_memory_allocated())
+        del model, trainer
+    assert peaks == sorted(peaks)
+    for got in losses[1:]:
+        assert got == pytest.approx(losses[0], rel=1e-3)
+
+
 def test_offloaded_state_leaves_the_gpu_between_steps() -> None:
     batch, losses, held = build_batch(SAMPLES), [], []
     for offload in (0.0, 1.0):
