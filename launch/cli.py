@@ -33,12 +33,9 @@ class ErrorsInOneLine(typer.core.TyperGroup):
         raise typer.Exit(1)
 
 
+PURPOSE = "Agentic reinforcement learning for GPT-OSS on Megatron-Core."
 app = typer.Typer(
-    cls=ErrorsInOneLine,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-    help="Agentic reinforcement learning for GPT-OSS on Megatron-Core.",
+    cls=ErrorsInOneLine, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False, help=PURPOSE
 )
 
 

@@ -51,11 +51,10 @@ class RolloutPool:
 
     def _start(self, index: int) -> Any:
         actor = ray.remote(RolloutWorker)
+        servers = self._fleet.actors if self._fleet else None
         concurrency = self._config.rollout.max_batch_size * 4
         options = {"num_cpus": 0, "max_concurrency": concurrency, **place_of(ROLLOUT_WORKER, index)}
-        worker: Any = actor.options(**options).remote(
-            self._config, self._threads, self._fleet.actors if self._fleet else None
-        )
+        worker: Any = actor.options(**options).remote(self._config, self._threads, servers)
         worker.__ray_call__.remote(outlive_sigterm)
         return worker
 

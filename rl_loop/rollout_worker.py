@@ -2,6 +2,7 @@
 actors of it. It knows neither Megatron nor the optimizer."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,20 +44,11 @@ class RolloutWorker:
         """One episode per seed, all at the same time."""
         rollout = self.config.rollout
         sampling = SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p)
-        episodes = [
-            run_episode(
-                task.task_id,
-                make_environment(task, self.sandbox.run, self.config.reward),
-                self.engine,
-                self.harmony,
-                rollout,
-                sampling,
-                seed=seed,
-                routed_experts=rollout.routed_experts,
-                purification=rollout.purification,
-            )
-            for seed in seeds
-        ]
+        run = partial(run_episode, routed_experts=rollout.routed_experts, purification=rollout.purification)
+        episodes = []
+        for seed in seeds:
+            environment = make_environment(task, self.sandbox.run, self.config.reward)
+            episodes.append(run(task.task_id, environment, self.engine, self.harmony, rollout, sampling, seed=seed))
         return TrajectoryGroup(task.task_id, await asyncio.gather(*episodes))
 
     async def close(self) -> None:
@@ -77,11 +69,6 @@ def _engine_over(servers: list[Any], config: RunConfig) -> RolloutEngine:
     from rl_loop.engines.sglang_engine import SglangEngine
     from rl_loop.sglang_fleet import statuses
 
-    model = config.model
-    return SglangEngine(
-        lambda: statuses(servers),
-        num_layers=model.num_layers,
-        top_k=model.experts_per_token,
-        num_experts=model.num_experts,
-        wait_seconds=config.rollout.sglang.start_seconds,
-    )
+    model, patience = config.model, config.rollout.sglang.start_seconds
+    shape = {"num_layers": model.num_layers, "top_k": model.experts_per_token, "num_experts": model.num_experts}
+    return SglangEngine(lambda: statuses(servers), **shape, wait_seconds=patience)

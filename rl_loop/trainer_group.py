@@ -28,12 +28,10 @@ class TrainerGroup:
         world = config.parallel.world_size
         threads = max(1, (os.cpu_count() or 1) // world)
         actor = ray.remote(TrainerWorker)
-        gpus = 1 if ray.cluster_resources().get("GPU", 0) >= world else 0
+        options = {"num_cpus": 0, "num_gpus": 1 if ray.cluster_resources().get("GPU", 0) >= world else 0}
         master, port = master_address()
         self._ranks: list[Any] = [
-            actor.options(num_cpus=0, num_gpus=gpus, **place_of(TRAINER_RANK, rank)).remote(
-                config, rank, master, port, threads
-            )
+            actor.options(**options, **place_of(TRAINER_RANK, rank)).remote(config, rank, master, port, threads)
             for rank in range(world)
         ]
         self._processes = ["a node not yet known"] * world
