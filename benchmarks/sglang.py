@@ -77,13 +77,13 @@ class Bench:
             python=a.python, attention_backend=self.attention, memory_fraction=a.memory_fraction,
             weight_sync=a.transport,
             arguments=extra + a.server_arguments.split(), deterministic="deterministic" in a.cases,
-            env=dict(setting.split("=", 1) for setting in a.server_env),
+            env={"PYTHONPATH": a.pythonpath} | dict(setting.split("=", 1) for setting in a.server_env),
         )  # fmt: skip
 
     async def run(self) -> None:
         a = self.arguments
         (self.scratch / "config.json").write_text(json.dumps(self.model_config.to_hf_config(dtype="bfloat16")))
-        environment = {"PYTHONPATH": a.pythonpath, "OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": self.server_gpu()}
+        environment = {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": self.server_gpu()}
         if a.device == "cpu":
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
         settings = self.settings()

@@ -12,6 +12,7 @@ from megatron_gptoss.config import StrictModel
 
 # (host, port) -> the argument vector of a server
 Command = Callable[[str, int], list[str]]
+PLUGIN = Path(__file__).parent / "sglang_plugin"
 
 
 class SglangConfig(StrictModel):
@@ -28,8 +29,8 @@ class SglangConfig(StrictModel):
     arguments: list[str] = Field(default_factory=list)
     """Further arguments of ``sglang.launch_server``; of an option given twice the last counts."""
     attention_backend: Literal["fa3", "triton", "fa4", "trtllm_mha", "intel_amx"] = "fa3"
-    """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton anywhere, but its decoding
-    sees 127 of the window's 128 keys."""
+    """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton anywhere, with a plugin that
+    mends its window."""
     memory_fraction: float = Field(0.85, gt=0, lt=1)
     """Share of GPU memory for weights and key/value cache; with colocated about half of it."""
     deterministic: bool = False
@@ -62,6 +63,9 @@ class SglangConfig(StrictModel):
         if self.weight_sync == "nccl":
             # SGLang would set 0, and NCCL cannot open what a trainer's has allocated ("invalid argument")
             needed["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "1")
+        if self.attention_backend == "triton":
+            paths = [str(PLUGIN), *filter(None, [self.env.get("PYTHONPATH")])]
+            return needed | self.env | {"PYTHONPATH": os.pathsep.join(paths)}
         return needed | self.env
 
     def command(self, index: int, model: Path, dtype: str, *, routed_experts: bool, seed: int) -> Command:
