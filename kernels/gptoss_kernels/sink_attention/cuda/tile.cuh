@@ -1,6 +1,7 @@
 // Building blocks of our kernels: asynchronous copies, swizzled shared tiles, m16n8k16 products.
 // Compiled at run time with these set: HEAD_SIZE, GROUP (query heads packed into a tile, all of one kv head: 1, 2, 4
-// or 8), GROUPS (of that size per kv head); for window kernels WINDOW (keys a query sees, itself included).
+// or 8), GROUPS (of that size per kv head); WINDOW (keys a query sees, itself included;
+// 0 for all before it).
 #pragma once
 
 typedef unsigned int u32;
