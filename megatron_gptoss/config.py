@@ -232,10 +232,10 @@ class ParallelConfig(StrictModel):
                 f"{max(1, self.world_size // dense) * dense} ranks, or another context; any context size can be split"
             )
         if self.world_size // self.pipeline % self.expert:
-            raise ValueError(
-                f"parallel.expert ({self.expert}) must divide world_size / pipeline "
-                f"({self.world_size // self.pipeline})"
-            )
+            ranks = self.world_size // self.pipeline
+            raise ValueError(f"parallel.expert ({self.expert}) must divide world_size / pipeline ({ranks})")
+        if self.recompute_layers is not None and not self.recompute:
+            raise ValueError("parallel.recompute_layers has no effect: parallel.recompute does not say what they do")
         if self.expert_dispatcher == "deepep" and self.expert == 1:
             raise ValueError("parallel.expert_dispatcher deepep has nobody to send to: parallel.expert is 1")
         stages = [

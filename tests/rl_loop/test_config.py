@@ -69,6 +69,7 @@ def test_all_mistakes_are_listed_at_once() -> None:
         ({"world_size": 2, "pipeline": 2, "virtual_pipeline": 4}, "pipeline x virtual_pipeline (8) must divide num_l"),
         ({"virtual_pipeline": 2}, "parallel.virtual_pipeline (2) needs parallel.pipeline above 1"),
         ({"last_stage_layers": 2}, "parallel.last_stage_layers (2) needs parallel.pipeline above 1"),
+        ({"recompute_layers": 2}, "parallel.recompute_layers has no effect: parallel.recompute does not say"),
         (
             {"world_size": 3, "pipeline": 3, "last_stage_layers": 1},
             "parallel.pipeline less the last stage (2) must divide num_layers - last_stage_layers",
