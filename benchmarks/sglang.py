@@ -131,7 +131,7 @@ class Bench:
         await server.begin_sync(status.incarnation)
         plan = SyncPlan(
             (status.url,), self.version, self.arguments.transport, bucket_bytes=mebibytes << 20,
-            directory=self.scratch / "weights", port=free_port(), compare=compare,
+            directory=self.scratch / "weights", compare=compare,
         )  # fmt: skip
         began = time.perf_counter()
         await send_weights(self.named(), self.model_config, plan)
@@ -140,7 +140,8 @@ class Bench:
         return seconds
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor.to(torch.bfloat16)) for name, tensor in export_hf_weights(self.model, self.model_config))
+        exported = export_hf_weights(self.model, self.model_config, transposed=self.arguments.transport == "cuda_ipc")
+        return ((name, tensor.to(torch.bfloat16)) for name, tensor in exported)
 
     async def sync(self, server: SglangServer, engine: Any) -> None:
         """Seconds of whole syncs and of the export alone, and the memory that each side needs besides its model."""

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from converters.errors import ConversionError
 from converters.hf_directory import ExpertStack
-from converters.names import ParameterMapping, global_name, hf_tensors, parameter_mappings
+from converters.names import NamedTensor, ParameterMapping, global_name, hf_tensors, parameter_mappings
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.model import chunks_of
 
@@ -27,8 +27,7 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
     ``get_tensor`` returns the Hugging Face tensor of a name and is called only for names of which this rank holds a
     part; if it answers with an ExpertStack, only this rank's experts are read. Not collective. Raises ConversionError
     (a ValueError) naming the tensor when it is missing or has another shape, or when the model has a parameter that the
-    name table does not know.
-    """
+    name table does not know."""
     tp = parallel_state.get_tensor_model_parallel_group()
     fetched: dict[str, torch.Tensor | ExpertStack] = {}
     # in the order of the table the experts that share one tensor come together, so one read serves them all
@@ -75,15 +74,14 @@ def _local_parameters(model: torch.nn.Module, config: ModelConfig) -> list[tuple
 
 
 @torch.no_grad()
-def export_hf_weights(model: torch.nn.Module, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def export_hf_weights(model: torch.nn.Module, config: ModelConfig, transposed: bool = False) -> Iterator[NamedTensor]:
     """All Hugging Face tensors of the model, on global rank 0, in the order of ``names.hf_shapes``.
 
     Collective: every rank must run the iterator to its end; on other ranks than 0 it yields nothing. dtype and device
     are the parameter's: of a bf16 model the router's bias comes in fp32. Each byte is sent once, from the lowest rank
     that holds it to rank 0. Rank 0 holds one Hugging Face tensor at a time (of a layer's experts, the stack of all)
     besides its own weights. A yielded tensor may share memory with a parameter: copy it to keep it beyond the next
-    optimizer step.
-    """
+    optimizer step. ``transposed``: see ``names.hf_tensors``."""
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
     tp_rank, rank = parallel_state.get_tensor_model_parallel_rank(), dist.get_rank()
     local = {mapping.name: (mapping, parameter.detach()) for mapping, parameter in _local_parameters(model, config)}
@@ -114,7 +112,7 @@ def export_hf_weights(model: torch.nn.Module, config: ModelConfig) -> Iterator[t
         return mapping.unshard(received)
 
     if rank == 0:
-        yield from hf_tensors(config, receive)
+        yield from hf_tensors(config, receive, transposed)
         return
     for mapping, parameter in local.values():
         if rank in [holder for holder, _ in shards(mapping)]:

@@ -97,15 +97,18 @@ def hf_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def hf_tensors(config: ModelConfig, get: Callable[[ParameterMapping], torch.Tensor]) -> Iterator[NamedTensor]:
+def hf_tensors(
+    config: ModelConfig, get: Callable[[ParameterMapping], torch.Tensor], transposed: bool = False
+) -> Iterator[NamedTensor]:
     """Every Hugging Face tensor by name, built from full Megatron parameters that ``get`` is asked for one by one.
 
-    Holds one Hugging Face tensor at a time: of a layer's experts that is all of them.
-    """
-    return stack_experts(config, ((mapping, mapping.named_parts(get(mapping))) for mapping in _mappings(config)))
+    Holds one at a time; of a layer's experts that is all of them. ``transposed``: their weights are views of what lies
+    in memory as Megatron has it, [experts, out, in], which saves a slow copy."""
+    named = ((mapping, mapping.named_parts(get(mapping))) for mapping in _mappings(config))
+    return stack_experts(config, named, transposed)
 
 
-def stack_experts(config: ModelConfig, parts: Iterable[NamedParts]) -> Iterator[NamedTensor]:
+def stack_experts(config: ModelConfig, parts: Iterable[NamedParts], transposed: bool = False) -> Iterator[NamedTensor]:
     """Whole tensors from the named parts of each parameter, which come in the order of the table."""
     stacks: dict[str, torch.Tensor] = {}
     for mapping, named in parts:
@@ -114,7 +117,8 @@ def stack_experts(config: ModelConfig, parts: Iterable[NamedParts]) -> Iterator[
             continue
         for name, part in named.items():
             if mapping.expert == 0:
-                stacks[name] = part.new_empty((config.num_experts, *part.shape))
+                stack = part.new_empty((config.num_experts, *part.shape[:: -1 if transposed else 1]))
+                stacks[name] = stack.mT if transposed and part.dim() == 2 else stack
             stacks[name][mapping.expert] = part
         if mapping.expert == config.num_experts - 1:
             yield from stacks.items()

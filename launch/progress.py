@@ -61,16 +61,10 @@ class TrainingProgress:
         self._latest: dict[str, float] = {}
         self._step_seconds: deque[float] = deque(maxlen=10)  # episodes change in length as the policy learns
         self._step_ended = time.monotonic()
-        self._display = StepDisplay(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None),
-            TextColumn("step {task.completed}/{task.total}  [cyan]{task.fields[phase]}"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            expand=True,
-        )
+        step = TextColumn("step {task.completed}/{task.total}  [cyan]{task.fields[phase]}")
+        columns = TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), step, TimeElapsedColumn()
+        left, hidden = TextColumn("{task.fields[left]}"), not self._console.is_terminal
+        self._display = StepDisplay(*columns, left, console=self._console, disable=hidden, expand=True)
         self._task = self._display.add_task(escape(title), total=total_steps, completed=first_step, phase="", left="")
 
     def __enter__(self) -> TrainingProgress:

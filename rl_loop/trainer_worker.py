@@ -34,7 +34,6 @@ from megatron_gptoss.trainer import (
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.config import AlgorithmConfig, RlConfig, RunConfig
 from rl_loop.engines.weight_sender import SyncPlan, send_weights
-from rl_loop.placed import free_address
 
 CRITIC_CHECKPOINTS = "critic_checkpoints"
 """Beside the policy's ``checkpoints`` in the run directory."""
@@ -213,11 +212,11 @@ class TrainerWorker:
         SyncFailed there."""
         dtype = getattr(torch, self.config.dtype)
         gather_parameters(self.trainer.model)
-        stream = ((name, tensor.to(dtype)) for name, tensor in export_hf_weights(self.model, self.config.model))
+        exported = export_hf_weights(self.model, self.config.model, transposed=plan.transport == "cuda_ipc")
+        stream = ((name, tensor.to(dtype)) for name, tensor in exported)
         try:
             if dist.get_rank() == 0:
-                host, port = free_address()
-                asyncio.run(send_weights(stream, self.config.model, replace(plan, host=host, port=port)))
+                asyncio.run(send_weights(stream, self.config.model, plan))
         finally:
             for _ in stream:  # to its end, whatever happened: the other ranks are still sending
                 pass

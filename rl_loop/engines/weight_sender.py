@@ -28,6 +28,7 @@ from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.sglang_client import SglangClient
 from rl_loop.engines.weight_checksums import WeightSample
+from rl_loop.placed import free_address
 
 TransportName = Literal["nccl", "gloo", "cuda_ipc", "shared_memory", "disk"]
 Body = dict[str, Any] | Callable[[int], dict[str, Any]]
@@ -49,8 +50,7 @@ class SyncPlan:
 
     ``bucket_bytes`` bounds a bucket, or the largest tensor if that is larger: gate and up projections of a layer
     (20B: 1.06 GB). Besides its model a server holds one and the sender two, as the next is made while servers load one.
-    ``directory`` is for ``disk`` and must be seen by all. ``seconds``: for one bucket. ``compare``: a sample, by
-    checksums. ``host``, ``port``: where the sender listens for a process group."""
+    ``directory`` is for ``disk`` and must be seen by all. ``seconds``: for one bucket. ``compare``: some checksums."""
 
     urls: tuple[str, ...]
     version: int
@@ -60,8 +60,6 @@ class SyncPlan:
     directory: Path = Path("weights")
     seconds: float = 120.0
     compare: bool = True
-    host: str = "127.0.0.1"
-    port: int = 0
 
 
 async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan) -> None:
@@ -80,7 +78,7 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
             body = {"model_path": str(plan.directory), "load_format": "auto", "flush_cache": False}
             await servers.call("/update_weights_from_disk", body)
         else:
-            send = _broadcast if plan.transport in ("nccl", "gloo") else _share_memory
+            send = _group.broadcast if plan.transport in ("nccl", "gloo") else _share_memory
             await send(buckets(watched, plan.bucket_bytes), servers)
         if sample is not None:
             held, _ = await servers.call("/weights_checker", {"action": "checksum"})
@@ -141,11 +139,12 @@ def checked(named: NamedTensors, config: ModelConfig) -> Iterator[tuple[str, tor
 
 
 def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
-    """In order; each at most ``limit`` bytes or one tensor. What is half full goes before the next tensor is made."""
+    """In order; each at most ``limit`` bytes, or one tensor after others of an eighth of that. What is half full goes
+    before the next tensor is made."""
     bucket: Bucket = []
     size = 0
     for name, tensor in named:
-        if bucket and size + tensor.nbytes > limit:
+        if size > limit // 8 and size + tensor.nbytes > limit:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))
@@ -158,53 +157,68 @@ def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
         yield bucket
 
 
-async def _broadcast(parts: Iterator[Bucket], servers: Servers) -> None:
-    """Over a process group of this process (rank 0) and every rank of every server."""
-    plan, finished = servers.plan, False
-    world = 1 + len(servers.clients) * plan.tensor_parallel
-    group: Any = None
-    name = f"weights_{plan.version}_{uuid.uuid4().hex[:8]}"
+class ServerGroup:
+    """A process group of this process (rank 0) and every rank of every server. Kept while the servers stay the same,
+    as NCCL takes most of a second to make one; a server that was started anew has another URL."""
 
-    def member(number: int) -> dict[str, Any]:
-        address = {"master_address": plan.host, "master_port": plan.port, "group_name": name, "backend": plan.transport}
-        return address | {"rank_offset": 1 + number * plan.tensor_parallel, "world_size": world}
+    _urls: tuple[str, ...] = ()
+    _name = ""
+    _group: Any = None
 
-    def send(bucket: Bucket, following: Iterator[Bucket]) -> Bucket | None:
-        for work in [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]:
+    async def broadcast(self, parts: Iterator[Bucket], servers: Servers) -> None:
+        try:
+            if self._urls != servers.plan.urls:
+                await self._join(servers)
+            bucket = next(parts, None)
+            while bucket:
+                shapes = [list(tensor.shape) for _, tensor in bucket]
+                dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
+                body = {"names": [name for name, _ in bucket], "dtypes": dtypes, "shapes": shapes, "flush_cache": False}
+                body["group_name"], send = self._name, partial(self._send, bucket, parts)
+                _, bucket = await servers.call("/update_weights_from_distributed", body, send)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _send(self, bucket: Bucket, following: Iterator[Bucket]) -> Bucket | None:
+        for work in [self._group.broadcast(tensor, 0) for _, tensor in bucket]:
             work.wait()
-        if plan.transport == "nccl":
+        if bucket[0][1].is_cuda:
             torch.cuda.synchronize(bucket[0][1].device)
+        bucket.clear()  # servers have it, and the next one needs the room
         return next(following, None)
 
-    try:
-        joining = partial(_process_group, plan, name, world)
-        _, group = await servers.call("/init_weights_update_group", member, joining)
-        bucket = next(parts, None)
-        while bucket:
-            shapes = [list(tensor.shape) for _, tensor in bucket]
-            dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
-            body = {"names": [name for name, _ in bucket], "dtypes": dtypes, "shapes": shapes, "group_name": name}
-            body["flush_cache"] = False
-            _, bucket = await servers.call("/update_weights_from_distributed", body, partial(send, bucket, parts))
-        await servers.call("/destroy_weights_update_group", {"group_name": name})
-        finished = True
-    finally:
-        if group is not None:
-            with suppress(RuntimeError):
-                if not finished:  # a member may be dead, and the thread that broadcasts waits for it
-                    group.abort()
-                dist.destroy_process_group(group)
+    async def _join(self, servers: Servers) -> None:
+        self._leave()
+        plan, (host, port) = servers.plan, free_address()
+        world, self._name = 1 + len(plan.urls) * plan.tensor_parallel, f"weights_{uuid.uuid4().hex}"
+
+        def member(number: int) -> dict[str, Any]:
+            place = {"rank_offset": 1 + number * plan.tensor_parallel, "world_size": world, "backend": plan.transport}
+            return place | {"master_address": host, "master_port": port, "group_name": self._name}
+
+        def own() -> Any:
+            timeout = timedelta(seconds=plan.seconds)
+            store = dist.PrefixStore(self._name, dist.TCPStore(host, port, world, is_master=True, timeout=timeout))
+            # torch has no public call for processes that share no default group; servers make theirs like this
+            helper: Any = dist.distributed_c10d._new_process_group_helper
+            backend = dist.Backend(plan.transport)
+            return helper(world, 0, [], backend, store, group_name=self._name, timeout=timeout)[0]
+
+        _, self._group = await servers.call("/init_weights_update_group", member, own)
+        dist.distributed_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world)}
+        self._urls = plan.urls
+
+    def _leave(self) -> None:
+        """Without asking the others: one may be dead, and a thread of ours may wait for it in a broadcast."""
+        if self._group is not None:
+            for leave in (self._group.abort, partial(dist.destroy_process_group, self._group)):
+                with suppress(RuntimeError):
+                    leave()
+        self._urls, self._group = (), None
 
 
-def _process_group(plan: SyncPlan, name: str, world: int) -> Any:
-    # torch has no public call for a group of processes that share no default group; servers make theirs like this
-    helper: Any = dist.distributed_c10d._new_process_group_helper
-    timeout = timedelta(seconds=plan.seconds)
-    store = dist.TCPStore(plan.host, plan.port, world, is_master=True, timeout=timeout)
-    backend = dist.Backend(plan.transport)
-    group, _ = helper(world, 0, [], backend, dist.PrefixStore(name, store), group_name=name, timeout=timeout)
-    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
-    return group
+_group = ServerGroup()  # this process has one
 
 
 async def _share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
@@ -215,7 +229,7 @@ async def _share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
     while bucket:
         kept = bucket if plan.transport == "cuda_ipc" else [(name, tensor.cpu()) for name, tensor in bucket]
         buffer = io.BytesIO()
-        ForkingPickler(buffer).dump([(name, _Handle(tensor.contiguous())) for name, tensor in kept])
+        ForkingPickler(buffer).dump([(name, _Handle(tensor)) for name, tensor in kept])
         payload = base64.b64encode(buffer.getvalue()).decode()
         body = {"serialized_named_tensors": [payload] * plan.tensor_parallel, "flush_cache": False}
         _, bucket = await servers.call("/update_weights_from_tensor", body, partial(next, parts, None))

@@ -37,10 +37,7 @@ DENIED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 
 # architecture: (AUDIT_ARCH_* constant, column above, clone, clone3, socket, socketpair)
-_ARCHITECTURES = {
-    "x86_64": (0xC000003E, 0, 56, 435, 41, 53),
-    "aarch64": (0xC00000B7, 1, 220, 435, 198, 199),
-}
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0, 56, 435, 41, 53), "aarch64": (0xC00000B7, 1, 220, 435, 198, 199)}
 
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000

@@ -92,6 +92,16 @@ def test_model_parallel_ranks_hold_only_their_part(two_ranks: list[Any], weights
     assert [rank["expert"][1] for rank in two_ranks] == [total - experts // 2] * 2
 
 
+def test_weights_of_experts_may_lie_as_megatron_has_them(one_rank: None, weights: Weights) -> None:
+    model = build_model(TINY, ParallelConfig())
+    load_hf_weights(model, TINY, weights.__getitem__)
+    for name, tensor in export_hf_weights(model, TINY, transposed=True):
+        assert torch.equal(tensor, weights[name]), name
+        turned = name.endswith(("gate_up_proj", "down_proj"))
+        assert tensor.is_contiguous() != turned, name
+        assert (tensor.mT if turned else tensor).is_contiguous(), name
+
+
 def test_a_missing_tensor_is_named(one_rank: None, weights: Weights) -> None:
     name = "model.layers.1.self_attn.k_proj.bias"
     incomplete = {key: tensor for key, tensor in weights.items() if key != name}

@@ -87,7 +87,7 @@ class LocalServer:
         for path in ("/health_generate", "/model_info", "/server_info"):
             app.router.add_get(path, getattr(self, path[1:]))
         posts = "generate abort_request pause_generation continue_generation flush_cache update_weight_version"
-        posts += " init_weights_update_group destroy_weights_update_group update_weights_from_distributed"
+        posts += " init_weights_update_group update_weights_from_distributed"
         posts += " update_weights_from_tensor update_weights_from_disk release_memory_occupation"
         posts += " resume_memory_occupation weights_checker"
         for name in posts.split():
@@ -133,6 +133,7 @@ class LocalServer:
 
     async def server_info(self, request: web.Request) -> web.Response:
         info = {"device": "cpu", "dtype": "bfloat16", "attention_backend": "intel_amx", "tp_size": self.ranks}
+        info |= {"groups": len(self.groups)}  # SGLang does not say
         return web.json_response(info | {"ep_size": 1, "enable_dp_attention": False, "version": "0.5.17"})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -282,10 +283,6 @@ class LocalServer:
         if body["group_name"] in self.groups:
             return web.json_response({"success": False, "message": "already created"}, status=400)
         self.groups[body["group_name"]] = await asyncio.to_thread(_join, body)
-        return web.json_response({"success": True, "message": "Succeeded"})
-
-    async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
-        del self.groups[(await request.json())["group_name"]]
         return web.json_response({"success": True, "message": "Succeeded"})
 
     async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
