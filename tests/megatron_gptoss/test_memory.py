@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -52,6 +54,29 @@ def test_measured_peaks_of_four_gpus_are_predicted_within_four_percent(
     model = ModelConfig(num_layers=layers, num_experts=32)
     parallel = ParallelConfig(world_size=4, expert=4, context=context, recompute=recompute)
     assert predict(Training(model, parallel, BF16_MOMENTS, tokens)).total / 1e9 == pytest.approx(measured, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel", "optimizer", "tokens", "measured"),
+    [
+        (4, {"recompute": ("moe_act",), "recompute_layers": 2}, {}, 32_768, 90.7),
+        (4, {}, {"offload": 1.0}, 16_384, 71.8),
+        (8, {"world_size": 2, "pipeline": 2}, {"moment_dtype": "bf16"}, 4096, 51.8),
+        (8, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, {"moment_dtype": "bf16"}, 4096, 52.9),
+    ],
+)
+def test_measured_peaks_of_other_settings_are_predicted_within_two_percent(
+    layers: int,
+    parallel: dict[str, Any],
+    optimizer: dict[str, Any],
+    tokens: int,
+    measured: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "EXPERT_LOAD", 1.0)  # no expert parallelism
+    model = ModelConfig(num_layers=layers, num_experts=32)
+    training = Training(model, ParallelConfig(**parallel), OptimizerConfig(**optimizer), tokens)
+    assert worst_stage(training).total / 1e9 == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize(("model", "total"), [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)])
