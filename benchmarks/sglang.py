@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from converters.live import export_hf_weights
 from megatron_gptoss import distributed
@@ -358,7 +357,6 @@ def main() -> None:
     for attention in arguments.attention:
         with tempfile.TemporaryDirectory() as scratch:
             asyncio.run(Bench(arguments, attention, Path(scratch)).run())
-    dist.destroy_process_group()
     os._exit(0)  # shared-memory helpers of torch would keep a pipe of this process open
 
 

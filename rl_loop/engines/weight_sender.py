@@ -49,7 +49,7 @@ class SyncPlan:
     """Which servers get weights ``version``, and how.
 
     ``bucket_bytes`` bounds a bucket, or the largest tensor if that is larger: gate and up projections of a layer
-    (20B: 1.06 GB). Besides its model a server holds one and the sender two, as the next is made while servers load one.
+    (20B: 1.06 GB). Besides its model a server holds one, and the sender one (``nccl``, ``gloo``) or two.
     ``directory`` is for ``disk`` and must be seen by all. ``seconds``: for one bucket. ``compare``: some checksums."""
 
     urls: tuple[str, ...]
@@ -213,7 +213,7 @@ class ServerGroup:
         """Without asking the others: one may be dead, and a thread of ours may wait for it in a broadcast."""
         if self._group is not None:
             for leave in (self._group.abort, partial(dist.destroy_process_group, self._group)):
-                with suppress(RuntimeError):
+                with suppress(RuntimeError, ValueError):  # gloo can not abort; all groups may be gone already
                     leave()
         self._urls, self._group = (), None
 
