@@ -23,6 +23,8 @@ class ErrorsInOneLine(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
+            if type(error).__module__.split(".")[0] in ("typer", "click"):
+                raise  # --help or a wrong option, which need not wait for torch
             if not isinstance(error, ConfigError | RunDirectoryError | RunWriteError):
                 # imported late: these modules bring torch with them, and by now it is loaded anyway
                 from rl_loop.run import user_errors
@@ -142,9 +144,7 @@ def plan(
     from launch.plan import attention_plan, step_plan
     from megatron_gptoss.memory import memory_plan
 
-    print(memory_plan(config.memory_inputs, gpu_gb))
-    print(attention_plan(config))
-    print(step_plan(config, gpu_gb))
+    print(memory_plan(config.memory_inputs, gpu_gb), attention_plan(config), step_plan(config, gpu_gb), sep="\n")
 
 
 @app.command()

@@ -25,7 +25,7 @@ SETTINGS = ("version", "attention_backend", "moe_runner_backend", "enable_determ
 def engine_report(config: RlConfig) -> str:
     """Run engine and trainer of ``config`` on its held-out tasks. Raises CanaryError if they hold two models."""
     with ray_session():
-        trainer, tasks = TrainerGroup(config), TaskSource(config)
+        tasks, trainer = TaskSource(config), TrainerGroup(config)
         trainer.ready()  # servers that share its GPUs take a part of what it leaves
         rollouts = RolloutPool(config)
         try:

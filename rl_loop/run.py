@@ -146,6 +146,7 @@ def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: 
     from rl_loop.tasks import TaskSource  # these import torch and Ray; a wrong directory should not wait for them
     from rl_loop.trainer_group import TrainerGroup
 
+    tasks = TaskSource(config)  # which may find mistakes in files: before weights are loaded
     with ray_session():
         print(f"{config.name}: loading the policy, trainer ranks: {config.parallel.world_size}", flush=True)
         trainer, rollouts = TrainerGroup(config), None
@@ -160,8 +161,7 @@ def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: 
             listeners = [progress.step, *step_listeners(config)]
             writer = MetricsWriter(run, first - 1 if resume else None, listeners)
             with interrupt.installed(lambda: progress.note("stopping after this step; Ctrl-C again stops at once")):
-                tasks, training = TaskSource(config), config.training
-                yield Session(training, run, tasks, trainer, rollouts, writer, progress, interrupt, state)
+                yield Session(config.training, run, tasks, trainer, rollouts, writer, progress, interrupt, state)
             writer.close()
         trainer.close()
 

@@ -68,13 +68,27 @@ def test_a_wrong_value_is_named_in_under_two_seconds(override: str, named: str, 
     assert seconds < 4  # 2 on a machine that does nothing else; the next test holds the reason
 
 
-def test_reading_a_configuration_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from pathlib import Path; import launch.cli; from rl_loop.config import *; "
-        f"load_config(Path('{RL}'), RlConfig); "
-        "heavy = {'torch', 'ray', 'transformers', 'megatron', 'matplotlib'} & set(sys.modules); "
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
+@pytest.mark.parametrize(
+    "doing",
+    [
+        f"load_config(Path('{RL}'), RlConfig)",
+        "main(['rl', '--help'])",
+        f"main(['rl', '{RL}', '--no-such-option'])",
+        "main(['convert', 'import'])",
+    ],
+)
+def test_reading_a_configuration_or_a_command_line_imports_nothing_heavy(doing: str) -> None:
+    code = f"""
+import sys
+from contextlib import suppress
+from pathlib import Path
+from launch.cli import app as main
+from rl_loop.config import *
+with suppress(SystemExit):
+    {doing}
+heavy = {{'torch', 'ray', 'transformers', 'megatron', 'matplotlib'}} & set(sys.modules)
+sys.exit(f'imported {{heavy}}' if heavy else 0)
+"""
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
@@ -110,6 +124,7 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 1
     assert "tasks.jsonl, line 2" in result.stderr
+    assert "loading the policy" not in result.stdout
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
