@@ -44,8 +44,8 @@ class RotaryEmbedding:
 
     def cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: int [tokens] -> cos, sin: [tokens, 1, head_size / 2] in ``dtype``, YaRN concentration included."""
-        frequencies = self._inverse_frequencies.to(positions.device)
-        angles = positions.float()[:, None, None] * frequencies
+        self._inverse_frequencies = self._inverse_frequencies.to(positions.device)  # once: the copy waits for the GPU
+        angles = positions.float()[:, None, None] * self._inverse_frequencies
         return (angles.cos() * self._concentration).to(dtype), (angles.sin() * self._concentration).to(dtype)
 
 

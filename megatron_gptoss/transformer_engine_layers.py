@@ -61,8 +61,9 @@ def add_weighted_bias(output: Tensor, biases: Tensor, probs: Tensor, counts: lis
 
     output: [rows, hidden_size] sorted by expert; biases: [experts, hidden_size]; probs: [rows]; counts: of rows.
     """
-    experts = torch.arange(len(counts), device=output.device)
-    of_row = experts.repeat_interleave(torch.tensor(counts, device=output.device), output_size=len(output))
+    # from pinned memory: a copy from elsewhere would wait until the GPU has done what is queued
+    repeats = torch.tensor(counts, pin_memory=output.is_cuda).to(output.device, non_blocking=True)
+    of_row = torch.arange(len(counts), device=output.device).repeat_interleave(repeats, output_size=len(output))
     weights = torch.zeros(len(output), len(counts), dtype=output.dtype, device=output.device)
     weights = weights.scatter(1, of_row[:, None], probs[:, None].to(output.dtype))
     return torch.addmm(output, weights, biases.to(output.dtype))
