@@ -78,7 +78,7 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
             body = {"model_path": str(plan.directory), "load_format": "auto", "flush_cache": False}
             await servers.call("/update_weights_from_disk", body)
         else:
-            send = _group.broadcast if plan.transport in ("nccl", "gloo") else _share_memory
+            send = _server_group.broadcast if plan.transport in ("nccl", "gloo") else _share_memory
             await send(buckets(watched, plan.bucket_bytes), servers)
         if sample is not None:
             held, _ = await servers.call("/weights_checker", {"action": "checksum"})
@@ -218,7 +218,7 @@ class ServerGroup:
         self._urls, self._group = (), None
 
 
-_group = ServerGroup()  # this process has one
+_server_group = ServerGroup()  # this process has one
 
 
 async def _share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
