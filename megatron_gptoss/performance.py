@@ -11,12 +11,12 @@ from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.memory import EXPERT_LOAD, parameters_per_gpu
 
 GPUS_PER_NODE = 8
-ARITHMETIC = 460e12
+ARITHMETIC = 520e12
 """Operations per second of the layers, forward and backward, where every expert gets many rows. With this and the next
-three ``predict_step`` is within 10 % of what docs/performance.md has measured, pipelines excepted."""
+three ``predict_step`` is within 10 % of what docs/performance.md has measured."""
 OUTPUT_LAYER = 458e12
 """The same of the output layer, which makes its logits twice; measured (docs/performance.md, log-probs)."""
-HALF_SPEED_ROWS = 1200
+HALF_SPEED_ROWS = 1150
 """Rows of one expert in a micro-batch at which its products, and with them the step, run half as fast."""
 MATMUL_CEILING = 780e12
 """Of a large bf16 matrix product on an H200, as ``matmul_ceiling`` measures it: what MFU is a share of."""
@@ -24,8 +24,8 @@ NODE_BANDWIDTH = 180e9
 """Bytes per second that a GPU gets through in the all-to-all of experts within a node, as measured under NVLink."""
 NETWORK_BANDWIDTH = 40e9
 """Bytes per second of one GPU to other nodes: a 400 Gb/s adapter each, at 80 %. Assumed, not measured."""
-MEMORY_BANDWIDTH = 3.5e12
-"""Bytes per second that the optimizer reads and writes."""
+MEMORY_BANDWIDTH = 2.8e12
+"""Bytes per second that the optimizer reads and writes: 77 ms of its kernels for 214 GB, profiled on an H200."""
 HOST_BANDWIDTH = 50e9
 """Bytes per second between a GPU and host memory, each way: PCIe 5 at 80 %. Assumed, not measured."""
 
@@ -92,16 +92,15 @@ def predict_step(
     layers = max(parallel.layers_of_stage(stage, model) for stage in range(stages))
     head = 2 * model.hidden_size * model.vocab_size * sum(lengths)
     body = (forward_flops(model, lengths) - head) / model.num_layers
-    last = stages - 1
     sharers = parallel.tensor * parallel.context
     local = sum(lengths) / sharers
     rows_of_expert = local * model.experts_per_token * parallel.expert / model.num_experts
     rate = ARITHMETIC * rows_of_expert / (rows_of_expert + HALF_SPEED_ROWS)
-    slowest = max(
-        body * parallel.layers_of_stage(stage, model) / rate + (stage == last) * head / OUTPUT_LAYER
+    of_stages = [
+        body * parallel.layers_of_stage(stage, model) / rate + (stage == stages - 1) * head / OUTPUT_LAYER
         for stage in range(stages)
-    )
-    arithmetic = micro_batches * 3 * slowest / sharers
+    ]
+    arithmetic = micro_batches * 3 * max(of_stages) / sharers
 
     def seconds(size: float, ranks: int, span: int) -> float:
         """Of sending ``size`` bytes from each of ``ranks`` ranks, spread over ``span`` consecutive ones, to all."""
@@ -115,7 +114,9 @@ def predict_step(
     experts = micro_batches * layers * seconds(routed, parallel.expert, parallel.expert)
     # around attention and around the experts, forward and backward
     tensor = micro_batches * layers * seconds(8 * rows * parallel.tensor, parallel.tensor, parallel.tensor)
-    bubble = (arithmetic + experts + tensor) * (stages - 1) / (micro_batches * parallel.virtual_pipeline)
+    # while one micro-batch is with the other stages, the slowest waits
+    others = 3 * (sum(of_stages) - max(of_stages)) / sharers + (experts + tensor) * (stages - 1) / micro_batches
+    bubble = others / parallel.virtual_pipeline
     dense, expert = parameters_per_gpu(model, parallel)
     replicas = parallel.world_size // (parallel.tensor * stages)
     expert_replicas = parallel.world_size // (parallel.expert * stages)
@@ -128,7 +129,8 @@ def predict_step(
 
     gradient_bytes = 2 if optimizer.gradient_dtype == "bf16" else 4
     moments = 2 if optimizer.moment_dtype == "bf16" else 4
-    touched = 2 * (2 + 2 + 2 * moments) + 2 * gradient_bytes  # weights, their other 16 bits and moments, to and fro
+    # weights, their other 16 bits and moments, to and fro; gradients are checked, summed, clipped, used and zeroed
+    touched = 2 * (2 + 2 + 2 * moments) + 6 * gradient_bytes
     offloaded = 2 * optimizer.offload * (2 + 2 * moments)
     return StepTime(
         arithmetic,

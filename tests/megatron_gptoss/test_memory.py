@@ -63,6 +63,11 @@ def test_measured_peaks_of_four_gpus_are_predicted_within_four_percent(
         (4, {}, {"offload": 1.0}, 16_384, 71.8),
         (8, {"world_size": 2, "pipeline": 2}, {"moment_dtype": "bf16"}, 4096, 51.8),
         (8, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, {"moment_dtype": "bf16"}, 4096, 52.9),
+        (8, {"world_size": 2, "pipeline": 2}, {"moment_dtype": "bf16"}, 16_384, 66.6),
+        (8, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, {"moment_dtype": "bf16"}, 16_384, 71.4),
+        (8, {"world_size": 2, "pipeline": 2, "last_stage_layers": 3}, {"moment_dtype": "bf16"}, 16_384, 80.9),
+        (8, {"recompute": ("moe_act",)}, {"moment_dtype": "bf16"}, 32_768, 127.2),
+        (4, {"world_size": 2, "tensor": 2}, {"moment_dtype": "bf16"}, 16_384, 42.5),
     ],
 )
 def test_measured_peaks_of_other_settings_are_predicted_within_two_percent(

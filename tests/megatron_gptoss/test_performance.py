@@ -26,6 +26,15 @@ BF16_MOMENTS = OptimizerConfig(moment_dtype="bf16")
         (8, 128, {"world_size": 4, "expert": 4}, BF16_MOMENTS, [4096] * 4, 1, 24_736),
         (4, 32, {}, OptimizerConfig(), [4096] * 4, 1, 48_075),
         (4, 32, {}, OptimizerConfig(), [32_768], 1, 49_366),
+        (8, 32, {}, BF16_MOMENTS, [4096] * 8, 1, 39_073),
+        (8, 32, {}, BF16_MOMENTS, [16_384] * 2, 1, 35_577),
+        (8, 32, {}, BF16_MOMENTS, [32_768], 1, 30_917),
+        (4, 32, {"world_size": 2}, BF16_MOMENTS, [4096] * 4, 1, 48_700),
+        (4, 32, {"world_size": 2, "expert": 2}, BF16_MOMENTS, [4096] * 4, 1, 53_879),
+        (8, 32, {"world_size": 2, "pipeline": 2}, BF16_MOMENTS, [4096] * 4, 4, 26_846),
+        (8, 32, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, BF16_MOMENTS, [4096] * 4, 4, 26_680),
+        (8, 32, {"world_size": 2, "pipeline": 2, "last_stage_layers": 3}, BF16_MOMENTS, [4096] * 4, 4, 27_032),
+        (8, 32, {"world_size": 4, "pipeline": 4}, BF16_MOMENTS, [4096], 8, 10_436),
     ],
 )
 def test_measured_steps_are_predicted_within_ten_percent(
@@ -40,7 +49,7 @@ def test_measured_steps_are_predicted_within_ten_percent(
     parallel = ParallelConfig(**layout)
     model = ModelConfig(num_layers=layers, num_experts=experts)
     step = predict_step(model, parallel, optimizer, lengths, micro_batches)
-    tokens = sum(lengths) * micro_batches / parallel.context
+    tokens = sum(lengths) * micro_batches / (parallel.context * parallel.pipeline)
     assert tokens / step.total == pytest.approx(tokens_per_second_per_gpu, rel=0.1)
 
 
@@ -73,7 +82,9 @@ def test_more_micro_batches_and_more_chunks_shrink_the_share_of_the_pipeline_bub
     parallel = ParallelConfig(world_size=32, expert=8, pipeline=4)
     interleaved = parallel.model_copy(update={"virtual_pipeline": 3})
     few, many = (predict_step(GPT_OSS_120B, parallel, BF16_MOMENTS, [4096] * 4, n) for n in (4, 32))
-    assert few.bubble / few.total == pytest.approx(3 / 7, rel=0.05)
+    assert few.bubble == pytest.approx(many.bubble)
+    # three stages of four, and less: the one that waits has the output layer besides its layers
+    assert 0.5 < few.bubble / (few.arithmetic + few.experts) < 0.65
     assert many.bubble / many.total < 0.1
     chunks = predict_step(GPT_OSS_120B, interleaved, BF16_MOMENTS, [4096] * 4, 4)
     assert chunks.bubble == pytest.approx(few.bubble / 3)

@@ -161,9 +161,10 @@ def _items(layout: PackedLayout, length: int, device: torch.device, order: str |
             if order == "sequence":  # and in it the last items, which see most keys
                 table, work = table.flip(0), work.flip(0)
             table = table[work.argsort(descending=True, stable=True)]
-        layout.plans[key] = table.to(torch.int32).to(device), len(table)
-    items, count = layout.plans[key]
-    return items, count
+        # from pinned memory: a copy from elsewhere would wait until the GPU has done what is queued
+        host = torch.empty(table.shape, dtype=torch.int32, pin_memory=device.type == "cuda").copy_(table)
+        layout.plans[key] = host.to(device, non_blocking=True), len(table)
+    return layout.plans[key]
 
 
 @functools.cache
