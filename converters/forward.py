@@ -2,8 +2,7 @@
 
 Each side has its own arithmetic, written from the layout itself and not from the name table: a table that is wrong in
 both directions the same way moves every weight there and back unharmed, but not through this. A layer reads one weight
-at a time, of the experts only those that the tokens are routed to, so memory does not grow with the model.
-"""
+at a time, of the experts only those that the tokens are routed to, so memory does not grow with the model."""
 
 from collections.abc import Callable, Iterator
 from typing import ClassVar

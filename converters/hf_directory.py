@@ -2,8 +2,7 @@
 
 A directory holds ``config.json`` and either ``model.safetensors`` or ``model.safetensors.index.json`` with the files it
 names; one in OpenAI's original format may also hold ``model--00001-of-00007.safetensors`` and so on without an index.
-Nothing is read before it is asked for except headers.
-"""
+Nothing is read before it is asked for except headers."""
 
 import json
 import shutil
@@ -53,8 +52,7 @@ class HfDirectory:
 
     They may be stored as bf16, fp16 or fp32, or with the experts in MXFP4, which are read as bf16; under Hugging Face's
     names or under OpenAI's. Opening checks that every tensor of the architecture is there with its shape, and nothing
-    else. Raises ConversionError naming the file, key or tensor. Reading is safe from several threads.
-    """
+    else. Raises ConversionError naming the file, key or tensor. Reading is safe from several threads."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -86,8 +84,7 @@ class HfDirectory:
     def get(self, name: str, expert: int | None = None) -> torch.Tensor:
         """The tensor, or only the ``expert``-th slice along its first dimension. KeyError if there is no such name.
 
-        An expert matrix that is stored output-major is returned as a transposed view.
-        """
+        An expert matrix that is stored output-major is returned as a transposed view."""
         stored = self._stored[name]
         packed = self.quantised(name, expert)
         tensor = self._rows(next(iter(stored.shapes)), stored, expert) if packed is None else mxfp4.dequantize(*packed)
@@ -193,8 +190,7 @@ def write_hf_directory(
     ``quantised`` says that the experts' matrices come as MXFP4 blocks and scales. ``eos_token_ids`` are stored where
     ``generate`` looks for them. The directory appears in one move at the end. Raises ConversionError naming the file
     when the disk is full, a tensor is missing, unknown or of another shape, or the directory exists and ``overwrite``
-    is false; whatever was there before stays as it was.
-    """
+    is false; whatever was there before stays as it was."""
     with new_directory(Path(directory), overwrite) as partial:
         expected = written_shapes(config, quantised)
         dtype = _write_shards(partial, expected, named_tensors, max_shard_bytes)
@@ -216,8 +212,7 @@ def write_hf_directory(
 def new_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
     """A directory to fill, which takes the name ``final`` when the block ends well and is deleted when it does not.
 
-    An OSError inside becomes a ConversionError that names the file and the free space.
-    """
+    An OSError inside becomes a ConversionError that names the file and the free space."""
     if final.exists() and not overwrite:
         raise ConversionError(f"{final}: exists already; delete it or choose another name")
     partial, old = final.with_name(final.name + ".partial"), final.with_name(final.name + ".old")

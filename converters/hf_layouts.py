@@ -4,8 +4,7 @@
     Hugging Face, MXFP4    gate_up_proj_blocks [E, out, in / 32, 16] and _scales [E, out, in / 32]: output-major
     OpenAI                 block.N.mlp.mlp1_weight.blocks and .scales, likewise; query, key and value in one tensor
 
-OpenAI's names and its order of rows are those of github.com/openai/gpt-oss, gpt_oss/torch/{weights,model}.py.
-"""
+OpenAI's names and its order of rows are those of github.com/openai/gpt-oss, gpt_oss/torch/{weights,model}.py."""
 
 import re
 from collections.abc import Collection

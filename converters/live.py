@@ -1,8 +1,7 @@
 """Weights of a running Megatron model: filling it from Hugging Face tensors and reading it out as such.
 
 Both work on this rank's part of the model under any tensor, pipeline, expert and data parallel layout (expert tensor
-parallel size 1), with the groups of ``megatron.core.parallel_state``.
-"""
+parallel size 1), with the groups of ``megatron.core.parallel_state``."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -11,8 +11,7 @@ Layouts that differ between the two sides:
   evenly along dim 0 it gives every tensor-parallel rank whole groups, as long as the ranks divide the groups.
 * Experts: Hugging Face keeps one tensor for all experts, input-major ([E, in, out]), gate and up channels alternating.
   Megatron keeps each expert apart, output-major ([out, in]), first all gate channels, then all up channels. In the
-  released models down_proj is square, so that a forgotten transpose would pass every check of shapes.
-"""
+  released models down_proj is square, so that a forgotten transpose would pass every check of shapes."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -196,8 +195,7 @@ def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
 
     ``layer_offset`` and ``expert_offset`` count the layers of earlier pipeline stages and the experts of earlier
     expert-parallel ranks. Understands the local and the Transformer Engine layer specification, SequentialMLP
-    (``local_experts.{e}.linear_fc1.weight``) and TEGroupedMLP (``linear_fc1.weight{e}``).
-    """
+    (``local_experts.{e}.linear_fc1.weight``) and TEGroupedMLP (``linear_fc1.weight{e}``)."""
     name = _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\3.\1.\2", local_name)
     name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
     name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m[1]) + layer_offset}.", name)

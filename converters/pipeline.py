@@ -29,8 +29,7 @@ def in_order[Item, Result](
 
     At most one result more than there are threads waits to be taken: reading and converting overlap with what the
     caller does, and memory stays bounded however many items there are. Errors are raised where their result would come.
-    ``progress`` counts the bytes of the items whose results were used.
-    """
+    ``progress`` counts the bytes of the items whose results were used."""
     threads, done, total = os.cpu_count() or 1, 0, sum(map(size, items))
     pending: deque[Future[Result]] = deque()
     # torch's own threads would fight with these

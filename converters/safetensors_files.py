@@ -1,8 +1,7 @@
 """Safetensors files, read and written piece by piece with plain file operations.
 
 Memory-mapped reading would count every page of a model as resident, and a file that is cut short under a running
-reader would end the process. Writing needs no list of tensors beforehand: room for the header is left at the start.
-"""
+reader would end the process. Writing needs no list of tensors beforehand: room for the header is left at the start."""
 
 import errno
 import json

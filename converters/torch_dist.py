@@ -4,8 +4,7 @@ A checkpoint is a directory of Megatron's dist_checkpointing plus ``gptoss_confi
 trainer's checkpoints hold the same. Keys are those of Megatron's Transformer Engine layers whatever wrote the
 checkpoint: layers stacked along a leading axis, experts along a second one, the layer norm before attention as
 ``decoder.layers.self_attention.linear_qkv.layer_norm_weight`` and the one before the experts as
-``decoder.layers.pre_mlp_layernorm.weight``. The CPU layer specification maps its own names to these.
-"""
+``decoder.layers.pre_mlp_layernorm.weight``. The CPU layer specification maps its own names to these."""
 
 import contextlib
 import math
@@ -39,8 +38,7 @@ def import_checkpoint(
     """Write ``hf_dir`` as a checkpoint that loads at any tensor, pipeline and expert parallel size.
 
     ``dtype`` converts; without it each tensor keeps its own. The checkpoint appears in one move at the end: an import
-    that is interrupted leaves nothing. Raises ConversionError naming the file, key or tensor.
-    """
+    that is interrupted leaves nothing. Raises ConversionError naming the file, key or tensor."""
     source = HfDirectory(hf_dir)
     with new_directory(Path(megatron_dir)) as partial:
         with TorchDistWriter(partial) as writer:
@@ -83,8 +81,7 @@ def export_checkpoint(
 
     Tokenizer files and generation settings are copied from ``reference``, another Hugging Face directory. To "mxfp4",
     its scales are kept wherever they still fit. Raises ConversionError naming the file, key or tensor; ``hf_dir`` then
-    does not exist.
-    """
+    does not exist."""
     checkpoint, report = MegatronCheckpoint(megatron_dir), ExportReport()
     quantised = dtype == "mxfp4"
     hf_directory.written_shapes(checkpoint.config, quantised)  # does it fit at all?
@@ -172,8 +169,7 @@ def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
     """``_extra_state`` of linear and norm modules, as (key, shape, index): fp8 scales if there were any.
 
     Megatron's loader fails by default when one that its model has is absent, and ignores those that it has not: these
-    are the ones of the local and of the Transformer Engine layers together.
-    """
+    are the ones of the local and of the Transformer Engine layers together."""
     layers, experts = config.num_layers, config.num_experts
     attention = (f"self_attention.{module}" for module in ("linear_qkv", "linear_proj", "core_attention"))
     per_layer = [*attention, "pre_mlp_layernorm"]

@@ -5,8 +5,7 @@
     metadata.json   says that it is a torch_dist checkpoint
 
 This is what megatron-core 0.19.2's dist_checkpointing writes and what it loads at any tensor, pipeline and expert
-parallel size.
-"""
+parallel size."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class TorchDistWriter:
     def add_tensor(self, key: str, leading_shape: Shape, leading_index: Shape, tensor: torch.Tensor) -> None:
         """Store ``tensor`` as element ``leading_index`` of the tensor ``key`` of shape [*leading_shape, *tensor.shape].
 
-        Raises ConversionError if its dtype is not that of the elements before it.
-        """
+        Raises ConversionError if its dtype is not that of the elements before it."""
         offsets = torch.Size((*leading_index, *(0 for _ in tensor.shape)))
         chunk = tensor.detach().cpu().contiguous()[(None,) * len(leading_shape)]
         shape = torch.Size((*leading_shape, *tensor.shape))
@@ -157,8 +155,7 @@ class TorchDistReader:
     def get(self, key: str, leading_index: Shape, shape: Shape) -> torch.Tensor:
         """Element ``leading_index`` of the tensor ``key``, which must have ``shape``, put together from its chunks.
 
-        Raises ConversionError naming the key or the file.
-        """
+        Raises ConversionError naming the key or the file."""
         size, axes = self.shape(key), len(leading_index)
         entry = self._tensors[key]
         if size[axes:] != shape or any(i >= n for i, n in zip(leading_index, size, strict=False)):

@@ -67,8 +67,7 @@ def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -
 
     The tensors are brought together by the name table; the outputs are computed without it (see ``forward``), so that a
     mistake in the table itself shows. Raises ConversionError when either side cannot be read or they are of different
-    architectures.
-    """
+    architectures."""
     source, checkpoint = HfDirectory(hf_dir), MegatronCheckpoint(megatron_dir)
     check_same_model(source, checkpoint.config, megatron_dir)
     table = list(parameter_mappings(source.config).values())

@@ -3,8 +3,7 @@ per node (gloo) without GPUs.
 
 A slow pair of neighbours says little, but a node that is slow with both of its neighbours is the slow one. Rank 0
 writes {node: {"within": GB/s or null, "between": GB/s of the better pair or null}}.
-The figure is the bus bandwidth of nccl-tests: 2 (n - 1) / n x bytes / seconds.
-"""
+The figure is the bus bandwidth of nccl-tests: 2 (n - 1) / n x bytes / seconds."""
 
 import json
 import os

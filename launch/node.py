@@ -2,8 +2,7 @@
 node, brings it into Ray and, on the head node, runs ``gptoss rl`` until it ends or the time does.
 
 The nodes talk through files in the run directory (``launch.attempts``). Only this program listens to Slurm's signals:
-Ray and the driver, which would die of them before a checkpoint is saved, are started with them blocked.
-"""
+Ray and the driver, which would die of them before a checkpoint is saved, are started with them blocked."""
 
 import importlib.metadata
 import json

@@ -5,8 +5,7 @@
     ROOT/step_000120/training_state.json     what the caller wants back: step, data position, ...
     ROOT/latest                  the name of the newest complete checkpoint
 
-Written beside its final place while training goes on, and renamed when every rank is done; ``latest`` changes last.
-"""
+Written beside its final place while training goes on, and renamed when every rank is done; ``latest`` changes last."""
 
 import json
 import os
@@ -99,8 +98,7 @@ def _exact_state(optimizer: Any) -> Iterator[None]:
       would save those 16 bits as if they were a number: here the optimizer gives and takes master weights. Its own
       dictionaries, of which Megatron wants no state, do not make a copy of all state in fp32.
     - Megatron joins buckets without the gaps between them, but looks a parameter up where it lies with the gaps: from
-      the first gap on, parameters would get each other's state.
-    """
+      the first gap on, parameters would get each other's state."""
 
     def change(adam: Any) -> None:
         get, put = adam.get_unscaled_state, adam.set_scaled_state
@@ -155,8 +153,7 @@ class CheckpointWriter:
     """Writes the checkpoints of one trainer under ``root`` while it goes on learning; all but the newest ``keep`` go.
 
     Every method is collective. CheckpointError is raised on every rank if any rank could not write, by the call that
-    notices; then the previous checkpoint is still the latest.
-    """
+    notices; then the previous checkpoint is still the latest."""
 
     def __init__(self, root: Path, keep: int = 2) -> None:
         self._root, self._keep = root, keep

@@ -1,8 +1,7 @@
 """Typed configuration of the policy: architecture, parallel layout, optimizer.
 
 Every model is strict: an unknown key, a wrong type or an impossible layout raises pydantic's ValidationError, which
-names the key, before anything is started.
-"""
+names the key, before anything is started."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ class ExpertRowParallelLinear(RowParallelLinear):
 
     Two faults of RowParallelLinear in this place: it marks the bias ``sequence_parallel``, so that with tensor plus
     sequence parallelism its gradient is summed twice (exactly doubled); and its size-1 reduction returns the input
-    itself, on which the expert's in-place bias addition fails in training.
-    """
+    itself, on which the expert's in-place bias addition fails in training."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -3,8 +3,7 @@
 Eleven modules of megatron-core 0.19.2 call ``torch.cuda`` unconditionally. ``enable_cpu_runtime`` gives exactly those
 modules another object under the name ``torch``: the same library, but its streams and synchronisation do nothing and
 device "cuda" means the CPU. Two Tensor methods look at who calls them. Nothing outside megatron-core notices, and
-where CUDA is available nothing happens at all.
-"""
+where CUDA is available nothing happens at all."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ class ValueTrainer(PolicyTrainer):
     """``train_step`` takes a loss of (values [tokens], batch); ``score`` gives values.
 
     The value at a token is that of the state before it: the expected return when the tokens up to the one before are
-    known, as PackedBatch lays out labels.
-    """
+    known, as PackedBatch lays out labels."""
 
     def _training_head(self, temperature: float) -> Head:
         return lambda *arguments: _values(*arguments)[None]

@@ -1,8 +1,7 @@
 """Log-probabilities and entropy of the policy straight from hidden states, without ever holding [tokens, vocabulary].
 
 The logits are made, used and dropped a block [CHUNK_TOKENS, CHUNK_COLUMNS] at a time, in fp32; the backward pass makes
-them again. Temperature is applied here and nowhere else.
-"""
+them again. Temperature is applied here and nowhere else."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -56,8 +55,7 @@ def _gradient(
 ) -> None:
     """``gptoss_kernels.vocabulary_softmax.gradient`` in torch.
 
-    d log p(label) / d score_v = [v is the label] - p_v;  d H / d score_v = -p_v (log p_v + H)
-    """
+    d log p(label) / d score_v = [v is the label] - p_v;  d H / d score_v = -p_v (log p_v + H)"""
     if logits.is_cuda and logits.dtype == torch.float32:
         from gptoss_kernels import vocabulary_softmax
 
@@ -150,8 +148,7 @@ def log_probs_and_entropy(
 
     hidden: [tokens, hidden_size], the same on all ranks of ``group``; weight: [vocab_size / group size, hidden_size] of
     this rank; labels: int64 [tokens], global ids. Differentiable in hidden (each rank's gradient is its vocabulary's
-    share, to be summed over the group) and weight (added to ``weight.main_grad`` where Megatron keeps one).
-    """
+    share, to be summed over the group) and weight (added to ``weight.main_grad`` where Megatron keeps one)."""
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     return _LogProbsAndEntropy.apply(hidden, weight, labels, temperature, group)

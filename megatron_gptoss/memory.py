@@ -1,6 +1,5 @@
 """Memory of one GPU in bf16 training, predicted from the configuration alone: for ``gptoss plan`` and for layouts that
-nobody has run yet. docs/performance.md compares it with what was measured.
-"""
+nobody has run yet. docs/performance.md compares it with what was measured."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

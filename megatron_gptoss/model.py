@@ -22,8 +22,7 @@ def build_model(
     A GPTModel, or with ``parallel.virtual_pipeline`` above 1 a ModuleList of that many, the chunks of this rank in the
     order of their layers. All parameters have ``dtype`` but the router's biases, which stay in fp32 at least.
     ``distributed.initialize`` must have run. Logits come out as [1, tokens, vocab_size / tensor] of a call with
-    ``input_ids`` and ``position_ids`` [1, tokens] and ``packed_seq_params`` from a PackedBatch.
-    """
+    ``input_ids`` and ``position_ids`` [1, tokens] and ``packed_seq_params`` from a PackedBatch."""
     parallel.check_layout(model)
     config = build_transformer_config(model, parallel, dtype, perform_initialization=False, **overrides)
     on_gpu = torch.cuda.is_available()

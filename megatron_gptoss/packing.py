@@ -61,8 +61,7 @@ OPTIONAL = {
 class PackedBatch:
     """One micro-batch. T tokens (inputs), n sequences including the padding tail if there is one.
 
-    A sequence of m tokens contributes m - 1 inputs (all but its last) and m - 1 labels (all but its first).
-    """
+    A sequence of m tokens contributes m - 1 inputs (all but its last) and m - 1 labels (all but its first)."""
 
     input_ids: torch.Tensor  # int64 [T]
     labels: torch.Tensor  # int64 [T]: the next token of the same sequence
@@ -104,8 +103,7 @@ class PackedBatch:
         """The tokens that one of ``size`` context-parallel ranks holds, as ``balanced_layout`` shares them out.
 
         ``cu_seqlens`` stays that of the whole row. Values of all ranks' tokens, concatenated, come back into the order
-        of the row through ``context_layout.inverse``.
-        """
+        of the row through ``context_layout.inverse``."""
         if size == 1:
             return self
         layout = self.context_layout_over(size)
@@ -195,8 +193,7 @@ def pack(
     communicates in every micro-batch, so ranks must take the same number of steps), which is a multiple of
     ``multiple``; those that ranks take at the same time cost about the same. Where samples are too few for that, a
     micro-batch has one token, outside of every loss. Raises ValueError where there are none, and naming a sample that
-    is longer than ``max_tokens``.
-    """
+    is longer than ``max_tokens``."""
     if not samples:
         raise ValueError("there are no samples to pack")
     numbered = [replace(sample, sample_id=i) for i, sample in enumerate(samples)]

@@ -41,8 +41,7 @@ def forward_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
 
     Counted: attention projections, query-key and probability-value products of the pairs that causality and window
     leave, router, the chosen experts, output layer. Not counted: norms, softmax, activations, embedding look-up, and
-    anything that is computed again. Training is three times this.
-    """
+    anything that is computed again. Training is three times this."""
     lengths = list(lengths)
     queries = model.num_attention_heads * model.head_size
     keys = model.num_key_value_heads * model.head_size
@@ -86,8 +85,7 @@ def predict_step(
 
     ``lengths``: of the sequences in one micro-batch, before context parallelism shares them out; ``micro_batches``: of
     each data-parallel rank. Context parallelism is counted as free: its messages hide behind attention. Ranks are taken
-    to fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one.
-    """
+    to fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one."""
     stages = parallel.pipeline
     layers = max(parallel.layers_of_stage(stage, model) for stage in range(stages))
     head = 2 * model.hidden_size * model.vocab_size * sum(lengths)

@@ -1,8 +1,7 @@
 """Rotary position embeddings with YaRN scaling, applied at explicit token positions.
 
 Angles are computed in fp32 whatever the model's dtype, as Hugging Face and the inference engines do: with other angles,
-trainer and engine would disagree at long positions.
-"""
+trainer and engine would disagree at long positions."""
 
 import math
 
@@ -16,8 +15,7 @@ def yarn_inverse_frequencies(config: ModelConfig, truncate: bool = False) -> tup
 
     YaRN (arXiv 2309.00071, section 3.2): frequencies that turn more than beta_fast times over the original length are
     kept, those that turn fewer than beta_slow times are divided by the factor, with a linear ramp between.
-    GPT-OSS does not round the ends of the ramp to integers (``truncate=False``).
-    """
+    GPT-OSS does not round the ends of the ramp to integers (``truncate=False``)."""
     dim, base = config.head_size, config.rope_theta
     frequencies = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     extrapolated, interpolated = 1.0 / frequencies, 1.0 / (config.yarn_factor * frequencies)

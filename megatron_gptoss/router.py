@@ -11,8 +11,7 @@ class GptOssRouter(TopKRouter):
     """Steps around two faults of megatron-core 0.19.2 and around its insistence on CUDA.
 
     With ``moe_router_dtype="fp32"`` and a bf16 bias, Transformer Engine's product returns wrong logits, as far off as
-    without any bias. ``TopKRouter.gating`` moves CPU weights to a GPU.
-    """
+    without any bias. ``TopKRouter.gating`` moves CPU weights to a GPU."""
 
     replay: LayerReplay | None = None
 

@@ -4,8 +4,7 @@
 
 I is 1 for the chosen experts and constant to autograd; the gradient goes through the scores s. Megatron-Core has a
 RouterReplay of its own, but one list of routers for all models of a process (a critic's would be among them) and one
-switch between forward and recomputation for all of them, which a pipeline that does both in turn cannot use.
-"""
+switch between forward and recomputation for all of them, which a pipeline that does both in turn cannot use."""
 
 from collections import deque
 from typing import Any
@@ -20,8 +19,7 @@ class LayerReplay:
     """The routes of one router: [tokens of this rank, top_k] for every micro-batch, in order, each used exactly once.
 
     A recomputed layer routes twice: without gradients first, with gradients in the backward pass. Backward passes come
-    in the order of the forward passes, so a second queue serves them.
-    """
+    in the order of the forward passes, so a second queue serves them."""
 
     def __init__(self, router: Any, layer: int) -> None:
         self.router, self.layer = router, layer

@@ -23,8 +23,7 @@ class SinkAttention(DotProductAttention):
     """Packed causal attention with one learned sink logit per query head.
 
     Inherits the sharded state dict (the sinks are split over tensor-parallel ranks) and nothing else from Megatron's
-    attention, whose constructor needs CUDA and whose forward knows neither packing nor context parallelism.
-    """
+    attention, whose constructor needs CUDA and whose forward knows neither packing nor context parallelism."""
 
     def __init__(
         self,
@@ -62,8 +61,7 @@ class SinkAttention(DotProductAttention):
     ) -> torch.Tensor:
         """query: [tokens, heads, head_size], key/value: [tokens, kv_heads, head_size], all local to this rank.
 
-        Returns [tokens, heads * head_size]. Raises ValueError when the input is not packed.
-        """
+        Returns [tokens, heads * head_size]. Raises ValueError when the input is not packed."""
         if not isinstance(packed_seq_params, PackedSequence) or packed_seq_params.position_ids is None:
             raise ValueError("GPT-OSS attention takes packed sequences only: pass PackedBatch.packed_seq_params()")
         compute = torch.promote_types(query.dtype, torch.float32)

@@ -38,8 +38,7 @@ class LossOutput:
 
     ``loss`` is a *sum* over the tokens of the micro-batch, already divided by whatever the loss is normalised with over
     the global batch, so that adding up micro-batches and ranks gives the loss. ``sums`` are added up over micro-batches
-    and ranks, ``maxima`` are maximised; both hold scalars.
-    """
+    and ranks, ``maxima`` are maximised; both hold scalars."""
 
     loss: torch.Tensor
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -191,8 +190,7 @@ def gather_parameters(chunks: Iterable[Any], parameters: Iterable[torch.nn.Param
 
     Under the distributed optimizer a rank updates its share, and Megatron gathers a module's weights when its forward
     is called: whoever reads them in another way calls this first, or silently gets old ones. Collective over
-    data-parallel ranks; does nothing for a model that is not in Megatron's data-parallel wrapper.
-    """
+    data-parallel ranks; does nothing for a model that is not in Megatron's data-parallel wrapper."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             for parameter in chunk.params_with_grad if parameters is None else parameters:
@@ -273,8 +271,7 @@ class PolicyTrainer(Scorer):
         """One optimizer step over this data-parallel rank's micro-batches. Collective; ranks pass equally many.
 
         A step whose gradient is not finite changes nothing and says so, or raises FloatingPointError where
-        ``on_non_finite`` is "stop".
-        """
+        ``on_non_finite`` is "stop"."""
         started = time.perf_counter()
         self.module.train()
         for part in self.model:

@@ -25,8 +25,7 @@ class GptOssGroupedMLP(TEGroupedMLP):
     """All experts of this rank: two grouped matrix products around one fused activation.
 
     Megatron's own forward clamps, gates and weighs in separate passes and keeps their results for the backward pass,
-    and adds the second bias through an fp32 copy of every expert's rows.
-    """
+    and adds the second bias through an fp32 copy of every expert's rows."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,8 +58,7 @@ class GptOssGroupedMLP(TEGroupedMLP):
 def add_weighted_bias(output: Tensor, biases: Tensor, probs: Tensor, counts: list[int]) -> Tensor:
     """output[row] + probs[row] * biases[expert of row], as one product with a matrix that has one entry per row.
 
-    output: [rows, hidden_size] sorted by expert; biases: [experts, hidden_size]; probs: [rows]; counts: of rows.
-    """
+    output: [rows, hidden_size] sorted by expert; biases: [experts, hidden_size]; probs: [rows]; counts: of rows."""
     # from pinned memory: a copy from elsewhere would wait until the GPU has done what is queued
     repeats = torch.tensor(counts, pin_memory=output.is_cuda).to(output.device, non_blocking=True)
     of_row = torch.arange(len(counts), device=output.device).repeat_interleave(repeats, output_size=len(output))

@@ -1,7 +1,6 @@
 """The demo's tasks: arithmetic that is hard from the head and easy with Python, in words and as expressions.
 
-A hash of its *expression* decides which split a problem belongs to: none occurs in both, in any wording.
-"""
+A hash of its *expression* decides which split a problem belongs to: none occurs in both, in any wording."""
 
 import hashlib
 import random

@@ -1,8 +1,7 @@
 """The canary: after every weight sync, engine and trainer must give one known text the same log-probs.
 
 A transposed square weight, a missing bias, a sink that did not arrive or a tensor of the previous version passes every
-check of names and shapes and shows up here at once.
-"""
+check of names and shapes and shows up here at once."""
 
 from megatron_gptoss.packing import Sample
 from rl_loop.config import RlConfig

@@ -32,8 +32,7 @@ def greedy_agreement(trainer: TrainerGroup, tasks: TaskSource, config: RunConfig
     """On how many held-out prompts the export's greedy answer is the trainer's, token for token; and of how many.
 
     transformers decodes. The trainer then says of every position which token it would have chosen: by induction its own
-    greedy answer is the same exactly if these are all equal.
-    """
+    greedy answer is the same exactly if these are all equal."""
     from transformers import GptOssForCausalLM
     from transformers.utils.logging import disable_progress_bar
 

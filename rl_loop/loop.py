@@ -4,8 +4,7 @@
         ^                                                                                         |
         +------------- v + 1 <- optimizer step, importance ratio 1 because sampled with v <-------+
 
-Everything random is derived from the seed and the step number, so a resumed run continues the same curve.
-"""
+Everything random is derived from the seed and the step number, so a resumed run continues the same curve."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -95,8 +94,7 @@ class RlLoop:
         """The episodes to train on in this step, after a sync to its weights and, where due, their evaluation.
 
         With ``max_staleness`` 1 they were begun one step ago, and those of the next step begin here: the engines work
-        while the trainer does, on weights that are one step older than the trainer's.
-        """
+        while the trainer does, on weights that are one step older than the trainer's."""
         config, ahead = self.config, self._ahead
         with self._timed("rollout", metrics):
             begun = ahead.result() if ahead else None

@@ -67,8 +67,7 @@ class RolloutPool:
     def sync_weights(self, weights: dict[str, torch.Tensor] | WeightSource, version: int) -> None:
         """Give all engines the policy under a version number: tensors by Hugging Face name, or who sends them.
 
-        A source must keep what it has sent until the next call: servers that were restarted get it again.
-        """
+        A source must keep what it has sent until the next call: servers that were restarted get it again."""
         if self._fleet:
             self._fleet.sync(weights, version)
             weights = {}

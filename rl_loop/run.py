@@ -40,8 +40,7 @@ class Interrupt:
     """The first Ctrl-C (or SIGTERM) asks to stop after the current step; the second one stops at once.
 
     SIGUSR1, which ``gptoss launch`` sends when the time on a cluster ends, also abandons a rollout that is under way.
-    It may come any number of times.
-    """
+    It may come any number of times."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -66,8 +66,7 @@ def start_run(path: Path | str, config_yaml: str, *, resume: bool = False, overw
     """Make or reopen the directory of a run and write its resolved config. Raises RunDirectoryError.
 
     A directory that already holds a run is refused without ``resume`` (everything is kept; where nothing is, a new run
-    starts) or ``overwrite`` (the run's own files are deleted).
-    """
+    starts) or ``overwrite`` (the run's own files are deleted)."""
     run = RunDirectory(Path(path))
     if resume and overwrite:
         raise RunDirectoryError(f"{run.path}: resume and overwrite exclude each other; give one of them")
@@ -94,8 +93,7 @@ def episode_record(
 
     step, task_id, split ("train" or "held_out"), reward, reward_parts, finish_reason, tool_calls, tool_errors
     turns   [{role: "prompt" | "assistant" | "tool", start, end, text}], token ranges [start, end)
-    tokens  [{text, mask, logprob?}]; the log-prob (nats) only where mask is 1
-    """
+    tokens  [{text, mask, logprob?}]; the log-prob (nats) only where mask is 1"""
     columns = zip(trajectory.token_ids, trajectory.loss_mask, trajectory.rollout_log_probs, strict=True)
     tokens = [
         {"text": decode_token(token_id), "mask": mask} | ({"logprob": round(float(log_prob), 6)} if mask else {})

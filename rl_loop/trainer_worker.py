@@ -110,8 +110,7 @@ class TrainerWorker:
     def rl_step(self, samples: list[Sample], algorithm: AlgorithmConfig, step: int) -> RlUpdates:
         """``algorithm.mini_batches`` optimizer steps on one batch of episodes, of the critic and of the policy.
 
-        Old log-probs are computed, in a second forward pass, only where the algorithm needs them.
-        """
+        Old log-probs are computed, in a second forward pass, only where the algorithm needs them."""
         replay = self.trainer.replay
         if algorithm.old_log_probs_from == "forward":
             if replay is not None and algorithm.routing_replay == "R2":

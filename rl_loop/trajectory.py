@@ -46,8 +46,7 @@ class Trajectory:
 
     token_ids, loss_mask, rollout_log_probs have the same length. ``loss_mask`` is 1 exactly on sampled tokens;
     ``rollout_log_probs`` (natural log, at the sampling temperature) is 0.0 where the mask is 0.
-    ``routed_experts`` is int16 [len - 1, layers, top_k]: the experts of every token that was an input, not the last.
-    """
+    ``routed_experts`` is int16 [len - 1, layers, top_k]: the experts of every token that was an input, not the last."""
 
     task_id: str
     token_ids: list[int]

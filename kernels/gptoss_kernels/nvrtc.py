@@ -1,7 +1,6 @@
 """CUDA C++ compiled at run time with the NVRTC that ships with torch; cubins are kept in the cache directory.
 
-No CUDA toolkit is needed. Compiling needs no GPU, so a wrong kernel is found on any machine that has torch for CUDA.
-"""
+No CUDA toolkit is needed. Compiling needs no GPU, so a wrong kernel is found on any machine that has torch for CUDA."""
 
 import ctypes
 import functools
@@ -50,8 +49,7 @@ def tensor_map(address: int, shape: torch.Size, box: tuple[int, int]) -> TensorM
     """A CUtensorMap, by which the TMA of sm_90 copies boxes of (positions, heads) rows: an argument of a Kernel.
 
     ``address``, a multiple of 16, is that of a contiguous bf16 tensor [tokens, heads, 64] = ``shape``. Rows land in
-    shared memory in the 128-byte swizzle, zeros where a box passes the tensor's end. RuntimeError if refused.
-    """
+    shared memory in the 128-byte swizzle, zeros where a box passes the tensor's end. RuntimeError if refused."""
     tokens, heads, size = shape
     raw = ctypes.create_string_buffer(128 + 63)
     encoded = (ctypes.c_char * 128).from_buffer(raw, -ctypes.addressof(raw) % 64)  # at a multiple of 64
@@ -67,8 +65,7 @@ def tensor_map(address: int, shape: torch.Size, box: tuple[int, int]) -> TensorM
 def compile_cubin(source: Path, defines: dict[str, int], architecture: str) -> bytes:
     """Compile ``source``, with its folder on the include path, for e.g. "sm_90".
 
-    Raises RuntimeError with the compiler's log.
-    """
+    Raises RuntimeError with the compiler's log."""
     nvrtc = _nvrtc()
     headers = sorted(source.parent.glob("*.cuh"))
     options = [

@@ -1,7 +1,6 @@
 """Rotary embedding of queries and keys in one Triton pass; unfused it moves eight times the bytes.
 
-The backward pass of a rotation is the rotation by the opposite angle, so nothing but cos and sin is kept.
-"""
+The backward pass of a rotation is the rotation by the opposite angle, so nothing but cos and sin is kept."""
 
 # Triton reads parameter annotations as its own
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

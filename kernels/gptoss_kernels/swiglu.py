@@ -3,8 +3,7 @@
     out = p * gate * sigmoid(1.702 gate) * (up + 1),   gate = min(x_gate, limit),  up = clamp(x_up, -limit, limit)
 
 Unfused, the clamps, the gate and the product with an fp32 probability write seven times the bytes. On CUDA this is
-one Triton kernel forward and one backward, computed in fp32; elsewhere the same formula in torch.
-"""
+one Triton kernel forward and one backward, computed in fp32; elsewhere the same formula in torch."""
 
 # Triton reads parameter annotations as its own
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

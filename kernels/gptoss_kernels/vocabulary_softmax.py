@@ -1,8 +1,7 @@
 """One block of logits at a time: what the log-probability and the entropy need of it, and its gradient, in Triton.
 
 Both kernels read a block [tokens, columns] of fp32 logits once. They are the CUDA side of
-``megatron_gptoss.log_probs``, which says what the numbers mean and has the same steps in torch.
-"""
+``megatron_gptoss.log_probs``, which says what the numbers mean and has the same steps in torch."""
 
 # Triton reads parameter annotations as its own
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

@@ -1,8 +1,7 @@
 """Full layers at any number of ranks: each fetches the keys and values before its tokens, a few kv heads at a time.
 
 Only sequences that several ranks hold travel, while the kv heads before them are computed; dK and dV go home in fp32,
-to be summed there in the order of the ranks.
-"""
+to be summed there in the order of the ranks."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,6 @@
 """Sequence <-> heads: ranks trade their tokens of all heads for all tokens of their heads, around one attention call.
 
-The gathered tokens are put into the order of the row on the way in, and back into the ranks' order on the way out.
-"""
+The gathered tokens are put into the order of the row on the way in, and back into the ranks' order on the way out."""
 
 import math
 from collections.abc import Callable

@@ -140,8 +140,7 @@ def context_parallel_attention(
 
     q: [tokens / size, heads, head_size], k, v: [tokens / size, kv_heads, head_size] in the order of
     ``layout.part(rank)``; sinks: [heads], the same on every rank. The gradient of the sinks is this rank's share:
-    adding it up over the group gives the whole, once.
-    """
+    adding it up over the group gives the whole, once."""
     shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.element_size())
     run = SCHEMES[choose_scheme(layout, shape, window, machine, scheme)]
     return run(q, k, v, sinks, layout, group, window, scale, backend)

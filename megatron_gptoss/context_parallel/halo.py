@@ -1,8 +1,7 @@
 """Window layers: a rank fetches only the window - 1 tokens before each of its runs, however long the runs are.
 
 docs/architecture.md describes the passes. The sink enters every row's softmax once, and its gradient comes from the one
-backward pass over all rows.
-"""
+backward pass over all rows."""
 
 import functools
 from dataclasses import dataclass
@@ -84,8 +83,7 @@ def _forked_stream(device: torch.device) -> torch.cuda.Stream | None:
     """A second stream for small kernels that must not queue behind large ones; None on a CPU, where nothing waits.
 
     What is allocated within belongs to that stream; every later fork waits for the first stream, so nothing is reused
-    too early.
-    """
+    too early."""
     if device.type != "cuda":
         return None
     stream = _second_stream(device)

@@ -1,8 +1,7 @@
 """Which context-parallel rank holds which tokens of a packed row (docs/architecture.md).
 
 Mirrored chunks of long sequences are equal work (arXiv 2411.01783). Positions travel with the tokens, so nothing
-depends on the order.
-"""
+depends on the order."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -16,8 +16,7 @@ def group_advantages(rewards: torch.Tensor, estimator: GroupEstimator = "grpo", 
     - ``leave_one_out``: R minus the mean of the *other* samples, an unbiased baseline (RLOO, arXiv 2402.14740);
       equal to samples / (samples - 1) times ``dr_grpo``.
 
-    A group of one sample, or one in which all rewards are equal, has advantage 0.
-    """
+    A group of one sample, or one in which all rewards are equal, has advantage 0."""
     if rewards.ndim != 1 or len(rewards) == 0:
         raise ValueError(f"rewards must be a non-empty vector, got shape {tuple(rewards.shape)}")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
@@ -31,8 +30,7 @@ def group_advantages(rewards: torch.Tensor, estimator: GroupEstimator = "grpo", 
 def gdpo_advantages(parts: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     """parts: [samples, rewards] of one task -> sum_k w_k (r_k - mean_k) / (std_k + 1e-6), [samples] (arXiv 2601.05242).
 
-    So a rare reward is not drowned by a common one. The batch is whitened afterwards (``whiten``).
-    """
+    So a rare reward is not drowned by a common one. The batch is whitened afterwards (``whiten``)."""
     return torch.stack([w * group_advantages(parts[:, k], "grpo") for k, w in enumerate(weights)]).sum(dim=0)
 
 
@@ -48,8 +46,7 @@ def generalized_advantages(
 
     A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t, and return_t = A_t + V_t (GAE,
     arXiv 1506.02438, eq. 16). Time counts sampled tokens only: V_{t+1} is the value before the next token that the
-    policy chose, whatever a tool said in between. Shorter samples are filled up with zeros, which change nothing.
-    """
+    policy chose, whatever a tool said in between. Shorter samples are filled up with zeros, which change nothing."""
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     delta = rewards + gamma * following - values
     advantages = torch.zeros_like(delta)

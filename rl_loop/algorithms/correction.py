@@ -1,8 +1,7 @@
 """How far the policy that sampled and the policy that is trained are apart, and what rollout correction does about it.
 
 rho_t = pi_trainer(token t) / pi_rollout(token t), in this module and everywhere else; its logarithm is clamped to +-20.
-Everything here is constant to autograd.
-"""
+Everything here is constant to autograd."""
 
 from dataclasses import dataclass
 
@@ -42,8 +41,7 @@ def rollout_correction(
     - geometric rejection: keeps a sequence if lo <= exp(mean_t log rho_t) <= hi.
     - k3 rejection: keeps a sequence if mean_t(rho_t - 1 - log rho_t) <= c.
     - veto: drops a sequence with any rho_t < threshold.
-    - OPSM: drops a sequence if A < 0 and mean_t log(pi_old / pi) > d.
-    """
+    - OPSM: drops a sequence if A < 0 and mean_t log(pi_old / pi) > d."""
     log_rho = log_rho.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     rho = log_rho.exp()
     dropped: dict[str, torch.Tensor] = {}
@@ -86,8 +84,7 @@ def mismatch_sums(
     ``prob_ratio`` averages exp(|d|) (others call it token_mult_prob_error); 1 is no mismatch. ``chi_square`` averages
     (exp(d) - 1)^2, the variance of the importance weight. ``log_perplexity`` sums give both perplexities: exp of their
     averages. ``log_ppl_gap_max`` is the largest |mean of d| of a sequence, the difference of its two log-perplexities;
-    ``log_ppl_gap`` averages it over sequences when divided by ``sequences``.
-    """
+    ``log_ppl_gap`` averages it over sequences when divided by ``sequences``."""
     d = torch.where(mask, log_probs.detach() - rollout_log_probs, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = d.exp()
     length = sequences.sum(mask, mask).clamp(min=1)

@@ -31,8 +31,7 @@ def policy_objective(
     """The policy loss with correction, KL penalty and entropy bonus.
 
     ``mini_batch``: all samples of the optimizer step, on all ranks; ``max_tokens``: the longest possible sample;
-    ``group``: context-parallel ranks. Where the batch has no old log-probs the importance ratio is exactly 1.
-    """
+    ``group``: context-parallel ranks. Where the batch has no old log-probs the importance ratio is exactly 1."""
     sample_weight = _token_weights(config, mini_batch, max_tokens)
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:

@@ -35,8 +35,7 @@ def ppo_loss(
     arXiv 2503.14476, eq. 10); with ``dual_clip`` = c > 1 it is at most -c A where A < 0 (arXiv 1912.09729, eq. 5).
 
     ``old_log_probs=None`` means on-policy: the old log-probs are the detached new ones and r is exactly 1. A second
-    forward pass would not give that: a mixture of experts may route a token differently in it.
-    """
+    forward pass would not give that: a mixture of experts may route a token differently in it."""
     ratio = bounded_exp(log_probs - (log_probs.detach() if old_log_probs is None else old_log_probs))
     plain = -ratio * advantages
     if old_log_probs is None:
@@ -64,8 +63,7 @@ def gspo_loss(
     """PPO's loss with one ratio per sequence, s = exp(mean of log r) (GSPO, arXiv 2507.18071, eq. 5 and 7).
 
     Written per token as s_t = sg(s) p_t / sg(p_t) (eq. 14): the gradient is the same where the advantage is that of the
-    sequence, and no gradient has to cross context-parallel ranks.
-    """
+    sequence, and no gradient has to cross context-parallel ranks."""
     if old_log_probs is not None:
         log_ratio = sequences.spread(sequences.mean(log_probs - old_log_probs, mask)).to(log_probs.dtype)
         # exactly the token's own p / sg(p), shifted to the ratio of its sequence

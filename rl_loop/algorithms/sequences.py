@@ -42,8 +42,7 @@ def sample_weights(tokens: torch.Tensor, aggregation: str, constant: float) -> t
     - ``seq-mean-token-sum-norm``: that divided by ``constant``, the longest sample (Dr. GRPO, arXiv 2503.20783).
 
     Samples without loss tokens do not count. What rollout correction drops still counts in the denominators, which
-    keeps the gradient an average over what was sampled.
-    """
+    keeps the gradient an average over what was sampled."""
     tokens = tokens.double()
     samples = (tokens > 0).sum().clamp(min=1)
     divisors = {

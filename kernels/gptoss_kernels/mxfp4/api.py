@@ -20,8 +20,7 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | N
         [..., n * 32] bf16. Exact for scales up to 252; above, bf16 overflows to infinity. Zeros keep their sign.
 
     Raises:
-        ValueError: naming the argument whose dtype, shape or device does not fit.
-    """
+        ValueError: naming the argument whose dtype, shape or device does not fit."""
     if blocks.dtype != torch.uint8 or blocks.dim() < 2 or blocks.shape[-1] != BLOCK // 2:
         raise ValueError(f"blocks must be uint8 [..., n, 16], got {blocks.dtype} {list(blocks.shape)}")
     if scales.dtype != torch.uint8 or scales.shape != blocks.shape[:-1] or scales.device != blocks.device:
@@ -58,8 +57,7 @@ def quantize(x: torch.Tensor, scale_hint: torch.Tensor | None = None) -> tuple[t
 
     Raises:
         ValueError: naming the argument, also when x holds NaN or Inf (on a GPU only with GPTOSS_KERNELS_DEBUG=1, as
-            looking would wait for the stream).
-    """
+            looking would wait for the stream)."""
     if x.dtype != torch.bfloat16 or x.dim() < 1 or x.shape[-1] % BLOCK:
         raise ValueError(f"x must be bf16 with a last dimension divisible by 32, got {x.dtype} {list(x.shape)}")
     shape = (*x.shape[:-1], x.shape[-1] // BLOCK)

@@ -58,8 +58,7 @@ def pair_table() -> torch.Tensor:
 def limit_table() -> torch.Tensor:
     """[256 scales, 8] int16 holding unsigned bf16 bits: least magnitude whose code is above j; column 7 is unused.
 
-    Every midpoint times a scale is a bf16 number (the least, 2 ** -129, is a subnormal) or beyond the largest one.
-    """
+    Every midpoint times a scale is a bf16 number (the least, 2 ** -129, is a subnormal) or beyond the largest one."""
     exponents = torch.arange(256, dtype=torch.int32)[:, None] - 127
     midpoints = torch.ldexp(torch.tensor(MIDPOINTS, dtype=torch.float64).expand(256, 7), exponents)
     bits = midpoints.to(torch.bfloat16).view(torch.int16).clone()

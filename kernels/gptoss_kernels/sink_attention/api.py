@@ -49,8 +49,7 @@ def sink_attention(
 
     Raises:
         ValueError: naming the argument, before anything is launched. With GPTOSS_KERNELS_DEBUG=1 also when an input
-            holds NaN or Inf.
-    """
+            holds NaN or Inf."""
     layout = check_arguments(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale)
     shape = q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window
     if backend == "auto":

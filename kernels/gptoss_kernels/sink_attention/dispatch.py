@@ -4,8 +4,7 @@ window   our kernels for sliding-window layers: they win every such case, whatev
 short    our kernels for full attention: they win where sequences average SHORT_MEAN tokens or less.
 flash4   wins full attention over longer ones on Hopper, and takes windows and head sizes that our kernels do not.
 flash3   is second there, by the price of the sink's extra pass.
-reference serves everything else: CPUs, fp32 and fp64, GPUs without any of the above.
-"""
+reference serves everything else: CPUs, fp32 and fp64, GPUs without any of the above."""
 
 import functools
 import logging

@@ -1,8 +1,7 @@
 """Fold a sink into the output of any attention that returns its log-sum-exp, and the sink's gradient, in Triton.
 
 With O', LSE' of plain attention and sink logit s: LSE = log(exp(LSE') + exp(s)), O = O' * exp(LSE' - LSE). The plain
-backward pass called with that O and LSE gives the exact dQ, dK, dV, since the sink carries no value.
-"""
+backward pass called with that O and LSE gives the exact dQ, dK, dV, since the sink carries no value."""
 
 # Triton reads parameter annotations as its own
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -58,8 +57,7 @@ def fold_sink(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
 def sink_gradient(o: torch.Tensor, grad_o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """-sum_i exp(s - LSE_i) (dO_i . O_i) per head, from the sink-aware o and lse [heads, tokens]; like sinks.
 
-    Summed in a fixed order: deterministic.
-    """
+    Summed in a fixed order: deterministic."""
     tokens, heads, head_size = o.shape
     blocks = triton.cdiv(tokens, TOKENS)
     shares = torch.empty(blocks, heads, dtype=torch.float32, device=o.device)

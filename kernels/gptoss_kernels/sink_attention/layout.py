@@ -73,8 +73,7 @@ def packed_layout(cu_seqlens: torch.Tensor) -> PackedLayout:
     """The layout of ``cu_seqlens`` ([sequences + 1], int32 or int64, any device).
 
     The first call for a tensor copies it to the host (on a GPU that waits for the stream); later calls with the same,
-    unmodified tensor cost a dictionary lookup. Raises ValueError when it is not a valid list of offsets.
-    """
+    unmodified tensor cost a dictionary lookup. Raises ValueError when it is not a valid list of offsets."""
     key = id(cu_seqlens)
     version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
     known = _layouts.get(key)

@@ -2,8 +2,7 @@
 
 Queries may be the *last* tokens of longer key ranges: a context-parallel rank holds the queries of some chunks and sees
 the keys of all tokens before them. The backward pass takes O and LSE as arguments and so may cover only some of the
-keys: called with the O and LSE of *all* keys, its gradients are the exact contributions of the keys it is given.
-"""
+keys: called with the O and LSE of *all* keys, its gradients are the exact contributions of the keys it is given."""
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """q: [queries, heads, head_size], k, v: [keys, kv_heads, head_size] -> O like q and LSE [queries, heads], sink in.
 
-    No autograd. Backends other than flash4 take unequal ranges by padding the queries to the length of the keys.
-    """
+    No autograd. Backends other than flash4 take unequal ranges by padding the queries to the length of the keys."""
     if backend == "auto":
         backend = choose(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window)
     if backend == "flash4":

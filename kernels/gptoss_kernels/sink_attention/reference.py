@@ -10,8 +10,7 @@ The sink takes probability and carries no value, so the usual backward holds wit
 
 Sequences are cut into tiles of QUERY_BLOCK rows. Tiles that see the same number of keys are computed together as one
 batched product, so a pack of many short sequences costs a handful of calls; keys are visited in chunks with an online
-softmax, so memory stays bounded however long a sequence is.
-"""
+softmax, so memory stays bounded however long a sequence is."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

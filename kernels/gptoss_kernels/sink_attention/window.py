@@ -4,8 +4,7 @@ For sliding-window layers, and for full attention over short packed sequences. Q
 packed into one tile: with 8 heads a tile is 8 positions, so little work is lost where the causal triangle or the window
 ends. For O and dQ of a window, a block holds every key that its tiles see in shared memory; in full attention the keys
 pass. The backward pass runs as two kernels that each own what they write (dQ; dK and dV): no atomics, so the result is
-deterministic, and every tile is aligned to its sequence's start, so a sequence has the same bits in every pack.
-"""
+deterministic, and every tile is aligned to its sequence's start, so a sequence has the same bits in every pack."""
 
 import functools
 from dataclasses import dataclass
@@ -149,8 +148,7 @@ def _items(layout: PackedLayout, length: int, device: torch.device, order: str |
     """[items, 4] int32: sequence start, sequence end, first position of the item, 0. An item is `length` positions.
 
     Items of unequal work are sorted, so that the longest start first and the multiprocessors end together: by most
-    "keys" or "queries", or by the longest "sequence", whose items then read its keys at the same time.
-    """
+    "keys" or "queries", or by the longest "sequence", whose items then read its keys at the same time."""
     key = ("items", length, device, order)
     if key not in layout.plans:
         start, end, number = layout.pieces(length)
