@@ -237,9 +237,12 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     flops = 3 * forward_flops(model_config, [args.length] * args.sequences * args.micro_batches)
     flops /= parallel.context * parallel.tensor * parallel.pipeline
     losses: list[float] = []
+    parts: list[dict[str, float]] = []
 
     def step() -> None:
-        losses.append(trainer.train_step(rows, sft_loss(tokens), 1e-5).sums["loss"])
+        statistics = trainer.train_step(rows, sft_loss(tokens), 1e-5)
+        losses.append(statistics.sums["loss"])
+        parts.append(statistics.seconds_of)
 
     result = measure_steps(step, args.steps, tokens // dist.get_world_size(), flops, ceiling)
     if args.profile:
@@ -256,6 +259,7 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
         "score_seconds": score["seconds"],
         "score_peak_gb": score["peak_gb"],
         "parameters_per_gpu": parameters,
+        "seconds_of": {part: median(step[part] for step in parts[2 : args.steps]) for part in parts[0]},
         "losses": losses,
     }
 

@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodu
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_gptoss.router import GptOssRouter
 from megatron_gptoss.sink_attention import SinkAttention
+from megatron_gptoss.step_clock import TimedMoELayer
 from megatron_gptoss.transformer_config import mark
 
 
@@ -64,7 +65,7 @@ class CpuAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return tokens_per_expert
 
 
-class CpuMoELayer(MoELayer):
+class CpuMoELayer(TimedMoELayer):
     """MoELayer with the dispatcher above; the parent offers no way to name one of our own."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:

@@ -28,6 +28,7 @@ from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.performance import forward_flops, matmul_ceiling
 from megatron_gptoss.routing_replay import RoutingReplay
+from megatron_gptoss.step_clock import StepClock, TimedMoELayer
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,9 @@ class StepStatistics:
     """Which parameters have a gradient that is not finite, when there is one; the step was skipped."""
     seconds: float = 0.0
     """Wall-clock time of the step, of the slowest rank."""
+    seconds_of: dict[str, float] = field(default_factory=dict)
+    """The mean rank's forward, backward, optimizer, communication (experts' all-to-all, pipeline stages, gradients, as
+    far as nothing hides it; that of tensor and context parallelism counts as forward and backward) and other."""
     tokens_per_second_per_gpu: float = 0.0
     tflops_per_gpu: float = 0.0
     """Of the model's arithmetic, ``performance.forward_flops`` three times over; nothing is counted twice."""
@@ -208,6 +212,7 @@ class PolicyTrainer(Scorer):
         on_gpu = torch.cuda.is_available()
         sums_in_fp32 = dtype != torch.float64 and not (on_gpu and config.gradient_dtype == "bf16")
         model_config.finalize_model_grads_func = self._finalize_gradients
+        model_config.timers = self.clock = StepClock()
         reduction = DistributedDataParallelConfig(
             use_distributed_optimizer=on_gpu,
             overlap_grad_reduce=on_gpu,
@@ -224,6 +229,8 @@ class PolicyTrainer(Scorer):
                 # Transformer Engine adds weight gradients to Megatron's buffer inside the product. Not set through the
                 # configuration, which would ask for Apex on behalf of an output layer that we never call.
                 module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+            if isinstance(module, TimedMoELayer):
+                module.clock = self.clock
         settings = MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -273,6 +280,7 @@ class PolicyTrainer(Scorer):
         A step whose gradient is not finite changes nothing and says so, or raises FloatingPointError where
         ``on_non_finite`` is "stop"."""
         started = time.perf_counter()
+        self.clock.begin()
         self.module.train()
         for part in self.model:
             part.zero_grad_buffer()
@@ -287,6 +295,7 @@ class PolicyTrainer(Scorer):
         if self.replay is not None:
             sums |= self.replay.agreement()
         statistics = StepStatistics(sums, maxima, math.nan, learning_rate, parameters_updated=False)
+        self.clock.enter("optimizer")
         if self._gradients_are_finite():
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -299,6 +308,7 @@ class PolicyTrainer(Scorer):
             if self.config.on_non_finite == "stop":
                 raise FloatingPointError(statistics.not_finite)
             logger.warning("optimizer step skipped: %s", statistics.not_finite)
+        self.clock.leave()
         self._measure(statistics, batches, started)
         return statistics
 
@@ -343,9 +353,13 @@ class PolicyTrainer(Scorer):
         work = torch.tensor(done, dtype=torch.double, device=device)
         dist.all_reduce(work, group=parallel_state.get_data_parallel_group())
         tokens, flops = work.tolist()  # which waits for everything before it on the GPU
+        parts = self.clock.end()
         seconds = torch.tensor(time.perf_counter() - started, dtype=torch.double, device=device)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         statistics.seconds = float(seconds)
+        means = torch.tensor(list(parts.values()), dtype=torch.double, device=device) / dist.get_world_size()
+        dist.all_reduce(means)
+        statistics.seconds_of = dict(zip(parts, means.tolist(), strict=True))
         gpu_seconds = dist.get_world_size() * statistics.seconds
         statistics.tokens_per_second_per_gpu = tokens / gpu_seconds
         statistics.tflops_per_gpu = flops / gpu_seconds / 1e12

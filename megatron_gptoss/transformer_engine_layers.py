@@ -9,7 +9,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -18,6 +18,7 @@ from torch import Tensor
 from gptoss_kernels.swiglu import clamped_swiglu
 from megatron_gptoss.router import GptOssRouter
 from megatron_gptoss.sink_attention import SinkAttention
+from megatron_gptoss.step_clock import TimedMoELayer
 from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
 
 
@@ -85,7 +86,7 @@ def transformer_engine_block_spec(config: GptOssTransformerConfig, stage: int) -
     )
     grouped = submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
     experts = partial(GptOssGroupedMLP, submodules=grouped)
-    submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=experts, router=GptOssRouter))
+    submodules.mlp = partial(TimedMoELayer, submodules=MoESubmodules(experts=experts, router=GptOssRouter))
     submodules.self_attention.submodules.core_attention = config.core_attention or SinkAttention
     layers: list[Any] = [TransformerLayer] * get_num_layers_to_build(config, stage)
     if (again := config.recompute_layers) is not None:

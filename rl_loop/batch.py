@@ -195,6 +195,8 @@ def optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
     metrics.add_last("train/tflops_per_gpu", update.tflops_per_gpu)
     if update.mfu is not None:
         metrics.add_last("train/mfu", update.mfu)
+    for part, seconds in update.seconds_of.items():
+        metrics.add_sum(f"train/seconds_{part}", seconds, "steps")
 
 
 def kl_without_replay(metrics: StepMetrics, samples: Sequence[Sample], log_probs: Sequence[Sequence[float]]) -> None:

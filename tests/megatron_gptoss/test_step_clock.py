@@ -1,0 +1,123 @@
+"""Where the time of a step is said to go, against steps that are slow in a known place."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from converters.live import load_hf_weights
+from megatron_gptoss import distributed
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import build_batch
+from megatron_gptoss.sink_attention import SinkAttention
+from megatron_gptoss.trainer import PolicyTrainer
+from tests.distributed import free_port
+from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
+
+NAP = 0.15
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[PolicyTrainer]:
+    distributed.initialize(ParallelConfig(), port=free_port())
+    model = build_model(TINY, ParallelConfig())
+    load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
+    trainer = PolicyTrainer(model, OptimizerConfig())
+    step(trainer)
+    gc.disable()  # it takes naps of its own in a process that has run many tests
+    yield trainer
+    gc.enable()
+    distributed.shutdown()
+
+
+def step(trainer: PolicyTrainer) -> Any:
+    return trainer.train_step(
+        [build_batch(documents([20, 13])), build_batch(documents([33]))], mean_cross_entropy(63), 0
+    )
+
+
+class Nap(torch.autograd.Function):
+    """The identity, which takes a nap on the way there or back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, backward: bool) -> torch.Tensor:
+        ctx.nap = NAP * backward
+        time.sleep(NAP - ctx.nap)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.nap)
+        return grad, None
+
+
+DISPATCHER = MoEAlltoAllTokenDispatcher
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "backward", "part"),
+    [
+        (SinkAttention, "forward", False, "forward"),
+        (SinkAttention, "forward", True, "backward"),
+        (DISPATCHER, "dispatch_postprocess", False, "forward"),
+        (DISPATCHER, "dispatch_postprocess", True, "backward"),
+        (DISPATCHER, "token_dispatch", False, "communication"),
+        (DISPATCHER, "token_dispatch", True, "communication"),
+        (DISPATCHER, "token_combine", False, "communication"),
+        (DISPATCHER, "token_combine", True, "communication"),
+    ],
+)
+def test_a_slow_layer_shows_where_it_is_slow(
+    owner: type, method: str, backward: bool, part: str, trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, naps = getattr(owner, method), 2 * TINY.num_layers  # two micro-batches
+    monkeypatch.setattr(
+        owner, method, lambda self, x, *rest, **named: original(self, Nap.apply(x, backward), *rest, **named)
+    )
+    slow = step(trainer)
+    assert slow.seconds_of[part] > naps * NAP
+    assert slow.seconds_of[part] > 0.7 * sum(slow.seconds_of.values()), slow.seconds_of
+    assert sum(slow.seconds_of.values()) == pytest.approx(slow.seconds, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "part"),
+    [
+        (DistributedDataParallel, "finish_grad_sync", "communication"),
+        (PolicyTrainer, "_gradients_are_finite", "optimizer"),
+        (PolicyTrainer, "_reduce", "other"),
+    ],
+)
+def test_what_follows_the_backward_pass_is_told_apart(
+    owner: type, method: str, part: str, trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, nap = getattr(owner, method), 1.0
+
+    def slow(self: Any, *arguments: Any, **named: Any) -> Any:
+        time.sleep(nap)
+        return original(self, *arguments, **named)
+
+    monkeypatch.setattr(owner, method, slow)
+    seconds_of = step(trainer).seconds_of
+    assert max(seconds_of, key=seconds_of.__getitem__) == part
+    assert seconds_of[part] > nap
+
+
+def test_a_step_that_was_interrupted_leaves_nothing_behind(
+    trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(SinkAttention, "forward", lambda *_, **__: 1 / 0)
+        step(trainer)
+    trainer.score([build_batch(documents([20]))])  # is not timed
+    after = step(trainer)
+    assert sum(after.seconds_of.values()) == pytest.approx(after.seconds, abs=0.01)
+    assert all(seconds > 0 for seconds in after.seconds_of.values())
