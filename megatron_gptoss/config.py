@@ -311,3 +311,5 @@ class Training(NamedTuple):
     beside: Sequence[OptimizerConfig | None] = ()
     """Further models in the policy's layout, of which one at a time works: a critic's optimizer, None for a reference
     policy."""
+    engine: float = 0.0
+    """Share of each GPU that servers on it take while they generate."""

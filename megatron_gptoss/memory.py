@@ -65,7 +65,7 @@ def activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
 
 def predict(training: Training, stage: int = 0) -> Memory:
     """What the GPUs of one pipeline stage hold."""
-    model, parallel, optimizer, tokens, beside = training
+    model, parallel, optimizer, tokens, beside, _ = training
     dense, expert = parameters_per_gpu(model, parallel, stage)
     shards = parallel.world_size // (parallel.tensor * parallel.pipeline)
     expert_shards = parallel.world_size // (parallel.pipeline * parallel.expert)
@@ -103,6 +103,11 @@ def worst_stage(training: Training) -> Memory:
     return max((predict(training, stage) for stage in range(training.parallel.pipeline)), key=lambda m: m.total)
 
 
+def fits(training: Training, memory: Memory, gigabytes: float) -> bool:
+    """While the trainer works, and while servers on its GPUs do, beside weights, gradients and optimizer."""
+    return max(memory.total, sum(memory[:3]) + training.engine * gigabytes * 1e9) <= gigabytes * 1e9
+
+
 def layouts_that_fit(training: Training, gigabytes: float) -> list[tuple[ParallelConfig, Memory]]:
     """Layouts of as many GPUs whose prediction stays within ``gigabytes``, the simplest first, with the other settings
     as they are. Simple: little tensor, pipeline and context parallelism, experts over as few ranks as fit."""
@@ -118,7 +123,7 @@ def layouts_that_fit(training: Training, gigabytes: float) -> list[tuple[Paralle
         except ValueError:
             continue
         memory = worst_stage(training._replace(parallel=layout))
-        if memory.total <= gigabytes * 1e9:
+        if fits(training, memory, gigabytes):
             found.append((tensor * pipeline * context, tensor, pipeline, expert, layout, memory))
     return [(layout, memory) for *_, layout, memory in sorted(found, key=lambda entry: entry[:4])]
 
@@ -147,12 +152,13 @@ def smaller_settings(training: Training) -> list[tuple[str, Memory]]:
 def memory_plan(training: Training, gigabytes: float) -> str:
     """What training takes of each GPU, which layouts of as many GPUs of ``gigabytes`` fit, and what would take less."""
     memory, gpus = worst_stage(training), training.parallel.world_size
-    fits = memory.total <= gigabytes * 1e9
+    fit = "" if fits(training, memory, gigabytes) else f", more than the {gigabytes:g} GB of the GPU"
     lines = [
         f"memory per GPU, in bf16, {training.tokens} tokens per micro-batch"
         + "".join(", with the critic" if adam else ", with the reference policy" for adam in training.beside)
         + f": {memory.total / 1e9:.1f} GB"
-        + ("" if fits else f", more than the {gigabytes:g} GB of the GPU"),
+        + (f"; {sum(memory[:3]) / 1e9:.1f} GB while servers have {training.engine:.0%}" if training.engine else "")
+        + fit,
         *(f"  {part:12}{size / 1e9:8.1f} GB" for part, size in memory._asdict().items()),
     ]
     fitting = layouts_that_fit(training, gigabytes)

@@ -241,7 +241,9 @@ class RlConfig(RunConfig):
     @property
     def memory_inputs(self) -> Training:
         critic = [self.algorithm.critic.optimizer] if self.algorithm.critic else []
-        return super().memory_inputs._replace(beside=[*critic, *([None] if self.algorithm.kl else [])])
+        shared = self.rollout.engine == "sglang" and self.rollout.sglang.colocated
+        engine = self.rollout.sglang.memory_fraction if shared else 0.0
+        return super().memory_inputs._replace(beside=[*critic, *([None] if self.algorithm.kl else [])], engine=engine)
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from launch.cluster import ClusterConfig
+from launch.placement import place
 from launch.plan import attention_plan, step_plan
-from rl_loop.config import RlConfig, load_config
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.memory import fits, layouts_that_fit, memory_plan, parameters_per_gpu, worst_stage
+from rl_loop.config import RlConfig, SftConfig, load_config
 
-CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIG = CONFIGS / "rl/tiny_retool.yaml"
+H200 = 141e9
 LONG = [
     "model=gpt-oss-20b",
     "parallel.world_size=4",
@@ -47,8 +53,47 @@ def test_a_scheme_set_by_the_user_is_the_one_taken() -> None:
 
 def test_the_memory_of_a_run_is_that_of_all_its_models() -> None:
     config = load_config(CONFIG, RlConfig, ["algorithm=ppo", "algorithm.kl.coefficient=0.1"])
-    assert config.memory_inputs[-1] == [config.algorithm.critic.optimizer, None]
-    assert load_config(CONFIG, RlConfig, []).memory_inputs[-1] == []
+    assert config.memory_inputs.beside == [config.algorithm.critic.optimizer, None]
+    assert load_config(CONFIG, RlConfig, []).memory_inputs.beside == []
+
+
+@pytest.mark.parametrize(
+    ("file", "gpus"),
+    [
+        ("rl/gpt-oss-20b_1x4.yaml", 4),
+        ("rl/gpt-oss-20b_1x8.yaml", 8),
+        ("rl/gpt-oss-20b_2x8.yaml", 16),
+        ("sft/gpt-oss-120b_2x8.yaml", 16),
+        ("rl/gpt-oss-120b_4x8.yaml", 32),
+        ("rl/gpt-oss-120b_8x8.yaml", 64),
+    ],
+)
+def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> None:
+    config = load_config(CONFIGS / file, SftConfig if file.startswith("sft") else RlConfig)
+    training, sglang = config.memory_inputs, config.rollout.sglang
+    assert fits(training, worst_stage(training), 135)
+    has_servers = isinstance(config, RlConfig)
+    for_servers = sglang.servers * sglang.tensor_parallel if has_servers else 0
+    assert gpus == (config.parallel.world_size if sglang.colocated else config.parallel.world_size + for_servers)
+    if has_servers:
+        weights = 2 * sum(parameters_per_gpu(config.model, ParallelConfig())) / sglang.tensor_parallel
+        assert sglang.memory_fraction * H200 - weights > 10e9  # for keys and values
+    cluster = ClusterConfig(
+        kind="slurm", shared_dir="/shared", python="python", nodes=-(-gpus // 8), gpus_per_node=min(gpus, 8)
+    )
+    assert len(place(config, cluster, has_servers)) == cluster.nodes
+
+
+def test_servers_on_the_trainers_gpus_must_fit_beside_what_the_trainer_keeps() -> None:
+    def plan_with(fraction: float) -> tuple[int, str]:
+        overrides = [f"rollout.sglang.memory_fraction={fraction}"]
+        training = load_config(CONFIGS / "rl/gpt-oss-20b_1x4.yaml", RlConfig, overrides).memory_inputs
+        return len(layouts_that_fit(training, 135)), memory_plan(training, 135).splitlines()[0]
+
+    (many, good), (few, bad) = plan_with(0.4), plan_with(0.6)
+    assert good.endswith(": 119.0 GB; 70.8 GB while servers have 40%")
+    assert bad.endswith(": 119.0 GB; 70.8 GB while servers have 60%, more than the 135 GB of the GPU")
+    assert few < many
 
 
 @pytest.mark.parametrize("context", ["1", "3"])
