@@ -139,7 +139,7 @@ class Interrupted(Exception):
 @contextmanager
 def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: bool) -> Iterator[Session]:
     """Everything that a training run starts, and stops again: directory, Ray, trainer ranks, metrics, signals."""
-    run = start_run(config.directory, dump_config(config), resume=resume, overwrite=overwrite)
+    run = None if overwrite else start_run(config.directory, dump_config(config), resume=resume)
     from rl_loop.observers import step_listeners
     from rl_loop.rollout_pool import RolloutPool
     from rl_loop.tasks import TaskSource  # these import torch and Ray; a wrong directory should not wait for them
@@ -154,6 +154,8 @@ def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: 
                 trainer.ready()  # servers that share its GPUs take a part of what it leaves
             rollouts = RolloutPool(config)
         trainer.ready()
+        # an earlier run is deleted only when this one is sure to begin
+        run = run or start_run(config.directory, dump_config(config), resume=resume, overwrite=True)
         state = (trainer.resume() if resume else None) or {"step": 0, "seconds": 0.0}
         first, interrupt = state["step"], Interrupt()
         with show(config.name, config.training.steps, first) as progress:

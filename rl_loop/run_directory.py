@@ -36,6 +36,7 @@ class RunDirectory:
         self.episodes = path / "episodes.jsonl"  # a few whole episodes per step, see ``episode_record``
         self.tensorboard = path / "tensorboard"  # the same numbers as event files
         self.checkpoints = path / "checkpoints"  # what a run resumes from
+        self.critic_checkpoints = path / "critic_checkpoints"  # the same of PPO's critic
         self.export = path / "export"  # the Hugging Face checkpoint
         self.curve = path / "curve.png"  # reward and accuracy
         self.report = path / "report.html"  # everything above on one page

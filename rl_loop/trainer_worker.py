@@ -34,9 +34,7 @@ from megatron_gptoss.trainer import (
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.config import AlgorithmConfig, RlConfig, RunConfig
 from rl_loop.engines.weight_sender import SyncPlan, send_weights
-
-CRITIC_CHECKPOINTS = "critic_checkpoints"
-"""Beside the policy's ``checkpoints`` in the run directory."""
+from rl_loop.run_directory import RunDirectory
 
 
 @dataclass
@@ -66,11 +64,11 @@ class TrainerWorker:
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
             self.critic = ValueTrainer(make_critic(self._initial_model()), self.algorithm.critic.optimizer)
-        root, keep = config.directory, config.training.keep_checkpoints
+        self.run, keep = RunDirectory(config.directory), config.training.keep_checkpoints
         self._saved: list[tuple[CheckpointWriter, PolicyTrainer]] = []
         if self.critic:  # one more than of the policy, which is written last and decides what is the latest
-            self._saved.append((CheckpointWriter(root / CRITIC_CHECKPOINTS, keep + 1), self.critic))
-        self._saved.append((CheckpointWriter(root / "checkpoints", keep), self.trainer))
+            self._saved.append((CheckpointWriter(self.run.critic_checkpoints, keep + 1), self.critic))
+        self._saved.append((CheckpointWriter(self.run.checkpoints, keep), self.trainer))
 
     def _initial_model(self) -> torch.nn.Module:
         """This rank's part of the model that the run starts from."""
@@ -230,11 +228,11 @@ class TrainerWorker:
 
     def resume(self) -> dict[str, Any] | None:
         """Load the newest checkpoint of the run; None if there is none."""
-        path = latest_checkpoint(self.config.directory / "checkpoints")
+        path = latest_checkpoint(self.run.checkpoints)
         if path is None:
             return None
         if self.critic is not None:
-            load_checkpoint(self.config.directory / CRITIC_CHECKPOINTS / path.name, self.critic)
+            load_checkpoint(self.run.critic_checkpoints / path.name, self.critic)
         return load_checkpoint(path, self.trainer)
 
 

@@ -118,13 +118,28 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     good = '{"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}'
     tasks.write_text(good + '\n{"task_id": \n')
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/metrics.jsonl").write_text('{"step": 0}\n')
     result = gptoss(
         "sft", SFT, f"tasks.sources.retool.train_path={tasks}", f"tasks.sources.retool.held_out_path={tasks}",
-        f"output_dir={tmp_path}", "name=x", timeout=120,
+        f"output_dir={tmp_path}", "name=x", "--overwrite", timeout=120,
     )  # fmt: skip
     assert result.returncode == 1
     assert "tasks.jsonl, line 2" in result.stderr
     assert "loading the policy" not in result.stdout
+    assert (tmp_path / "x/metrics.jsonl").exists(), "nothing is overwritten by a run that does not begin"
+
+
+def test_weights_that_are_missing_leave_the_earlier_run_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/metrics.jsonl").write_text('{"step": 0}\n')
+    missing = tmp_path / "none"
+    result = gptoss(
+        "sft", SFT, f"initial_weights={missing}", f"output_dir={tmp_path}", "name=x", "--overwrite", timeout=120
+    )
+    assert result.returncode == 1
+    assert str(missing) in result.stderr
+    assert (tmp_path / "x/metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:

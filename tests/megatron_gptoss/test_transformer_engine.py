@@ -221,6 +221,27 @@ def test_offloaded_state_leaves_the_gpu_between_steps() -> None:
     assert held[1] < 0.01 * held[0]
 
 
+@pytest.mark.parametrize("recompute", [(), ("moe", "layernorm")])
+def test_a_step_says_where_its_time_went_and_does_not_get_slower(
+    recompute: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, batch, seconds = policy(recompute), build_batch(SAMPLES), {True: [], False: []}
+    for number in range(44):
+        timed = number % 2 == 0
+        with monkeypatch.context() as patched:
+            if not timed:
+                patched.setattr(trainer.clock, "begin", lambda: None)
+            step = trainer.train_step([batch], mean_cross_entropy(TOKENS), 1e-9)
+        if number >= 4:
+            seconds[timed].append(step.seconds)
+            assert sum(step.seconds_of.values()) == pytest.approx(step.seconds if timed else 0, rel=0.05)
+        if timed:
+            assert min(step.seconds_of.values()) > 0
+    ratio = np.median(seconds[True]) / np.median(seconds[False])
+    print("timed steps take", ratio, "times as long;", step.seconds_of, seconds)
+    assert ratio < 1.05
+
+
 def test_every_module_with_weights_but_the_output_layer_is_called() -> None:
     # Megatron gathers the weights of a module when it is called; the head does so for the output layer
     trainer, called = policy(), set()

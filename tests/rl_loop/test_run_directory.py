@@ -77,7 +77,8 @@ def test_resume_keeps_the_run_and_starts_one_where_there_is_none(tmp_path: Path)
 def test_overwrite_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     run = start_run(tmp_path / "run", "lr: 1\n")
     append_lines(run.metrics, ['{"step": 0}'])
-    (run.checkpoints / "step_1").mkdir(parents=True)
+    for checkpoints in (run.checkpoints, run.critic_checkpoints):
+        (checkpoints / "step_1").mkdir(parents=True)
     (run.path / "notes.txt").write_text("mine")
     start_run(run.path, "lr: 2\n", overwrite=True)
     assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "notes.txt"]
