@@ -22,7 +22,7 @@ from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
 
-NAP = 0.15
+NAP = 0.1
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_a_slow_layer_shows_where_it_is_slow(
 def test_what_follows_the_backward_pass_is_told_apart(
     owner: type, method: str, part: str, trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, nap = getattr(owner, method), 1.0
+    original, nap = getattr(owner, method), 0.5
 
     def slow(self: Any, *arguments: Any, **named: Any) -> Any:
         time.sleep(nap)
