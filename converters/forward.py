@@ -153,8 +153,7 @@ def logits(side: Side, config: ModelConfig, x: Tensor) -> Tensor:
 def deviations(config: ModelConfig, ours: Side, theirs: Side) -> Iterator[tuple[str, float]]:
     """Per stage of the network the largest difference of the two, relative to the largest value.
 
-    Both sides continue from the hidden states of the first: a difference in one layer does not show in the later ones.
-    """
+    Both sides continue from the hidden states of the first: a difference in one layer does not show in later ones."""
     tokens = torch.arange(TOKENS) * 7919 % config.vocab_size
     x = embedded(ours, tokens)
     yield "embedding", _relative(x, embedded(theirs, tokens))

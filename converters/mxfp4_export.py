@@ -63,8 +63,7 @@ def quantise(
 ) -> tuple[dict[str, torch.Tensor], QuantisationError]:
     """Blocks [out, in / 32, 16] and scales [out, in / 32] of one expert's ``matrix`` [in, out], by stored name.
 
-    Where a scale of ``reference`` reproduces a block exactly it is kept, so that what is unchanged has the same bytes.
-    """
+    Where a scale of ``reference`` reproduces a block exactly it is kept, so that what is unchanged has its bytes."""
     exact = matrix.to(torch.bfloat16).T.contiguous()
     original = reference.quantised(name, expert) if reference is not None else None
     try:

@@ -7,15 +7,13 @@
 This is what megatron-core 0.19.2's dist_checkpointing writes and what it loads at any tensor, pipeline and expert
 parallel size."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import os
 import pickle
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -89,7 +87,7 @@ class TorchDistWriter:
         content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         (self.directory / FORMAT_FILE).write_text(json.dumps(content))
 
-    def __enter__(self) -> TorchDistWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:

@@ -3,12 +3,10 @@
 Every model is strict: an unknown key, a wrong type or an impossible layout raises pydantic's ValidationError, which
 names the key, before anything is started."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -82,7 +80,7 @@ class ModelConfig(StrictModel):
     """Standard deviation of randomly initialised weights; unused when weights are loaded."""
 
     @model_validator(mode="after")
-    def _check(self) -> ModelConfig:
+    def _check(self) -> Self:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -122,7 +120,7 @@ class ModelConfig(StrictModel):
         }
 
     @classmethod
-    def from_hf_config(cls, source: Path | str | dict[str, Any]) -> ModelConfig:
+    def from_hf_config(cls, source: Path | str | dict[str, Any]) -> Self:
         """Read ``config.json`` (a file, its directory, or the parsed dict). Raises ValueError naming file and key."""
         where = "config"
         if isinstance(source, dict):

@@ -1,7 +1,6 @@
 """The layer specification for CPUs: Megatron's own modules, with subclasses where one insists on CUDA.
 
-Nothing is patched. Each class says which line of megatron-core 0.19.2 it steps around; the mathematics is Megatron's.
-"""
+Nothing is patched. Each class says what of megatron-core 0.19.2 it steps around; the mathematics is Megatron's."""
 
 from functools import partial
 from typing import Any

@@ -5,13 +5,11 @@ modules another object under the name ``torch``: the same library, but its strea
 device "cuda" means the CPU. Two Tensor methods look at who calls them. Nothing outside megatron-core notices, and
 where CUDA is available nothing happens at all."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -35,10 +33,10 @@ _CPU = torch.device("cpu")
 class _NullStream:
     """A CUDA stream or event on which everything has already happened."""
 
-    def __getattr__(self, name: str) -> Callable[..., _NullStream]:
+    def __getattr__(self, name: str) -> Callable[..., Self]:
         return lambda *args, **kwargs: self
 
-    def __enter__(self) -> _NullStream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None: ...

@@ -15,8 +15,7 @@ from megatron_gptoss.cpu_runtime import enable_cpu_runtime
 def initialize(parallel: ParallelConfig, rank: int = 0, master: str = "127.0.0.1", port: int = 29500) -> None:
     """Join ``parallel.world_size`` ranks and lay Megatron's groups over them. Collective.
 
-    NCCL on GPUs (the local rank comes from LOCAL_RANK), gloo on CPUs. Raises RuntimeError if another layout is active.
-    """
+    NCCL on GPUs (the local rank comes from LOCAL_RANK), gloo on CPUs. RuntimeError if another layout is active."""
     enable_cpu_runtime()
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is initialised already in this process; call shutdown() first")

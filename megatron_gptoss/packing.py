@@ -1,15 +1,12 @@
 """Packed batches: the one layout of training, scoring and supervised fine-tuning.
 
 Sequences of different lengths lie end to end in one row of tokens ("THD"); ``cu_seqlens`` says where each begins. The
-only padding, which makes the row divisible among ranks, is a sequence of its own and never enters a loss or a metric.
-"""
-
-from __future__ import annotations
+only padding, which makes the row divisible among ranks, is a sequence of its own and never enters loss or metrics."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -25,8 +22,7 @@ GRAFTED = -1
 class Sample:
     """One sequence to train on or to score. All per-token lists have the length of ``token_ids``.
 
-    Position i of the per-token lists speaks of token i as a *label*: entry 0 is never used, since nothing predicts it.
-    """
+    Position i of the per-token lists speaks of token i as a *label*: entry 0 is unused, as nothing predicts it."""
 
     token_ids: Sequence[int]
     loss_mask: Sequence[int]
@@ -84,7 +80,7 @@ class PackedBatch:
     def tokens(self) -> int:
         return len(self.input_ids)
 
-    def packed_seq_params(self) -> PackedSequence:
+    def packed_seq_params(self) -> "PackedSequence":
         return PackedSequence(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,
@@ -99,7 +95,7 @@ class PackedBatch:
         """Which of ``size`` context-parallel ranks holds which tokens of this row."""
         return balanced_layout(tuple(self.cu_seqlens.tolist()), size)
 
-    def context_parallel_shard(self, rank: int, size: int) -> PackedBatch:
+    def context_parallel_shard(self, rank: int, size: int) -> Self:
         """The tokens that one of ``size`` context-parallel ranks holds, as ``balanced_layout`` shares them out.
 
         ``cu_seqlens`` stays that of the whole row. Values of all ranks' tokens, concatenated, come back into the order
@@ -112,7 +108,7 @@ class PackedBatch:
         del per_token["cu_seqlens"]
         return replace(self, context_layout=layout, **{name: value[part] for name, value in per_token.items()})
 
-    def to(self, device: torch.device | str) -> PackedBatch:
+    def to(self, device: torch.device | str) -> Self:
         return replace(self, **{k: value.to(device, non_blocking=True) for k, value in self._tensors().items()})
 
     def _tensors(self) -> dict[str, Any]:

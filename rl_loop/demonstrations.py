@@ -1,7 +1,5 @@
 """Demonstrations for supervised fine-tuning: whole episodes of a scripted policy in the exact tokens of a rollout."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -70,7 +68,7 @@ def demonstrate(task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed
     return asyncio.run(play(environment, script, harmony))
 
 
-def harmony_of(config: RunConfig) -> Harmony:
+def harmony_of(config: "RunConfig") -> Harmony:
     """Rendering and parsing as a run does them. A tiny vocabulary is made for demonstrations of its generated tasks."""
 
     def corpus() -> str:
@@ -80,7 +78,7 @@ def harmony_of(config: RunConfig) -> Harmony:
     return Harmony(make_vocabulary(config.vocabulary, config.model.vocab_size, corpus), config.prompt)
 
 
-def _corpus(config: RunConfig) -> str:
+def _corpus(config: "RunConfig") -> str:
     harmony = Harmony(GptOssVocabulary(), config.prompt)
     lines = [arithmetic.vocabulary_text()]
     for source in config.tasks.sources.values():

@@ -2,8 +2,6 @@
 
 A mean is kept as its sum and its count: the mean of means is wrong if they hold different numbers of tokens."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from rl_loop.run_directory import RunDirectory, append_lines, read_json, write_json
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    pass
 
 Listener = Callable[[int, dict[str, float]], None]
 
@@ -59,7 +57,7 @@ class Scalar:
         """Such as "mean over tokens"."""
         return f"{self.reduction} over {self.over}"
 
-    def merged(self, other: Scalar) -> Scalar:
+    def merged(self, other: "Scalar") -> "Scalar":
         """This and a later part of the same metric."""
         if self.reduction in ("mean", "sum"):
             return Scalar(self.total + other.total, self.count + other.count, self.reduction, self.over)
@@ -111,8 +109,7 @@ class MetricsWriter:
     """Writes each step's values to ``metrics.jsonl`` (one flushed line) and ``tensorboard/``, and hands them on.
 
     ``resume_after`` is the last step that the loaded checkpoint knows: later ones are dropped (hidden in TensorBoard),
-    and the curve continues; None starts anew. ``listeners`` get ``(step, values)``. What is not finite is null in JSON.
-    """
+    and the curve continues; None starts anew. ``listeners`` get (step, values). NaN and infinity are null in JSON."""
 
     def __init__(self, run: RunDirectory, resume_after: int | None = None, listeners: Iterable[Listener] = ()) -> None:
         # Here, because importing it takes seconds and the commands that only read metrics need none of it.

@@ -4,8 +4,6 @@ The agent sees the error and writes the turn again. The new call replaces the ol
 error, behind the old reasoning if the calls are alike; the world is set back and the call executed. Tokens that moved
 are *grafted*: their log-probs are computed anew, and rollout correction and routing replay leave them out."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +41,7 @@ class Attempt:
     """What the policy wrote after ``prefix`` and what came of it; its first ``kept`` tokens were sampled there."""
 
     prefix: list[int]
-    sampled: GenerateResult
+    sampled: "GenerateResult"
     messages: list[ParsedMessage]
     result: StepResult
     kept: int
@@ -121,7 +119,7 @@ def _calls(messages: Sequence[ParsedMessage]) -> str:
     return "\n".join(message.text for message in messages if message.recipient is not None)
 
 
-def _grafted(turn: Attempt, sampled: GenerateResult, ids: list[int], kept: int) -> GenerateResult:
+def _grafted(turn: Attempt, sampled: "GenerateResult", ids: list[int], kept: int) -> "GenerateResult":
     """``ids`` as a result in the place of the turn's own, of which the first ``kept`` tokens are the same."""
     own = [replace(s, end=min(s.end, kept)) for s in turn.sampled.weight_versions if s.start < kept]
     new = [WeightVersionSpan(kept, len(ids), span.version) for span in sampled.weight_versions[-1:]]

@@ -75,6 +75,11 @@ class RolloutPool:
         for index in range(len(self._workers)):
             self._call(index, "sync_weights", *self._weights)
 
+    def compare_weights(self) -> None:
+        """Raises WeightMismatch naming a tensor that a server holds otherwise than the trainer."""
+        if self._fleet:
+            self._fleet.compare()
+
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Log-probs of ``token_ids[1:]`` from every engine; servers know only temperature 1."""
         if self._fleet:

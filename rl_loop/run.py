@@ -1,7 +1,5 @@
 """Running a configuration from start to export: ``run_sft`` and ``run_rl`` are what the ``gptoss`` commands call."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -10,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from rl_loop.config import RlConfig, RunConfig, SftConfig, TrainingConfig, dump_config
 from rl_loop.metrics import MetricsWriter, Name, StepMetrics
@@ -47,7 +45,7 @@ class Interrupt:
         self.hurried = False
 
     @contextmanager
-    def installed(self, on_request: Callable[[], None]) -> Iterator[Interrupt]:
+    def installed(self, on_request: Callable[[], None]) -> Iterator[Self]:
         def handle(number: int, frame: FrameType | None) -> None:
             if self.requested and number != signal.SIGUSR1:
                 raise KeyboardInterrupt
@@ -97,9 +95,9 @@ class Session:
 
     training: TrainingConfig
     run: RunDirectory
-    tasks: TaskSource
-    trainer: TrainerGroup
-    rollouts: RolloutPool | None
+    tasks: "TaskSource"
+    trainer: "TrainerGroup"
+    rollouts: "RolloutPool | None"
     """None without reinforcement learning."""
     writer: MetricsWriter
     progress: Progress

@@ -20,7 +20,7 @@ from rl_loop.config import RunConfig
 from rl_loop.engines.sglang_client import SglangClient
 from rl_loop.engines.sglang_engine import score_on
 from rl_loop.engines.sglang_server import ServerState, ServerStatus, SglangServer
-from rl_loop.engines.weight_sender import SyncFailed, SyncPlan, send_weights
+from rl_loop.engines.weight_sender import SyncFailed, SyncPlan, TransportName, send_weights
 from rl_loop.placed import SGLANG_SERVER, place_of
 
 MAX_SYNCS = 3
@@ -146,10 +146,18 @@ class SglangFleet:
             for actor, status in begun.items():
                 _ask(actor.end_sync.remote(status.incarnation, held))
 
-    def _send(self, source: Source, urls: tuple[str, ...], version: int, compare: bool) -> None:
+    def compare(self) -> None:
+        """Raises WeightMismatch naming the first tensor of the last ``sync`` that a server holds otherwise."""
+        if self._source is not None:
+            urls = tuple(s.url for s in self._alive().values() if s.state is ServerState.SYNCED)
+            self._send(self._source[0], urls, self._source[1], True, "none")
+
+    def _send(
+        self, source: Source, urls: tuple[str, ...], version: int, compare: bool, by: TransportName | None = None
+    ) -> None:
         settings, directory = self._settings, self._directory / "weights"
         sizes = settings.tensor_parallel, settings.bucket_bytes
-        plan = SyncPlan(urls, version, settings.weight_sync, *sizes, directory, settings.sync_seconds, compare)
+        plan = SyncPlan(urls, version, by or settings.weight_sync, *sizes, directory, settings.sync_seconds, compare)
         if isinstance(source, dict):  # they are in this process, which has no GPU
             asyncio.run(send_weights(source.items(), self._config.model, replace(plan, transport="disk")))
         else:

@@ -4,8 +4,6 @@ openai-harmony renders and parses in the ids of the released models ("Harmony id
 those and the ids of its model. Text from outside (prompts, tool output) is always encoded as text: it can never become
 a special token."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -175,7 +173,7 @@ def _tokens_of(corpus: str) -> list[bytes]:
     return [by_rank[rank] for rank in sorted(kept)]
 
 
-def _tokenizer(tokens: list[bytes]) -> Tokenizer:
+def _tokenizer(tokens: list[bytes]) -> "Tokenizer":
     """The tokens as a Hugging Face byte-level BPE: merges are recovered from the ranks."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode

@@ -1,7 +1,5 @@
 """The rollout engine as the loop sees it: token ids in, token ids out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -68,7 +66,7 @@ class RolloutEngine(Protocol):
     async def abort(self, request_id: str | None = None) -> None:
         """Stop one request, or all; each returns its partial tokens with FinishReason.ABORT."""
 
-    async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    async def sync_weights(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> None:
         """Replace all weights, by Hugging Face name; what runs is aborted. Raises ValueError naming missing or unknown
         tensors; then nothing has changed."""
 

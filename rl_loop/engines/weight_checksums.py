@@ -45,11 +45,11 @@ def sampled_parameters(config: ModelConfig, version: int) -> dict[str, list[str]
 
 
 class WeightSample:
-    """The sample of one sync. ``server_info`` is what a server answers to /server_info."""
+    """The samples of some versions in one. ``server_info`` is what a server answers to /server_info."""
 
-    def __init__(self, config: ModelConfig, version: int, ranks: int, server_info: dict[str, Any]) -> None:
+    def __init__(self, config: ModelConfig, versions: range, ranks: int, server_info: dict[str, Any]) -> None:
         self._groups, self._ranks, self._info = config.num_key_value_heads, ranks, server_info
-        self._sources = sampled_parameters(config, version)
+        self._sources = {name: s for version in versions for name, s in sampled_parameters(config, version).items()}
         if server_info["ep_size"] > 1 or server_info["enable_dp_attention"]:  # who has what else is not known here
             self._sources = {name: s for name, s in self._sources.items() if "norm" in name or "router" in name}
         self._parameters = {source: name for name, sources in self._sources.items() for source in sources}

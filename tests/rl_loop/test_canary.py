@@ -26,6 +26,8 @@ class Engines:
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         return [[-1.0, -2.0], [-1.0 - self.gap, -2.0 + self.gap]]
 
+    def compare_weights(self) -> None: ...
+
 
 @pytest.mark.parametrize(
     ("overrides", "gap", "agrees"),

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -159,6 +160,31 @@ def test_a_tensor_that_a_server_drops_or_transposes_in_silence_is_named_and_neve
         else:
             await send_weights(after.items(), square, plan)
             assert server.version == "3"
+        await server.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("lost", ["model.layers.1.self_attn.sinks", "model.embed_tokens.weight", None])
+def test_all_that_was_sent_can_be_compared_without_sending_it_again(lost: str | None) -> None:
+    after = {name: tensor + 1 for name, tensor in weights_of(1).items()}
+
+    async def main() -> None:
+        server = LocalServer()
+        server.weights, server.version, server.drops = weights_of(1), "1", lost or ""
+        sync = SyncPlan((await server.start(),), 2, "shared_memory", compare=False)
+        await send_weights(after.items(), MODEL, sync)
+        held = dict(server.weights)
+        assert [name for name in held if not torch.equal(held[name], after[name])] == ([lost] if lost else [])
+        everything = replace(sync, transport="none", compare=True)
+        if lost:
+            sampled = [name for names in sampled_parameters(MODEL, 2).values() for name in names]
+            assert lost not in sampled
+            with pytest.raises(WeightMismatch, match=f"holds something else in {lost}$"):
+                await send_weights(after.items(), MODEL, everything)
+        else:
+            await send_weights(after.items(), MODEL, everything)
+        assert all(server.weights[name] is held[name] for name in held)
         await server.stop()
 
     asyncio.run(main())
@@ -357,6 +383,11 @@ def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_comp
         pool.sync_weights(trainer, 5)
         assert pool.score(TEXT, 1.0) == [scores_under(trainer.weights())] * 2
         with pytest.raises(CanaryError, match="after syncing weights 5, rollout worker 0 and the trainer differ"):
+            check_canary(trainer, pool, TEXT, config, 5)
+        pool._fleet._source = (Trainer(7), 5)
+        with pytest.raises(
+            WeightMismatch, match=r"sent weights 5 and holds something else in model.embed_tokens.weight$"
+        ):
             check_canary(trainer, pool, TEXT, config, 5)
     finally:
         pool.close()

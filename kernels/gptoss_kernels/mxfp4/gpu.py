@@ -40,8 +40,7 @@ def _encode(magnitudes, scale):
     """Words of two bf16 magnitudes, their row's scale -> two codes 0..8 (8: too large), and whether both are exact.
 
     With e the exponent of the scaled magnitude x, clamped to 0..2, the e2m1 numbers near x are 2^(e-1) apart. Adding
-    1.5 * 2^(e+6) in bf16 rounds x to a multiple of that, ties to even, and leaves the multiple in the sum's low bits.
-    """
+    1.5 * 2^(e+6) in bf16 rounds x to a multiple of that, ties to even, and leaves that in the sum's low bits."""
     # 2^(127 - scale) and its inverse, subnormal at the ends, in both halves
     factor = tl.where(scale >= 254, 0x0040, (254 - scale) << 7) * 0x10001
     inverse = tl.where(scale == 0, 0x0040, scale << 7) * 0x10001
