@@ -130,6 +130,7 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "x/metrics.jsonl").exists(), "nothing is overwritten by a run that does not begin"
 
 
+@pytest.mark.slow  # Ray and a trainer start for it
 def test_weights_that_are_missing_leave_the_earlier_run_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x/metrics.jsonl").write_text('{"step": 0}\n')
