@@ -19,11 +19,12 @@ from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
+from rl_loop.engines.sglang_client import SglangClient
 from rl_loop.engines.sglang_config import SglangConfig
 from rl_loop.engines.sglang_engine import SglangEngine
 from rl_loop.engines.sglang_server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.transformers_engine import TransformersEngine
-from rl_loop.engines.weight_sender import SyncPlan, send_weights
+from rl_loop.engines.weight_sender import SyncPlan, WeightMismatch, send_weights
 from rl_loop.trajectory import FinishReason
 
 PYTHON = os.environ.get("GPTOSS_SGLANG_PYTHON")
@@ -98,6 +99,16 @@ def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path)
             scores = await engine.score(PROMPT)
             assert gap(scores, await reference(weights, PROMPT)) < 0.02
             assert gap(scores, await reference(weights_of(version + 1), PROMPT)) > 0.2
+
+        everything = SyncPlan((url,), 4, "none")
+        held = weights_of(4)
+        await send_weights(held.items(), MODEL, everything)
+        last = "model.layers.3.mlp.experts.down_proj"
+        with pytest.raises(WeightMismatch, match=f"holds something else in {last}$"):
+            await send_weights((held | {last: held[last] + 1}).items(), MODEL, everything)
+        client = SglangClient(url)  # a mismatch leaves the server paused
+        await client.call("/continue_generation", {"torch_empty_cache": False})
+        await client.close()
 
         first = await engine.generate(GenerateRequest("e/0/0/0", PROMPT, SamplingParams(40)))
         assert (first.finish_reason, len(first.output_ids)) == (FinishReason.LENGTH, 40)
