@@ -13,7 +13,7 @@ from megatron_gptoss.memory import EXPERT_LOAD, parameters_per_gpu
 GPUS_PER_NODE = 8
 ARITHMETIC = 520e12
 """Operations per second of the layers, forward and backward, where every expert gets many rows. With this and the next
-three ``predict_step`` is within 10 % of what docs/performance.md has measured."""
+three ``predict_step`` is within 10 % of runs of 16k tokens to a micro-batch, tensor parallel ones excepted."""
 OUTPUT_LAYER = 458e12
 """The same of the output layer, which makes its logits twice; measured (docs/performance.md, log-probs)."""
 HALF_SPEED_ROWS = 1150
