@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -58,14 +58,15 @@ def test_help_explains_every_command(command: list[str]) -> None:
 )
 def test_a_wrong_value_is_named_in_under_two_seconds(override: str, named: str, tmp_path: Path) -> None:
     extra = ["parallel.expert=2"] if "world_size=3" in override else []
-    started = time.monotonic()
+    before = os.times()
     result = gptoss("rl", RL, override, *extra, f"output_dir={tmp_path}")
-    seconds = time.monotonic() - started
+    after = os.times()
     assert result.returncode == 1
     assert named in result.stderr
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
-    assert seconds < 4  # 2 on a machine that does nothing else; the next test holds the reason
+    # processor time, for other tests run beside this one; 2 where they do not, and the next test holds the reason
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 4
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,14 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 def test_calls_run_at_the_same_time_on_all_workers(make_sandbox: Callable) -> None:
     sandbox = make_sandbox(workers=2)
-    begun = time.monotonic()
-    results = sandbox.run_many([f"import time; time.sleep(0.5); print({number})" for number in range(4)])
-    assert [result.output for result in results] == ["0\n", "1\n", "2\n", "3\n"]
-    assert all(result.seconds >= 0.5 for result in results)
-    assert time.monotonic() - begun < sum(result.seconds for result in results)
+    span = "import time; begun = time.monotonic(); time.sleep(0.5); print({}, begun, time.monotonic())"
+    results = sandbox.run_many([span.format(number) for number in range(4)])
+    spans = [[float(word) for word in result.output.split()] for result in results]
+    assert [number for number, _, _ in spans] == [0, 1, 2, 3]
+    running = [sum(begun <= other < ended for _, begun, ended in spans) for _, other, _ in spans]
+    assert max(running) == 2
+    # the supervisor's clock starts when it hears that the program is set up: on a busy machine a little after the program
+    assert all(0.25 <= result.seconds < 5 for result in results)
 
 
 def test_server_is_replaced_after_its_number_of_calls(make_sandbox: Callable) -> None:
