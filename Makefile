@@ -24,10 +24,10 @@ demo: setup
 	$(GPTOSS) sft configs/sft/tiny_retool.yaml --overwrite
 	$(GPTOSS) rl configs/rl/tiny_retool.yaml --overwrite
 
-# One thread per process: the models are tiny and several tests start two processes. Two at a time, a file's tests by one of
-# them (loadfile): they share what is costly to start. The time limit counts the wait for processors that both use.
+# One thread per process: the models are tiny and several tests start two processes. Two at a time, shared out by
+# tests/conftest.py. The time limit counts the wait for processors that both use.
 test: setup
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow" -n 2 --dist loadfile \
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow" -n 2 \
 		--timeout=600 --durations=10
 
 # One machine plays four nodes, so the tests take turns; a loaded machine needs the longer limit.

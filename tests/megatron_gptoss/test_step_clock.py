@@ -84,7 +84,7 @@ def test_a_slow_layer_shows_where_it_is_slow(
     )
     slow = step(trainer)
     assert slow.seconds_of[part] > naps * NAP
-    assert slow.seconds_of[part] > 0.7 * sum(slow.seconds_of.values()), slow.seconds_of
+    assert slow.seconds_of[part] > 0.5 * sum(slow.seconds_of.values()), slow.seconds_of
     assert sum(slow.seconds_of.values()) == pytest.approx(slow.seconds, abs=0.01)
 
 

@@ -60,7 +60,7 @@ def test_calls_run_at_the_same_time_on_all_workers(make_sandbox: Callable) -> No
     assert [number for number, _, _ in spans] == [0, 1, 2, 3]
     running = [sum(begun <= other < ended for _, begun, ended in spans) for _, other, _ in spans]
     assert max(running) == 2
-    # the supervisor's clock starts when it hears that the program is set up: on a busy machine a little after the program
+    # their clock starts when the supervisor hears that they are set up, on a busy machine a little late
     assert all(0.25 <= result.seconds < 5 for result in results)
 
 

@@ -1,0 +1,28 @@
+"""Which tests share a process when several run at a time (`make test`: two)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+START_RAY = {
+    "tests/launch/test_launch.py",
+    "tests/rl_loop/environments/test_environment_guide.py",
+    "tests/rl_loop/test_loop_on_ray.py",
+    "tests/rl_loop/test_sglang_sync.py",
+}
+"""One after the other: on two cores, two clusters take turns at starving the sandbox and each other's workers."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay together, for they share what is costly to start."""
+    from xdist.scheduler import LoadFileScheduling  # only here: without -n the tests do not need xdist
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "Ray" if file in START_RAY else file
+
+    return Scheduling(config, log)
