@@ -7,12 +7,9 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rl_loop.run_directory import RunDirectory, append_lines, read_json, write_json
-
-if TYPE_CHECKING:
-    pass
 
 Listener = Callable[[int, dict[str, float]], None]
 
