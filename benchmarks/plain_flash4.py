@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gptoss_kernels.sink_attention.flash import PlainKernels
+from gptoss_kernels.sink_attention.flash import Kernels
 
 
 @functools.cache
-def flash4_kernels() -> PlainKernels:
+def flash4_kernels() -> Kernels:
     """flash-attn-4's kernels without their native sink."""
     import flash_attn.cute.interface as interface
 
@@ -25,4 +25,4 @@ def flash4_kernels() -> PlainKernels:
         dq, dk, dv = interface._flash_attn_bwd(q, k, v, o, grad_o, lse, causal=causal, **options)[:3]
         return dq, dk, dv
 
-    return PlainKernels(forward, backward, unlimited=None)
+    return Kernels(forward, backward, unlimited=None)

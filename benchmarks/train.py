@@ -19,7 +19,8 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
@@ -34,6 +36,7 @@ from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, Sample, build_batch
 from megatron_gptoss.performance import forward_flops, matmul_ceiling
+from megatron_gptoss.stage_messages import StageMessages
 from megatron_gptoss.trainer import LossOutput, PolicyTrainer, gather_parameters
 
 VOCAB = 201_088
@@ -154,7 +157,10 @@ class ExpertLoad:
 
 def measure_steps(step: Callable[[], Any], count: int, tokens_per_gpu: int, flops: float, ceiling: float) -> dict:
     times = []
-    for _ in range(count):
+    for i in range(count):
+        if i == 2:  # as rl_loop.trainer_worker does
+            gc.collect()
+            gc.freeze()
         torch.cuda.synchronize()
         dist.barrier()
         start = time.perf_counter()
@@ -190,6 +196,7 @@ def profile_step(step: Callable[[], Any], path: Path) -> None:
 
 def release(trainer: PolicyTrainer) -> None:
     """Give back what the next case needs, whatever still refers to it."""
+    gc.unfreeze()
     buffers = [b for part in trainer.model for b in part.buffers + part.expert_parallel_buffers]
     tensors = [b.grad_data for b in buffers] + [b.param_data for b in buffers]
     for part in trainer.optimizer.chained_optimizers:
@@ -214,6 +221,16 @@ def gather_before_forward(trainer: PolicyTrainer) -> None:
         part.ddp_config.overlap_param_gather = False
 
 
+@contextmanager
+def messages(name: str) -> Iterator[None]:
+    """Between pipeline stages."""
+    ours = StageMessages._communicate_shapes
+    if name == "megatron":
+        StageMessages._communicate_shapes = P2PCommunicator._communicate_shapes  # type: ignore[method-assign]
+    yield
+    StageMessages._communicate_shapes = ours  # type: ignore[method-assign]
+
+
 def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
     parallel = ParallelConfig(
@@ -224,7 +241,7 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     )  # fmt: skip
     model = build_model(
         model_config, parallel, torch.bfloat16, moe_router_force_load_balancing=args.balanced,
-        **attention(args.attention), **json.loads(args.config),
+        batch_p2p_sync=args.messages == "megatron", **attention(args.attention), **json.loads(args.config),
     )  # fmt: skip
     random_weights(model)
     optimizer = OptimizerConfig(gradient_dtype=args.gradients, moment_dtype=args.moments, offload=args.offload)
@@ -244,7 +261,8 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
         losses.append(statistics.sums["loss"])
         parts.append(statistics.seconds_of)
 
-    result = measure_steps(step, args.steps, tokens // dist.get_world_size(), flops, ceiling)
+    with messages(args.messages):
+        result = measure_steps(step, args.steps, tokens // dist.get_world_size(), flops, ceiling)
     if args.profile:
         profile_step(step, args.profile)
     load = ExpertLoad(model)
@@ -391,6 +409,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
     parser.add_argument("--virtual-pipeline", type=int, default=1, help="chunks of layers per stage")
     parser.add_argument("--gather", default="under", choices=["under", "before"], help="parameters: the forward pass")
+    parser.add_argument("--messages", default="ours", choices=["ours", "megatron"], help="between pipeline stages")
     parser.add_argument("--moments", default="fp32")
     parser.add_argument("--gradients", default="fp32")
     parser.add_argument("--last-stage-layers", type=int, help="pipeline: fewer than the other stages have")

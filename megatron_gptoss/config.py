@@ -4,6 +4,7 @@ Every model is strict: an unknown key, a wrong type or an impossible layout rais
 names the key, before anything is started."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -296,6 +297,15 @@ class OptimizerConfig(StrictModel):
     offload: float = Field(0.0, ge=0, le=1)
     """Share of the optimizer's state that rests in pinned host memory and comes to the GPU for every step, where the
     activations were. The numbers stay the same. A last resort: copying takes longer than the step itself."""
+
+    def learning_rate_at(self, step: int, total_steps: int) -> float:
+        """Of the 0-based optimizer step: linear warm-up, then constant or cosine to a tenth."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        progress = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
+        return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
 class Training(NamedTuple):

@@ -20,6 +20,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.log_probs import log_probs_and_entropy, most_likely_tokens, whole_hidden_states
@@ -28,6 +29,7 @@ from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.performance import forward_flops, matmul_ceiling
 from megatron_gptoss.routing_replay import RoutingReplay
+from megatron_gptoss.stage_messages import StageMessages
 from megatron_gptoss.step_clock import StepClock, TimedMoELayer
 
 logger = logging.getLogger(__name__)
@@ -88,16 +90,6 @@ def one_dtype_at_a_time(operation: Any, overflow: torch.Tensor, lists: list[list
     results = [_applier(operation, overflow, part, *options) for part in of_one]
     norms = [result[0] for result in results if result is not None]  # None: scaled in place, or no elements
     return (torch.stack(norms).norm(dim=0), None) if norms else None
-
-
-def learning_rate_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Learning rate of the 0-based optimizer step: linear warm-up, then constant or cosine to a tenth."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    return config.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
 class Scorer:
@@ -172,6 +164,8 @@ class Scorer:
             seq_length=max(batch.tokens for batch in batches),
             micro_batch_size=1,
             forward_only=forward_only,
+            p2p_communicator=StageMessages(self.chunks, [batch.tokens // alignment() for batch in batches]),
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
         if self.replay is not None:
             self.replay.check_consumed()

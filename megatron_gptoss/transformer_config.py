@@ -97,6 +97,8 @@ def build_transformer_config(
         # batched messages of the interleaved schedule would be confused between two ranks
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
+        # PyTorch keeps what is being sent alive: nothing has to wait for the GPU after every message
+        "batch_p2p_sync": False,
         "context_parallel_size": parallel.context,
         "context_scheme_full": parallel.context_scheme_full,
         "context_scheme_window": parallel.context_scheme_window,

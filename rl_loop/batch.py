@@ -182,21 +182,20 @@ def training_metrics(metrics: StepMetrics, updates: Sequence[StepStatistics]) ->
         if "routes_compared" in sums:
             metrics.add_mean("routing/agreement", sums["routes_agreeing"], sums["routes_compared"], "routes")
         for name, value in update.maxima.items():
-            metrics.add_max(name, value, "tokens")
+            metrics.add(name, value, "max", "tokens")
         optimizer_metrics(metrics, update)
 
 
 def optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
     """What every optimizer step says of itself, whatever its loss."""
-    metrics.add_last(Name.GRAD_NORM, update.grad_norm)
-    metrics.add_last(Name.LEARNING_RATE, update.learning_rate)
-    metrics.add_sum("skipped_updates", not update.parameters_updated, "steps")
-    metrics.add_last("train/tokens_per_second_per_gpu", update.tokens_per_second_per_gpu)
-    metrics.add_last("train/tflops_per_gpu", update.tflops_per_gpu)
-    if update.mfu is not None:
-        metrics.add_last("train/mfu", update.mfu)
+    metrics.add(Name.GRAD_NORM, update.grad_norm, "last")
+    metrics.add(Name.LEARNING_RATE, update.learning_rate, "last")
+    metrics.add("skipped_updates", not update.parameters_updated, "sum")
+    for speed in ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu"):
+        if (value := getattr(update, speed)) is not None:
+            metrics.add(f"train/{speed}", value, "last")
     for part, seconds in update.seconds_of.items():
-        metrics.add_sum(f"train/seconds_{part}", seconds, "steps")
+        metrics.add(f"train/seconds_{part}", seconds, "sum")
 
 
 def kl_without_replay(metrics: StepMetrics, samples: Sequence[Sample], log_probs: Sequence[Sequence[float]]) -> None:
@@ -216,4 +215,4 @@ def critic_metrics(metrics: StepMetrics, updates: Sequence[StepStatistics]) -> N
         variance = sums["returns_square"] / tokens - (sums["returns"] / tokens) ** 2
         if variance > 1e-12:
             metrics.add_mean("critic/explained_variance", 1 - sums["error"] / tokens / variance, 1, "updates")
-        metrics.add_last("critic/grad_norm", update.grad_norm)
+        metrics.add("critic/grad_norm", update.grad_norm, "last")

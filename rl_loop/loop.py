@@ -65,7 +65,7 @@ class RlLoop:
             with self._timed("prepare", metrics):
                 samples = batch.to_samples(groups, config.algorithm, step)
                 oldest = max((max(sample.staleness) for sample in samples if sample.staleness), default=0)
-                metrics.add_max("rollout/staleness_max", oldest, "tokens")
+                metrics.add("rollout/staleness_max", oldest, "max", "tokens")
             with self._timed("estimate", metrics):
                 columns: dict[str, Any] = (
                     self.trainer.estimates(samples) if config.algorithm.critic or config.algorithm.kl else {}
@@ -82,7 +82,7 @@ class RlLoop:
             batch.rollout_metrics(metrics, groups)
             batch.training_metrics(metrics, updates.policy)
             batch.critic_metrics(metrics, updates.critic)
-            metrics.add_sum("skipped_updates", updates.skipped, "steps")
+            metrics.add("skipped_updates", updates.skipped, "sum")
             self._add_drift(metrics)
             episodes = [trajectory for group in groups for trajectory in group.trajectories]
             self._record_episodes(episodes, step, "train")
@@ -109,7 +109,7 @@ class RlLoop:
         if config.algorithm.max_staleness and step + 1 < config.training.steps:
             self._ahead = self._thread.submit(self.collect, step + 1)
         if config.algorithm.dynamic_sampling_rounds > 1:
-            metrics.add_sum("rollout/groups_replaced", replaced, "groups")
+            metrics.add("rollout/groups_replaced", replaced, "sum", "groups")
         if held_out:
             self.record_evaluation(step, metrics, groups[: len(held_out)])
         return groups[len(held_out) :]
@@ -154,7 +154,7 @@ class RlLoop:
             weights = engine_weights(self.trainer.weights(), self.config.ablation, self.config.seed + version)
             self.rollouts.sync_weights(weights, version)
         gap = check_canary(self.trainer, self.rollouts, self.tasks.canary(), self.config, version)
-        metrics.add_max("mismatch/canary_gap", gap, over="tokens")
+        metrics.add("mismatch/canary_gap", gap, "max", "tokens")
 
     def record_evaluation(self, step: int, metrics: StepMetrics, groups: list[TrajectoryGroup]) -> None:
         episodes = [group.trajectories[0] for group in groups]
@@ -177,7 +177,7 @@ class RlLoop:
         if len(self._first_gaps) < DRIFT_STEPS:
             self._first_gaps.append(gap)
         if (before := sum(self._first_gaps) / len(self._first_gaps)) > 0:
-            metrics.add_last("mismatch/drift", gap / before)
+            metrics.add("mismatch/drift", gap / before, "last")
 
     def _record_episodes(self, episodes: list[Trajectory], step: int, split: str) -> None:
         decode = self.tasks.harmony.decode_token
@@ -190,4 +190,4 @@ class RlLoop:
         self.progress.phase(phase)
         began = time.monotonic()
         yield
-        metrics.add_sum(f"seconds/{phase}", time.monotonic() - began, over="phases")
+        metrics.add(f"seconds/{phase}", time.monotonic() - began, "sum", "phases")

@@ -75,15 +75,9 @@ class StepMetrics:
         """A mean given as its sum and the number of things summed. ``over`` names them: "tokens", "sequences"."""
         self._add(name, Scalar(float(total), float(count), "mean", over))
 
-    def add_sum(self, name: str, value: float, over: str) -> None:
-        self._add(name, Scalar(float(value), 1.0, "sum", over))
-
-    def add_max(self, name: str, value: float, over: str) -> None:
-        self._add(name, Scalar(float(value), 1.0, "max", over))
-
-    def add_last(self, name: str, value: float, over: str = "steps") -> None:
-        """A value that is the same on every rank, such as the learning rate; of several, the newest wins."""
-        self._add(name, Scalar(float(value), 1.0, "last", over))
+    def add(self, name: str, value: float, reduction: Literal["sum", "max", "last"], over: str = "steps") -> None:
+        """A value as it is. "last", the newest of several, is for what is the same on every rank."""
+        self._add(name, Scalar(float(value), 1.0, reduction, over))
 
     def values(self) -> dict[str, float]:
         """name -> reduced value. A mean over nothing has no value and is left out; NaN and infinity are kept."""

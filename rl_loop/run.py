@@ -115,8 +115,8 @@ class Session:
         """Write what a step that began at ``began`` (time.monotonic) was like and, where due, a checkpoint; whether the
         run is to end with it."""
         seconds, training = time.monotonic() - began, self.training
-        metrics.add_last(Name.STEP_SECONDS, seconds)
-        metrics.add_last(Name.TOKENS_PER_SECOND, tokens / seconds)
+        metrics.add(Name.STEP_SECONDS, seconds, "last")
+        metrics.add(Name.TOKENS_PER_SECOND, tokens / seconds, "last")
         self.writer.write(metrics)
         done = metrics.step + 1
         last = self.interrupt.requested or done == training.steps

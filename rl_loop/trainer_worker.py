@@ -1,8 +1,10 @@
 """One trainer rank: everything that touches Megatron. A plain class; ``trainer_group`` makes Ray actors of it."""
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,6 @@ from megatron_gptoss.trainer import (
     alignment,
     data_parallel_slice,
     gather_parameters,
-    learning_rate_at,
 )
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.config import AlgorithmConfig, RlConfig, RunConfig
@@ -142,9 +143,11 @@ class TrainerWorker:
     def _update(self, trainer: PolicyTrainer, samples: list[Sample], loss: LossFunction, step: int) -> StepStatistics:
         for writer, _ in self._saved:
             writer.finish(block=False)
-        rate = learning_rate_at(step, trainer.config, self.config.training.steps)
+        rate = trainer.config.learning_rate_at(step, self.config.training.steps)
         with out_of_memory_explained(self.config.memory_inputs):
-            return trainer.train_step(self._batches(samples), loss, rate, self.config.rollout.temperature)
+            statistics = trainer.train_step(self._batches(samples), loss, rate, self.config.rollout.temperature)
+        exempt_from_collection()
+        return statistics
 
     def _recorded_routes(self, replay: RoutingReplay, samples: list[Sample]) -> list[np.ndarray]:
         """Per sample int16 [len - 1, layers, top_k]: what the routers chose in the forward pass over ``samples``."""
@@ -234,6 +237,13 @@ class TrainerWorker:
         if self.critic is not None:
             load_checkpoint(self.run.critic_checkpoints / path.name, self.critic)
         return load_checkpoint(path, self.trainer)
+
+
+@cache
+def exempt_from_collection() -> None:
+    """What has lasted until now. Searching it for garbage takes half a second, on every rank at another time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _loss_tokens(samples: list[Sample]) -> int:

@@ -68,13 +68,8 @@ def compile_cubin(source: Path, defines: dict[str, int], architecture: str) -> b
     Raises RuntimeError with the compiler's log."""
     nvrtc = _nvrtc()
     headers = sorted(source.parent.glob("*.cuh"))
-    options = [
-        f"--gpu-architecture={architecture}",
-        "--std=c++17",
-        "-default-device",
-        f"--include-path={source.parent}",
-    ]
-    options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    options = [f"--gpu-architecture={architecture}", f"--include-path={source.parent}"]
+    options += ["--std=c++17", "-default-device", *(f"-D{name}={value}" for name, value in sorted(defines.items()))]
     version = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
     text = source.read_bytes()

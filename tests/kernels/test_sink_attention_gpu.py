@@ -241,10 +241,10 @@ def test_auto_takes_our_kernels_for_window_layers_and_short_sequences():
     from gptoss_kernels.sink_attention.dispatch import choose
 
     device = torch.device("cuda", torch.cuda.current_device())
-    assert choose(device, torch.bfloat16, 64, 8, 64, 128) == "window"
+    assert choose(device, torch.bfloat16, 64, 8, 64, 128, short=False) == "window"
     assert choose(device, torch.bfloat16, 64, 8, 64, None, short=True) == "short"
-    assert choose(device, torch.bfloat16, 64, 8, 64, None) != "short"
-    assert choose(device, torch.float32, 64, 8, 64, 128) == "reference"
+    assert choose(device, torch.bfloat16, 64, 8, 64, None, short=False) != "short"
+    assert choose(device, torch.float32, 64, 8, 64, 128, short=False) == "reference"
 
 
 def test_bf16_sinks_are_taken_and_get_a_bf16_gradient():

@@ -40,9 +40,9 @@ def test_queries_see_all_keys_up_to_their_own_place() -> None:
     leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
     want = dense(leaves, QUERIES, KEYS, 0.3)
     segments = Segments.of(QUERIES, KEYS, torch.device("cpu"))
-    o, lse = attention_forward(q, k, v, sinks, segments, None, 0.3)
+    o, lse = attention_forward(q, k, v, sinks, segments, None, 0.3, "auto")
     torch.testing.assert_close(o, want.detach())
-    grads = attention_backward((q, k, v, sinks, o, lse), grad_o, segments, None, 0.3)
+    grads = attention_backward((q, k, v, sinks, o, lse), grad_o, segments, None, 0.3, "auto")
     for got, exact in zip(grads, torch.autograd.grad(want, leaves, grad_o), strict=True):
         torch.testing.assert_close(got, exact)
 
@@ -51,12 +51,14 @@ def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_grad
     length, near = 60, 25
     q, k, v, sinks, grad_o = inputs(4, 2, 8, [length], [length])
     whole = Segments.of([length], [length], q.device)
-    o, lse = attention_forward(q, k, v, sinks, whole, None, 0.3)
-    dq, dk, dv, dsinks = attention_backward((q, k, v, sinks, o, lse), grad_o, whole, None, 0.3)
+    o, lse = attention_forward(q, k, v, sinks, whole, None, 0.3, "auto")
+    dq, dk, dv, dsinks = attention_backward((q, k, v, sinks, o, lse), grad_o, whole, None, 0.3, "auto")
     # the last `near` tokens among themselves: exact shares of dQ, and all of their own dK and dV
     last = slice(length - near, None)
     part = Segments.of([near], [near], q.device)
-    shares = attention_backward((q[last], k[last], v[last], sinks, o[last], lse[last]), grad_o[last], part, None, 0.3)
+    shares = attention_backward(
+        (q[last], k[last], v[last], sinks, o[last], lse[last]), grad_o[last], part, None, 0.3, "auto"
+    )
     torch.testing.assert_close(shares[1], dk[last])
     torch.testing.assert_close(shares[2], dv[last])
     assert not torch.allclose(shares[0], dq[last])  # the earlier keys' share is missing, as it should
@@ -64,7 +66,7 @@ def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_grad
     first = slice(0, length - near)
     rest = Segments.of([length - near], [length - near], q.device)
     saved = q[first], k[first], v[first], sinks, o[first], lse[first]
-    others = attention_backward(saved, grad_o[first], rest, None, 0.3)
+    others = attention_backward(saved, grad_o[first], rest, None, 0.3, "auto")
     torch.testing.assert_close(shares[3] + others[3], dsinks)
 
 

@@ -67,7 +67,7 @@ def write_steps(run: RunDirectory, steps: int) -> None:
         metrics = StepMetrics(step)
         metrics.add_mean(Name.REWARD, step, 4, over="sequences")
         metrics.add_mean(Name.LOGPROB_GAP, 1e-6, 1, over="tokens")
-        metrics.add_last("<i>own metric</i>", math.inf)
+        metrics.add("<i>own metric</i>", math.inf, "last")
         writer.write(metrics)
     writer.close()
 

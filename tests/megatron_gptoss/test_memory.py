@@ -66,6 +66,8 @@ def test_measured_peaks_of_four_gpus_are_predicted_within_four_percent(
         (8, {"world_size": 2, "pipeline": 2}, {"moment_dtype": "bf16"}, 16_384, 66.6),
         (8, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, {"moment_dtype": "bf16"}, 16_384, 71.4),
         (8, {"world_size": 2, "pipeline": 2, "last_stage_layers": 3}, {"moment_dtype": "bf16"}, 16_384, 80.9),
+        (16, {"world_size": 4, "pipeline": 4}, {"moment_dtype": "bf16"}, 16_384, 85.0),
+        (16, {"world_size": 4, "pipeline": 4, "virtual_pipeline": 2}, {"moment_dtype": "bf16"}, 16_384, 99.4),
         (8, {"recompute": ("moe_act",)}, {"moment_dtype": "bf16"}, 32_768, 127.2),
         (4, {"world_size": 2, "tensor": 2}, {"moment_dtype": "bf16"}, 16_384, 42.5),
     ],

@@ -48,12 +48,12 @@ def scores_of(trainer: PolicyTrainer, samples: list[Sample], parallel: ParallelC
     return {i: row for values, batch in scores for i, row in unpack(values, batch).items()}
 
 
-def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+def gradients(trainer: PolicyTrainer, config: ModelConfig) -> dict[str, torch.Tensor]:
     """Of the last step, by the name of the parameter in the whole model; on rank 0."""
     weights = [parameter.data for parameter in trainer.module.parameters()]
     for parameter in trainer.module.parameters():
         parameter.data = parameter.main_grad
-    exported = {name: tensor.clone() for name, tensor in export_hf_weights(trainer.module, TINY)}
+    exported = {name: tensor.clone() for name, tensor in export_hf_weights(trainer.module, config)}
     for parameter, weight in zip(trainer.module.parameters(), weights, strict=True):
         parameter.data = weight
     return exported
@@ -71,17 +71,22 @@ def step_with_nan_behind_layer(number: int, trainer: PolicyTrainer, batches: Seq
 
 
 def train(
-    parallel: ParallelConfig, rank: int, port: int, save_under: Path | None = None, resume: Path | None = None
+    parallel: ParallelConfig,
+    rank: int,
+    port: int,
+    save_under: Path | None = None,
+    resume: Path | None = None,
+    config: ModelConfig = TINY,
 ) -> dict[str, Any]:
     """Losses and gradient norms of a few steps, and the log-probs of the trained policy. ``save_under``: gets a
     checkpoint after half of them; ``resume``: such a checkpoint, after which only the other half remains."""
     distributed.initialize(parallel, rank, port=port)
     try:
-        model = build_model(TINY, parallel, torch.float32)
-        load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
+        model = build_model(config, parallel, torch.float32)
+        load_hf_weights(model, config, hf_model(config, std=0.1).state_dict().__getitem__)
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1.0))
-        hf_weights = hf_model(std=0.1).state_dict()
-        for name, tensor in export_hf_weights(model, TINY):
+        hf_weights = hf_model(config, std=0.1).state_dict()
+        for name, tensor in export_hf_weights(model, config):
             assert torch.equal(tensor, hf_weights[name]), name
         batches = packed(SAMPLES, parallel)
         tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
@@ -97,7 +102,7 @@ def train(
         return {
             "losses": [step.sums["loss"] for step in steps],
             "norms": [step.grad_norm for step in steps],
-            "gradients": gradients(trainer),
+            "gradients": gradients(trainer, config),
             "scores": scores_of(trainer, SAMPLES, parallel),
             "alone": scores_of(trainer, SAMPLES[:1], parallel),
             "not finite": step_with_nan_behind_layer(3, trainer, batches).not_finite if parallel.pipeline > 1 else None,
@@ -171,6 +176,21 @@ def test_the_layer_where_nan_begins_is_named_last(layout: str, place: str, two_r
     for rank in two_ranks:
         message = rf"from embedding.\S+ \(rank 0, chunk 0\) to decoder.layers.0.\S+ \({place}\);"
         assert re.search(message, rank[layout]["not finite"]), rank[layout]["not finite"]
+
+
+# micro-batches of many lengths, and a stage that is neither the first nor the last
+DEEP = TINY.model_copy(update={"num_layers": 6})
+
+
+def train_deep(rank: int, port: int) -> dict[str, Any]:
+    return train(ParallelConfig(world_size=3, pipeline=3, virtual_pipeline=2), rank, port, config=DEEP)
+
+
+def test_messages_between_three_stages_arrive_as_what_they_are() -> None:
+    one = train(ParallelConfig(), 0, free_port(), config=DEEP)
+    for rank in run_distributed(train_deep, 3, free_port()):
+        assert rank["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert rank["norms"] == pytest.approx(one["norms"], rel=2e-4)
 
 
 RESUMED = {
@@ -256,7 +276,7 @@ def train_on_a_gpu(parallel: ParallelConfig, rank: int, port: int, *, save: Path
         for step in range(STEPS // 2 if resume else 0, STEPS):
             if save and step == STEPS // 2:
                 save_checkpoint(save, trainer, step, {})
-            steps.append(trainer.train_step(batches, mean_cross_entropy(1232), 3e-4))  # not to where it knows all
+            steps.append(trainer.train_step(batches, mean_cross_entropy(1232), 1e-4))  # not to where it knows all
         return [step.sums["loss"] for step in steps], [step.grad_norm for step in steps]
     finally:
         distributed.shutdown()

@@ -35,6 +35,11 @@ BF16_MOMENTS = OptimizerConfig(moment_dtype="bf16")
         (8, 32, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, BF16_MOMENTS, [4096] * 4, 4, 26_680),
         (8, 32, {"world_size": 2, "pipeline": 2, "last_stage_layers": 3}, BF16_MOMENTS, [4096] * 4, 4, 27_032),
         (8, 32, {"world_size": 4, "pipeline": 4}, BF16_MOMENTS, [4096], 8, 10_436),
+        (16, 32, {"world_size": 4, "pipeline": 4}, BF16_MOMENTS, [4096] * 4, 4, 10_132),
+        (16, 32, {"world_size": 4, "pipeline": 4}, BF16_MOMENTS, [4096] * 4, 8, 12_128),
+        (16, 32, {"world_size": 4, "pipeline": 4, "virtual_pipeline": 2}, BF16_MOMENTS, [4096] * 4, 4, 11_534),
+        (16, 32, {"world_size": 4, "pipeline": 4, "virtual_pipeline": 2}, BF16_MOMENTS, [4096] * 4, 8, 12_533),
+        (16, 32, {"world_size": 4, "pipeline": 4, "virtual_pipeline": 4}, BF16_MOMENTS, [4096] * 4, 4, 11_844),
     ],
 )
 def test_measured_steps_are_predicted_within_ten_percent(

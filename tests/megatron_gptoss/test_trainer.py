@@ -32,6 +32,18 @@ def policy(**settings: object) -> PolicyTrainer:
     return PolicyTrainer(model, OptimizerConfig(**settings))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "step", "share"),
+    [
+        ("cosine", 0, 0.25), ("cosine", 3, 1.0), ("cosine", 4, 1.0), ("cosine", 9, 0.55), ("cosine", 14, 0.1),
+        ("cosine", 99, 0.1), ("constant", 1, 0.5), ("constant", 4, 1.0), ("constant", 99, 1.0),
+    ],
+)  # fmt: skip
+def test_the_learning_rate_rises_and_then_stays_or_falls_to_a_tenth(schedule: str, step: int, share: float) -> None:
+    config = OptimizerConfig(lr=2e-5, warmup_steps=4, schedule=schedule)
+    assert config.learning_rate_at(step, total_steps=14) == pytest.approx(share * 2e-5)
+
+
 @pytest.mark.parametrize(("length", "window"), [(1, None), (50, None), (5, 8), (50, 8)])
 def test_attended_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
     row, column = torch.arange(length)[:, None], torch.arange(length)[None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -153,6 +154,28 @@ def test_an_interrupt_ends_the_rollouts_that_overlap_training(tmp_path: Path) ->
         run_rl(config, Quiet(on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 1 else None))
     assert [step["rollout/staleness_max"] for step in read_json_lines(config.directory / "metrics.jsonl")] == [0, 1]
     assert (config.directory / "checkpoints/latest").read_text() == "step_000002"
+
+
+def test_after_its_first_update_a_rank_searches_little_for_garbage(tmp_path: Path) -> None:
+    config = load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*SMALL, f"output_dir={tmp_path}"])
+    trainer, samples = TrainerGroup(config), TaskSource(config).demonstrations(0, 8, config.demonstrations)
+
+    def searched() -> int:
+        return trainer._join(
+            [rank.__ray_call__.remote(lambda worker: len(gc.get_objects())) for rank in trainer._ranks]
+        )[0]
+
+    try:
+        trainer.ready()
+        before = searched()
+        trainer.sft_step(samples, 0)
+        frozen = searched()
+        trainer.sft_step(samples, 1)
+        assert before > 100_000
+        assert frozen < 0.05 * before
+        assert searched() < 0.05 * before
+    finally:
+        trainer.close()
 
 
 def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:

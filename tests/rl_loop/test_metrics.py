@@ -15,9 +15,9 @@ def test_parts_with_different_token_counts_merge_into_the_token_mean() -> None:
     metrics = StepMetrics(step=3)
     for gap_sum, tokens, worst, rate in ((6.0, 2, 5.0, 0.2), (2.0, 6, 1.0, 0.1)):
         metrics.add_mean("gap", gap_sum, tokens, over="tokens")
-        metrics.add_sum("tokens", tokens, over="tokens")
-        metrics.add_max("worst", worst, over="tokens")
-        metrics.add_last("learning_rate", rate)
+        metrics.add("tokens", tokens, "sum", "tokens")
+        metrics.add("worst", worst, "max", "tokens")
+        metrics.add("learning_rate", rate, "last")
     assert metrics.values() == {"gap": 1.0, "tokens": 8.0, "worst": 5.0, "learning_rate": 0.1}
     assert metrics.descriptions()["gap"] == "mean over tokens"
 
@@ -26,7 +26,7 @@ def test_parts_with_different_token_counts_merge_into_the_token_mean() -> None:
 def test_a_nan_in_one_part_is_not_hidden_by_max(order: tuple[float, float]) -> None:
     metrics = StepMetrics(step=0)
     for value in order:
-        metrics.add_max("highest", value, over="tokens")
+        metrics.add("highest", value, "max", "tokens")
     assert all(math.isnan(value) for value in metrics.values().values())
 
 
@@ -40,13 +40,13 @@ def test_one_name_with_two_reductions_is_an_error() -> None:
     metrics = StepMetrics(step=0)
     metrics.add_mean("reward", 1.0, 2, over="sequences")
     with pytest.raises(ValueError, match="reward: max over sequences cannot be merged with mean over sequences"):
-        metrics.add_max("reward", 1.0, over="sequences")
+        metrics.add("reward", 1.0, "max", "sequences")
 
 
 def write_steps(writer: MetricsWriter, steps: range, value: float) -> None:
     for step in steps:
         metrics = StepMetrics(step)
-        metrics.add_last("reward", value)
+        metrics.add("reward", value, "last")
         writer.write(metrics)
     writer.close()
 
@@ -80,7 +80,7 @@ def test_a_value_that_is_not_finite_is_null_in_valid_json(tmp_path: Path) -> Non
     run = start_run(tmp_path, "")
     writer = MetricsWriter(run)
     metrics = StepMetrics(0)
-    metrics.add_last("grad_norm", math.inf)
+    metrics.add("grad_norm", math.inf, "last")
     writer.write(metrics)
     writer.close()
     assert json.loads(run.metrics.read_text(), parse_constant=pytest.fail)["grad_norm"] is None

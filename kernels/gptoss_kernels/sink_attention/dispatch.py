@@ -22,13 +22,7 @@ SHORT_MEAN = 1024
 
 @functools.cache
 def choose(
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    width: int | None,
-    short: bool = False,
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, width: int | None, short: bool
 ) -> str:
     """The backend for a shape class; logged once for each. ``short``: the mean length is at most SHORT_MEAN."""
     order = ("window", "short", "flash4", "flash3") if short else ("window", "flash4", "flash3")

@@ -16,7 +16,7 @@ from gptoss_kernels.sink_attention.layout import Saved, Segments
 
 
 @dataclass(frozen=True)
-class PlainKernels:
+class Kernels:
     """Causal packed attention without a sink; ``options`` are the scale, the packing and the window."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -28,34 +28,27 @@ class PlainKernels:
 
 
 def folded_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor,
-    kernels: PlainKernels,
-    segments: Segments,
-    window: int | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, plain: Kernels, segments: Segments, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """O [tokens, heads, head_size] and LSE [tokens, heads] from kernels that know no sink."""
     from gptoss_kernels.sink_attention.epilogue import fold_sink
 
-    options = packing(segments, window, kernels.unlimited)
-    o, lse = kernels.forward(q, k, v, window is None, softmax_scale=scale, **options)
+    options = packing(segments, window, plain.unlimited)
+    o, lse = plain.forward(q, k, v, window is None, softmax_scale=scale, **options)
     fold_sink(o, lse, sinks)
     return o, lse.t()
 
 
 def folded_backward(
-    saved: Saved, grad_o: Tensor, kernels: PlainKernels, segments: Segments, window: int | None, scale: float
+    saved: Saved, grad_o: Tensor, plain: Kernels, segments: Segments, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the sinks."""
     from gptoss_kernels.sink_attention.epilogue import sink_gradient
 
     q, k, v, sinks, o, lse = saved
     by_head, grad_o = lse.t().contiguous(), grad_o.contiguous()
-    options = packing(segments, window, kernels.unlimited)
-    grads = kernels.backward(grad_o, (q, k, v, o, by_head), window is None, softmax_scale=scale, **options)
+    options = packing(segments, window, plain.unlimited)
+    grads = plain.backward(grad_o, (q, k, v, o, by_head), window is None, softmax_scale=scale, **options)
     return (*grads, sink_gradient(o, grad_o, by_head, sinks))
 
 
@@ -76,7 +69,7 @@ def flash4_sink_attention(
 
 
 @functools.cache
-def flash3_kernels() -> PlainKernels:
+def flash3_kernels() -> Kernels:
     """FlashAttention-3's stock kernels, from its flash_attn_interface module."""
     import flash_attn_interface as interface
 
@@ -91,7 +84,7 @@ def flash3_kernels() -> PlainKernels:
         interface._flash_attn_backward(grad_o, *saved, dq=dq, dk=dk, dv=dv, is_causal=causal, **options)
         return dq, dk, dv
 
-    return PlainKernels(forward, backward, unlimited=-1)
+    return Kernels(forward, backward, unlimited=-1)
 
 
 def packing(segments: Segments, window: int | None, unlimited: int | None = None) -> dict[str, Any]:

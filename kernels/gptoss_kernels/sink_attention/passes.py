@@ -15,20 +15,13 @@ from gptoss_kernels.sink_attention.window import window_backward, window_forward
 
 
 def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor,
-    segments: Segments,
-    window: int | None,
-    scale: float,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, segments: Segments, window: int | None, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """q: [queries, heads, head_size], k, v: [keys, kv_heads, head_size] -> O like q and LSE [queries, heads], sink in.
 
     No autograd. Backends other than flash4 take unequal ranges by padding the queries to the length of the keys."""
     if backend == "auto":
-        backend = choose(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window)
+        backend = choose(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window, short=False)
     if backend == "flash4":
         from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -48,12 +41,12 @@ def attention_forward(
 
 
 def attention_backward(
-    saved: Saved, grad_o: Tensor, segments: Segments, window: int | None, scale: float, backend: str = "auto"
+    saved: Saved, grad_o: Tensor, segments: Segments, window: int | None, scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the sinks; ``saved``: q, k, v, sinks, and O and LSE of the forward over all keys."""
     q, k, v, sinks, o, lse = saved
     if backend == "auto":
-        backend = choose(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window)
+        backend = choose(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window, short=False)
     if backend == "flash4":
         from flash_attn.cute.interface import _flash_attn_bwd
 
