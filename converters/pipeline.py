@@ -20,10 +20,7 @@ def bf16_bytes(mapping: ParameterMapping) -> int:
 
 
 def in_order[Item, Result](
-    function: Callable[[Item], Result],
-    items: Sequence[Item],
-    size: Callable[[Item], int],
-    progress: Progress | None = None,
+    function: Callable[[Item], Result], items: Sequence[Item], size: Callable[[Item], int], progress: Progress | None
 ) -> Generator[Result, None, None]:
     """``function`` of every item, in order, computed in as many threads as there are cores.
 

@@ -300,10 +300,8 @@ class OptimizerConfig(StrictModel):
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
         """Of the 0-based optimizer step: linear warm-up, then constant or cosine to a tenth."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return self.lr
+        if step < self.warmup_steps or self.schedule == "constant":
+            return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
         progress = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
         return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
@@ -321,3 +319,5 @@ class Training(NamedTuple):
     policy."""
     engine: float = 0.0
     """Share of each GPU that servers on it take while they generate."""
+    micro_batches: float = math.inf
+    """Of a data-parallel rank in a step, at most: a pipeline holds no more of them."""

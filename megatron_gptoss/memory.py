@@ -65,7 +65,7 @@ def activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
 
 def predict(training: Training, stage: int = 0) -> Memory:
     """What the GPUs of one pipeline stage hold."""
-    model, parallel, optimizer, tokens, beside, _ = training
+    model, parallel, optimizer, tokens, beside, *_ = training
     dense, expert = parameters_per_gpu(model, parallel, stage)
     shards = parallel.world_size // (parallel.tensor * parallel.pipeline)
     expert_shards = parallel.world_size // (parallel.pipeline * parallel.expert)
@@ -73,6 +73,7 @@ def predict(training: Training, stage: int = 0) -> Memory:
     in_flight: float = parallel.pipeline - stage
     if (chunks := parallel.virtual_pipeline) > 1:  # as Megatron's interleaved schedule warms up, and one more
         in_flight = (2 * (in_flight - 1) + (chunks - 1) * parallel.pipeline + 1) / chunks
+    in_flight = min(in_flight, training.micro_batches)
     block = min(CHUNK_TOKENS, tokens / parallel.context) * CHUNK_COLUMNS
     vocabulary = model.vocab_size / parallel.tensor * model.hidden_size
     is_last = stage == parallel.pipeline - 1
@@ -122,7 +123,7 @@ def layouts_that_fit(training: Training, gigabytes: float) -> list[tuple[Paralle
             layout.check_layout(training.model)
         except ValueError:
             continue
-        memory = worst_stage(training._replace(parallel=layout))
+        memory = worst_stage(training._replace(parallel=layout, micro_batches=float("inf")))
         if fits(training, memory, gigabytes):
             found.append((tensor * pipeline * context, tensor, pipeline, expert, layout, memory))
     return [(layout, memory) for *_, layout, memory in sorted(found, key=lambda entry: entry[:4])]
@@ -132,18 +133,18 @@ def smaller_settings(training: Training) -> list[tuple[str, Memory]]:
     """Settings that take less memory than these, the cheapest in time first, each on top of those before it."""
     found, recompute = [], training.parallel.recompute
     thrifty = dict.fromkeys((*recompute, *(() if "moe" in recompute else ("moe_act", "layernorm"))))
-    half: Any = max(1, training.tokens // 2)
+    half = max(1, training.tokens // 2)
     changes: list[tuple[str, str, dict[str, Any]]] = [
         ("parallel.recompute_layers=null", "parallel", {"recompute_layers": None}),
         (f"parallel.recompute=[{','.join(thrifty)}]", "parallel", {"recompute": tuple(thrifty)}),
         ("optimizer.moment_dtype=bf16", "optimizer", {"moment_dtype": "bf16"}),
-        (f"training.max_tokens_per_micro_batch={half}", "tokens", {}),
+        (f"training.max_tokens_per_micro_batch={half}", "tokens", {"tokens": half, "micro_batches": float("inf")}),
         ("optimizer.gradient_dtype=bf16", "optimizer", {"gradient_dtype": "bf16"}),
         ("optimizer.offload=1", "optimizer", {"offload": 1.0}),
     ]
     for text, part, update in changes:
         before, old = training, getattr(training, part)
-        training = training._replace(**{part: old.model_copy(update=update) if update else half})
+        training = training._replace(**({part: old.model_copy(update=update)} if part != "tokens" else update))
         if training != before:
             found.append((text, worst_stage(training)))
     return found

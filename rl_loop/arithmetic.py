@@ -59,8 +59,7 @@ def split_of(expression: str) -> Split:
 def vocabulary_text() -> str:
     """Text with every word of the problems and of the episodes about them, and every number of two digits."""
     lines = [line for template in TEMPLATES for line in template]
-    lines += [f"{n} *{n}" for n in range(100)]
-    lines += ["developer", "user", "assistant", "analysis", "final"]
+    lines += [*(f"{n} *{n}" for n in range(100)), "developer", "user", "assistant", "analysis", "final"]
     lines += ["# Instructions\n\nUse python. Answer in \\boxed{}."]
     lines += [" to=python code", "python to=assistant", "print(", "x=", "\\boxed{", "I know.", "Use python.", "Again."]
     lines += ["  File \"<sandbox>\", line 1\n    print(\n         ^\nSyntaxError: '(' was never closed\n"]

@@ -1,6 +1,7 @@
 """The one typed configuration of a run: what YAML files in ``configs/`` say and ``gptoss`` commands override. Reading
 imports neither torch nor Ray, so a mistake is reported at once."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -240,10 +241,14 @@ class RlConfig(RunConfig):
 
     @property
     def memory_inputs(self) -> Training:
-        critic = [self.algorithm.critic.optimizer] if self.algorithm.critic else []
-        shared = self.rollout.engine == "sglang" and self.rollout.sglang.colocated
-        engine = self.rollout.sglang.memory_fraction if shared else 0.0
-        return super().memory_inputs._replace(beside=[*critic, *([None] if self.algorithm.kl else [])], engine=engine)
+        algorithm, rollout, inputs = self.algorithm, self.rollout, super().memory_inputs
+        critic = [algorithm.critic.optimizer] if algorithm.critic else []
+        engine = rollout.sglang.memory_fraction * (rollout.engine == "sglang" and rollout.sglang.colocated)
+        # micro-batches if all episodes are as long as they may be
+        rows = math.ceil(rollout.tasks_per_step * rollout.samples_per_task / (inputs.tokens // rollout.max_tokens))
+        step = self.parallel.data * self.parallel.micro_batch_multiple
+        count = math.ceil(rows / step) * self.parallel.micro_batch_multiple
+        return inputs._replace(beside=[*critic, *([None] if algorithm.kl else [])], engine=engine, micro_batches=count)
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

@@ -51,11 +51,7 @@ def wandb_listener(config: RunConfig) -> Listener:
     except ImportError:
         raise ConfigError("WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it") from None
     run: Any = wandb.init(name=config.name, id=config.name, resume="allow", config={"yaml": dump_config(config)})
-
-    def listen(step: int, values: dict[str, float]) -> None:
-        run.log(values, step=step)
-
-    return listen
+    return lambda step, values: run.log(values, step=step)
 
 
 def step_listeners(config: RunConfig) -> list[Listener]:

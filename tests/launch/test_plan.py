@@ -12,6 +12,7 @@ from launch.placement import place
 from launch.plan import attention_plan, step_plan
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.memory import fits, layouts_that_fit, memory_plan, parameters_per_gpu, worst_stage
+from megatron_gptoss.packing import Sample, pack
 from rl_loop.config import RlConfig, SftConfig, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -55,6 +56,24 @@ def test_the_memory_of_a_run_is_that_of_all_its_models() -> None:
     config = load_config(CONFIG, RlConfig, ["algorithm=ppo", "algorithm.kl.coefficient=0.1"])
     assert config.memory_inputs.beside == [config.algorithm.critic.optimizer, None]
     assert load_config(CONFIG, RlConfig, []).memory_inputs.beside == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["training.max_tokens_per_micro_batch=2000", "rollout.max_tokens=800"],
+        ["parallel.world_size=6", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "rollout.tasks_per_step=5"],
+    ],
+    ids=str,
+)
+def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(overrides: list[str]) -> None:
+    config = load_config(CONFIG, RlConfig, overrides)
+    episode = Sample([0] * (config.rollout.max_tokens + 1), [0] + [1] * config.rollout.max_tokens)
+    episodes = [episode] * (config.rollout.tasks_per_step * config.rollout.samples_per_task)
+    row, multiple = config.training.max_tokens_per_micro_batch, config.parallel.micro_batch_multiple
+    packed = pack(episodes, row, config.parallel.data, multiple=multiple)
+    assert config.memory_inputs.micro_batches == len(packed[0])
 
 
 @pytest.mark.parametrize(
