@@ -81,15 +81,24 @@ def curve(path: Path) -> list[float]:
     return [step[name] for step in steps for name in ("reward", "loss", "grad_norm")]
 
 
-def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(tmp_path: Path) -> None:
-    sft = load_config(
-        CONFIGS / "sft/tiny_retool.yaml",
-        SftConfig,
-        [*SMALL, f"output_dir={tmp_path}", "training.steps=3", "sequences_per_step=8"],
-    )
-    trained = run_sft(sft, Quiet())
-    config = rl_config(tmp_path, f"initial_weights={trained}", "training.steps=2", "evaluate_every=1")
-    run = run_rl(config, Quiet())
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a few steps of supervised fine-tuning."""
+    options = [*SMALL, f"output_dir={tmp_path_factory.mktemp('sft')}", "training.steps=3", "sequences_per_step=8"]
+    return run_sft(load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, options), Quiet())
+
+
+@pytest.fixture(scope="module")
+def whole(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> RlConfig:
+    """The configuration of three steps that went on from there, uninterrupted."""
+    options = [f"initial_weights={trained}", "training.steps=3", "evaluate_every=1"]
+    config = rl_config(tmp_path_factory.mktemp("whole"), *options)
+    run_rl(config, Quiet())
+    return config
+
+
+def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(whole: RlConfig) -> None:
+    config, run = whole, whole.directory
     summary = json.loads((run / "summary.json").read_text())
     assert summary["greedy_answers_equal"] == summary["greedy_answers_compared"] == 4
     assert summary["max_clip_fraction"] == 0
@@ -137,15 +146,14 @@ def test_two_trainer_ranks_give_the_curve_of_one(algorithm: list[str], layout: l
     assert curve(two) == pytest.approx(curve(one), rel=1e-3, abs=1e-5)
 
 
-def test_an_interrupted_run_saves_and_continues_the_same_curve(tmp_path: Path) -> None:
-    whole = run_rl(rl_config(tmp_path / "whole", "training.steps=3"), Quiet())
-    config = rl_config(tmp_path / "cut", "training.steps=3")
+def test_an_interrupted_run_saves_and_continues_the_same_curve(trained: Path, whole: RlConfig, tmp_path: Path) -> None:
+    config = rl_config(tmp_path, f"initial_weights={trained}", "training.steps=3")
     stopping = Quiet(on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 0 else None)
     with pytest.raises(Interrupted, match="saved after step 1 of 3"):
         run_rl(config, stopping)
     assert stopping.notes
     resumed = run_rl(config, Quiet(), resume=True)
-    assert curve(resumed) == pytest.approx(curve(whole), rel=1e-4, abs=1e-6)
+    assert curve(resumed) == pytest.approx(curve(whole.directory), rel=1e-4, abs=1e-6)
 
 
 def test_an_interrupt_ends_the_rollouts_that_overlap_training(tmp_path: Path) -> None:
