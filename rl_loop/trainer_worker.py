@@ -241,7 +241,7 @@ class TrainerWorker:
 
 @cache
 def exempt_from_collection() -> None:
-    """What has lasted until now. Searching it for garbage takes half a second, on every rank at another time."""
+    """What has lasted until now. Searching it for garbage takes up to half a second, on every rank at another time."""
     gc.collect()
     gc.freeze()
 
