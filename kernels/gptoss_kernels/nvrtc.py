@@ -5,13 +5,23 @@ No CUDA toolkit is needed. Compiling needs no GPU, so a wrong kernel is found on
 import ctypes
 import functools
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gptoss_kernels.cache import cache_directory, write_atomically
 
-TensorMap = ctypes.Array[ctypes.c_char]
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor with its CUtensorMap, by which the TMA of sm_90 copies boxes of rows: an argument of a Kernel.
+
+    The map holds the tensor's address, so the two travel together."""
+
+    tensor: torch.Tensor
+    encoded: ctypes.Array[ctypes.c_char]
 
 
 class Kernel:
@@ -29,13 +39,8 @@ class Kernel:
         _check(status, f"reserve {shared_bytes} bytes of shared memory for {name}")
 
     def __call__(self, blocks: int, threads: int, *arguments: "torch.Tensor | int | float | TensorMap") -> None:
-        """Tensors are passed as pointers, ints as int, floats as float, a ``tensor_map`` by value."""
-        values = [
-            ctypes.c_void_p(a.data_ptr())
-            if isinstance(a, torch.Tensor)
-            else (ctypes.c_int(a) if isinstance(a, int) else ctypes.c_float(a) if isinstance(a, float) else a)
-            for a in arguments
-        ]
+        """Tensors are passed as pointers, ints as int, floats as float, a ``tensor_map``'s encoding by value."""
+        values = [_as_ctypes(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(x) for x in values])
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         status = _driver().cuLaunchKernel(
@@ -44,19 +49,44 @@ class Kernel:
         _check(status, f"launch {self.name}")
 
 
-@functools.lru_cache(maxsize=1024)  # safe when memory is freed and given out again: a map holds just the arguments
-def tensor_map(address: int, shape: torch.Size, box: tuple[int, int]) -> TensorMap:
-    """A CUtensorMap, by which the TMA of sm_90 copies boxes of (positions, heads) rows: an argument of a Kernel.
+def _as_ctypes(argument: "torch.Tensor | int | float | TensorMap") -> Any:
+    """What the driver copies into the launch. The caller holds the tensors until the kernel is in its stream, from where
+    on torch's allocator keeps their memory from other work."""
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, TensorMap):
+        return argument.encoded
+    if isinstance(argument, int):
+        return ctypes.c_int(argument)
+    return ctypes.c_float(argument)
 
-    ``address``, a multiple of 16, is that of a contiguous bf16 tensor [tokens, heads, 64] = ``shape``. Rows land in
-    shared memory in the 128-byte swizzle, zeros where a box passes the tensor's end. RuntimeError if refused."""
+
+def tensor_map(tensor: torch.Tensor, box: tuple[int, int]) -> TensorMap:
+    """Describe a contiguous bf16 tensor [tokens, heads, 64] for copies of boxes of (positions, heads) rows.
+
+    The tensor starts at a multiple of 16 bytes. Rows land in shared memory in the 128-byte swizzle, zeros where a box
+    passes the tensor's end. Raises RuntimeError when the driver refuses."""
+    return TensorMap(tensor, _encode(tensor.data_ptr(), tensor.shape, box))
+
+
+# Safe to keep when memory is freed and given out again: an encoded map depends on nothing but these arguments.
+@functools.lru_cache(maxsize=1024)
+def _encode(address: int, shape: torch.Size, box: tuple[int, int]) -> ctypes.Array[ctypes.c_char]:
     tokens, heads, size = shape
+
+    # The driver wants the 128 bytes of the map at a multiple of 64.
     raw = ctypes.create_string_buffer(128 + 63)
-    encoded = (ctypes.c_char * 128).from_buffer(raw, -ctypes.addressof(raw) % 64)  # at a multiple of 64
-    sizes, strides = (ctypes.c_uint64 * 3)(size, heads, tokens), (ctypes.c_uint64 * 2)(2 * size, 2 * size * heads)
-    boxes, steps = (ctypes.c_uint32 * 3)(size, box[1], box[0]), (ctypes.c_uint32 * 3)(1, 1, 1)
-    tensor = 9, 3, ctypes.c_void_p(address), sizes, strides  # bf16, of three dimensions
-    layout = 0, 3, 2, 0  # not interleaved, 128-byte swizzle, 128 bytes at a time into L2, zeros outside: cuda.h's enums
+    encoded = (ctypes.c_char * 128).from_buffer(raw, -ctypes.addressof(raw) % 64)
+
+    sizes = (ctypes.c_uint64 * 3)(size, heads, tokens)
+    strides = (ctypes.c_uint64 * 2)(2 * size, 2 * size * heads)
+    boxes = (ctypes.c_uint32 * 3)(size, box[1], box[0])
+    steps = (ctypes.c_uint32 * 3)(1, 1, 1)
+
+    # The numbers are cuda.h's enumerations: bf16 in three dimensions; not interleaved, 128-byte swizzle, 128 bytes at a
+    # time into L2, zeros outside.
+    tensor = 9, 3, ctypes.c_void_p(address), sizes, strides
+    layout = 0, 3, 2, 0
     status = _driver().cuTensorMapEncodeTiled(encoded, *tensor, boxes, steps, *layout)
     _check(status, f"describe {list(shape)} at {address:#x} for boxes of {list(box)}")
     return encoded

@@ -1,5 +1,9 @@
 """MXFP4 against Hugging Face's dequantisation and an independent quantiser."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -123,3 +127,10 @@ def test_wrong_arguments_are_named():
         quantize(torch.zeros(33).bfloat16())
     with pytest.raises(ValueError, match="scale_hint"):
         quantize(torch.zeros(64).bfloat16(), scale_hint=torch.zeros(3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("processes", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_threads_that_use_the_codec_first_at_the_same_time_get_the_right_values(processes):
+    script = Path(__file__).with_name("mxfp4_first_use.py")
+    result = subprocess.run([sys.executable, str(script), str(processes)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,6 +1,8 @@
 """The CUDA sources compile without a GPU, and what is handed to the driver is what it wants."""
 
 import ctypes
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -59,29 +61,53 @@ def test_items_of_the_longest_sequence_come_first_and_stay_together():
     assert items.tolist() == [[40, 70, 56, 0], [40, 70, 40, 0], [10, 40, 26, 0], [10, 40, 10, 0], [0, 10, 0, 0]]
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_a_tensor_map_is_aligned_and_tells_sizes_strides_and_box(status, monkeypatch):
-    calls = []
+@pytest.fixture
+def encoding_calls(monkeypatch):
+    """The calls that reach the driver's cuTensorMapEncodeTiled, which answers with ``encoding_calls.status``."""
+    calls = SimpleNamespace(arguments=[], status=0)
 
     def encode(*arguments):
-        calls.append(arguments)
-        return status
+        calls.arguments.append(arguments)
+        return calls.status
 
     driver = SimpleNamespace(cuTensorMapEncodeTiled=encode, cuGetErrorString=lambda status, text: 0)
     monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
-    nvrtc.tensor_map.cache_clear()
-    shape = torch.Size((1000, 16, 64))
-    if status:
-        with pytest.raises(RuntimeError, match=r"describe \[1000, 16, 64\] at 0x1000 for boxes of \[8, 8\]"):
-            nvrtc.tensor_map(4096, shape, (8, 8))
-        return
-    assert nvrtc.tensor_map(4096, shape, (8, 8)) is nvrtc.tensor_map(4096, shape, (8, 8))
-    assert nvrtc.tensor_map(4096, torch.Size((999, 16, 64)), (8, 8)) is not nvrtc.tensor_map(4096, shape, (8, 8))
-    where, _, dimensions, address, sizes, strides, box, steps = calls[0][:8]
-    assert len(calls) == 2 and dimensions == 3 and address.value == 4096
+    nvrtc._encode.cache_clear()
+    yield calls
+    nvrtc._encode.cache_clear()
+
+
+def test_a_tensor_map_is_aligned_and_tells_sizes_strides_and_box(encoding_calls):
+    tensor = torch.empty(1000, 16, 64, dtype=torch.bfloat16)
+    tensor_map = nvrtc.tensor_map(tensor, (8, 8))
+
+    ((where, _, dimensions, address, sizes, strides, box, steps, *_),) = encoding_calls.arguments
+    assert dimensions == 3 and address.value == tensor.data_ptr()
     assert ctypes.addressof(where) % 64 == 0 and ctypes.sizeof(where) == 128
-    assert (list(sizes), list(strides), list(box), list(steps)) == ([64, 16, 1000], [128, 2048], [64, 8, 8], [1, 1, 1])
-    nvrtc.tensor_map.cache_clear()
+    assert (list(sizes), list(strides)) == ([64, 16, 1000], [128, 2048])
+    assert (list(box), list(steps)) == ([64, 8, 8], [1, 1, 1])
+    assert tensor_map.encoded is where
+
+
+def test_a_tensor_map_is_encoded_once_and_holds_its_tensor(encoding_calls):
+    tensor = torch.empty(1000, 16, 64, dtype=torch.bfloat16)
+    first = nvrtc.tensor_map(tensor, (8, 8))
+    assert nvrtc.tensor_map(tensor, (8, 8)).encoded is first.encoded
+    assert nvrtc.tensor_map(tensor[:999], (8, 8)).encoded is not first.encoded
+    assert len(encoding_calls.arguments) == 2
+
+    # the map holds an address: whoever holds the map must hold the memory, too
+    alive = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert alive() is first.tensor
+
+
+def test_a_tensor_map_that_the_driver_refuses_is_described(encoding_calls):
+    encoding_calls.status = 1
+    tensor = torch.empty(1000, 16, 64, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"describe \[1000, 16, 64\] at 0x[0-9a-f]+ for boxes of \[8, 8\]"):
+        nvrtc.tensor_map(tensor, (8, 8))
 
 
 def test_inputs_are_made_contiguous_and_moved_to_an_address_that_copies_of_16_bytes_can_take():

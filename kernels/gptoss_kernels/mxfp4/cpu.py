@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
@@ -22,54 +23,76 @@ MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 SOURCE = Path(__file__).with_name("codec.c")
 
 
-def dequantize(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Contiguous tensors as checked by the public function."""
-    _library().mxfp4_dequantize(*_pointers(blocks, scales, pair_table(), out), scales.numel())
-
-
-def quantize(x: torch.Tensor, scale_hint: torch.Tensor | None, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-    """Contiguous tensors as checked by the public function. Raises ValueError when x holds NaN or Inf."""
-    given = _pointers(x, scale_hint, limit_table(), value_table(), blocks, scales)
-    bad = _library().mxfp4_quantize(*given, scales.numel())
-    if bad >= 0:
-        raise ValueError(f"x holds NaN or Inf in block {bad} (values {bad * 32} to {bad * 32 + 31} in memory order)")
-
-
-def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-@functools.cache
-def value_table() -> torch.Tensor:
+def _value_table() -> torch.Tensor:
     """[256 scales, 16 codes] bf16: value * 2 ** (scale - 127), as torch.ldexp rounds it."""
-    exponents = torch.arange(256, dtype=torch.int32)[:, None] - 127
-    return torch.ldexp(torch.tensor(VALUES, dtype=torch.bfloat16).expand(256, 16), exponents).to(torch.bfloat16)
+    exponents = torch.arange(256, dtype=torch.int32, device="cpu")[:, None] - 127
+    values = torch.tensor(VALUES, dtype=torch.bfloat16, device="cpu").expand(256, 16)
+    return torch.ldexp(values, exponents).to(torch.bfloat16)
 
 
-@functools.cache
-def pair_table() -> torch.Tensor:
-    """[256 scales, 256 bytes, 2] bf16: low nibble, high nibble."""
-    byte = torch.arange(256)
-    table = value_table()
-    return torch.stack((table[:, byte & 15], table[:, byte >> 4]), -1).contiguous()
+def _pair_table(values: torch.Tensor) -> torch.Tensor:
+    """[256 scales, 256 bytes, 2] bf16 from the value table: low nibble, high nibble."""
+    byte = torch.arange(256, device="cpu")
+    return torch.stack((values[:, byte & 15], values[:, byte >> 4]), -1).contiguous()
 
 
-@functools.cache
-def limit_table() -> torch.Tensor:
+def _limit_table() -> torch.Tensor:
     """[256 scales, 8] int16 holding unsigned bf16 bits: least magnitude whose code is above j; column 7 is unused.
 
     Every midpoint times a scale is a bf16 number (the least, 2 ** -129, is a subnormal) or beyond the largest one."""
-    exponents = torch.arange(256, dtype=torch.int32)[:, None] - 127
-    midpoints = torch.ldexp(torch.tensor(MIDPOINTS, dtype=torch.float64).expand(256, 7), exponents)
-    bits = midpoints.to(torch.bfloat16).view(torch.int16).clone()
+    exponents = torch.arange(256, dtype=torch.int32, device="cpu")[:, None] - 127
+    midpoints = torch.tensor(MIDPOINTS, dtype=torch.float64, device="cpu").expand(256, 7)
+    bits = torch.ldexp(midpoints, exponents).to(torch.bfloat16).view(torch.int16).clone()
+
+    # A magnitude on a midpoint rounds to the even code: up at every second midpoint, down (so: not reached) at the others.
     bits[:, 0::2] += 1
-    limits = torch.full((256, 8), 0x7FFF, dtype=torch.int16)
+
+    limits = torch.full((256, 8), 0x7FFF, dtype=torch.int16, device="cpu")
     limits[:, :7] = bits
     return limits
 
 
-@functools.cache
+# Made while the module is imported, which happens once whatever the threads: C reads these tables through their
+# addresses, so there must never be a second copy that can be freed. They take 0.3 MB and 1 ms.
+VALUE_TABLE = _value_table()
+PAIR_TABLE = _pair_table(VALUE_TABLE)
+LIMIT_TABLE = _limit_table()
+
+
+def dequantize(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Contiguous tensors as checked by the public function."""
+    _library().mxfp4_dequantize(blocks, scales, PAIR_TABLE, out, scales.numel())
+
+
+def quantize(x: torch.Tensor, scale_hint: torch.Tensor | None, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+    """Contiguous tensors as checked by the public function. Raises ValueError when x holds NaN or Inf."""
+    bad = _library().mxfp4_quantize(x, scale_hint, LIMIT_TABLE, VALUE_TABLE, blocks, scales, scales.numel())
+    if bad >= 0:
+        raise ValueError(f"x holds NaN or Inf in block {bad} (values {bad * 32} to {bad * 32 + 31} in memory order)")
+
+
+class TensorPointer:
+    """The ctypes argument type of a pointer to a tensor's data: functions take the tensor itself, or None for NULL.
+
+    Whoever calls a C function holds its arguments until it returns, so that the memory cannot be freed while C reads
+    it. An address taken before the call would not keep its tensor alive."""
+
+    @classmethod
+    def from_param(cls, tensor: torch.Tensor | None) -> ctypes.c_void_p | None:
+        return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
+
+
+_building = threading.Lock()
+
+
 def _library() -> ctypes.CDLL:
+    """The compiled codec; threads that ask at once get the same one."""
+    with _building:
+        return _built_library()
+
+
+@functools.cache
+def _built_library() -> ctypes.CDLL:
     source = SOURCE.read_bytes()
     compiler = os.environ.get("CC", "cc")
     command = [compiler, "-O3", "-march=native", "-shared", "-fPIC", "-std=c11"]
@@ -87,10 +110,9 @@ def _library() -> ctypes.CDLL:
             built.rename(path)
         logger.info("built %s", path)
     library = ctypes.CDLL(str(path))
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    library.mxfp4_dequantize.argtypes = [pointer] * 4 + [size]
+    library.mxfp4_dequantize.argtypes = [TensorPointer] * 4 + [ctypes.c_size_t]
     library.mxfp4_dequantize.restype = None
-    library.mxfp4_quantize.argtypes = [pointer] * 6 + [size]
+    library.mxfp4_quantize.argtypes = [TensorPointer] * 6 + [ctypes.c_size_t]
     library.mxfp4_quantize.restype = ctypes.c_ssize_t
     return library
 

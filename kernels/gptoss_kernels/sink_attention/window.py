@@ -141,7 +141,7 @@ def _dense(x: Tensor) -> Tensor:
 
 def _tiles(x: Tensor, heads: int) -> nvrtc.TensorMap:
     """What a kernel takes of a tensor whose tiles, of so many heads, pass by TMA."""
-    return nvrtc.tensor_map(x.data_ptr(), x.shape, (TILE_ROWS // heads, heads))
+    return nvrtc.tensor_map(x, (TILE_ROWS // heads, heads))
 
 
 def _items(layout: PackedLayout, length: int, device: torch.device, order: str | None) -> tuple[Tensor, int]:

@@ -1,0 +1,67 @@
+"""Memory that C reads or writes through an address must not be freed meanwhile. Two rules over the sources see to it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("kernels/gptoss_kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
+
+TAKES_ADDRESSES = {
+    # ctypes asks it for each argument of a call; the call holds the tensors.
+    "kernels/gptoss_kernels/mxfp4/cpu.py:from_param",
+    # The same for CUDA's driver.
+    "kernels/gptoss_kernels/nvrtc.py:_as_ctypes",
+    # The address is returned inside an object that holds the tensor.
+    "kernels/gptoss_kernels/nvrtc.py:tensor_map",
+    # Looks only at the alignment.
+    "kernels/gptoss_kernels/sink_attention/window.py:_dense",
+}
+"""The functions that may call ``data_ptr()``, each with the reason why no address outlives its tensor."""
+
+
+def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def takes_an_address(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(isinstance(node, ast.Attribute) and node.attr == "data_ptr" for node in ast.walk(function))
+
+
+def caches_a_tensor(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    decorators = " ".join(ast.unparse(decorator) for decorator in function.decorator_list)
+    cached = "cache" in decorators and "cached_property" not in decorators
+    return cached and function.returns is not None and "Tensor" in ast.unparse(function.returns)
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), path.read_text()
+
+
+def test_only_known_functions_take_the_address_of_a_tensor():
+    found = {f"{path}:{f.name}" for path, source in sources() for f in functions(source) if takes_an_address(f)}
+    assert found == TAKES_ADDRESSES
+
+
+def test_no_tensor_is_made_by_a_cache_that_threads_can_enter_together():
+    """functools.cache does not lock: two threads make two tensors, and one of them is freed."""
+    assert [f"{path}:{f.name}" for path, source in sources() for f in functions(source) if caches_a_tensor(f)] == []
+
+
+def test_the_rules_find_the_code_that_was_wrong():
+    """The MXFP4 codec as it was when an export wrote wrong weights."""
+    wrong = """
+@functools.cache
+def limit_table() -> torch.Tensor:
+    return torch.zeros(256, 8)
+
+def _pointers(*tensors):
+    return [tensor.data_ptr() for tensor in tensors]
+"""
+    table, pointers = functions(wrong)
+    assert caches_a_tensor(table) and not takes_an_address(table)
+    assert takes_an_address(pointers) and not caches_a_tensor(pointers)
