@@ -1,4 +1,4 @@
-"""Memory that C reads or writes through an address must not be freed meanwhile. Two rules over the sources see to it."""
+"""Memory that C uses through an address must not be freed meanwhile: two rules over the sources see to it."""
 
 import ast
 from collections.abc import Iterator

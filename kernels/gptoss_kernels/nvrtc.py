@@ -50,8 +50,10 @@ class Kernel:
 
 
 def _as_ctypes(argument: "torch.Tensor | int | float | TensorMap") -> Any:
-    """What the driver copies into the launch. The caller holds the tensors until the kernel is in its stream, from where
-    on torch's allocator keeps their memory from other work."""
+    """What the driver copies into the launch.
+
+    The caller holds the tensors until the kernel is in its stream; from there on torch's allocator keeps their memory
+    from other work."""
     if isinstance(argument, torch.Tensor):
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, TensorMap):

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def _limit_table() -> torch.Tensor:
     midpoints = torch.tensor(MIDPOINTS, dtype=torch.float64, device="cpu").expand(256, 7)
     bits = torch.ldexp(midpoints, exponents).to(torch.bfloat16).view(torch.int16).clone()
 
-    # A magnitude on a midpoint rounds to the even code: up at every second midpoint, down (so: not reached) at the others.
+    # A tie goes to the even code: for an even j the midpoint itself still has code j, and the limit is the next number.
     bits[:, 0::2] += 1
 
     limits = torch.full((256, 8), 0x7FFF, dtype=torch.int16, device="cpu")
@@ -71,14 +72,15 @@ def quantize(x: torch.Tensor, scale_hint: torch.Tensor | None, blocks: torch.Ten
         raise ValueError(f"x holds NaN or Inf in block {bad} (values {bad * 32} to {bad * 32 + 31} in memory order)")
 
 
-class TensorPointer:
+class TensorPointer(ctypes.c_void_p):
     """The ctypes argument type of a pointer to a tensor's data: functions take the tensor itself, or None for NULL.
 
     Whoever calls a C function holds its arguments until it returns, so that the memory cannot be freed while C reads
     it. An address taken before the call would not keep its tensor alive."""
 
     @classmethod
-    def from_param(cls, tensor: torch.Tensor | None) -> ctypes.c_void_p | None:
+    def from_param(cls, tensor: Any) -> Any:
+        """The pointer to a tensor's first element, or NULL."""
         return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
 
 
