@@ -52,9 +52,13 @@ def free_port() -> int:
 
 def free_address() -> tuple[str, int]:
     """An address of this node that the other nodes reach, and a port that is free on it."""
-    import ray  # here, because a node of a job is checked before anything of Ray is loaded
+    if not is_placed():
+        return "127.0.0.1", free_port()
 
-    return ray.util.get_node_ip_address() if is_placed() else "127.0.0.1", free_port()
+    # Imported here, because a node of a job is checked before anything of Ray is loaded.
+    import ray
+
+    return ray.util.get_node_ip_address(), free_port()
 
 
 def master_address() -> tuple[str, int]:

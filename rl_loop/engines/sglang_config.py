@@ -13,6 +13,8 @@ from megatron_gptoss.config import StrictModel
 # (host, port) -> the argument vector of a server
 Command = Callable[[str, int], list[str]]
 PLUGIN = Path(__file__).parent / "sglang_plugin"
+MOE_CONFIGS = Path(__file__).parent / "sglang_moe_configs"
+"""Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by ``benchmarks/tune_moe.py``."""
 
 
 class SglangConfig(StrictModel):
@@ -58,8 +60,12 @@ class SglangConfig(StrictModel):
     @property
     def environment(self) -> dict[str, str]:
         """Variables of the servers: ``env``, and what ``deterministic`` and ``weight_sync`` need."""
+        needed = {"SGLANG_MOE_CONFIG_DIR": str(MOE_CONFIGS)}
+
         # FlashInfer computes the router of up to 128 tokens, another kernel that of more; their last bits differ
-        needed = {"SGLANG_IS_FLASHINFER_AVAILABLE": "false"} if self.deterministic else {}
+        if self.deterministic:
+            needed["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
+
         if self.weight_sync == "nccl":
             # SGLang would set 0, and NCCL cannot open what a trainer's has allocated ("invalid argument")
             needed["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "1")

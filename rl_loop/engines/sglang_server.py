@@ -71,6 +71,9 @@ class SglangServer:
         """The first call starts the server."""
         if self._supervisor is None:
             self._supervisor = asyncio.create_task(self._supervise())
+        if self._supervisor.done() and not self._supervisor.cancelled():
+            # It ends by itself only after giving the server up; an exception is a fault of ours, and nobody awaits it.
+            self._supervisor.result()
         if self._status.healthy and not self._running():
             return replace(self._status, state=ServerState.DEAD, version=None)  # before the supervisor has noticed
         return self._status

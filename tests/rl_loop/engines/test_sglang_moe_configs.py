@@ -1,0 +1,47 @@
+"""The settings of SGLang's mixture-of-experts kernel that are shipped for GPT-OSS."""
+
+import json
+import re
+
+import pytest
+
+from rl_loop.engines.sglang_config import MOE_CONFIGS, SglangConfig
+
+FILES = sorted(MOE_CONFIGS.glob("configs/triton_*/*.json"))
+UP_FILES = [path for path in FILES if not path.stem.endswith("_down")]
+NAME = re.compile(r"E=(32|128),N=(2880|1440|720|360),device_name=[A-Za-z0-9_]+?(_down)?")
+"""As SGLang 0.5.17 asks (``get_config_file_name``): experts, their size over the tensor-parallel size, the GPU."""
+FIELDS = {"BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages"}
+
+
+def test_servers_are_told_where_the_files_are_and_a_user_may_say_otherwise():
+    assert SglangConfig().environment["SGLANG_MOE_CONFIG_DIR"] == str(MOE_CONFIGS)
+    elsewhere = SglangConfig(env={"SGLANG_MOE_CONFIG_DIR": "/elsewhere"})
+    assert elsewhere.environment["SGLANG_MOE_CONFIG_DIR"] == "/elsewhere"
+
+
+def test_there_are_files_for_the_20b_on_the_gpus_that_were_measured():
+    names = {path.name for path in FILES}
+    for gpu in ("NVIDIA_H200", "NVIDIA_H100_80GB_HBM3"):
+        assert {f"E=32,N=2880,device_name={gpu}.json", f"E=32,N=2880,device_name={gpu}_down.json"} <= names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_has_a_name_and_fields_that_sglang_knows(path):
+    assert NAME.fullmatch(path.stem)
+    settings = json.loads(path.read_text())
+    assert {"1", "8", "64", "256", "4096"} <= settings.keys()
+    for tokens, choice in settings.items():
+        assert int(tokens) > 0 and choice.keys() == FIELDS
+
+        # Two tiles per stage in bf16 fit into the 227 KB of shared memory that a block may use on Hopper.
+        tiles = (choice["BLOCK_SIZE_M"] + choice["BLOCK_SIZE_N"]) * choice["BLOCK_SIZE_K"] * 2
+        assert tiles * choice["num_stages"] <= 227 * 1024
+
+
+@pytest.mark.parametrize("path", UP_FILES, ids=lambda path: path.stem)
+def test_both_products_of_a_layer_use_the_same_blocks_of_tokens(path):
+    """Both read one sorting of the tokens; SGLang would override the down product's BLOCK_SIZE_M with a warning."""
+    up, down = (json.loads(file.read_text()) for file in (path, path.with_stem(f"{path.stem}_down")))
+    assert up.keys() == down.keys()
+    assert all(up[tokens]["BLOCK_SIZE_M"] == down[tokens]["BLOCK_SIZE_M"] for tokens in up)
