@@ -61,7 +61,7 @@ async def run_episode(
     The same seed, weights and task give the same episode, whatever else the engine is doing. Raises ValueError if the
     prompt leaves no room to answer."""
     deadline = time.monotonic() + limits.episode_seconds
-    prompt = harmony.render_prompt(environment.prompt(), environment.tools())
+    prompt = harmony.render_prompt(environment.prompt(), environment.tools(), environment.builtin_tools())
     if len(prompt) >= limits.max_tokens:
         length = f"has {len(prompt)} tokens; rollout.max_tokens is {limits.max_tokens}"
         raise ValueError(f"the prompt of task {task_id} {length}")

@@ -286,7 +286,7 @@ class SftConfig(RunConfig):
     demonstrations: DemonstrationConfig = DemonstrationConfig()
     """What the demonstrations are made of."""
     sequences_per_step: int = Field(64, gt=0)
-    """Demonstrations of one optimizer step."""
+    """Demonstrations (episodes) of one optimizer step."""
 
 
 def load_config[Config: RunConfig](path: Path, kind: type[Config], overrides: list[str] | None = None) -> Config:

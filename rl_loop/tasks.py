@@ -10,7 +10,7 @@ from itertools import islice
 from megatron_gptoss.packing import Sample
 from rl_loop import arithmetic
 from rl_loop.config import RunConfig, SourceConfig, TaskConfig
-from rl_loop.demonstrations import DemonstrationConfig, demonstrate, harmony_of
+from rl_loop.demonstrations import DemonstrationConfig, demonstrations_of, harmony_of
 from rl_loop.environments import RewardConfig, Task, TaskFileError, environment_class, make_environment
 from rl_loop.environments.task_file import TaskData
 from rl_loop.scores import pass_rates, read_evaluation
@@ -43,7 +43,7 @@ class TaskSource:
 
     def prompt_ids(self, task: Task) -> list[int]:
         environment = make_environment(task, arithmetic.interpret, RewardConfig())
-        return self.harmony.render_prompt(environment.prompt(), environment.tools())
+        return self.harmony.render_prompt(environment.prompt(), environment.tools(), environment.builtin_tools())
 
     def canary(self) -> list[int]:
         """A real text of the domain: the first held-out prompt and its answer."""
@@ -52,10 +52,12 @@ class TaskSource:
         return self.prompt_ids(task) + answer
 
     def demonstrations(self, position: int, count: int, mixture: DemonstrationConfig) -> list[Sample]:
-        """Demonstrations on training tasks, as samples to learn from."""
-        tasks = enumerate(self.train(position, count), start=position)
-        shown = [demonstrate(task, self.harmony, mixture, f"{self.config.seed}/{i}") for i, task in tasks]
-        return [Sample(demonstration.token_ids, demonstration.loss_mask) for demonstration in shown]
+        """Demonstrations on ``count`` training tasks, as samples to learn from."""
+        samples: list[Sample] = []
+        for i, task in enumerate(self.train(position, count), start=position):
+            shown = demonstrations_of(task, self.harmony, mixture, f"{self.config.seed}/{i}")
+            samples += [Sample(demonstration.token_ids, demonstration.loss_mask) for demonstration in shown]
+        return samples
 
     def _train_task(self, position: int) -> Task:
         block, place = divmod(position, BLOCK)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from rl_loop.harmony import ParsedMessage, Tool, ToolOutput
+from rl_loop.harmony import BuiltinTool, ParsedMessage, PythonTool, Tool, ToolOutput
 from rl_loop.sandbox import ExecutionResult
 
 Split = Literal["train", "held_out"]
@@ -19,7 +19,7 @@ class Task:
     """One problem. JSON-serialisable."""
 
     task_id: str
-    messages: list[dict[str, str]]  # the prompt: {"role": "developer" or "user", "content": text}
+    messages: list[dict[str, Any]]  # the prompt: a conversation as rl_loop.conversation describes it
     ground_truth: str
     environment: str = "retool"  # a name in ``registry.ENVIRONMENTS``, or ``module:Class``
     # whatever the environment needs besides. "category", if given, is a row of the evaluation's table.
@@ -118,12 +118,18 @@ class Environment:
 
     # ---- an episode
 
-    def prompt(self) -> list[dict[str, str]]:
-        """The messages that the agent starts from: {"role": "developer" or "user", "content": text}."""
+    def prompt(self) -> list[dict[str, Any]]:
+        """The messages that the agent starts from, such as {"role": "user", "content": text}: a conversation as
+        ``rl_loop.conversation`` describes it."""
         return self.task.messages
 
     def tools(self) -> Sequence[Tool]:
         """The functions that the developer message describes; the built-in ``python`` is none of them."""
+        return ()
+
+    def builtin_tools(self) -> Sequence[BuiltinTool | PythonTool]:
+        """The built-in tools that may be called, which the system message then describes: ``PythonTool()`` where
+        ``call`` takes "python". Offer none that ``call`` does not know, as calling it would be a format error."""
         return ()
 
     async def call(self, tool: str, arguments: str) -> str | StepResult:

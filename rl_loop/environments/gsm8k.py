@@ -2,19 +2,21 @@ r"""GSM8K (arXiv 2110.14168): word problems whose answer is an integer, single t
 
 Files and the hub give the real ones; without either, small word problems are generated."""
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from rl_loop import arithmetic
 from rl_loop.environments.base import Script, Split, Task, UnknownTool, final, think
 from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions, prompt_of
+from rl_loop.harmony import PythonTool
 
 
 class Gsm8kOptions(ReToolOptions):
     instructions: str | None = r"Think, then answer in \boxed{}."
     """The developer message; null for none."""
     tools: bool = False
-    """Whether Python may be called; the system message describes it if ``prompt.python_tool`` is on."""
+    """Whether Python may be called; the system message then describes it if ``prompt.python_tool`` is on."""
     largest: int = 9
     """Of generated problems: numbers go from 2 to this."""
 
@@ -43,6 +45,9 @@ class Gsm8kEnvironment(ReToolEnvironment):
             return
         answer = str(arithmetic.guess(int(task.ground_truth), rng)) if careless else task.ground_truth
         yield [think("I guess." if careless else "I work it out."), final(rf"\boxed{{{answer}}}")]
+
+    def builtin_tools(self) -> Sequence[PythonTool]:
+        return super().builtin_tools() if self.task.metadata.get("tools") else ()
 
     async def call(self, tool: str, arguments: str) -> str:
         if not self.task.metadata.get("tools"):

@@ -101,7 +101,7 @@ class IncidentEnvironment(base.Environment):
             return Tool(name, description, {"type": "object", "properties": properties, "required": list(properties)})
 
         return (
-            tool("fetch_alert", "What the alert says."),
+            Tool("fetch_alert", "What the alert says."),  # without arguments, as the format documents it
             tool("fetch_email", "A mail.", email=text),
             tool("query_logs", "Events that name a host, user or domain.", name=text),
             *(tool(name, "Contain.", **{what: text}) for name, what in ACTIONS.items()),

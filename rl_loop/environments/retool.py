@@ -4,13 +4,14 @@ The reward is that of a correct answer or that of a wrong one; errors of the int
 that the agent can correct itself, and are not punished."""
 
 import asyncio
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from rl_loop import arithmetic
 from rl_loop.environments import base
 from rl_loop.environments.base import Script, StepResult, Task, ToolError, final, think
-from rl_loop.harmony import ParsedMessage
+from rl_loop.harmony import ParsedMessage, PythonTool
 from rl_loop.rewards.math_answer import is_correct, is_number, last_boxed, normalised
 
 # printed between what ran before and what is new
@@ -73,6 +74,9 @@ class ReToolEnvironment(base.Environment):
             yield [think("Use python."), _python(f"print({expression})")]
         yield [final(rf"\boxed{{{answer}}}")]
 
+    def builtin_tools(self) -> Sequence[PythonTool]:
+        return (PythonTool(stateful=bool(self.task.metadata.get("stateful"))),)
+
     async def answer(self, text: str) -> StepResult:
         # sympy may take its time over an odd answer: not on the event loop
         correct = await asyncio.to_thread(is_correct, text, self.task.ground_truth)
@@ -105,7 +109,7 @@ class ReToolEnvironment(base.Environment):
         return self.finished(float(correct) + (shaping / scale if scale else 0.0), normalised(answer))
 
 
-def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, str]]:
+def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
     """The messages of a task: the developer's instructions, if any, and the question."""
     messages = [{"role": "user", "content": question}]
     if options.instructions is not None:

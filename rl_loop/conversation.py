@@ -1,0 +1,253 @@
+"""Conversations as data sets and clients write them, turned into messages of Harmony.
+
+A message is a dictionary, as in OpenAI's chat format, and may say more where Harmony knows more:
+
+    role          "system" or "developer", "user", "assistant", "tool"
+    content       text, or a list of parts {"type": "text", "text": ...}
+    name          of a user; of the tool that answers
+    tool_call_id  which call a tool answers, by the id that the call has
+    thinking      the analysis before an assistant's message
+    tool_calls    functions that the assistant calls: [{"id", "function": {"name", "arguments"}}]
+    channel       of an assistant's message or a tool's answer: "analysis", "commentary" or "final"
+    recipient     whom an assistant's message calls, such as "python" or "functions.search"
+    content_type  of an assistant's message, such as "code" or "<|constrain|>json"
+
+What is left out, or null as Parquet has it, is filled in as the format documents it
+(github.com/openai/harmony, docs/format.md)."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from openai_harmony import Author, DeveloperContent, Message, Role
+
+CHANNELS = ("analysis", "commentary", "final")
+CONSTRAIN = "<|constrain|>"
+
+KEYS = {
+    "system": {"content"},
+    "developer": {"content"},
+    "user": {"content", "name"},
+    "assistant": {"content", "thinking", "tool_calls", "channel", "recipient", "content_type"},
+    "tool": {"content", "name", "tool_call_id", "channel", "recipient"},
+}
+
+# What a header can carry: it is read by splitting it at spaces, and "<" begins a special token
+HEADER_WORD = re.compile(r"[^\s<>|]+")
+CONTENT_TYPE = re.compile(r"(<\|constrain\|> ?)?[^\s<>|]+")
+
+
+@dataclass
+class OpenCall:
+    """A call of the assistant that no tool has answered yet."""
+
+    call_id: str | None
+    recipient: str
+    channel: str
+
+
+def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
+    """Turn the conversation of a prompt into messages of Harmony, analysis of every turn included.
+
+    A chat's "system" message is what Harmony calls the developer message. A tool's answer belongs to the open call of
+    its ``tool_call_id`` or its ``name``, or to the only one, and gets that call's recipient as its name. Raises
+    ValueError, naming the message and the reason, for what cannot be rendered, and if the assistant's turn is not
+    what comes next."""
+    rendered: list[Message] = []
+    open_calls: list[OpenCall] = []
+
+    for number, message in enumerate(messages):
+        try:
+            rendered += _to_harmony(message, open_calls)
+        except ValueError as error:
+            role = message.get("role") if isinstance(message, dict) else None
+            raise ValueError(f"message {number} (role {role!r}): {error}") from None
+
+    if messages and messages[-1]["role"] == "assistant":
+        raise ValueError(
+            "the prompt ends with a message of the assistant, whose turn comes next; end it with a message of the "
+            "user, the developer or a tool"
+        )
+    return rendered
+
+
+def without_finished_analysis(messages: Sequence[Message]) -> list[Message]:
+    """Leave out the analysis that led to earlier answers, which the format drops once the answer is given.
+
+    Analysis since the last message on ``final`` stays: calls to tools are part of a train of thought that goes on.
+    With it go calls on that channel and their answers (Python's). openai-harmony 0.0.8 drops only what precedes the
+    *first* answer, and nothing while a later turn is calling tools; the documentation has no such exceptions."""
+    finals = [number for number, message in enumerate(messages) if message.channel == "final"]
+    last_final = finals[-1] if finals else 0
+
+    return [m for number, m in enumerate(messages) if number >= last_final or m.channel != "analysis"]
+
+
+def assistant_message(
+    channel: str, text: str, recipient: str | None = None, content_type: str | None = None
+) -> Message:
+    message = Message.from_role_and_content(Role.ASSISTANT, text)
+    message.channel = channel
+    message.recipient = recipient
+    message.content_type = content_type
+    return message
+
+
+def tool_message(name: str, channel: str, text: str, recipient: str = "assistant") -> Message:
+    message = Message.from_author_and_content(Author.new(Role.TOOL, name), text)
+    return message.with_channel(channel).with_recipient(recipient)
+
+
+def user_message(text: str, name: str | None = None) -> Message:
+    return Message.from_author_and_content(Author(role=Role.USER, name=name), text)
+
+
+def _to_harmony(message: dict[str, Any], open_calls: list[OpenCall]) -> list[Message]:
+    if not isinstance(message, dict):
+        raise ValueError(f"a message must be a mapping of keys to values, not {type(message).__name__}")
+
+    role = message.get("role")
+    if role not in KEYS:
+        raise ValueError(f"the role must be one of {', '.join(KEYS)}")
+
+    # null, "" and [] say nothing, and data sets write them for what is not there
+    present = {key for key, value in message.items() if key != "role" and value not in (None, "", [], {})}
+    if unknown := sorted(present - KEYS[role]):
+        raise ValueError(f"{unknown[0]!r} cannot be rendered here; known: {', '.join(sorted(KEYS[role]))}")
+
+    if role == "assistant":
+        rendered, calls = _assistant(message)
+        open_calls += calls
+        return rendered
+    if role == "tool":
+        return [_tool(message, open_calls)]
+    if role == "user":
+        return [user_message(_content(message), _header_word(message, "name"))]
+    return [Message.from_role_and_content(Role.DEVELOPER, DeveloperContent(instructions=_content(message)))]
+
+
+def _assistant(message: dict[str, Any]) -> tuple[list[Message], list[OpenCall]]:
+    rendered: list[Message] = []
+    calls: list[OpenCall] = []
+
+    if message.get("thinking"):
+        rendered.append(assistant_message("analysis", _text(message["thinking"], "thinking")))
+
+    tool_calls = message.get("tool_calls") or []
+    recipient = _header_word(message, "recipient")
+    if tool_calls and recipient:
+        raise ValueError("it has both tool_calls and a recipient")
+
+    # beside thoughts or calls, a message without text is none, unless its header says that there is one
+    header_is_given = any(message.get(key) for key in ("channel", "recipient", "content_type"))
+    if message.get("content") or header_is_given or not (tool_calls or message.get("thinking")):
+        channel = message.get("channel") or _usual_channel(recipient, bool(tool_calls))
+        _check_channel(channel)
+        rendered.append(assistant_message(channel, _content(message), recipient, _content_type(message)))
+        if recipient:
+            calls.append(OpenCall(None, recipient, channel))
+
+    for tool_call in tool_calls:
+        call_id, recipient, arguments = _function_call(tool_call)
+        rendered.append(assistant_message("commentary", arguments, recipient, f"{CONSTRAIN}json"))
+        calls.append(OpenCall(call_id, recipient, "commentary"))
+
+    return rendered, calls
+
+
+def _usual_channel(recipient: str | None, before_calls: bool) -> str:
+    """Functions are called on commentary, built-in tools on analysis; text before calls is a preamble for the user."""
+    if recipient is not None:
+        return "commentary" if recipient.startswith("functions.") else "analysis"
+    return "commentary" if before_calls else "final"
+
+
+def _function_call(tool_call: Any) -> tuple[str | None, str, str]:
+    """Id, recipient and arguments of one entry of ``tool_calls``."""
+    function = tool_call.get("function") or tool_call if isinstance(tool_call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError('a tool call must be like {"id": ..., "function": {"name": ..., "arguments": ...}}')
+
+    name = function["name"].removeprefix("functions.")
+    if not HEADER_WORD.fullmatch(name):
+        raise ValueError(f"a function is called {name!r}, which no header can carry")
+
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+
+    return tool_call.get("id"), f"functions.{name}", _text(arguments, "arguments")
+
+
+def _tool(message: dict[str, Any], open_calls: list[OpenCall]) -> Message:
+    call_id, name = message.get("tool_call_id"), _header_word(message, "name")
+    candidates = open_calls
+    if call_id is not None:
+        candidates = [call for call in candidates if call.call_id == call_id]
+    if name is not None:
+        candidates = [call for call in candidates if call.recipient in (name, f"functions.{name}")]
+
+    if not candidates:
+        wanted = f" of {name}" if name else ""
+        wanted += f" with id {call_id!r}" if call_id is not None else ""
+        raise ValueError(f"no open call{wanted} precedes this answer")
+    if call_id is None and len({call.recipient for call in candidates}) > 1:
+        raise ValueError("several calls are open: say by name or tool_call_id which one this answers")
+
+    call = candidates[0]
+    open_calls.remove(call)
+    channel = message.get("channel") or call.channel
+    _check_channel(channel)
+    recipient = _header_word(message, "recipient") or "assistant"
+    return tool_message(call.recipient, channel, _content(message), recipient)
+
+
+def _check_channel(channel: Any) -> None:
+    if channel not in CHANNELS:
+        raise ValueError(f"there is no channel {channel!r}; there are {', '.join(CHANNELS)}")
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return _text(content, "content")
+
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(f"a part of its content is of type {kind!r}; only text can be rendered")
+        texts.append(_text(part.get("text"), "content"))
+    return "".join(texts)
+
+
+def _text(value: Any, key: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} must be text, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{key!r} has half of a surrogate pair at place {error.start}, which is no text") from None
+    return value
+
+
+def _header_word(message: dict[str, Any], key: str) -> str | None:
+    value = message.get(key)
+    if not value:
+        return None
+    if not isinstance(value, str) or not HEADER_WORD.fullmatch(value):
+        raise ValueError(f"{key} is {value!r}; a header can carry one word without any of < > |")
+    return value
+
+
+def _content_type(message: dict[str, Any]) -> str | None:
+    value = message.get("content_type")
+    if not value:
+        return None
+    if not isinstance(value, str) or not CONTENT_TYPE.fullmatch(value):
+        raise ValueError(f"content_type is {value!r}; it is one word, which {CONSTRAIN} may precede")
+    return value
