@@ -69,8 +69,8 @@ class PromptConfig(BaseModel):
         """YAML makes a date of what looks like one."""
         if isinstance(value, datetime.date):
             return value.isoformat()
-        if isinstance(value, str):
-            datetime.date.fromisoformat(value)
+        if isinstance(value, str) and not _is_date(value):
+            raise ValueError("expected a date such as 2025-08-05")
         return value
 
     @field_validator("channels")
@@ -136,7 +136,7 @@ class Harmony:
         own. Analysis that led to earlier answers is left out, as the format says, unless ``drop_analysis`` is off.
         Raises ValueError naming the message that cannot be rendered."""
         check_names(tools)
-        check_names([tool for tool in builtin_tools if isinstance(tool, BuiltinTool)])
+        check_names(builtin_tools)
         rendered = prompt_messages(messages)
         if drop_analysis:
             rendered = without_finished_analysis(rendered)
@@ -257,6 +257,13 @@ class Harmony:
         if not content.model_dump(exclude_none=True):
             return None
         return Message.from_role_and_content(Role.SYSTEM, content)
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from openai_harmony import ToolDescription, ToolNamespaceConfig
 
@@ -48,11 +48,12 @@ class PythonTool:
     """The built-in ``python`` of this project's sandbox."""
 
     stateful: bool = False  # whether variables last from one call of an episode to the next
+    name: ClassVar[str] = "python"
 
     def in_sandbox(self, timeout_seconds: float) -> BuiltinTool:
         """The tool with the text that is true of a sandbox with this limit for one call."""
         text = STATEFUL_PYTHON if self.stateful else STATELESS_PYTHON
-        return BuiltinTool("python", text.format(seconds=float(timeout_seconds)))
+        return BuiltinTool(self.name, text.format(seconds=float(timeout_seconds)))
 
 
 # The text that the released models were trained with, but for three things: the seconds are those of the sandbox, the
@@ -87,7 +88,7 @@ def released_tool(name: Literal["python", "browser"]) -> BuiltinTool:
     return BuiltinTool(namespace.name, namespace.description or "", functions)
 
 
-def check_names(tools: Sequence[Tool | BuiltinTool]) -> None:
+def check_names(tools: Sequence[Tool | BuiltinTool | PythonTool]) -> None:
     """Raises ValueError if two tools have one name."""
     names = [tool.name for tool in tools]
     for name in names:

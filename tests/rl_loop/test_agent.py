@@ -16,7 +16,7 @@ from rl_loop.agent import EpisodeLimits, run_episode
 from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import RewardConfig, Task
 from rl_loop.environments.retool import ReToolEnvironment
-from rl_loop.harmony import Harmony, ParsedMessage, ToolOutput
+from rl_loop.harmony import Harmony, ParsedMessage, PythonTool, ToolOutput
 from rl_loop.trajectory import FinishReason, Trajectory
 from tests.rl_loop.scripted_engine import ScriptedEngine, log_prob_at
 
@@ -32,6 +32,10 @@ class Output:
     output: str
     exit_code: int = 0
     error: str | None = None
+
+
+def prompt_ids(harmony: Harmony) -> list[int]:
+    return harmony.render_prompt(TASK.messages, builtin_tools=[PythonTool()])
 
 
 def call(harmony: Harmony, code: str = "print(17*23)") -> list[int]:
@@ -93,7 +97,7 @@ def check_against_engine(trajectory: Trajectory, engine: ScriptedEngine, harmony
 def test_answer_after_a_tool_call(harmony: Harmony) -> None:
     engine = ScriptedEngine([call(harmony), answer(harmony)])
     trajectory = episode(harmony, engine, ["391\n"])
-    prompt, tool = harmony.render_prompt(TASK.messages), ToolOutput("python", "analysis", "391\n")
+    prompt, tool = prompt_ids(harmony), ToolOutput("python", "analysis", "391\n")
     assert trajectory.token_ids == (prompt + call(harmony) + harmony.render_observation([tool]) + answer(harmony))
     check_against_engine(trajectory, engine, harmony)
     assert [turn.role for turn in trajectory.turns] == ["prompt", "assistant", "tool", "assistant"]
@@ -123,7 +127,7 @@ def test_an_episode_is_what_went_through_the_engine_whatever_ends_it(
     tiny: Harmony, outputs: list[str], aborts: list[int | None], max_turns: int, room: int, max_new_tokens: int
 ) -> None:
     engine = ScriptedEngine([call(tiny) for _ in outputs] + [answer(tiny)], aborts)
-    limits = EpisodeLimits(max_turns=max_turns, max_tokens=len(tiny.render_prompt(TASK.messages)) + room)
+    limits = EpisodeLimits(max_turns=max_turns, max_tokens=len(prompt_ids(tiny)) + room)
     trajectory = episode(tiny, engine, outputs, limits, max_new_tokens)
     check_against_engine(trajectory, engine, tiny)
     assert len(trajectory) <= limits.max_tokens
@@ -146,7 +150,7 @@ def test_turn_limit_of_tokens_ends_the_episode(harmony: Harmony) -> None:
 
 def test_a_tools_answer_that_leaves_no_room_is_not_part_of_the_episode(harmony: Harmony) -> None:
     engine = ScriptedEngine([call(harmony), answer(harmony)])
-    prompt = harmony.render_prompt(TASK.messages)
+    prompt = prompt_ids(harmony)
     limits = EpisodeLimits(max_turns=8, max_tokens=len(prompt) + len(call(harmony)) + 10)
     trajectory = episode(harmony, engine, ["1 " * 100], limits)
     assert trajectory.token_ids == prompt + call(harmony)
@@ -217,7 +221,7 @@ def test_time_runs_out_before_the_first_token_of_a_turn(tiny: Harmony) -> None:
     limits = EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=0.2)
     run = run_episode("t", environment, engine, tiny, limits, SamplingParams(500), seed=5, routed_experts=True)
     trajectory = asyncio.run(run)
-    assert trajectory.token_ids == tiny.render_prompt(TASK.messages) + call(tiny)
+    assert trajectory.token_ids == prompt_ids(tiny) + call(tiny)
     assert trajectory.finish_reason is FinishReason.TIMEOUT
     check_against_engine(trajectory, engine, tiny)
 
@@ -267,7 +271,7 @@ def test_a_cancelled_episode_cancels_its_request(tiny: Harmony) -> None:
 def test_an_aborted_turn_is_resumed_from_its_own_tokens_with_other_random_numbers(harmony: Harmony) -> None:
     engine = ScriptedEngine([answer(harmony)], [3, 0, 4])
     trajectory = episode(harmony, engine)
-    prompt = harmony.render_prompt(TASK.messages)
+    prompt = prompt_ids(harmony)
     done = [request.input_ids[len(prompt) :] for request in engine.requests]
     assert done == [answer(harmony)[:k] for k in (0, 3, 3, 7)]
     assert [request.sampling.max_new_tokens for request in engine.requests] == [500, 497, 497, 493]
