@@ -1,8 +1,8 @@
 """Fuzzing of what a policy may sample, for as long as wanted: ``python -m tests.rl_loop.fuzz_harmony SECONDS [SEED]``.
 
-Each round samples ids (random, assembled from pieces of Harmony, or legal turns with mutations) and plays them through
-the agent loop. Whatever they are, an episode must end with a named reason and hold exactly the ids that were sampled,
-and no tool answer may hold a special token.
+Each round samples ids (random, assembled from pieces of Harmony, or turns that openai-harmony rendered, with mutations)
+and plays them through the agent loop. Whatever they are, an episode must end with a named reason and hold exactly the
+ids that were sampled, and no tool answer may hold a special token.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from rl_loop import arithmetic
 from rl_loop.agent import EpisodeLimits, run_episode
 from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import ENVIRONMENTS, RewardConfig, Task, make_environment
-from rl_loop.environments.base import final, function_call, think
-from rl_loop.harmony import FIRST_SPECIAL_ID, Harmony, ParsedMessage, PromptConfig
+from rl_loop.harmony import FIRST_SPECIAL_ID, Harmony, PromptConfig
 from rl_loop.trajectory import FinishReason
 from rl_loop.vocabulary import SPECIAL_TOKENS, GptOssVocabulary, TinyVocabulary, harmony_encoding
+from tests.rl_loop import harmony_reference as reference
 from tests.rl_loop.scripted_engine import ScriptedEngine
 
 PIECES = [
     *SPECIAL_TOKENS, "analysis", "final", "commentary", "assistant", "user", "system", "tool", " to=", " to=python",
     " to=functions.fetch_email", " to=functions.submit_report", " json", " code", "\n", "é", "\x00", "😀", "{", "}",
     '{"email": 1}',     "<|end|>", "print(1)", r"\boxed{1}", "",
+]  # fmt: skip
+TOOLS = [
+    "python", "functions.python", "functions.fetch_email", "functions.query_logs", "browser.open", "nothing",
 ]  # fmt: skip
 LIMITS = EpisodeLimits(max_turns=4, max_tokens=3000, episode_seconds=60, max_tool_calls=5, max_sampled_tokens=400)
 
@@ -41,29 +44,17 @@ def sampled_turn(harmony: Harmony, rng: random.Random) -> list[int]:
         text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 14)))
         ids = vocabulary.from_harmony(harmony_encoding().encode(text, allowed_special="all"))
     else:
-        call = rng.random() < 0.7
-        tools = (
-            "python",
-            "functions.python",
-            "functions.fetch_email",
-            "functions.query_logs",
-            "browser.open",
-            " ",
-            "a b",
-        )
-        name = rng.choice(tools)
-        channel, kind_of_content = (
-            rng.choice(["analysis", "commentary"]),
-            rng.choice([None, "code", "<|constrain|>json"]),
-        )
-        arguments = rng.choice(["print(2)", "{", "[[", '{"email": "m1"}', ""])
-        message = ParsedMessage(channel, name, kind_of_content, arguments)
-        last = (
-            rng.choice([message, function_call("query_logs", name="ana")])
-            if call
-            else final(rng.choice([r"\boxed{1}", ""]))
-        )
-        ids = harmony.render_assistant([think("so")] * rng.randrange(2) + [last], "<|call|>" if call else "<|return|>")
+        messages = [reference.assistant("so", "analysis")] * rng.randrange(2)
+        if rng.random() < 0.7:
+            channel = rng.choice(["analysis", "commentary"])
+            content_type = rng.choice([None, "code", "json", "<|constrain|>json"])
+            arguments = rng.choice(["print(2)", "{", "[[", '{"email": "m1"}', ""])
+            messages.append(reference.assistant(arguments, channel, rng.choice(TOOLS), content_type))
+        else:
+            content_type = rng.choice([None, None, "<|constrain|>json"])
+            messages.append(reference.assistant(rng.choice([r"\boxed{1}", ""]), "final", None, content_type))
+        place: reference.RecipientPlace = rng.choice(["role", "channel"])
+        ids = vocabulary.from_harmony(reference.sampled_turn(messages, place))
         for _ in range(rng.choice([0, 0, 1, 3])):
             place = rng.randrange(len(ids))
             ids[place : place + rng.randrange(2)] = [rng.randrange(vocabulary.size)] * rng.randrange(2)
@@ -85,7 +76,7 @@ def play(harmony: Harmony, rng: random.Random) -> FinishReason:
     expected = [token for result in engine.results for token in result.output_ids]
     kept = [token for token, mask in zip(episode.token_ids, episode.loss_mask, strict=True) if mask]
     assert kept == expected, "an episode holds other tokens than were sampled"
-    prompt = harmony.render_prompt(environment.prompt(), environment.tools())
+    prompt = harmony.render_prompt(environment.prompt(), environment.tools(), environment.builtin_tools())
     assert episode.token_ids[: len(prompt)] == prompt
     for turn in episode.turns:
         if turn.role == "tool":
