@@ -261,12 +261,9 @@ def test_a_later_turn_sees_the_earlier_one_as_a_rollout_does_or_as_the_format_sa
 
 
 def test_fine_tuning_learns_from_every_turn_of_the_user_in_either_form() -> None:
-    overrides = [
-        "model.vocab_size=2048",
-        "tasks.sources.retool.environment=instructions",
-        f"tasks.sources.retool.options={{turns: 2, constraints: 1, checkers: [{', '.join(CHECKERS)}]}}",
-    ]
-    source = TaskSource(load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides))
+    options = [f"tasks.sources.instructions.options.{option}" for option in ("turns=2", "constraints=1")]
+    overrides = [*options, "model.vocab_size=2048"]
+    source = TaskSource(load_config(Path("configs/sft/tiny_instructions.yaml"), SftConfig, overrides))
     whole = source.demonstrations(0, 5, DemonstrationConfig())
     by_turn = source.demonstrations(0, 5, DemonstrationConfig(history="harmony"))
     assert len(whole) == 5
