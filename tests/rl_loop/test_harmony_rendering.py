@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from openai_harmony import (
 )
 from pydantic import ValidationError
 
+from rl_loop.config import SftConfig, dump_config, load_config
 from rl_loop.harmony import BuiltinTool, Harmony, PromptConfig, PythonTool, Tool, ToolOutput
 from rl_loop.sandbox import SandboxConfig
 from rl_loop.tool_descriptions import released_tool
@@ -138,6 +140,17 @@ def test_prompt_settings_that_no_system_message_can_show_are_refused() -> None:
     for date in ("yesterday", "2025-13-01", "05.08.2025", "20250805"):
         with pytest.raises(ValidationError, match="expected a date such as"):
             PromptConfig(current_date=date)
+
+
+def test_prompt_settings_are_overridden_on_the_command_line_and_come_back_from_a_dumped_configuration(
+    tmp_path: Path,
+) -> None:
+    overrides = ["prompt.current_date=2025-08-05", "prompt.channels=[analysis,final]", "prompt.reasoning_effort=high"]
+    config = load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides)
+    assert config.prompt.current_date == "2025-08-05"
+    assert config.prompt.channels == ["analysis", "final"]
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml", SftConfig).prompt == config.prompt
 
 
 # ---- built-in tools

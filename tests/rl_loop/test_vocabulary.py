@@ -17,6 +17,7 @@ from rl_loop.vocabulary import (
     TinyVocabulary,
     harmony_encoding,
     make_vocabulary,
+    special_id,
 )
 
 SIZE = 640
@@ -137,6 +138,15 @@ def test_harmony_ids_and_back_keep_text_and_special_tokens(vocabulary, pieces: l
     assert harmony_encoding().decode(vocabulary.to_harmony(ids)) == "".join(pieces)
     specials = [i for i in harmony_ids if i >= 199_998]
     assert [i for i in vocabulary.to_harmony(ids) if i >= 199_998] == specials
+
+
+def test_every_special_token_that_harmony_can_write_has_an_id_in_the_small_vocabulary(vocabulary) -> None:
+    named = {name for name in harmony_encoding().special_tokens_set if "reserved" not in name}
+    assert named == set(SPECIAL_TOKENS)
+    for name in named:
+        (small,) = vocabulary.from_harmony([special_id(name)])
+        assert vocabulary.to_harmony([small]) == [special_id(name)]
+        assert vocabulary.decode([small]) == name
 
 
 def test_bytes_that_are_not_utf8_are_still_parsable_text(vocabulary) -> None:
