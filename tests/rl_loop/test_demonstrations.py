@@ -271,7 +271,7 @@ def test_fine_tuning_learns_from_every_turn_of_the_user_in_either_form() -> None
     assert sum(sum(sample.loss_mask) for sample in whole) == sum(sum(sample.loss_mask) for sample in by_turn)
 
 
-@pytest.mark.parametrize(("environment", "options"), [kind for kind in KINDS if "stateful" not in kind[1]])
+@pytest.mark.parametrize(("environment", "options"), KINDS)
 def test_every_demonstration_is_an_episode_token_for_token(
     harmony: Harmony, environment: str, options: dict[str, object]
 ) -> None:
