@@ -109,7 +109,7 @@ def _to_harmony(message: dict[str, Any], open_calls: list[OpenCall]) -> list[Mes
         raise ValueError(f"a message must be a mapping of keys to values, not {type(message).__name__}")
 
     role = message.get("role")
-    if role not in KEYS:
+    if not isinstance(role, str) or role not in KEYS:
         raise ValueError(f"the role must be one of {', '.join(KEYS)}")
 
     # null, "" and [] say nothing, and data sets write them for what is not there
@@ -136,6 +136,8 @@ def _assistant(message: dict[str, Any]) -> tuple[list[Message], list[OpenCall]]:
         rendered.append(assistant_message("analysis", _text(message["thinking"], "thinking")))
 
     tool_calls = message.get("tool_calls") or []
+    if not isinstance(tool_calls, list):
+        raise ValueError(f"tool_calls must be a list, not {type(tool_calls).__name__}")
     recipient = _header_word(message, "recipient")
     if tool_calls and recipient:
         raise ValueError("it has both tool_calls and a recipient")

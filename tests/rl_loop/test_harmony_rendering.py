@@ -538,6 +538,8 @@ ASK = {"role": "user", "content": "?"}
         ([ASK, {"role": "assistant", "content": "x", "content_type": "a b"}, ASK], "content_type is 'a b'"),
         ([ASK, {"role": "assistant", "content": "x", "recipient": "<|end|>"}, ASK], "recipient is '<|end|>'"),
         ([ASK, {"role": "assistant", "tool_calls": [{"id": "1"}]}, ASK], "a tool call must be like"),
+        ([ASK, {"role": "assistant", "tool_calls": 5}, ASK], "tool_calls must be a list, not int"),
+        ([{"role": ["user"], "content": "x"}], "the role must be one of"),
         ([ASK, {"role": "assistant", "tool_calls": [{"name": "f g"}]}, ASK], "a function is called 'f g'"),
         ([ASK, {"role": "assistant"}, ASK], "'content' must be text"),
         ([ASK, CALL | {"tool_calls": [{"name": "f"}]}, ASK], "both tool_calls and a recipient"),
