@@ -42,7 +42,7 @@ class LocalRollouts:
         self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = lambda: False
     ) -> list[TrajectoryGroup]:
         async def all_groups() -> list[TrajectoryGroup]:
-            groups = [self._worker.run_group(r.task, r.seeds, r.temperature) for r in requests]
+            groups = [self._worker.run_group(r.task, r.seeds, r.temperature, purify=r.purify) for r in requests]
             return list(await asyncio.gather(*groups))
 
         return self._do(all_groups())

@@ -1,5 +1,6 @@
 """From groups of trajectories to training samples, and the numbers worth watching about both. Pure functions."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,58 +55,83 @@ def _staleness(trajectory: Trajectory, version: int) -> list[int]:
 
 
 def with_advantages(
-    samples: Sequence[Sample], groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, max_tokens: int
+    samples: Sequence[Sample], groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, max_response_tokens: int
 ) -> list[Sample]:
-    """The samples with advantages, and with returns where they have values. ``max_tokens``: longest possible episode. A
-    KL penalty in the reward is taken token by token where there is a critic, in sum otherwise."""
-    lengths = [len(group.trajectories) for group in groups]
-    trajectories = [t for group in groups for t in group.trajectories]
-    buffer, scale = config.overlong_buffer, config.overlong_penalty
-    lengthy = [scale * advantages.overlong_penalty(len(t), max_tokens, buffer) if buffer else 0.0 for t in trajectories]
-    rewards = torch.tensor([t.reward + penalty for t, penalty in zip(trajectories, lengthy, strict=True)])
-    kl = config.kl.coefficient if config.kl and config.kl.place == "reward" else 0.0
-    penalties = [kl * _kl_of_tokens(s, config) if kl else torch.zeros(sum(s.loss_mask)) for s in samples]
+    """Give the samples advantages, and returns where they have values.
+
+    ``max_response_tokens``: the most that an episode can sample. A KL penalty in the reward is taken token by token
+    where there is a critic, in sum otherwise. Raises ValueError naming a task whose reward is not finite."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    for trajectory in trajectories:
+        if not all(map(math.isfinite, (trajectory.reward, *trajectory.reward_parts.values()))):
+            got = f"{trajectory.reward}, parts {trajectory.reward_parts}"
+            raise ValueError(f"task {trajectory.task_id}: a reward must be a finite number, got {got}")
+
+    length_penalties = torch.zeros(len(trajectories), dtype=torch.float64)
+    if buffer := config.overlong_buffer:
+        for i, trajectory in enumerate(trajectories):
+            tokens = trajectory.sampled_tokens
+            length_penalties[i] = advantages.overlong_penalty(tokens, max_response_tokens, buffer)
+    penalised = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+    penalised = penalised + config.overlong_penalty * length_penalties
+    kl_penalties = [_kl_penalties(sample, config) for sample in samples]
+
     if config.advantage == "gae":
-        return _with_generalized_advantages(samples, rewards, penalties, config)
-    rewards = rewards - torch.stack([penalty.sum() for penalty in penalties])
-    if config.advantage == "reinforce":
-        per_sample = advantages.reinforce_advantages(rewards)
-    elif config.advantage == "gdpo":
-        columns = torch.tensor([[_reward_part(t, name) for name in config.reward_weights] for t in trajectories])
-        weights = list(config.reward_weights.values())
-        per_sample = torch.cat([advantages.gdpo_advantages(part, weights) for part in columns.split(lengths)])
-    else:
-        per_sample = torch.cat([advantages.group_advantages(part, config.advantage) for part in rewards.split(lengths)])
-    tokens = torch.tensor([sum(sample.loss_mask) for sample in samples])
-    each = per_sample.repeat_interleave(tokens)
-    return _with_columns(samples, config, advantages=list(each.split(tokens.tolist())))
+        return _with_generalized_advantages(samples, penalised, kl_penalties, config)
+
+    names, weights = list(config.reward_weights), list(config.reward_weights.values())
+    parts = [[t.reward_parts.get(name, 0.0) for name in names] for t in trajectories]
+    columns = torch.tensor(parts, dtype=torch.float64).reshape(len(parts), len(names))
+    if config.overlong_buffer:
+        columns = torch.cat([columns, length_penalties[:, None]], dim=1)
+        weights.append(config.overlong_penalty)
+    rewards = advantages.BatchRewards(
+        totals=penalised - torch.stack([penalty.sum() for penalty in kl_penalties]),
+        parts=columns,
+        part_weights=weights,
+        group_sizes=[len(group.trajectories) for group in groups if group.trajectories],
+    )
+    per_sample = advantages.sample_advantages(config.advantage, rewards, config.standard_deviation)
+    if config.whitens_over == "samples":
+        per_sample = advantages.whiten(per_sample, config.standard_deviation)
+
+    lengths = [sum(sample.loss_mask) for sample in samples]
+    of_tokens = per_sample.repeat_interleave(torch.tensor(lengths))
+    return _with_columns(samples, config, advantages=list(of_tokens.split(lengths)))
 
 
-def _reward_part(trajectory: Trajectory, name: str) -> float:
-    parts = trajectory.reward_parts
-    if name not in parts:
-        raise ValueError(f"algorithm.reward_weights: no reward part {name!r}; there are {sorted(parts)}")
-    return parts[name]
+def _kl_penalties(sample: Sample, config: AlgorithmConfig) -> torch.Tensor:
+    """What the reward of every sampled token loses to a KL penalty in the reward: fp64 [sampled tokens].
 
-
-def _kl_of_tokens(sample: Sample, config: AlgorithmConfig) -> torch.Tensor:
-    """[sampled tokens]"""
+    Tokens that are left out as stale lose nothing: they were sampled by another policy."""
     on = torch.tensor(sample.loss_mask) > 0
-    rollout, reference = torch.tensor(sample.rollout_log_probs), torch.tensor(sample.reference_log_probs)
-    return kl_estimate(rollout[on], reference[on], config.kl.estimator if config.kl else "k1")
+    if config.kl is None or config.kl.place != "reward":
+        return torch.zeros(int(on.sum()), dtype=torch.float64)
+
+    rollout = torch.tensor(sample.rollout_log_probs, dtype=torch.float64)
+    reference = torch.tensor(sample.reference_log_probs, dtype=torch.float64)
+    estimates = config.kl.coefficient * kl_estimate(rollout[on], reference[on], config.kl.estimator)
+    if sample.staleness is None:
+        return estimates
+    fresh = torch.tensor(sample.staleness)[on] <= config.max_staleness
+    return torch.where(fresh, estimates, 0.0)
 
 
 def _with_generalized_advantages(
     samples: Sequence[Sample], rewards: torch.Tensor, penalties: list[torch.Tensor], config: AlgorithmConfig
 ) -> list[Sample]:
     lengths = [len(penalty) for penalty in penalties]
-    token_rewards, values = torch.zeros(2, len(samples), max(1, *lengths))
+    shape = (len(samples), max(1, *lengths))
+    token_rewards = torch.zeros(shape, dtype=torch.float64)
+    values = torch.zeros(shape, dtype=torch.float64)
     for i, (sample, penalty) in enumerate(zip(samples, penalties, strict=True)):
         if lengths[i] == 0:
             continue
         token_rewards[i, : lengths[i]] = -penalty
         token_rewards[i, lengths[i] - 1] += rewards[i]
-        values[i, : lengths[i]] = torch.tensor(sample.values)[torch.tensor(sample.loss_mask) > 0]
+        of_tokens = torch.tensor(sample.values, dtype=torch.float64)
+        values[i, : lengths[i]] = of_tokens[torch.tensor(sample.loss_mask) > 0]
+
     both = advantages.generalized_advantages(token_rewards, values, config.gamma, config.gae_lambda)
     columns = dict(zip(("advantages", "returns"), both, strict=True))
     cut = {name: [row[:n] for row, n in zip(rows, lengths, strict=True)] for name, rows in columns.items()}
@@ -113,10 +139,13 @@ def _with_generalized_advantages(
 
 
 def _with_columns(samples: Sequence[Sample], config: AlgorithmConfig, **columns: list[torch.Tensor]) -> list[Sample]:
-    """The samples with per-token columns that are given for their loss tokens only; advantages whitened if wanted."""
-    if config.whiten_advantages or config.advantage == "gdpo":
+    """The samples with per-token columns that are given for their loss tokens only; advantages whitened over tokens if
+    wanted."""
+    if config.whitens_over == "tokens":
         lengths = [len(part) for part in columns["advantages"]]
-        columns["advantages"] = list(advantages.whiten(torch.cat(columns["advantages"])).split(lengths))
+        whitened = advantages.whiten(torch.cat(columns["advantages"]), config.standard_deviation)
+        columns["advantages"] = list(whitened.split(lengths))
+
     out = []
     for i, sample in enumerate(samples):
         on = np.asarray(sample.loss_mask) > 0
@@ -127,9 +156,31 @@ def _with_columns(samples: Sequence[Sample], config: AlgorithmConfig, **columns:
     return out
 
 
-def has_signal(group: TrajectoryGroup) -> bool:
-    """Whether the rewards differ: otherwise every group-relative advantage is 0."""
-    return len({trajectory.reward for trajectory in group.trajectories}) > 1
+def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
+    """Whether the episodes of a task differ in what a group-relative ``config.advantage`` compares, and any of them is
+    trained on: what dynamic sampling keeps.
+
+    That is the reward, and with gdpo every weighted part of it, without penalties on length and KL: as in DAPO, these
+    shape the advantages of a task but are no reason to train on it."""
+    if all(trajectory.excluded or not trajectory.sampled_tokens for trajectory in group.trajectories):
+        return False
+
+    columns = [[trajectory.reward for trajectory in group.trajectories]]
+    if config.advantage == "gdpo":
+        compared = [name for name, weight in config.reward_weights.items() if weight != 0]
+        columns = [[t.reward_parts.get(name, 0.0) for t in group.trajectories] for name in compared]
+    return not all(advantages.are_equal(torch.tensor(column, dtype=torch.float64)) for column in columns)
+
+
+def signal_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], samples: Sequence[Sample]) -> None:
+    """In how many groups no token that is trained on has an advantage: nothing is learned from them. ``samples``: of
+    the groups' episodes, in order, with advantages."""
+    remaining = iter(samples)
+    silent = 0
+    for group in groups:
+        of_group = [next(remaining) for _ in group.trajectories]
+        silent += not any(np.any(np.asarray(s.advantages)[np.asarray(s.loss_mask) > 0]) for s in of_group)
+    metrics.add_mean(Name.GROUPS_WITHOUT_SIGNAL, silent, len(groups), "groups")
 
 
 def outcome_sums(episodes: Sequence[Trajectory]) -> dict[str, float]:
@@ -159,8 +210,6 @@ def rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> 
         metrics.add_mean(f"reward/{part}", sum(having), len(having), "sequences")
     if reusable := sum(e.reusable_tokens for e in episodes):
         metrics.add_mean("rollout/cache_hit", sum(e.cached_tokens for e in episodes), reusable, "tokens")
-    silent = sum(not has_signal(group) for group in groups)
-    metrics.add_mean("rollout/groups_without_signal", silent, len(groups), "groups")
 
 
 PER_TOKEN = ("entropy", "clip_fraction", "ratio/", "correction/", "kl_reference")

@@ -123,6 +123,14 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     routed_experts: bool = False
     """Record which experts the engine chose for every token."""
 
+    @property
+    def max_response_tokens(self) -> int:
+        """The most tokens that an episode can sample, its prompt and tool outputs aside."""
+        limits = [self.max_tokens, self.max_turns * self.max_new_tokens_per_turn]
+        if self.max_sampled_tokens is not None:
+            limits.append(self.max_sampled_tokens)
+        return min(limits)
+
 
 class TrainingConfig(StrictModel):
     """The length of a run and what happens along the way."""
@@ -269,13 +277,24 @@ class RlConfig(RunConfig):
                 algorithm.max_staleness and rollout.engine == "sglang" and rollout.sglang.colocated,
             "algorithm.routing_replay R3 needs the engine's routes: set rollout.routed_experts":
                 algorithm.routing_replay == "R3" and not rollout.routed_experts,
-            f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) must be below rollout.max_tokens "
-            f"({rollout.max_tokens}), or every episode is punished for its length":
-                (algorithm.overlong_buffer or 0) >= rollout.max_tokens,
+            f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) must be below the longest response "
+            f"({rollout.max_response_tokens}, the least of rollout.max_sampled_tokens, max_tokens and max_turns x "
+            "max_new_tokens_per_turn), or every episode is punished for its length":
+                (algorithm.overlong_buffer or 0) >= rollout.max_response_tokens,
             f"algorithm.critic.warmup_steps ({warmup_steps}) leaves none of the {steps} steps to the policy":
                 warmup_steps >= steps,
         })  # fmt: skip
         return self
+
+
+def check_reward_parts(config: RlConfig, parts: set[str]) -> None:
+    """Raise ConfigError if gdpo is to weigh reward parts that no environment has. ``parts``: of all environments."""
+    unknown = sorted(set(config.algorithm.reward_weights) - parts)
+    if unknown:
+        raise ConfigError(
+            f"algorithm.reward_weights: no environment of tasks.sources has a reward part {', '.join(unknown)}; there "
+            f"are {', '.join(sorted(parts))} (an environment's own are those that unfinished() returns)"
+        )
 
 
 class SftConfig(RunConfig):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_loop import batch
@@ -22,10 +22,21 @@ from rl_loop.metrics import Name, StepMetrics
 from rl_loop.rollout_pool import GroupRequest, RolloutsAbandoned
 from rl_loop.run import Session
 from rl_loop.run_directory import episode_record, metric_curve, read_json_lines
+from rl_loop.signal_watch import SignalWatch
 from rl_loop.trajectory import Trajectory, TrajectoryGroup
 
 DRIFT_STEPS = 10
 """Steps at the start of a run that later ones are compared with."""
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The episodes of one step."""
+
+    train: list[TrajectoryGroup]  # rollout.tasks_per_step groups to train on
+    held_out: list[TrajectoryGroup]  # of the evaluation, where one was asked for
+    replaced: int  # groups without signal that dynamic sampling left out
+    next_task: int  # position of the first training task that is still to be used
 
 
 class RlLoop:
@@ -39,8 +50,9 @@ class RlLoop:
         earlier = read_json_lines(session.run.metrics)
         self._first_gaps = metric_curve(earlier, Name.LOGPROB_GAP)[1][:DRIFT_STEPS]
         self._thread = ThreadPoolExecutor(1, "rollouts")
-        self._ahead: Future[tuple[list[TrajectoryGroup], int]] | None = None
+        self._ahead: Future[RolloutBatch] | None = None
         self._ended = False
+        self._watch = SignalWatch()
 
     def train(self) -> int:
         """All steps that are left. Returns the number of steps done in all, fewer than wanted if interrupted."""
@@ -56,12 +68,13 @@ class RlLoop:
             began = time.monotonic()
             metrics = StepMetrics(step)
             try:
-                groups = self.groups_of(step, metrics)
+                rollouts = self.rollouts_of(step, metrics)
             except RolloutsAbandoned:  # nothing of this step has changed the policy; it begins anew after the resume
                 if step > session.state["step"]:
                     session.save(step, block=True)
                 return step
             self.rollouts.sleep()
+            groups = rollouts.train
             with self._timed("prepare", metrics):
                 samples = batch.to_samples(groups, config.algorithm, step)
                 oldest = max((max(sample.staleness) for sample in samples if sample.staleness), default=0)
@@ -76,7 +89,8 @@ class RlLoop:
             with self._timed("prepare", metrics):
                 for name, rows in columns.items():
                     samples = [replace(s, **{name: row}) for s, row in zip(samples, rows, strict=True)]
-                samples = batch.with_advantages(samples, groups, config.algorithm, config.rollout.max_tokens)
+                samples = batch.with_advantages(samples, groups, config.algorithm, config.rollout.max_response_tokens)
+                batch.signal_metrics(metrics, groups, samples)
             with self._timed("train", metrics), self.rollouts.source_changing_to(step + 1):
                 updates = self.trainer.rl_step(samples, config.algorithm, step)
             batch.rollout_metrics(metrics, groups)
@@ -84,17 +98,23 @@ class RlLoop:
             batch.critic_metrics(metrics, updates.critic)
             metrics.add("skipped_updates", updates.skipped, "sum")
             self._add_drift(metrics)
+            if updates.policy or not updates.critic:  # otherwise only the critic learns
+                gradients = [update.grad_norm for update in updates.policy]
+                warning = self._watch.observe(metrics.values(), gradients)
+                if warning is not None:
+                    self.progress.note(f"step {step + 1}: {warning}")
+            session.state["next_task"] = rollouts.next_task
             episodes = [trajectory for group in groups for trajectory in group.trajectories]
             self._record_episodes(episodes, step, "train")
             if session.end_step(metrics, began, sum(map(len, episodes))):
                 return step + 1
         return config.training.steps
 
-    def groups_of(self, step: int, metrics: StepMetrics) -> list[TrajectoryGroup]:
-        """The episodes to train on in this step, after a sync to its weights and, where due, their evaluation.
+    def rollouts_of(self, step: int, metrics: StepMetrics) -> RolloutBatch:
+        """The episodes of this step, after a sync to its weights, and where due those of their evaluation.
 
-        With ``max_staleness`` 1 they were begun one step ago, and those of the next step begin here: the engines work
-        while the trainer does, on weights that are one step older than the trainer's."""
+        With ``max_staleness`` 1 the ones to train on were begun one step ago, and those of the next step begin here:
+        the engines work while the trainer does, on weights that are one step older than the trainer's."""
         config, ahead = self.config, self._ahead
         with self._timed("rollout", metrics):
             begun = ahead.result() if ahead else None
@@ -102,48 +122,69 @@ class RlLoop:
             self.sync_weights(step, metrics)
         held_out = self.held_out if step % config.evaluate_every == 0 else []
         with self._timed("rollout", metrics):
-            # held-out episodes run among those of the step, so that no worker waits for the last of them
-            groups, replaced = begun or self.collect(step, held_out)
-            if begun and held_out:
-                groups = self._run(held_out) + groups
+            if begun is None:
+                # held-out episodes run among those of the step, so that no worker waits for the last of them
+                rollouts = self.collect(step, self._next_task(step), held_out)
+            else:
+                rollouts = replace(begun, held_out=self._run(held_out) if held_out else [])
         if config.algorithm.max_staleness and step + 1 < config.training.steps:
-            self._ahead = self._thread.submit(self.collect, step + 1)
-        if config.algorithm.dynamic_sampling_rounds > 1:
-            metrics.add("rollout/groups_replaced", replaced, "sum", "groups")
-        if held_out:
-            self.record_evaluation(step, metrics, groups[: len(held_out)])
-        return groups[len(held_out) :]
+            self._ahead = self._thread.submit(self.collect, step + 1, rollouts.next_task)
 
-    def collect(self, step: int, also: Sequence[GroupRequest] = ()) -> tuple[list[TrajectoryGroup], int]:
-        """The groups of ``also`` and the episodes of one training step. With dynamic sampling, groups without signal
-        make room for those of further tasks (how many comes second); what is still missing after the last round is
-        filled up with them."""
-        wanted, rounds = self.config.rollout.tasks_per_step, self.config.algorithm.dynamic_sampling_rounds
-        others: list[TrajectoryGroup] = []
-        kept: list[TrajectoryGroup] = []
-        silent: list[TrajectoryGroup] = []
+        if config.algorithm.dynamic_sampling_rounds > 1:
+            metrics.add("rollout/groups_replaced", rollouts.replaced, "sum", "groups")
+        if held_out:
+            self.record_evaluation(step, metrics, rollouts.held_out)
+        return rollouts
+
+    def _next_task(self, step: int) -> int:
+        """Position of the first training task of a step, which a checkpoint remembers: dynamic sampling uses more or
+        fewer tasks per step. Checkpoints from before that counted all its rounds."""
+        per_step = self.config.rollout.tasks_per_step * self.config.algorithm.dynamic_sampling_rounds
+        return int(self.session.state.get("next_task", step * per_step))
+
+    def collect(self, step: int, first_task: int, held_out: Sequence[GroupRequest] = ()) -> RolloutBatch:
+        """Run the episodes of one training step, on tasks from position ``first_task`` on, and of ``held_out``.
+
+        With dynamic sampling, groups without signal make room for those of further tasks; what is still missing after
+        the last round is filled up with them. Every task is used in its turn: one whose episodes were not needed,
+        because enough came before it, is the first of the next step, with new episodes."""
+        algorithm, wanted = self.config.algorithm, self.config.rollout.tasks_per_step
+        rounds = algorithm.dynamic_sampling_rounds
+        evaluated: list[TrajectoryGroup] = []
+        with_signal: list[tuple[int, TrajectoryGroup]] = []  # with the position of the task
+        silent: list[tuple[int, TrajectoryGroup]] = []
+        next_task = first_task
         for number in range(rounds):
-            requests = [*(() if number else also), *self.requests(step * rounds + number)]
-            groups = self._run(requests)
-            others += groups[: len(requests) - wanted]
-            for group in groups[len(requests) - wanted :]:
-                (kept if rounds == 1 or batch.has_signal(group) else silent).append(group)
-            if len(kept) >= wanted:
+            others = held_out if number == 0 else ()
+            groups = self._run([*others, *self.requests(step * rounds + number, next_task)])
+            evaluated += groups[: len(others)]
+            for position, group in enumerate(groups[len(others) :], start=next_task):
+                has_signal = rounds == 1 or batch.has_signal(group, algorithm)
+                (with_signal if has_signal else silent).append((position, group))
+            next_task += wanted
+            if len(with_signal) >= wanted:
                 break
-        return others + (kept + silent)[:wanted], len(silent)
+
+        chosen = (with_signal + silent)[:wanted]
+        if len(with_signal) >= wanted:
+            next_task = chosen[-1][0] + 1
+        used = {position for position, _ in chosen}
+        replaced = sum(position < next_task and position not in used for position, _ in silent)
+        return RolloutBatch([group for _, group in chosen], evaluated, replaced, next_task)
 
     def _run(self, requests: Sequence[GroupRequest]) -> list[TrajectoryGroup]:
         return self.rollouts.run(requests, lambda: self._ended or self.session.interrupt.hurried)
 
-    def requests(self, block: int) -> list[GroupRequest]:
-        """The episodes of a block of ``tasks_per_step`` tasks; a step is one block unless it samples dynamically."""
+    def requests(self, block: int, first_task: int) -> list[GroupRequest]:
+        """The episodes of ``tasks_per_step`` tasks from position ``first_task`` on. ``block`` seeds them: a step is one
+        block unless it samples dynamically."""
         rollout = self.config.rollout
-        tasks = self.tasks.train(block * rollout.tasks_per_step, rollout.tasks_per_step)
+        tasks = self.tasks.train(first_task, rollout.tasks_per_step)
         requests = []
         for position, task in enumerate(tasks):
             base = ((self.config.seed * 1_000_003 + block) * 1_000_003 + position) * 1_000
             seeds = tuple(range(base, base + rollout.samples_per_task))
-            requests.append(GroupRequest(task, seeds, rollout.temperature))
+            requests.append(GroupRequest(task, seeds, rollout.temperature, purify=True))
         return requests
 
     def sync_weights(self, version: int, metrics: StepMetrics) -> None:

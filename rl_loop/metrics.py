@@ -29,6 +29,7 @@ class Name:
     LOGPROB_GAP = "mismatch/logprob_gap"  # |log pi_train - log pi_rollout|, mean over sampled tokens, nats
     KL = "mismatch/kl_k3"  # k3 estimate of KL(rollout || train), mean over sampled tokens, nats
     CLIP_FRACTION = "clip_fraction"  # share of sampled tokens whose ratio was clipped
+    GROUPS_WITHOUT_SIGNAL = "rollout/groups_without_signal"  # share of tasks in which every advantage is 0
     GRAD_NORM = "grad_norm"  # before clipping, last
     ENTROPY = "entropy"  # of the sampling distribution, mean over sampled tokens, nats
     LEARNING_RATE = "learning_rate"  # last

@@ -28,6 +28,9 @@ class GroupRequest:
     task: Task
     seeds: tuple[int, ...]
     temperature: float
+    purify: bool = False
+    """Whether ``rollout.purification`` applies, which only episodes to train on have: an evaluation measures the
+    policy, not the policy and its retries."""
 
 
 class RolloutsAbandoned(Exception):
@@ -122,7 +125,9 @@ class RolloutPool:
         return [results[number] for number in range(len(requests))]
 
     def _submit(self, index: int, request: GroupRequest) -> Any:
-        return self._workers[index].run_group.remote(request.task, request.seeds, request.temperature)
+        return self._workers[index].run_group.remote(
+            request.task, request.seeds, request.temperature, purify=request.purify
+        )
 
     def _call(self, index: int, method: str, *arguments: Any) -> Any:
         while True:

@@ -40,11 +40,14 @@ class RolloutWorker:
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:
         return await self.engine.score(token_ids, temperature)
 
-    async def run_group(self, task: Task, seeds: tuple[int, ...], temperature: float) -> TrajectoryGroup:
-        """One episode per seed, all at the same time."""
+    async def run_group(
+        self, task: Task, seeds: tuple[int, ...], temperature: float, purify: bool = False
+    ) -> TrajectoryGroup:
+        """One episode per seed, all at the same time; failed calls are retried only with ``purify``."""
         rollout = self.config.rollout
+        purification = rollout.purification if purify else None
         sampling = SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p)
-        run = partial(run_episode, routed_experts=rollout.routed_experts, purification=rollout.purification)
+        run = partial(run_episode, routed_experts=rollout.routed_experts, purification=purification)
         episodes = []
         for seed in seeds:
             environment = make_environment(task, self.sandbox.run, self.config.reward)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from rl_loop.config import RlConfig, RunConfig, SftConfig, TrainingConfig, dump_config
+from rl_loop.config import RlConfig, RunConfig, SftConfig, TrainingConfig, check_reward_parts, dump_config
 from rl_loop.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.run_directory import RunDirectory, metric_curve, read_json, read_json_lines, start_run
 
@@ -103,7 +103,8 @@ class Session:
     progress: Progress
     interrupt: Interrupt
     state: dict[str, Any]
-    """Of the checkpoint that the run goes on from: the steps done ("step") and the wall time they took ("seconds")."""
+    """Of the checkpoint that the run goes on from: the steps done ("step") and the wall time they took ("seconds").
+    What else the loop puts in is saved with the next checkpoint: where it stands in the tasks ("next_task")."""
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -127,7 +128,8 @@ class Session:
     def save(self, steps_done: int, block: bool) -> None:
         """Begin a checkpoint, and with ``block`` wait until it is complete."""
         self.progress.phase("checkpoint")
-        self.trainer.save(steps_done, {"step": steps_done, "seconds": self.seconds}, block)
+        state = self.state | {"step": steps_done, "seconds": self.seconds}
+        self.trainer.save(steps_done, state, block)
 
 
 class Interrupted(Exception):
@@ -144,6 +146,8 @@ def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: 
     from rl_loop.trainer_group import TrainerGroup
 
     tasks = TaskSource(config)  # which may find mistakes in files: before weights are loaded
+    if isinstance(config, RlConfig):
+        check_reward_parts(config, tasks.reward_parts())
     with ray_session():
         print(f"{config.name}: loading the policy, trainer ranks: {config.parallel.world_size}", flush=True)
         trainer, rollouts = TrainerGroup(config), None

@@ -41,6 +41,15 @@ class TaskSource:
     def held_out(self) -> list[Task]:
         return self._held_out
 
+    def reward_parts(self) -> set[str]:
+        """The names of what rewards are made of, in the environments of all sources."""
+        names = {"correct", "format_error", "score"}
+        for source in self.sources.values():
+            if source.held_out:
+                environment = make_environment(source.held_out[0], arithmetic.interpret, RewardConfig())
+                names |= set(environment.unfinished().reward_parts)
+        return names
+
     def prompt_ids(self, task: Task) -> list[int]:
         environment = make_environment(task, arithmetic.interpret, RewardConfig())
         return self.harmony.render_prompt(environment.prompt(), environment.tools(), environment.builtin_tools())

@@ -125,6 +125,7 @@ class TrainerWorker:
             samples = [replace(sample, old_log_probs=sample.rollout_log_probs) for sample in samples]
         updates = RlUpdates()
         critic, limit = algorithm.critic, self.config.rollout.max_tokens
+        context = parallel_state.get_context_parallel_group()
         for part in range(algorithm.mini_batches):
             mini_batch = samples[part :: algorithm.mini_batches]
             if not _loss_tokens(mini_batch):  # every episode may be masked, and there is no mean over no tokens
@@ -132,18 +133,21 @@ class TrainerWorker:
                 continue
             if self.critic is not None:
                 plain = [replace(sample, routed_experts=None) for sample in mini_batch]
-                objective = value_objective(algorithm, mini_batch, limit)
+                objective = value_objective(algorithm, mini_batch, limit, context)
                 updates.critic.append(self._update(self.critic, plain, objective, step))
-            if critic is None or step >= critic.warmup_steps:
-                context = parallel_state.get_context_parallel_group()
+            first_step = critic.warmup_steps if critic is not None else 0
+            if step >= first_step:
                 objective = policy_objective(algorithm, mini_batch, limit, context)
-                updates.policy.append(self._update(self.trainer, mini_batch, objective, step))
+                updates.policy.append(self._update(self.trainer, mini_batch, objective, step, first_step))
         return updates
 
-    def _update(self, trainer: PolicyTrainer, samples: list[Sample], loss: LossFunction, step: int) -> StepStatistics:
+    def _update(
+        self, trainer: PolicyTrainer, samples: list[Sample], loss: LossFunction, step: int, first_step: int = 0
+    ) -> StepStatistics:
+        """One optimizer step. ``first_step``: where the learning-rate schedule of ``trainer`` begins."""
         for writer, _ in self._saved:
             writer.finish(block=False)
-        rate = trainer.config.learning_rate_at(step, self.config.training.steps)
+        rate = trainer.config.learning_rate_at(step - first_step, self.config.training.steps - first_step)
         with out_of_memory_explained(self.config.memory_inputs):
             statistics = trainer.train_step(self._batches(samples), loss, rate, self.config.rollout.temperature)
         exempt_from_collection()

@@ -32,7 +32,8 @@ class CorrectionConfig(StrictModel):
     bounds: tuple[float, float] | None = None
     """Of sequence_mis (null: 0.5 to 2) and icepop (null: 0.5 to 5)."""
     geometric_bounds: tuple[float, float] | None = None
-    """Keep a sequence if exp(mean log rho) lies within; usual are 0.999 and 1.001."""
+    """Keep a sequence if exp(mean log rho) lies within; usual are 0.999 and 1.001. Here and below, sums and means are
+    over the tokens that the engine sampled where they stand: grafted and stale ones are not counted."""
     k3_limit: float | None = Field(None, gt=0)
     """Keep a sequence if the mean of rho - 1 - log rho is at most this; usual is 0.01."""
     veto: float | None = Field(None, gt=0, lt=1)
@@ -44,6 +45,12 @@ class CorrectionConfig(StrictModel):
     def active(self) -> bool:
         """Whether anything looks at rho."""
         return self.weight != "none" or any((self.geometric_bounds, self.k3_limit, self.veto))
+
+    @property
+    def rejects(self) -> bool:
+        """Whether anything that looks at rho can drop tokens."""
+        by_weight = self.weight in ("sequence_mis", "icepop")
+        return by_weight or any((self.geometric_bounds, self.k3_limit, self.veto))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -78,7 +85,7 @@ class CriticConfig(StrictModel):
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-6)
     """Usually twice the policy's learning rate."""
     warmup_steps: int = Field(20, ge=0)
-    """Steps at the start in which only the critic learns."""
+    """Steps at the start in which only the critic learns. The policy's learning-rate schedule begins after them."""
     value_clip: float = Field(0.5, gt=0)
     """A value may leave its estimate before the step by at most this much with profit."""
 
@@ -90,9 +97,16 @@ class AlgorithmConfig(StrictModel):
     """What a sample is compared with: its group (grpo, dr_grpo, leave_one_out; gdpo for several rewards), the mean of
     the batch (reinforce) or a value model (gae)."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
-    """Of gdpo: reward part -> weight."""
+    """Of gdpo: reward part -> weight. A part that an episode does not have counts as 0, what doing nothing scores."""
+    standard_deviation: Literal["sample", "population"] = "sample"
+    """Of grpo, gdpo and whitening: whether sums of squares are divided by n - 1 (sample: verl, TRL, slime, OpenRLHF) or
+    by n (population). With population, advantages are 15 % larger at 4 samples per task, 7 % at 8."""
     whiten_advantages: bool = False
-    """Bring the advantages of the batch's sampled tokens to mean 0 and standard deviation 1; gdpo always does."""
+    """Bring the advantages of the batch to mean 0 and standard deviation 1; gdpo always does."""
+    whiten_over: Literal["auto", "tokens", "samples"] = "auto"
+    """What counts once in that mean and standard deviation: every sampled token (verl, slime, OpenRLHF) or every sample
+    (TRL). Over tokens, long episodes count more, and groups of equal rewards are moved away from 0. auto: samples with
+    gdpo (its paper and TRL), tokens otherwise."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per sampled token, of gae."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
@@ -128,10 +142,14 @@ class AlgorithmConfig(StrictModel):
     routing_replay: Literal["none", "R2", "R3"] = "none"
     """Which experts the trainer uses. R2: those of its own forward pass for the old log-probs. R3: the engine's."""
     dynamic_sampling_rounds: int = Field(1, gt=0)
-    """Above 1 (DAPO), groups of equal rewards make room for new tasks; at most this times rollout.tasks_per_step."""
+    """Above 1 (DAPO), groups in which everything that the advantage compares is equal make room for new tasks; at most
+    this times rollout.tasks_per_step."""
     overlong_buffer: int | None = Field(None, gt=0)
-    """Tokens before rollout.max_tokens over which a penalty on length rises from 0 to overlong_penalty (DAPO)."""
+    """Tokens before the longest response over which a penalty on length rises from 0 to overlong_penalty (DAPO). The
+    response is what the policy sampled, prompt and tool outputs left out; the longest is the least of
+    rollout.max_sampled_tokens, max_tokens and max_turns x max_new_tokens_per_turn."""
     overlong_penalty: float = Field(1.0, gt=0)
+    """Largest penalty on length. With gdpo the penalty is one more reward part, and this its weight."""
 
     @property
     def old_log_probs_from(self) -> str:
@@ -140,34 +158,88 @@ class AlgorithmConfig(StrictModel):
             return self.old_log_probs
         return "substitute" if self.mini_batches == 1 and self.max_staleness == 0 else "forward"
 
+    @property
+    def whitens_over(self) -> str | None:
+        """``whiten_over`` with auto resolved; None where advantages are not whitened."""
+        if not self.whiten_advantages and self.advantage != "gdpo":
+            return None
+        if self.whiten_over != "auto":
+            return self.whiten_over
+        return "samples" if self.advantage == "gdpo" else "tokens"
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        source = self.old_log_probs_from
-        refused: dict[str, object] = {
-            "advantage gae needs a value model: set algorithm.critic": self.advantage == "gae" and not self.critic,
-            f"a critic is of no use to advantage {self.advantage}: use gae or set algorithm.critic to null":
-                self.critic and self.advantage != "gae",
-            "advantage gdpo needs algorithm.reward_weights, such as {correct: 1.0}":
-                self.advantage == "gdpo" and not self.reward_weights,
-            f"reward_weights belong to gdpo; advantage is {self.advantage}":
-                self.reward_weights and self.advantage != "gdpo",
-            f"old_log_probs substitute makes the ratio 1 in all {self.mini_batches} mini-batches, though only the "
-            "first is on-policy: use forward, or mini_batches 1": source == "substitute" and self.mini_batches > 1,
-            "max_staleness above 0 with old_log_probs substitute calls stale tokens on-policy: use rollout, or forward "
-            "with a correction": source == "substitute" and self.max_staleness > 0,
-            "max_staleness above 0 with old_log_probs forward ignores how far the policy has moved since tokens were "
-            "sampled: set a correction, or use rollout":
-                source == "forward" and self.max_staleness > 0 and not self.correction.active,
-            "old_log_probs rollout already has the mismatch in its ratio; a correction would count it twice: set "
-            "correction.weight to none and its rejections to null": source == "rollout" and self.correction.active,
-            "policy_loss reinforce has no ratio: old_log_probs would be computed for nothing; leave it at auto with "
-            "mini_batches 1": self.policy_loss == "reinforce" and source == "forward" and not self.correction.active,
-            "correction.off_policy_limit looks at pi_old / pi, which is 1 with old_log_probs substitute":
-                source == "substitute" and self.correction.off_policy_limit,
-            "routing_replay R2 replays the routes of the forward pass for old log-probs, and there is none: use "
-            "old_log_probs forward, or R3": self.routing_replay == "R2" and source != "forward",
-            f"dual_clip belongs to policy_loss ppo, not {self.policy_loss}":
-                self.dual_clip and self.policy_loss != "ppo",
-        }  # fmt: skip
-        refuse(refused)
+        self._check_advantage()
+        self._check_old_log_probs()
+        if self.dual_clip and self.policy_loss != "ppo":
+            raise ValueError(f"dual_clip belongs to policy_loss ppo, not {self.policy_loss}")
         return self
+
+    def _check_advantage(self) -> None:
+        if self.advantage == "gae" and not self.critic:
+            raise ValueError("advantage gae needs a value model: set algorithm.critic")
+        if self.critic and self.advantage != "gae":
+            raise ValueError(
+                f"a critic is of no use to advantage {self.advantage}: use gae or set algorithm.critic to null"
+            )
+        if self.advantage == "gdpo" and not self.reward_weights:
+            raise ValueError("advantage gdpo needs algorithm.reward_weights, such as {correct: 1.0}")
+        if self.reward_weights and self.advantage != "gdpo":
+            raise ValueError(f"reward_weights belong to gdpo; advantage is {self.advantage}")
+        if self.advantage == "gdpo" and self.kl and self.kl.place == "reward":
+            raise ValueError(
+                "kl.place reward with advantage gdpo: every reward is divided by its own standard deviation, which "
+                "would undo kl.coefficient, and the paper has its KL in the loss: set kl.place to loss"
+            )
+        if self.whiten_over != "auto" and self.whitens_over is None:
+            raise ValueError("whiten_over belongs to whiten_advantages, which is false")
+        if self.whiten_over == "samples" and self.advantage == "gae":
+            raise ValueError("whiten_over samples with advantage gae, which has one advantage per token: use tokens")
+        if self.dynamic_sampling_rounds > 1 and self.advantage not in GROUP_ADVANTAGES:
+            raise ValueError(
+                f"dynamic_sampling_rounds above 1 drops groups of equal rewards, and advantage {self.advantage} learns "
+                "from them, as it compares with other tasks or a value model: set it to 1, or use a group-relative "
+                "advantage"
+            )
+
+    def _check_old_log_probs(self) -> None:
+        source = self.old_log_probs_from
+        if source == "substitute" and self.mini_batches > 1:
+            raise ValueError(
+                f"old_log_probs substitute makes the ratio 1 in all {self.mini_batches} mini-batches, though only the "
+                "first is on-policy: use forward, or mini_batches 1"
+            )
+        if source == "substitute" and self.max_staleness > 0:
+            raise ValueError(
+                "max_staleness above 0 with old_log_probs substitute calls stale tokens on-policy: use rollout, or "
+                "forward with a correction"
+            )
+        if source == "forward" and self.max_staleness > 0 and not self.correction.active:
+            raise ValueError(
+                "max_staleness above 0 with old_log_probs forward ignores how far the policy has moved since tokens "
+                "were sampled: set a correction, or use rollout"
+            )
+        if source == "rollout" and self.correction.active:
+            raise ValueError(
+                "old_log_probs rollout already has the mismatch in its ratio; a correction would count it twice: set "
+                "correction.weight to none and its rejections to null"
+            )
+        if self.policy_loss == "reinforce" and source == "forward" and not self.correction.active:
+            raise ValueError(
+                "policy_loss reinforce has no ratio: old_log_probs would be computed for nothing; leave it at auto "
+                "with mini_batches 1"
+            )
+        if source == "substitute" and self.correction.off_policy_limit:
+            raise ValueError(
+                "correction.off_policy_limit looks at pi_old / pi, which is 1 with old_log_probs substitute"
+            )
+        if source == "substitute" and self.critic and self.correction.rejects:
+            raise ValueError(
+                "a correction that rejects must reject for the critic too, which learns before the trainer's "
+                "log-probs are known with old_log_probs substitute: set old_log_probs to forward"
+            )
+        if self.routing_replay == "R2" and source != "forward":
+            raise ValueError(
+                "routing_replay R2 replays the routes of the forward pass for old log-probs, and there is none: use "
+                "old_log_probs forward, or R3"
+            )

@@ -1,4 +1,7 @@
-"""Policy losses on tokens, to be minimised. r = exp(log_probs - old_log_probs), the logarithm clamped to +-20."""
+"""Policy losses on tokens, to be minimised. r = exp(log_probs - old_log_probs).
+
+The papers exponentiate as it is; here the logarithm is clamped to +-20 first, as in verl, so that no ratio overflows. A
+token beyond has a ratio of e^20 or e^-20 and no gradient through it."""
 
 from dataclasses import dataclass
 
@@ -8,6 +11,7 @@ from torch import Tensor
 from rl_loop.algorithms.sequences import Sequences
 
 LOG_RATIO_LIMIT = 20.0
+"""Nats. e^20 is 4.9e8: far beyond any bound that a ratio is compared with, and its square is finite in fp32."""
 
 
 @dataclass
@@ -20,7 +24,13 @@ class PolicyLoss:
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Exponentiate without overflow, from e^-20 to e^20; NaN stays NaN."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def bounded_expm1(log_ratio: Tensor) -> Tensor:
+    """``bounded_exp`` minus 1, exact for logarithms near 0."""
+    return torch.expm1(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def ppo_loss(
@@ -62,6 +72,7 @@ def gspo_loss(
 ) -> PolicyLoss:
     """PPO's loss with one ratio per sequence, s = exp(mean of log r) (GSPO, arXiv 2507.18071, eq. 5 and 7).
 
+    ``mask``: the tokens that learn; the mean is over those of the sequence. The mean is clamped, not what it is of.
     Written per token as s_t = sg(s) p_t / sg(p_t) (eq. 14): the gradient is the same where the advantage is that of the
     sequence, and no gradient has to cross context-parallel ranks."""
     if old_log_probs is not None:
@@ -98,6 +109,16 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) -> Tensor:
     """[tokens], estimates of KL(pi || pi_reference) on tokens sampled from pi. With d = log pi - log pi_reference:
-    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence")."""
-    d = (log_probs - reference_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return {"k1": d, "k2": d.square() / 2, "k3": torch.expm1(-d) + d}[estimator]
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence").
+
+    Only k3 can overflow: below -20, d counts as -20 there (as in verl), and has no gradient. Raises ValueError for
+    another name."""
+    d = log_probs - reference_log_probs
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d.square() / 2
+    if estimator == "k3":
+        d = d.clamp(min=-LOG_RATIO_LIMIT)
+        return torch.expm1(-d) + d
+    raise ValueError(f"unknown KL estimator {estimator!r}")

@@ -41,8 +41,8 @@ def sample_weights(tokens: torch.Tensor, aggregation: str, constant: float) -> t
     - ``seq-mean-token-sum``: the mean over samples of their sums; long samples count more.
     - ``seq-mean-token-sum-norm``: that divided by ``constant``, the longest sample (Dr. GRPO, arXiv 2503.20783).
 
-    Samples without loss tokens do not count. What rollout correction drops still counts in the denominators, which
-    keeps the gradient an average over what was sampled."""
+    Samples without loss tokens do not count. What is left out later, as stale or dropped by rollout correction, still
+    counts in the denominators, which keeps the gradient an average over what was sampled."""
     tokens = tokens.double()
     samples = (tokens > 0).sum().clamp(min=1)
     divisors = {

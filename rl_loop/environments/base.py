@@ -169,9 +169,12 @@ class Environment:
 
     def illegal(self, kind: str) -> StepResult:
         """The reward when what was sampled is not a legal Harmony message or calls a tool that does not exist: what a
-        format error earns, less the harm done before, which such an end must not undo."""
-        reward = self.reward.format_error + min(0.0, self.unfinished().reward - self.reward.wrong)
-        parts = {"correct": 0.0, "format_error": 1.0}
+        format error earns, less the harm done before, which such an end must not undo. It has all the parts of an
+        unfinished episode, as GDPO compares episodes part by part."""
+        unfinished = self.unfinished()
+        reward = self.reward.format_error + min(0.0, unfinished.reward - self.reward.wrong)
+        parts = unfinished.reward_parts | {"correct": 0.0, "format_error": 1.0}
+        parts["score"] = min(0.0, parts.get("score", 0.0))
         return StepResult(done=True, reward=reward, reward_parts=parts, format_error=kind)
 
     def finished(self, score: float, answer: str | None = None, **parts: float) -> StepResult:

@@ -45,10 +45,15 @@ def tensor(values: object) -> torch.Tensor:
 # ---- advantages
 
 
+DEVIATIONS = {"sample": statistics.stdev, "population": statistics.pstdev}
+
+
+@pytest.mark.parametrize("deviation", DEVIATIONS)
 @given(rewards)
-def test_group_advantages_are_those_of_the_papers(values: list[float]) -> None:
-    mean, spread, n = statistics.fmean(values), statistics.pstdev(values), len(values)
-    got = {name: group_advantages(tensor(values), name).tolist() for name in ("grpo", "dr_grpo", "leave_one_out")}
+def test_group_advantages_are_those_of_the_papers(deviation: str, values: list[float]) -> None:
+    mean, spread, n = statistics.fmean(values), DEVIATIONS[deviation](values), len(values)
+    names = ("grpo", "dr_grpo", "leave_one_out")
+    got = {name: group_advantages(tensor(values), name, deviation).tolist() for name in names}
     assert got["grpo"] == pytest.approx([(v - mean) / (spread + 1e-6) for v in values], **EXACT)
     assert got["dr_grpo"] == pytest.approx([v - mean for v in values], **EXACT)
     others = [statistics.fmean(values[:i] + values[i + 1 :]) for i in range(n)]
@@ -60,22 +65,25 @@ def test_a_group_of_one_or_of_equal_rewards_has_no_advantage() -> None:
     assert not group_advantages(tensor([1.0, 1.0])).any()
 
 
+@pytest.mark.parametrize("deviation", DEVIATIONS)
 @given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.5, 2.0])), min_size=2, max_size=8))
-def test_gdpo_normalises_every_reward_by_itself(parts: list[tuple[float, float]]) -> None:
+def test_gdpo_normalises_every_reward_by_itself(deviation: str, parts: list[tuple[float, float]]) -> None:
     weights = [1.0, -0.3]
     want = [0.0] * len(parts)
     for k, weight in enumerate(weights):
         column = [p[k] for p in parts]
-        mean, spread = statistics.fmean(column), statistics.pstdev(column)
+        mean, spread = statistics.fmean(column), DEVIATIONS[deviation](column)
         want = [w + weight * (c - mean) / (spread + 1e-6) for w, c in zip(want, column, strict=True)]
-    assert gdpo_advantages(tensor(parts), weights).tolist() == pytest.approx(want, **EXACT)
+    assert gdpo_advantages(tensor(parts), weights, deviation).tolist() == pytest.approx(want, **EXACT)
 
 
+@pytest.mark.parametrize("deviation", DEVIATIONS)
 @given(rewards)
-def test_reinforce_subtracts_the_mean_and_whitening_gives_unit_spread(values: list[float]) -> None:
-    mean, spread = statistics.fmean(values), statistics.pstdev(values)
+def test_reinforce_subtracts_the_mean_and_whitening_gives_unit_spread(deviation: str, values: list[float]) -> None:
+    mean, spread = statistics.fmean(values), DEVIATIONS[deviation](values)
     assert reinforce_advantages(tensor(values)).tolist() == pytest.approx([v - mean for v in values], **EXACT)
-    assert whiten(tensor(values)).tolist() == pytest.approx([(v - mean) / (spread + 1e-8) for v in values], **EXACT)
+    want = [(v - mean) / math.sqrt(spread**2 + 1e-8) for v in values]
+    assert whiten(tensor(values), deviation).tolist() == pytest.approx(want, **EXACT)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])

@@ -97,7 +97,7 @@ def test_an_algorithm_trains_without_nan(name: str, tmp_path: Path, rollouts: Lo
 
 NOTHING_ENDS = ["rollout.max_new_tokens_per_turn=1", "training.steps=2", "training.checkpoint_every=1", "seed=1"]
 """No episode gets as far as a stop token, with this seed."""
-EXTRA = {"dapo": ["algorithm.overlong_buffer=100"], "ppo": ["algorithm.critic.warmup_steps=1"]}
+EXTRA = {"dapo": ["algorithm.overlong_buffer=2"], "ppo": ["algorithm.critic.warmup_steps=1"]}
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "ppo", "gdpo"])
@@ -142,7 +142,7 @@ def test_stale_tokens_are_not_taken_for_on_policy(tmp_path: Path, rollouts: Loca
     with local_loop(settings, rollouts) as loop:
         metrics = StepMetrics(0)
         loop.sync_weights(3, metrics)
-        groups, _ = loop.collect(0)
+        groups = loop.collect(0, first_task=0).train
         assert all(sample.staleness is None for sample in to_samples(groups, settings.algorithm, 3))
         with pytest.raises(OffPolicyError, match="sampled 1 weight versions ago would count as on-policy"):
             to_samples(groups, settings.algorithm, 4)

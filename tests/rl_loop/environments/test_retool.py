@@ -140,7 +140,7 @@ def test_a_turn_that_neither_answers_nor_calls_python_is_a_format_error(message:
     result = step(message)
     assert (result.done, result.reward) == (True, -4.0)
     assert result.format_error
-    assert result.reward_parts == {"correct": 0.0, "format_error": 1.0}
+    assert result.reward_parts == {"correct": 0.0, "format_error": 1.0, "score": 0.0}
 
 
 def test_an_unfinished_episode_counts_as_wrong() -> None:
