@@ -33,6 +33,8 @@ class ScriptedEngine:
         self.aborts_asked = 0
         self.returns_routes = True
 
+    async def close(self) -> None: ...
+
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self.requests.append(request)
         version = len(self.requests)

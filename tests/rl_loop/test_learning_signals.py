@@ -1,5 +1,5 @@
 """What a policy learns from, for every combination that can be configured: equal rewards teach nothing, and a token
-that is left out has no say in any gradient. A new advantage, loss or correction is tried as soon as its name is allowed."""
+that is left out has no say in any gradient. A new advantage, loss or correction is tried as soon as it has a name."""
 
 from __future__ import annotations
 
@@ -136,7 +136,10 @@ def test_a_task_of_equal_rewards_has_advantages_of_exactly_zero_beside_others(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("estimator", sorted(set(ADVANTAGES) - {"gae"}))
 @settings(max_examples=50, deadline=None)
-@given(st.floats(-1e6, 1e6, width=32).filter(lambda x: x != 0), st.lists(st.integers(-2, 2), min_size=2, max_size=16))
+@given(
+    st.floats(-1e6, 1e6, width=32).filter(lambda x: abs(x) > 1e-6),
+    st.lists(st.integers(-2, 2), min_size=2, max_size=16),
+)
 @example(10.1, [0, 1, 0, 0, -1, 0, 0, 0])
 def test_rewards_that_differ_by_rounding_are_equal(
     estimator: str, dtype: torch.dtype, reward: float, ulps: list[int]
