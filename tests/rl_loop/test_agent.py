@@ -308,7 +308,7 @@ def test_illegal_tokens_end_the_episode_with_their_own_reward(harmony: Harmony, 
     engine = ScriptedEngine([harmony.vocabulary.encode_text("what?") + text])
     trajectory = episode(harmony, engine)
     assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.FORMAT_ERROR, -0.5)
-    assert trajectory.reward_parts == {"correct": 0.0, "format_error": 1.0}
+    assert trajectory.reward_parts == {"correct": 0.0, "format_error": 1.0, "score": 0.0}
     check_against_engine(trajectory, engine, harmony)
 
 

@@ -47,10 +47,15 @@ def test_tasks_are_functions_of_split_seed_and_index_and_survive_json(name: str,
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS)
-def test_an_illegal_end_has_every_reward_part_of_an_unfinished_one(name: str, options: dict[str, Any]) -> None:
-    environment = make_environment(task_of(name, options, 0), arithmetic.interpret, REWARD)
+def test_an_episode_has_the_same_reward_parts_however_it_ends(
+    tiny: Harmony, name: str, options: dict[str, Any]
+) -> None:
+    task = task_of(name, options, 0)
+    environment = make_environment(task, arithmetic.interpret, REWARD)
     unfinished, illegal = environment.unfinished(), environment.illegal("header")
-    assert set(illegal.reward_parts) == set(unfinished.reward_parts)
+    finished = demonstrate(task, tiny, DemonstrationConfig(careful=1), "0").result
+    assert finished is not None
+    assert set(illegal.reward_parts) == set(unfinished.reward_parts) == set(finished.reward_parts)
     assert illegal.reward_parts["format_error"] == 1.0
     assert illegal.reward_parts["correct"] == 0.0
     assert illegal.reward_parts["score"] <= 0.0
