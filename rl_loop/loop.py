@@ -23,6 +23,7 @@ from rl_loop.rollout_pool import GroupRequest, RolloutsAbandoned
 from rl_loop.run import Session
 from rl_loop.run_directory import episode_record, metric_curve, read_json_lines
 from rl_loop.signal_watch import SignalWatch
+from rl_loop.trainer_worker import RlUpdates
 from rl_loop.trajectory import Trajectory, TrajectoryGroup
 
 DRIFT_STEPS = 10
@@ -74,11 +75,13 @@ class RlLoop:
                     session.save(step, block=True)
                 return step
             self.rollouts.sleep()
+
             groups = rollouts.train
             with self._timed("prepare", metrics):
                 samples = batch.to_samples(groups, config.algorithm, step)
                 oldest = max((max(sample.staleness) for sample in samples if sample.staleness), default=0)
                 metrics.add("rollout/staleness_max", oldest, "max", "tokens")
+
             with self._timed("estimate", metrics):
                 columns: dict[str, Any] = (
                     self.trainer.estimates(samples) if config.algorithm.critic or config.algorithm.kl else {}
@@ -86,23 +89,23 @@ class RlLoop:
                 if config.algorithm.routing_replay != "none" and step % config.evaluate_every == 0:
                     free = self.trainer.score([replace(sample, routed_experts=None) for sample in samples])
                     batch.kl_without_replay(metrics, samples, free)
+
             with self._timed("prepare", metrics):
                 for name, rows in columns.items():
                     samples = [replace(s, **{name: row}) for s, row in zip(samples, rows, strict=True)]
                 samples = batch.with_advantages(samples, groups, config.algorithm, config.rollout.max_response_tokens)
                 batch.signal_metrics(metrics, groups, samples)
+
             with self._timed("train", metrics), self.rollouts.source_changing_to(step + 1):
                 updates = self.trainer.rl_step(samples, config.algorithm, step)
+
             batch.rollout_metrics(metrics, groups)
             batch.training_metrics(metrics, updates.policy)
             batch.critic_metrics(metrics, updates.critic)
             metrics.add("skipped_updates", updates.skipped, "sum")
             self._add_drift(metrics)
-            if updates.policy or not updates.critic:  # otherwise only the critic learns
-                gradients = [update.grad_norm for update in updates.policy]
-                warning = self._watch.observe(metrics.values(), gradients)
-                if warning is not None:
-                    self.progress.note(f"step {step + 1}: {warning}")
+            self._warn_if_nothing_is_learned(step, metrics, updates)
+
             session.state["next_task"] = rollouts.next_task
             episodes = [trajectory for group in groups for trajectory in group.trajectories]
             self._record_episodes(episodes, step, "train")
@@ -219,6 +222,15 @@ class RlLoop:
             self._first_gaps.append(gap)
         if (before := sum(self._first_gaps) / len(self._first_gaps)) > 0:
             metrics.add("mismatch/drift", gap / before, "last")
+
+    def _warn_if_nothing_is_learned(self, step: int, metrics: StepMetrics, updates: RlUpdates) -> None:
+        only_the_critic_learns = updates.critic and not updates.policy
+        if only_the_critic_learns:
+            return
+        gradients = [update.grad_norm for update in updates.policy]
+        warning = self._watch.observe(metrics.values(), gradients)
+        if warning is not None:
+            self.progress.note(f"step {step + 1}: {warning}")
 
     def _record_episodes(self, episodes: list[Trajectory], step: int, split: str) -> None:
         decode = self.tasks.harmony.decode_token
