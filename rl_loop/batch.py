@@ -62,6 +62,8 @@ def with_advantages(
     ``max_response_tokens``: the most that an episode can sample. A KL penalty in the reward is taken token by token
     where there is a critic, in sum otherwise. Raises ValueError naming a task whose reward is not finite."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if not trajectories:
+        return []
     for trajectory in trajectories:
         if not all(map(math.isfinite, (trajectory.reward, *trajectory.reward_parts.values()))):
             got = f"{trajectory.reward}, parts {trajectory.reward_parts}"

@@ -151,6 +151,18 @@ def test_rewards_that_differ_by_rounding_are_equal(
     assert not whiten(rewards).any()
 
 
+@pytest.mark.parametrize("config", list(every_advantage()), ids=lambda config: config.advantage)
+def test_tasks_may_have_lost_some_or_all_of_their_episodes(config: AlgorithmConfig) -> None:
+    groups = [group([]), group([1.0]), group([0.0, 1.0, 1.0]), group([])]
+    samples = credited(groups, config)
+    assert len(samples) == 4
+    assert all(np.isfinite(sample.advantages).all() for sample in samples)  # type: ignore[arg-type]
+    if config.advantage not in ("gae", "reinforce") and config.whitens_over != "tokens":
+        assert not np.any(samples[0].advantages), "it has nothing to be compared with"
+    assert credited([group([])], config) == []
+    assert not has_signal(groups[0], config)
+
+
 def test_real_differences_of_any_scale_are_told_apart() -> None:
     for scale in (1e-3, 1.0, 1e6):
         got = group_advantages(torch.tensor([0.0, 1.0, 1.0, 0.0]) * scale, "grpo", "population")
