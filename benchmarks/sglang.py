@@ -106,7 +106,11 @@ class Bench:
 
             c = self.model_config
             engine = SglangEngine(
-                servers, num_layers=c.num_layers, top_k=c.experts_per_token, num_experts=c.num_experts
+                servers,
+                num_layers=c.num_layers,
+                top_k=c.experts_per_token,
+                num_experts=c.num_experts,
+                vocab_size=c.vocab_size,
             )
             await self.sync(server, "first")
             for case in a.cases:

@@ -4,25 +4,37 @@
     repeat: sample a turn from ids; append exactly what was sampled; let the environment act on it;
             append what tools answered or the user said
 
-Nothing is rendered twice. The loss mask is 1 exactly on what was sampled."""
+Nothing is rendered twice. The loss mask is 1 exactly on what was sampled. What the policy does wrong ends an episode
+with a reward; what infrastructure does wrong ends it as invalid (``rl_loop.infrastructure``)."""
 
 import asyncio
-import copy
-import hashlib
+import math
 import random
-import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from rl_loop.engines.protocol import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams
+from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
 from rl_loop.environments.base import Environment, StepResult
-from rl_loop.harmony import FormatError, Harmony
-from rl_loop.purification import Attempt, PurificationConfig, Purifier, snapshot
-from rl_loop.trajectory import FinishReason, Trajectory, Turn, WeightVersionSpan
+from rl_loop.episode_clock import EpisodeClock, OutOfTime
+from rl_loop.harmony import FormatError, Harmony, ParsedMessage
+from rl_loop.infrastructure import InfrastructureFailure, describe
+from rl_loop.observation import cut_observation
+from rl_loop.prompt_limit import PromptLimit, prompt_of
+from rl_loop.purification import Attempt, PurificationConfig, Purifier
+from rl_loop.trajectory import FinishReason, InvalidReason, Trajectory, Turn
+from rl_loop.turn_sampler import TurnSampler, first_routes, shifted
+
+TOOL_PAUSES = (0.1, 1.0, 4.0)
+"""Seconds before a turn whose tools or checker failed is acted on again; after the last time the failure stays."""
+
+_TOKENISERS = ThreadPoolExecutor(2, "tokeniser")
+"""Tokenising and parsing take milliseconds to seconds, in which other episodes go on. These threads are no others', so
+that tools which hang on threads of their own do not stop them."""
 
 
 class EpisodeLimits(BaseModel):
@@ -33,13 +45,19 @@ class EpisodeLimits(BaseModel):
     max_turns: int = Field(4, gt=0)
     """Assistant turns per episode; the last may not call a tool usefully any more."""
     max_tokens: int = Field(8192, gt=0)
-    """Tokens of a whole episode, prompt and tool outputs included."""
+    """Tokens of a whole episode, prompt and tool outputs included. Tasks whose prompt alone is as long are left out."""
     max_tool_calls: int | None = Field(None, gt=0)
-    """Tool calls of a whole episode; null for no limit."""
+    """Tool calls of a whole episode; null for no limit. The call that reaches it is the last that is run: calls behind
+    it in the same turn are not, and the episode ends with that turn."""
     max_sampled_tokens: int | None = Field(None, gt=0)
     """Sampled tokens of a whole episode; null for no limit but max_tokens."""
     episode_seconds: float = Field(600.0, gt=0)
-    """Wall-clock limit of one episode."""
+    """Wall-clock limit of one episode: of sampling, tools and the judging of its answer. Waiting in the engine's queue,
+    or for infrastructure that failed, does not count."""
+    queue_seconds: float = Field(3600.0, gt=0)
+    """How long a turn may wait in the engine's queue; longer is an infrastructure failure."""
+    max_observation_bytes: int = Field(65536, ge=256)
+    """UTF-8 bytes of what tools answer, or the user says, between two turns. What is longer is cut in its middle."""
     truncated_episodes: Literal["penalise", "mask"] = "penalise"
     """What a limit ends counts as a failure, or is left out of training (but not of the group's mean)."""
 
@@ -55,154 +73,303 @@ async def run_episode(
     seed: int,
     routed_experts: bool = False,
     purification: PurificationConfig | None = None,
+    shape: ModelShape | None = None,
 ) -> Trajectory:
     """Run one episode to its end. ``sampling.max_new_tokens`` is the limit of one turn; stop ids and seed are set here.
+    ``shape``: what the engine's answers are checked against, besides the vocabulary.
 
-    The same seed, weights and task give the same episode, whatever else the engine is doing. Raises ValueError if the
-    prompt leaves no room to answer."""
-    deadline = time.monotonic() + limits.episode_seconds
-    prompt = harmony.render_prompt(environment.prompt(), environment.tools(), environment.builtin_tools())
-    if len(prompt) >= limits.max_tokens:
-        length = f"has {len(prompt)} tokens; rollout.max_tokens is {limits.max_tokens}"
-        raise ValueError(f"the prompt of task {task_id} {length}")
-    episode = Trajectory(task_id, [], [], [])
-    _append(episode, harmony, "prompt", prompt)
-    end = partial(_end, episode, limits)
+    The same seed, weights and task give the same episode, whatever else the engine is doing. An infrastructure failure
+    that persists makes it invalid. Raises UnusablePrompt if the prompt leaves no room to answer."""
+    clock = EpisodeClock(limits.episode_seconds)
+    sampler = TurnSampler(
+        engine=engine,
+        episode=f"{task_id}/{seed}",
+        sampling=replace(sampling, stop_token_ids=harmony.stop_token_ids),
+        clock=clock,
+        shape=shape or ModelShape(harmony.vocabulary.size),
+        queue_seconds=limits.queue_seconds,
+        routed_experts=routed_experts,
+    )
+    return await EpisodeRunner(task_id, environment, harmony, limits, sampler, purification).run()
 
-    async def sample(name: str, ids: list[int]) -> GenerateResult | None:
-        room, _ = _room(episode, len(ids), limits, sampling.max_new_tokens)
-        params = replace(sampling, max_new_tokens=room, stop_token_ids=harmony.stop_token_ids)
-        request = GenerateRequest(f"{task_id}/{seed}/{name}", ids, params, routed_experts)
-        return await _sample(engine, request, deadline) if room > 0 else None
 
-    purifier = None
-    if purification is not None:
-        score = partial(engine.score, temperature=sampling.temperature or 1.0)
-        purifier = Purifier(purification, environment, harmony, limits.max_tokens, sample, score)
-    result = StepResult()
-    unread: list[int] = []  # what tools answered or the user said; part of the episode once a turn was sampled from it
-    for turn in range(limits.max_turns):
-        prefix = episode.token_ids + unread
-        _, limit = _room(episode, len(prefix), limits, sampling.max_new_tokens)
-        sampled = await sample(str(turn), prefix)
-        if sampled is None:
-            return end(environment.unfinished(), limit)
+class EpisodeRunner:
+    """One episode on its way."""
+
+    def __init__(
+        self,
+        task_id: str,
+        environment: Environment,
+        harmony: Harmony,
+        limits: EpisodeLimits,
+        sampler: TurnSampler,
+        purification: PurificationConfig | None = None,
+    ) -> None:
+        self.environment = environment
+        self.harmony = harmony
+        self.limits = limits
+        self.sampler = sampler
+        self.clock = sampler.clock
+        self.episode = Trajectory(task_id, [], [], [])
+        # what tools answered or the user said, and who it was; part of the episode once a turn was sampled from it
+        self.unread: list[int] = []
+        self.unread_role = ""
+        self.calls_run = 0  # tool calls, those of failed attempts included
+        self.purifier: Purifier | None = None
+        if purification is not None:
+            self.purifier = Purifier(
+                config=purification,
+                environment=environment,
+                harmony=harmony,
+                max_tokens=limits.max_tokens,
+                sample=self._sample,
+                score=sampler.score,
+                act=self.act,
+            )
+
+    async def run(self) -> Trajectory:
+        """Play the episode; an infrastructure failure that persists makes it invalid."""
+        try:
+            await self.begin()
+            return await self.play()
+        except InfrastructureFailure as failure:
+            return self.invalidate(failure)
+
+    async def begin(self) -> None:
+        """Render the prompt. Raises UnusablePrompt."""
+        prompt = await self._ask(prompt_of, self.environment)
+        limit = PromptLimit(self.harmony, self.limits.max_tokens)
+        self._append("prompt", await off_loop(limit.render, self.episode.task_id, prompt))
+
+    async def play(self) -> Trajectory:
+        """Take turns until the agent answers or a limit ends the episode."""
+        for turn in range(self.limits.max_turns):
+            sampled, stopped_by = await self.sample_turn(turn)
+            if stopped_by is not None:
+                return await self.cut_short(stopped_by)
+
+            messages = await off_loop(self.harmony.parse, sampled.output_ids)
+            if isinstance(messages, FormatError):
+                outcome = await self._ask(self.environment.illegal, messages.kind)
+                return self.finish(_checked(outcome), FinishReason.FORMAT_ERROR)
+
+            state = self.environment.save_state() if self.purifier else None
+            try:
+                result = await self.act(messages)
+                result = await self.retry_failed_call(turn, sampled, messages, result, state)
+            except OutOfTime:
+                return await self.cut_short(FinishReason.TIMEOUT)
+
+            self.episode.tool_calls += result.tool_calls
+            self.episode.tool_errors += result.tool_errors
+            if result.done:
+                reason = FinishReason.FORMAT_ERROR if result.format_error else FinishReason.STOP
+                return self.finish(result, reason)
+            if self._calls_left == 0:
+                return await self.cut_short(FinishReason.MAX_TOOL_CALLS)
+            await self.observe(result)
+
+        return await self.cut_short(FinishReason.MAX_TURNS)
+
+    async def sample_turn(self, turn: int) -> tuple[GenerateResult, FinishReason | None]:
+        """Sample a turn and append it. Returns it and, unless the agent ended it itself, the limit that did."""
+        episode = self.episode
+        prefix = episode.token_ids + self.unread
+        room, limit = self._room(len(prefix))
+        if room <= 0:
+            return GenerateResult([], [], FinishReason.LENGTH), limit
+
+        sampled = await self.sampler.sample(str(turn), prefix, room)
         if not sampled.output_ids:
-            return end(environment.unfinished(), sampled.finish_reason)
-        if turn:
+            return sampled, sampled.finish_reason
+        if turn > 0:
             episode.reusable_tokens += len(episode)
             episode.cached_tokens += min(len(episode), sampled.cached_tokens)
-        if unread:
-            _append(episode, harmony, "tool" if result.tool_outputs else "user", unread)
-        before = copy.deepcopy(episode) if purifier else episode
-        _append(episode, harmony, "assistant", sampled.output_ids, sampled)
-        if sampled.finish_reason is not FinishReason.STOP:
-            stopped = sampled.finish_reason
-            return end(environment.unfinished(), limit if stopped is FinishReason.LENGTH else stopped)
-        messages = harmony.parse(sampled.output_ids)
-        if isinstance(messages, FormatError):
-            return end(environment.illegal(messages.kind), FinishReason.FORMAT_ERROR)
-        state = snapshot(environment) if purifier else {}
-        result = await environment.step(messages)
-        chance = random.Random(f"{task_id}/{seed}/{turn}").random()
-        if purifier and result.tool_errors and not result.done and chance < purifier.config.probability:
-            failed = Attempt(prefix, sampled, messages, result, len(sampled.output_ids))
-            if (pure := await purifier.purified(failed, state)) is not None:
-                result = pure.result
-                vars(episode).update(vars(before))
-                _append(episode, harmony, "assistant", pure.sampled.output_ids, pure.sampled)
-                episode.grafted.append((len(prefix) + pure.kept, len(episode)))
-        episode.tool_calls += result.tool_calls
-        episode.tool_errors += result.tool_errors
-        if result.done:
-            return end(result, FinishReason.FORMAT_ERROR if result.format_error else FinishReason.STOP)
-        if limits.max_tool_calls is not None and episode.tool_calls >= limits.max_tool_calls:
-            return end(environment.unfinished(), FinishReason.MAX_TOOL_CALLS)
-        unread = harmony.render_observation(result.tool_outputs, result.user)
-    return end(environment.unfinished(), FinishReason.MAX_TURNS)
+        if self.unread:
+            self._append(self.unread_role, self.unread)
+            self.unread = []
+        self._append("assistant", sampled.output_ids, sampled)
+
+        if sampled.finish_reason is FinishReason.STOP:
+            return sampled, None
+        if sampled.finish_reason is FinishReason.LENGTH:
+            return sampled, limit
+        return sampled, sampled.finish_reason
+
+    async def act(self, messages: Sequence[ParsedMessage]) -> StepResult:
+        """Let the environment act on a turn, as far as the limit of tool calls goes. What infrastructure spoils is done
+        again, from the state before it. Raises InfrastructureFailure if it persists, and OutOfTime."""
+        runnable = self._runnable(messages)
+        state = self.environment.save_state()
+        for pause in (*TOOL_PAUSES, None):
+            try:
+                result = await self._step(runnable)
+                self.calls_run += result.tool_calls
+                return result
+            except InfrastructureFailure:
+                if pause is None or state is None:
+                    raise
+                await self.clock.pause(pause)
+                self.environment.restore_state(state)
+        raise AssertionError("the last failure is raised")
+
+    async def _step(self, messages: Sequence[ParsedMessage]) -> StepResult:
+        try:
+            result = await self.clock.limit(self.environment.step(messages))
+        except (InfrastructureFailure, OutOfTime):
+            raise
+        except Exception as error:
+            raise InfrastructureFailure("environment", f"step: {describe(error)}") from error
+        if isinstance(result, StepResult) and not result.done:
+            return result
+        return _checked(result)
+
+    async def retry_failed_call(
+        self, turn: int, sampled: GenerateResult, messages: list[ParsedMessage], result: StepResult, state: Any
+    ) -> StepResult:
+        """Put a good call in the place of a failed one, if the configuration says so and the agent finds one
+        (``rl_loop.purification``). ``state``: of the environment before the turn. Returns what the turn led to."""
+        if self.purifier is None or not result.tool_errors or result.done:
+            return result
+        chance = random.Random(f"{self.sampler.episode}/{turn}").random()
+        if chance >= self.purifier.config.probability:
+            return result
+        if state is None:
+            name = type(self.environment).__name__
+            raise InfrastructureFailure("environment", f"rollout.purification needs {name}.save_state")
+
+        begin = self.episode.turns[-1].start
+        prefix = self.episode.token_ids[:begin]
+        failed = Attempt(prefix, sampled, messages, result, kept=len(sampled.output_ids))
+        pure = await self.purifier.purified(failed, state)
+        if pure is None:
+            return result
+
+        self._remove_last_turn()
+        self._append("assistant", pure.sampled.output_ids, pure.sampled)
+        self.episode.grafted.append((begin + pure.kept, len(self.episode)))
+        return pure.result
+
+    async def observe(self, result: StepResult) -> None:
+        """Keep what tools answered or the user said for the next turn to read."""
+        outputs, user = cut_observation(result.tool_outputs, result.user, self.limits.max_observation_bytes)
+        try:
+            self.unread = await off_loop(self.harmony.render_observation, outputs, user)
+        except Exception as error:
+            task = self.episode.task_id
+            reason = f"what a tool or the user said in task {task} cannot be rendered: {describe(error)}"
+            raise InfrastructureFailure("environment", reason) from error
+        self.unread_role = "tool" if outputs else "user"
+
+    async def cut_short(self, reason: FinishReason) -> Trajectory:
+        """The episode as a limit ends it."""
+        outcome = await self._ask(self.environment.unfinished)
+        return self.finish(_checked(outcome), reason)
+
+    def finish(self, result: StepResult, reason: FinishReason) -> Trajectory:
+        """The episode with its outcome."""
+        episode = self.episode
+        episode.finish_reason = reason
+        episode.excluded = self.limits.truncated_episodes == "mask" and episode.truncated
+        episode.answer = result.answer
+        episode.format_error = result.format_error
+        episode.reward = result.reward
+        episode.reward_parts = result.reward_parts
+        episode.validate()
+        return episode
+
+    def invalidate(self, failure: InfrastructureFailure) -> Trajectory:
+        """The episode as far as it came, which nothing is learned from."""
+        episode = self.episode
+        episode.finish_reason = FinishReason.ABORT
+        episode.invalid = InvalidReason(failure.component, failure.reason)
+        episode.excluded = True
+        episode.reward = math.nan
+        episode.reward_parts = {}
+        return episode
+
+    async def _ask[**P, T](self, method: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Call a method of the environment that is no coroutine, on a thread, so that one that hangs holds up no other
+        episode. Raises InfrastructureFailure for whatever it raises."""
+        name = getattr(method, "__name__", "a method")
+        seconds = self.limits.episode_seconds
+        call = asyncio.to_thread(method, *arguments, **options)
+        try:
+            return await asyncio.wait_for(call, seconds)
+        except InfrastructureFailure:
+            raise
+        except TimeoutError:
+            raise InfrastructureFailure("environment", f"{name}() did not return within {seconds:g} s") from None
+        except Exception as error:
+            raise InfrastructureFailure("environment", f"{name}(): {describe(error)}") from error
+
+    async def _sample(self, name: str, prefix: list[int]) -> GenerateResult | None:
+        """A turn that is not part of the episode yet; None if there is no room for one."""
+        room, _ = self._room(len(prefix))
+        if room <= 0 or self._calls_left == 0:
+            return None
+        return await self.sampler.sample(name, prefix, room)
+
+    def _room(self, used: int) -> tuple[int, FinishReason]:
+        """How many tokens the next turn may have behind ``used`` ones, and which limit says so."""
+        rooms = [
+            (self.sampler.sampling.max_new_tokens, FinishReason.LENGTH),
+            (self.limits.max_tokens - used, FinishReason.MAX_CONTEXT),
+        ]
+        if self.limits.max_sampled_tokens is not None:
+            left = self.limits.max_sampled_tokens - self.episode.sampled_tokens
+            rooms.append((left, FinishReason.MAX_SAMPLED_TOKENS))
+        return min(rooms, key=lambda room: room[0])
+
+    @property
+    def _calls_left(self) -> int | None:
+        """Tool calls that may still be run; None for any number."""
+        if self.limits.max_tool_calls is None:
+            return None
+        return max(0, self.limits.max_tool_calls - self.calls_run)
+
+    def _runnable(self, messages: Sequence[ParsedMessage]) -> Sequence[ParsedMessage]:
+        """The messages up to the last call that may be run."""
+        left = self._calls_left
+        if left is None:
+            return messages
+        calls = [number for number, message in enumerate(messages) if message.recipient is not None]
+        return messages[: calls[left - 1] + 1] if len(calls) > left else messages
+
+    def _append(self, role: str, ids: list[int], sampled: GenerateResult | None = None) -> None:
+        episode = self.episode
+        start = len(episode)
+        episode.token_ids += ids
+        episode.loss_mask += [int(sampled is not None)] * len(ids)
+        if sampled is None:
+            episode.rollout_log_probs += [0.0] * len(ids)
+        else:
+            episode.rollout_log_probs += sampled.output_log_probs
+            episode.routed_experts = first_routes(episode.routed_experts, sampled.routed_experts)
+            episode.weight_versions += shifted(sampled.weight_versions, start)
+        episode.turns.append(Turn(role, start, len(episode), self.harmony.decode(ids)))
+
+    def _remove_last_turn(self) -> None:
+        """The episode as it was before the last turn. Of the token before it, no route is known: that token is first an
+        input of the turn itself."""
+        episode = self.episode
+        start = episode.turns.pop().start
+        del episode.token_ids[start:], episode.loss_mask[start:], episode.rollout_log_probs[start:]
+        episode.weight_versions = [span for span in episode.weight_versions if span.start < start]
+        if episode.routed_experts is not None:
+            episode.routed_experts = episode.routed_experts[: start - 1]
 
 
-def _room(episode: Trajectory, used: int, limits: EpisodeLimits, turn: int) -> tuple[int, FinishReason]:
-    """How many tokens the next turn may have, and which limit says so."""
-    rooms = [(turn, FinishReason.LENGTH), (limits.max_tokens - used, FinishReason.MAX_CONTEXT)]
-    if limits.max_sampled_tokens is not None:
-        rooms.append((limits.max_sampled_tokens - episode.sampled_tokens, FinishReason.MAX_SAMPLED_TOKENS))
-    return min(rooms, key=lambda room: room[0])
+async def off_loop[**P, T](function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Call ``function`` on a thread, so that other episodes go on meanwhile."""
+    return await asyncio.get_running_loop().run_in_executor(_TOKENISERS, lambda: function(*arguments, **options))
 
 
-async def _sample(engine: RolloutEngine, turn: GenerateRequest, deadline: float) -> GenerateResult:
-    """One turn, resumed from its own tokens as often as the engine aborts it (to take new weights, say).
-
-    Out of time, it ends with what there is, perhaps nothing, and FinishReason.TIMEOUT."""
-    whole = GenerateResult([], [], FinishReason.ABORT)
-    while whole.finish_reason is FinishReason.ABORT:
-        done = len(whole.output_ids)
-        if done == turn.sampling.max_new_tokens:
-            return replace(whole, finish_reason=FinishReason.LENGTH)
-        if time.monotonic() >= deadline:
-            return replace(whole, finish_reason=FinishReason.TIMEOUT)
-        name = f"{turn.request_id}/{done}"
-        # the rest of an aborted turn must not see the random numbers of its beginning again
-        left = replace(turn.sampling, max_new_tokens=turn.sampling.max_new_tokens - done, seed=_seed_of(name))
-        request = replace(turn, request_id=name, input_ids=turn.input_ids + whole.output_ids, sampling=left)
-        part = await _generate(engine, request, deadline)
-        if turn.return_routed_experts and part.output_ids and part.routed_experts is None:
-            raise RuntimeError(f"the engine did not return the routed experts that request {name} asked for")
-        spans = _shifted(part.weight_versions, done)
-        ids, log_probs = whole.output_ids + part.output_ids, whole.output_log_probs + part.output_log_probs
-        routes = _first_routes(whole.routed_experts, part.routed_experts)
-        cached = whole.cached_tokens if done else part.cached_tokens
-        whole = GenerateResult(ids, log_probs, part.finish_reason, whole.weight_versions + spans, routes, cached)
-    return whole
-
-
-async def _generate(engine: RolloutEngine, request: GenerateRequest, deadline: float) -> GenerateResult:
-    """Sample until the deadline (of time.monotonic()) at the latest; then the engine is told to abort."""
-
-    async def abort() -> None:
-        await asyncio.sleep(deadline - time.monotonic())
-        await engine.abort(request.request_id)
-
-    timer = asyncio.create_task(abort())
-    try:
-        return await engine.generate(request)
-    finally:
-        timer.cancel()
-
-
-def _seed_of(request_id: str) -> int:
-    """63 bits: what a torch generator takes."""
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest()) >> 1
-
-
-def _first_routes(earlier: np.ndarray | None, latest: np.ndarray | None) -> np.ndarray | None:
-    """Every token keeps the experts that it was first processed with: they made the log-probs that were returned."""
-    if earlier is None or latest is None:
-        return latest if earlier is None else earlier
-    return np.concatenate([earlier, latest[len(earlier) :]])
-
-
-def _shifted(spans: list[WeightVersionSpan], by: int) -> list[WeightVersionSpan]:
-    return [WeightVersionSpan(span.start + by, span.end + by, span.version) for span in spans]
-
-
-def _append(
-    episode: Trajectory, harmony: Harmony, role: str, ids: list[int], sampled: GenerateResult | None = None
-) -> None:
-    start = len(episode)
-    episode.token_ids += ids
-    episode.loss_mask += [int(sampled is not None)] * len(ids)
-    episode.rollout_log_probs += sampled.output_log_probs if sampled else [0.0] * len(ids)
-    if sampled:
-        episode.routed_experts = _first_routes(episode.routed_experts, sampled.routed_experts)
-        episode.weight_versions += _shifted(sampled.weight_versions, start)
-    episode.turns.append(Turn(role, start, len(episode), harmony.decode(ids)))
-
-
-def _end(episode: Trajectory, limits: EpisodeLimits, result: StepResult, reason: FinishReason) -> Trajectory:
-    episode.finish_reason = reason
-    episode.excluded = limits.truncated_episodes == "mask" and episode.truncated
-    episode.answer, episode.format_error = result.answer, result.format_error
-    episode.reward, episode.reward_parts = result.reward, result.reward_parts
-    episode.validate()
-    return episode
+def _checked(result: StepResult) -> StepResult:
+    """The end of an episode. Raises InfrastructureFailure if it is none, or its reward is no finite number."""
+    if not isinstance(result, StepResult):
+        raise InfrastructureFailure("environment", f"an episode ended with {type(result).__name__}, not a StepResult")
+    for name, value in {"reward": result.reward, **result.reward_parts}.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise InfrastructureFailure("checker", f"{name} is {value!r}, expected a finite number")
+    return result

@@ -14,6 +14,7 @@ from megatron_gptoss.trainer import StepStatistics
 from rl_loop.algorithms import advantages
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.policy_loss import kl_estimate
+from rl_loop.infrastructure import COMPONENTS
 from rl_loop.metrics import Name, StepMetrics
 from rl_loop.trajectory import FinishReason, Trajectory, TrajectoryGroup
 
@@ -212,6 +213,18 @@ def rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> 
         metrics.add_mean(f"reward/{part}", sum(having), len(having), "sequences")
     if reusable := sum(e.reusable_tokens for e in episodes):
         metrics.add_mean("rollout/cache_hit", sum(e.cached_tokens for e in episodes), reusable, "tokens")
+    lost_episodes(metrics, groups, prefix="rollout")
+
+
+def lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], prefix: str) -> None:
+    """How many episodes infrastructure failures ended, by what failed, and how many tasks could not be run."""
+    invalid = [episode.invalid for group in groups for episode in group.invalid]
+    episodes = len(invalid) + sum(len(group.trajectories) for group in groups)
+    for component in COMPONENTS:
+        failed = sum(reason is not None and reason.component == component for reason in invalid)
+        metrics.add_mean(f"{prefix}/invalid/{component}", failed, episodes, "sequences")
+    skipped = sum(group.skipped is not None for group in groups)
+    metrics.add_mean(f"{prefix}/skipped_tasks", skipped, len(groups), "groups")
 
 
 PER_TOKEN = ("entropy", "clip_fraction", "ratio/", "correction/", "kl_reference")

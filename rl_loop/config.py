@@ -122,6 +122,11 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     """Retry failed tool calls and keep the good one (CLEANER); null for episodes as they come."""
     routed_experts: bool = False
     """Record which experts the engine chose for every token."""
+    max_invalid_share: float = Field(0.2, ge=0, lt=1)
+    """Largest share of a step's episodes that infrastructure failures (engine, sandbox, tool, checker) may end. Such
+    episodes are left out of everything; above this share the run ends and names the culprit."""
+    max_invalid_streak: int = Field(64, gt=0)
+    """As many such episodes one after the other end the run at once."""
 
     @property
     def max_response_tokens(self) -> int:
@@ -228,6 +233,9 @@ class RunConfig(StrictModel):
             "longest episode would not fit a micro-batch": rollout.max_tokens > row,
             "ablation.engine_sinks and engine_noise need rollout.engine=transformers":
                 rollout.engine == "sglang" and (not ablation.engine_sinks or ablation.engine_noise),
+            f"rollout.purification needs log-probs at rollout.temperature ({rollout.temperature}), and SGLang scores at "
+            "temperature 1 only: set rollout.temperature=1 or rollout.engine=transformers":
+                rollout.purification and rollout.engine == "sglang" and rollout.temperature != 1,
             f"rollout.max_tokens ({rollout.max_tokens}) exceeds model.max_length ({self.model.max_length})":
                 rollout.max_tokens > self.model.max_length,
         })  # fmt: skip

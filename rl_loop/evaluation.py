@@ -16,6 +16,7 @@ from rl_loop.batch import outcome_sums
 from rl_loop.config import RlConfig
 from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.environments import Task
+from rl_loop.infrastructure import InfrastructureBreaker
 from rl_loop.rollout_pool import GroupRequest, RolloutPool
 from rl_loop.rollout_worker import RolloutWorker
 from rl_loop.run import ray_session
@@ -25,7 +26,9 @@ from rl_loop.trajectory import Trajectory, TrajectoryGroup
 
 
 def evaluation_figures(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over episodes."""
+    """Means over episodes; none of no episodes."""
+    if not episodes:
+        return {}
     return {name: total / len(episodes) for name, total in outcome_sums(episodes).items()}
 
 
@@ -55,6 +58,9 @@ def evaluate(config: RlConfig, weights: Path | None, output: Path) -> list[dict[
     requests = [GroupRequest(task, seeds, config.rollout.evaluation_temperature) for task in tasks.held_out()]
     if config.evaluation.endpoint is not None:
         groups = asyncio.run(_at_endpoint(config, config.evaluation.endpoint, requests))
+        for group in groups:
+            if group.skipped is not None:
+                print(f"not evaluated: {group.skipped}", flush=True)
     else:
         source = weights or config.initial_weights
         if source is None:
@@ -81,11 +87,14 @@ async def _at_endpoint(config: RlConfig, url: str, requests: Sequence[GroupReque
     settings = config.evaluation
     engine = CompletionsEngine(url, settings.endpoint_model, settings.concurrency)
     worker = RolloutWorker(config, torch.get_num_threads(), engine=engine)
+    breaker = InfrastructureBreaker(config.rollout.max_invalid_share, config.rollout.max_invalid_streak)
     slots = asyncio.Semaphore(max(1, settings.concurrency // settings.samples_per_task))
 
     async def run(request: GroupRequest) -> TrajectoryGroup:
-        async with slots:  # the time limit of an episode begins with its turn
-            return await worker.run_group(request.task, request.seeds, request.temperature)
+        async with slots:
+            group = await worker.run_group(request.task, request.seeds, request.temperature)
+        breaker.observe(group)
+        return group
 
     await worker.start()
     try:
@@ -95,6 +104,7 @@ async def _at_endpoint(config: RlConfig, url: str, requests: Sequence[GroupReque
         raise errors.exceptions[0] from None  # one is enough: an endpoint that is away fails every episode
     finally:
         await worker.close()
+    breaker.check_share()
     return [group.result() for group in groups]
 
 

@@ -155,14 +155,22 @@ class Harmony:
     def render_observation(self, outputs: Sequence[ToolOutput], user: str | None = None) -> list[int]:
         """Ids of what tools answer to the assistant and of what the user then says, ending where the assistant begins
         again. Half of a surrogate pair, which is no text, becomes U+FFFD."""
-        messages = [tool_message(output.tool, output.channel, _well_formed(output.text)) for output in outputs]
+        said = [(tool_message(output.tool, output.channel, ""), output.text) for output in outputs]
         if user is not None:
-            messages.append(user_message(_well_formed(user)))
+            said.append((user_message(""), user))
 
         ids: list[int] = []
-        for message in messages:
-            ids += harmony_encoding().render(message)
-        return self.vocabulary.from_harmony(ids) + self.assistant_header
+        for message, text in said:
+            ids += self._render(message, _well_formed(text))
+        return ids + self.assistant_header
+
+    def _render(self, empty: Message, text: str) -> list[int]:
+        """Ids of a message that is given without its text. openai-harmony tokenises a text as a whole, in time that
+        grows with the square of its longest word; ``encode_text`` does not."""
+        frame = harmony_encoding().render(empty)
+        before, after = frame[:-1], frame[-1:]  # <|end|>
+        vocabulary = self.vocabulary
+        return vocabulary.from_harmony(before) + vocabulary.encode_text(text) + vocabulary.from_harmony(after)
 
     def render_assistant(self, messages: Sequence[ParsedMessage], end: Literal["<|return|>", "<|call|>"]) -> list[int]:
         """Ids of an assistant turn as a policy would sample it, after ``<|start|>assistant``. For demonstrations.

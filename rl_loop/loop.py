@@ -18,6 +18,7 @@ from rl_loop.ablation import engine_weights
 from rl_loop.canary import check_canary
 from rl_loop.config import RlConfig
 from rl_loop.evaluation import evaluation_figures, held_out_requests
+from rl_loop.infrastructure import InfrastructureOutage
 from rl_loop.metrics import Name, StepMetrics
 from rl_loop.rollout_pool import GroupRequest, RolloutsAbandoned
 from rl_loop.run import Session
@@ -74,6 +75,10 @@ class RlLoop:
                 if step > session.state["step"]:
                     session.save(step, block=True)
                 return step
+            except InfrastructureOutage:
+                if step > session.state["step"]:  # what was learned until now is not lost with what went wrong now
+                    session.save(step, block=True)
+                raise
             self.rollouts.sleep()
 
             groups = rollouts.train
@@ -100,6 +105,7 @@ class RlLoop:
                 updates = self.trainer.rl_step(samples, config.algorithm, step)
 
             batch.rollout_metrics(metrics, groups)
+            metrics.add("tasks_left_out", len(self.tasks.unusable), "last")
             batch.training_metrics(metrics, updates.policy)
             batch.critic_metrics(metrics, updates.critic)
             metrics.add("skipped_updates", updates.skipped, "sum")
@@ -201,7 +207,8 @@ class RlLoop:
         metrics.add("mismatch/canary_gap", gap, "max", "tokens")
 
     def record_evaluation(self, step: int, metrics: StepMetrics, groups: list[TrajectoryGroup]) -> None:
-        episodes = [group.trajectories[0] for group in groups]
+        episodes = [episode for group in groups for episode in group.trajectories]
+        batch.lost_episodes(metrics, groups, prefix="held_out")
         for name, value in evaluation_figures(episodes).items():
             metrics.add_mean(f"held_out/{name}", value * len(episodes), len(episodes), "sequences")
         self._record_episodes(episodes, step, "held_out")

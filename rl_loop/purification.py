@@ -4,7 +4,6 @@ The agent sees the error and writes the turn again. The new call replaces the ol
 error, behind the old reasoning if the calls are alike; the world is set back and the call executed. Tokens that moved
 are *grafted*: their log-probs are computed anew, and rollout correction and routing replay leave them out."""
 
-import copy
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
@@ -50,11 +49,12 @@ class Attempt:
 Sample = Callable[[str, list[int]], Awaitable["GenerateResult | None"]]
 """(name, ids) -> a sampled turn, None if there is no room for one"""
 Score = Callable[[list[int]], Awaitable[list[float]]]  # ids -> log-probs of all but the first
+Act = Callable[[Sequence[ParsedMessage]], Awaitable[StepResult]]  # what a turn leads to
 
 
 @dataclass
 class Purifier:
-    """Of one episode."""
+    """Retries failed tool calls within one episode."""
 
     config: PurificationConfig
     environment: Environment
@@ -62,11 +62,14 @@ class Purifier:
     max_tokens: int
     sample: Sample
     score: Score
+    act: Act
     attempts: int = 0
 
-    async def purified(self, failed: Attempt, before: dict[str, Any]) -> Attempt | None:
-        """A turn in place of ``failed``; None if the error stays. ``before``: snapshot of the environment before it."""
-        after = snapshot(self.environment)
+    async def purified(self, failed: Attempt, before: Any) -> Attempt | None:
+        """A turn in place of ``failed``; None if the error stays. ``before``: the environment's state before it.
+
+        If time runs out meanwhile, the environment is in the middle of a retry, and the episode ends."""
+        after = self.environment.save_state()
         turn = failed
         for _ in range(self.config.retries):
             if self.attempts >= self.config.attempts:
@@ -75,14 +78,20 @@ class Purifier:
             new = await self._again(turn)
             if new is None:
                 break
-            restore(self.environment, before)
-            turn = replace(new, result=await self.environment.step(new.messages))
+
+            self.environment.restore_state(before)
+            turn = replace(new, result=await self.act(new.messages))
             if turn.result.tool_errors == 0 and turn.result.format_error is None:
-                scored = (await self.score(turn.prefix + turn.sampled.output_ids))[len(turn.prefix) - 1 :]
-                log_probs = failed.sampled.output_log_probs[: turn.kept] + scored[turn.kept :]
-                return replace(turn, sampled=replace(turn.sampled, output_log_probs=log_probs))
-        restore(self.environment, after)
+                return await self._scored(turn, failed)
+
+        self.environment.restore_state(after)
         return None
+
+    async def _scored(self, turn: Attempt, failed: Attempt) -> Attempt:
+        """The turn with the log-probs of its tokens where they now stand."""
+        scored = (await self.score(turn.prefix + turn.sampled.output_ids))[len(turn.prefix) - 1 :]
+        log_probs = failed.sampled.output_log_probs[: turn.kept] + scored[turn.kept :]
+        return replace(turn, sampled=replace(turn.sampled, output_log_probs=log_probs))
 
     async def _again(self, turn: Attempt) -> Attempt | None:
         """The turn as the agent writes it after seeing the error, put in the place of the failed one."""
@@ -131,19 +140,3 @@ def _grafted(turn: Attempt, sampled: "GenerateResult", ids: list[int], kept: int
     versions = own + new if new else []
     placed = replace(sampled, output_ids=ids, output_log_probs=[0.0] * len(ids))
     return replace(placed, weight_versions=versions, routed_experts=routes)
-
-
-FIXED = ("task", "execute", "reward")
-"""Attributes of an environment that no step changes, and of which not all can be copied."""
-
-
-def snapshot(environment: Environment) -> dict[str, Any]:
-    """Everything that the steps of an episode may have changed."""
-    return copy.deepcopy({name: value for name, value in vars(environment).items() if name not in FIXED})
-
-
-def restore(environment: Environment, state: dict[str, Any]) -> None:
-    """Set the environment back to a snapshot, which stays usable."""
-    fixed = {name: value for name, value in vars(environment).items() if name in FIXED}
-    vars(environment).clear()
-    vars(environment).update(fixed, **copy.deepcopy(state))

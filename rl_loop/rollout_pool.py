@@ -13,7 +13,8 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from rl_loop.config import RunConfig
-from rl_loop.environments import Task
+from rl_loop.environments import Task, TaskFileError
+from rl_loop.infrastructure import InfrastructureBreaker
 from rl_loop.observers import RolloutCounters
 from rl_loop.placed import ROLLOUT_WORKER, outlive_sigterm, place_of
 from rl_loop.rollout_worker import RolloutWorker
@@ -92,8 +93,11 @@ class RolloutPool:
     def run(
         self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = lambda: False
     ) -> list[TrajectoryGroup]:
-        """Run all episodes; groups come back in the order of ``requests``. ``abandon`` is asked every second; if it
-        says so, RolloutsAbandoned is raised."""
+        """Run all episodes; groups come back in the order of ``requests``, those that infrastructure failures ended set
+        apart. ``abandon`` is asked every second; if it says so, RolloutsAbandoned is raised. Raises
+        InfrastructureOutage if too many episodes failed, and TaskFileError if no task can be run."""
+        rollout = self._config.rollout
+        breaker = InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)
         results: dict[int, TrajectoryGroup] = {}
         waiting = deque(enumerate(requests))
         running: dict[Any, tuple[int, int]] = {}  # object reference -> (request, worker)
@@ -116,13 +120,18 @@ class RolloutPool:
             try:
                 results[number] = ray.get(reference)
                 self._counters.count(index, results[number])
+                breaker.observe(results[number])
             except RayActorError as death:
                 lost = [number] + [n for n, i in running.values() if i == index]
                 running = {ref: (n, i) for ref, (n, i) in running.items() if i != index}
                 self._replace(index, death)
                 for n in lost:
                     running[self._submit(index, requests[n])] = (n, index)
-        return [results[number] for number in range(len(requests))]
+        breaker.check_share()
+        groups = [results[number] for number in range(len(requests))]
+        if groups and all(group.skipped is not None for group in groups):
+            raise TaskFileError(f"no task of {len(groups)} can be run: {groups[0].skipped}")
+        return groups
 
     def _submit(self, index: int, request: GroupRequest) -> Any:
         return self._workers[index].run_group.remote(

@@ -2,7 +2,6 @@
 actors of it. It knows neither Megatron nor the optimizer."""
 
 import asyncio
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +9,13 @@ import torch
 from rl_loop.agent import run_episode
 from rl_loop.config import RunConfig
 from rl_loop.demonstrations import harmony_of
-from rl_loop.engines.protocol import RolloutEngine, SamplingParams
+from rl_loop.engines.protocol import ModelShape, RolloutEngine, SamplingParams
 from rl_loop.environments import Task, make_environment
-from rl_loop.sandbox import PythonSandbox
-from rl_loop.trajectory import TrajectoryGroup
+from rl_loop.episode_clock import running_clock
+from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.prompt_limit import UnusablePrompt
+from rl_loop.sandbox import ExecutionResult, PythonSandbox
+from rl_loop.trajectory import Trajectory, TrajectoryGroup
 
 
 class RolloutWorker:
@@ -43,16 +45,49 @@ class RolloutWorker:
     async def run_group(
         self, task: Task, seeds: tuple[int, ...], temperature: float, purify: bool = False
     ) -> TrajectoryGroup:
-        """One episode per seed, all at the same time; failed calls are retried only with ``purify``."""
-        rollout = self.config.rollout
-        purification = rollout.purification if purify else None
-        sampling = SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p)
-        run = partial(run_episode, routed_experts=rollout.routed_experts, purification=purification)
-        episodes = []
-        for seed in seeds:
-            environment = make_environment(task, self.sandbox.run, self.config.reward)
-            episodes.append(run(task.task_id, environment, self.engine, self.harmony, rollout, sampling, seed=seed))
-        return TrajectoryGroup(task.task_id, await asyncio.gather(*episodes))
+        """One episode per seed, all at the same time; failed calls are retried only with ``purify``. Episodes that
+        infrastructure failures ended are set apart; a task whose prompt is of no use is skipped."""
+        try:
+            async with asyncio.TaskGroup() as running:
+                tasks = [running.create_task(self._run_episode(task, seed, temperature, purify)) for seed in seeds]
+        except ExceptionGroup as errors:
+            error = errors.exceptions[0]  # the others are the same, or were cancelled for it
+            if isinstance(error, UnusablePrompt):
+                return TrajectoryGroup(task.task_id, [], skipped=str(error))
+            raise error from None
+
+        episodes = [finished.result() for finished in tasks]
+        valid = [episode for episode in episodes if episode.invalid is None]
+        invalid = [episode for episode in episodes if episode.invalid is not None]
+        return TrajectoryGroup(task.task_id, valid, invalid)
+
+    async def _run_episode(self, task: Task, seed: int, temperature: float, purify: bool) -> Trajectory:
+        rollout, model = self.config.rollout, self.config.model
+        environment = make_environment(task, self._execute, self.config.reward)
+        return await run_episode(
+            task.task_id,
+            environment,
+            self.engine,
+            self.harmony,
+            rollout,
+            SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p),
+            seed=seed,
+            routed_experts=rollout.routed_experts,
+            purification=rollout.purification if purify else None,
+            shape=ModelShape(model.vocab_size, model.num_layers, model.experts_per_token, model.num_experts),
+        )
+
+    async def _execute(self, code: str) -> ExecutionResult:
+        """Run a program. Raises InfrastructureFailure if the sandbox, and not the program, failed."""
+        clock = running_clock()
+        clock.stop()  # while other episodes' programs have the sandbox
+        try:
+            result = await self.sandbox.run(code, on_begin=clock.start)
+        finally:
+            clock.start()
+        if result.unavailable:
+            raise InfrastructureFailure("sandbox", result.error or "it gave no answer")
+        return result
 
     async def close(self) -> None:
         await self.sandbox.close()
@@ -74,4 +109,5 @@ def _engine_over(servers: list[Any], config: RunConfig) -> RolloutEngine:
 
     model, patience = config.model, config.rollout.sglang.start_seconds
     shape = {"num_layers": model.num_layers, "top_k": model.experts_per_token, "num_experts": model.num_experts}
+    shape["vocab_size"] = model.vocab_size
     return SglangEngine(lambda: statuses(servers), **shape, wait_seconds=patience)

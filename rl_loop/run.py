@@ -257,8 +257,9 @@ def user_errors() -> tuple[type[BaseException], ...]:
     from rl_loop.canary import CanaryError
     from rl_loop.engines.completions import EndpointError
     from rl_loop.environments import TaskFileError
+    from rl_loop.infrastructure import InfrastructureOutage
     from rl_loop.sandbox import SandboxUnavailable
     from rl_loop.vocabulary import VocabularyUnavailable
 
     ours = ConversionError, CheckpointError, CanaryError, TaskFileError, SandboxUnavailable, VocabularyUnavailable
-    return *ours, EndpointError
+    return *ours, EndpointError, InfrastructureOutage

@@ -3,16 +3,19 @@
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 
 from megatron_gptoss.packing import Sample
 from rl_loop import arithmetic
-from rl_loop.config import RunConfig, SourceConfig, TaskConfig
+from rl_loop.config import RlConfig, RunConfig, SourceConfig, TaskConfig
 from rl_loop.demonstrations import DemonstrationConfig, demonstrations_of, harmony_of
 from rl_loop.environments import RewardConfig, Task, TaskFileError, environment_class, make_environment
 from rl_loop.environments.task_file import TaskData
+from rl_loop.infrastructure import describe
+from rl_loop.prompt_limit import PromptLimit, UnusablePrompt, prompt_of
 from rl_loop.scores import pass_rates, read_evaluation
 
 BLOCK = 64  # training positions within which sources have exactly their shares
@@ -27,6 +30,9 @@ class TaskSource:
         self.config = config.tasks
         self.harmony = harmony_of(config)
         self.sources = {name: Source(name, source, config.tasks) for name, source in config.tasks.sources.items()}
+        self.unusable: list[str] = []  # why tasks were left out, each once
+        if isinstance(config, RlConfig):
+            self._leave_out_unusable_prompts(config.rollout.max_tokens)
         self._held_out = [task for source in self.sources.values() for task in source.held_out]
         held_out = [_text(task) for task in self._held_out]
         for source in self.sources.values():
@@ -68,6 +74,30 @@ class TaskSource:
             samples += [Sample(demonstration.token_ids, demonstration.loss_mask) for demonstration in shown]
         return samples
 
+    def _leave_out_unusable_prompts(self, max_tokens: int) -> None:
+        """From now on no task has a prompt that cannot be rendered or leaves no room to answer."""
+        limit = PromptLimit(self.harmony, max_tokens)
+
+        def is_usable(task: Task) -> bool:
+            try:
+                prompt = prompt_of(make_environment(task, arithmetic.interpret, RewardConfig()))
+            except Exception as error:
+                raise TaskFileError(f"task {task.task_id}: its prompt cannot be made: {describe(error)}") from error
+            try:
+                if not limit.surely_fits(prompt):
+                    limit.render(task.task_id, prompt)
+            except UnusablePrompt as reason:
+                if str(reason) not in self.unusable:
+                    self.unusable.append(str(reason))
+                return False
+            return True
+
+        for source in self.sources.values():
+            source.keep_usable(is_usable)
+        if self.unusable:
+            shown = "; ".join(self.unusable[:5]) + ("; ..." if len(self.unusable) > 5 else "")
+            print(f"warning: {len(self.unusable)} tasks are left out: {shown}", flush=True)
+
     def _train_task(self, position: int) -> Task:
         block, place = divmod(position, BLOCK)
         order = [number for number, share in enumerate(self._shares) for _ in range(share)]
@@ -85,6 +115,7 @@ class Source:
         self.environment = environment_class(config.environment)
         self.options = self.environment.Options.model_validate(config.options)
         self._excluded: frozenset[str] = frozenset()
+        self._is_usable: Callable[[Task], bool] = lambda task: True
         self._data: TaskData | None = None
         if config.train_path is not None:
             self._data = TaskData(config.train_path, name, self.environment, self.options)
@@ -97,6 +128,17 @@ class Source:
             self.held_out = list(islice(data, tasks.held_out_tasks))
         else:
             self.held_out = [self._generated("held_out", i) for i in range(tasks.held_out_tasks)]
+
+    def keep_usable(self, is_usable: Callable[[Task], bool]) -> None:
+        """From now on there are only tasks of which ``is_usable`` is true. Raises TaskFileError if hardly any are."""
+        self._is_usable = is_usable
+        self.held_out = [task for task in self.held_out if is_usable(task)]
+        kept = [is_usable(task) for task in self._data] if self._data is not None else [True]
+        if not self.held_out or not any(kept):
+            reason = "no prompt leaves room to answer; raise rollout.max_tokens"
+            raise TaskFileError(f"tasks.sources.{self.name}: {reason}")
+        if self._data is not None:
+            self._data.keep(kept)
 
     def decontaminate(self, held_out: list[str]) -> None:
         """From now on no training task has one of these prompts, and none of data shares SHARED_WORDS words in a row
@@ -115,9 +157,10 @@ class Source:
         if self._data is None:
             for attempt in range(1000):
                 task = self._generated("train", index + (attempt << 32))
-                if _text(task) not in self._excluded:
+                if _text(task) not in self._excluded and self._is_usable(task):
                     return task
-            raise TaskFileError(f"tasks.sources.{self.name}: the generator gives hardly any task that is not held out")
+            few = "hardly any task that is not held out and whose prompt is shorter than rollout.max_tokens"
+            raise TaskFileError(f"tasks.sources.{self.name}: the generator gives {few}")
         epoch, offset = divmod(index, len(self._data))
         return self._data[_order(len(self._data), f"{self.seed}/{epoch}")[offset]]
 

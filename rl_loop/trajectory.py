@@ -22,6 +22,14 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True)
+class InvalidReason:
+    """Why an episode says nothing about the policy: an infrastructure failure ended it."""
+
+    component: str  # one of ``rl_loop.infrastructure.COMPONENTS``
+    reason: str  # for people
+
+
+@dataclass(frozen=True)
 class WeightVersionSpan:
     """Tokens ``[start, end)`` of a trajectory were sampled with policy weights ``version``."""
 
@@ -46,7 +54,8 @@ class Trajectory:
 
     token_ids, loss_mask, rollout_log_probs have the same length. ``loss_mask`` is 1 exactly on sampled tokens;
     ``rollout_log_probs`` (natural log, at the sampling temperature) is 0.0 where the mask is 0.
-    ``routed_experts`` is int16 [len - 1, layers, top_k]: the experts of every token that was an input, not the last."""
+    ``routed_experts`` is int16 [len - 1, layers, top_k]: the experts of every token that was an input, not the last.
+    An ``invalid`` episode has the tokens from before the failure, and NaN for its reward."""
 
     task_id: str
     token_ids: list[int]
@@ -69,6 +78,7 @@ class Trajectory:
     """What the engine had processed for earlier turns, added up over the turns; ``cached_tokens`` of it were reused."""
     cached_tokens: int = 0
     answer: str | None = None  # the final answer in a form in which equal answers are equal text
+    invalid: InvalidReason | None = None  # set if an infrastructure failure ended it; it must not be trained on
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -88,14 +98,23 @@ class Trajectory:
 
     def validate(self) -> None:
         """Raise ValueError naming the task and the field if an invariant of the class docstring does not hold."""
+        if self.invalid is not None:
+            raise self._error(f"is invalid ({self.invalid.component}: {self.invalid.reason})")
+
         n = len(self.token_ids)
         for name, column in (("loss_mask", self.loss_mask), ("rollout_log_probs", self.rollout_log_probs)):
             if len(column) != n:
                 raise self._error(f"{name} has {len(column)} entries, token_ids {n}")
-        if any(m not in (0, 1) for m in self.loss_mask):
+
+        mask = np.asarray(self.loss_mask)
+        if not np.isin(mask, (0, 1)).all():
             raise self._error("loss_mask holds values other than 0 and 1")
-        if any(lp != 0.0 for lp, m in zip(self.rollout_log_probs, self.loss_mask, strict=True) if not m):
+        log_probs = np.asarray(self.rollout_log_probs, dtype=np.float64)  # None becomes NaN
+        if not np.isfinite(log_probs).all():
+            raise self._error(f"rollout_log_probs holds {self.rollout_log_probs[int(np.isfinite(log_probs).argmin())]}")
+        if log_probs[mask == 0].any():
             raise self._error("rollout_log_probs is non-zero outside the loss mask")
+
         covered = sum(span.end - span.start for span in self.weight_versions)
         if self.weight_versions and covered != self.sampled_tokens:
             raise self._error(f"weight_versions cover {covered} tokens, {self.sampled_tokens} were sampled")
@@ -108,7 +127,15 @@ class Trajectory:
 
 @dataclass
 class TrajectoryGroup:
-    """The samples of one task: the unit over which group-relative advantages are computed."""
+    """The samples of one task: the unit over which group-relative advantages are computed.
+
+    Only ``trajectories`` are trained on and evaluated. There are fewer of them than were asked for, perhaps none, where
+    infrastructure failed or the prompt is of no use. A single one that is left has nothing to be compared with: its
+    group-relative advantage is 0."""
 
     task_id: str
     trajectories: list[Trajectory]
+    invalid: list[Trajectory] = field(default_factory=list)
+    """Episodes that infrastructure failures ended."""
+    skipped: str | None = None
+    """Why no episode of the task was run, if none was: its prompt is too long or cannot be rendered."""

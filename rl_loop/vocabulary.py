@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from openai_harmony import HarmonyEncoding, HarmonyEncodingName, load_harmony_encoding
 
+from rl_loop.bounded_encoding import O200K_PATTERN, encode_bounded
 from rl_loop.o200k import FILE_NAME, VocabularyUnavailable, ensure_o200k
 
 if TYPE_CHECKING:
@@ -24,12 +25,6 @@ SPECIAL_TOKENS = (
 )  # fmt: skip
 # Harmony ids from here on are special tokens that mean nothing
 FIRST_RESERVED_ID = 200_013
-# how o200k splits text before byte-pair merging; published with the vocabulary
-O200K_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @cache
@@ -46,6 +41,11 @@ def special_id(token: str) -> int:
     return token_id
 
 
+def _harmony_ids(text: str) -> list[int]:
+    """Harmony ids of plain text."""
+    return encode_bounded(text, lambda part: harmony_encoding().encode(part, disallowed_special=()))
+
+
 class GptOssVocabulary:
     """The 201,088 ids of GPT-OSS-20B and 120B: the same as Harmony's."""
 
@@ -56,7 +56,7 @@ class GptOssVocabulary:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text; "<|end|>" in it is five ordinary characters and more, never the special token."""
-        return harmony_encoding().encode(text, disallowed_special=())
+        return _harmony_ids(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text with special tokens written out; bytes that are not UTF-8 become U+FFFD."""
@@ -97,7 +97,7 @@ class TinyVocabulary:
         self.stop_token_ids: tuple[int, ...] = tuple(self._from_harmony[end] for end in ends)
 
     def encode_text(self, text: str) -> list[int]:
-        return self._text.encode(text, add_special_tokens=False).ids
+        return encode_bounded(text, lambda part: self._text.encode(part, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         pieces = self._pieces(ids)
@@ -125,7 +125,7 @@ class TinyVocabulary:
         out: list[int] = []
         for piece in self._pieces(ids):
             if isinstance(piece, bytes):
-                out += harmony_encoding().encode(piece.decode("utf-8", errors="replace"), disallowed_special=())
+                out += _harmony_ids(piece.decode("utf-8", errors="replace"))
             else:
                 out.append(self._to_harmony[piece])
         return out

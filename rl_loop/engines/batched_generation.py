@@ -1,6 +1,7 @@
 """Continuous batching: one step samples one token for every running sequence and takes in those that wait."""
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,8 @@ class RunningSequence:
     future: Future[GenerateResult] = field(default_factory=Future)
     log_probs: list[float] = field(default_factory=list)
     cached_tokens: int = 0
+    on_begin: Callable[[], None] = lambda: None
+    """Called, on the engine's thread, when the sequence leaves the queue."""
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -153,6 +156,7 @@ class BatchedGeneration:
             self._cache.begin(row, source, cached)
             sequence.cached_tokens = cached
             self._running.append(sequence)
+            sequence.on_begin()
             segments.append(Segment(first, length, cached, row))
             first += length
         self._waiting.extendleft(reversed(deferred))

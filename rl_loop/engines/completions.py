@@ -44,13 +44,20 @@ class CompletionsEngine:
             "stop_token_ids": list(sampling.stop_token_ids), "skip_special_tokens": False,
         }  # fmt: skip
         try:
-            async with self._slots, self._session.post(self._url, json=body) as response:
-                if response.status != 200:
-                    raise EndpointError(f"{self._url} answered {response.status}: {(await response.text())[:300]}")
-                choice = (await response.json(content_type=None))["choices"][0]
+            async with self._slots:
+                if request.on_begin is not None:
+                    request.on_begin()
+                return _result(await self._post(body), sampling.stop_token_ids, self._url)
         except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
             raise EndpointError(f"{self._url} cannot be used: {error!r}") from error
-        return _result(choice, sampling.stop_token_ids, self._url)
+
+    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The only choice of the endpoint's answer."""
+        async with self._session.post(self._url, json=body) as response:
+            if response.status != 200:
+                raise EndpointError(f"{self._url} answered {response.status}: {(await response.text())[:300]}")
+            choice: dict[str, Any] = (await response.json(content_type=None))["choices"][0]
+            return choice
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         raise EndpointError(f"{self._url} is for sampling only")

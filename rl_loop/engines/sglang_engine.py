@@ -16,14 +16,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_loop.engines.protocol import GenerateRequest, GenerateResult, check_routes
+from rl_loop.engines.protocol import (
+    GenerateRequest,
+    GenerateResult,
+    check_routes,
+    fault_in_ids,
+    fault_in_log_probs,
+)
 from rl_loop.engines.sglang_client import RequestRejected, ServerFailed, SglangClient
 from rl_loop.engines.sglang_server import ServerState, ServerStatus
+from rl_loop.infrastructure import EngineFault, describe
 from rl_loop.trajectory import FinishReason, WeightVersionSpan
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 STREAM_INTERVAL = 32  # tokens per chunk: what a death can cost a turn
 MAX_FAULTS = 20  # of one request; more are not the servers' bad luck
+MAX_PAUSE = 1.0  # seconds between two faults of one request; the pause doubles with each
 REMEMBERED_EPISODES = 100_000
 
 
@@ -56,8 +64,10 @@ class _Turn:
 class SglangEngine:
     """``servers`` tells the state of all servers; it is asked again when a second has passed or a server failed.
 
-    ``num_layers``, ``top_k``, ``num_experts`` say how routed experts are to be read. A server that does not hold policy
-    weights ``oldest_version`` or later is not used, and an answer that was made with other weights is thrown away."""
+    ``num_layers``, ``top_k``, ``num_experts`` say how routed experts are to be read; token ids are below
+    ``vocab_size``. Servers are not believed: an answer that cannot be one is a fault, and the turn goes on elsewhere.
+    A server that does not hold policy weights ``oldest_version`` or later is not used, and an answer that was made with
+    other weights is thrown away."""
 
     def __init__(
         self,
@@ -66,10 +76,14 @@ class SglangEngine:
         num_layers: int,
         top_k: int,
         num_experts: int,
+        vocab_size: int,
         wait_seconds: float = 1800.0,
         abort_seconds: float = 5.0,
     ) -> None:
-        self._servers, self._routes_shape, self._num_experts = servers, (-1, num_layers, top_k), num_experts
+        self._servers = servers
+        self._routes_shape = (-1, num_layers, top_k)
+        self._num_experts = num_experts
+        self._vocab_size = vocab_size
         self._wait_seconds, self._abort_seconds = wait_seconds, abort_seconds
         self.oldest_version = 0
         self._known: list[ServerStatus] = []
@@ -81,8 +95,8 @@ class SglangEngine:
         self._turns: dict[str, _Turn] = {}
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Sample one continuation. Raises ValueError for a request that no server takes, RuntimeError naming the last
-        fault after ``MAX_FAULTS`` of them or if no server held the policy for ``wait_seconds``."""
+        """Sample one continuation. Raises ValueError for a request that no server takes, EngineFault naming the last
+        fault after ``MAX_FAULTS`` of them, and RuntimeError if no server held the policy for ``wait_seconds``."""
         if request.request_id in self._turns:
             raise ValueError(f"request {request.request_id} is already running: request ids must be unique")
         turn = self._turns[request.request_id] = _Turn(request)
@@ -113,9 +127,9 @@ class SglangEngine:
                 faults = turn.failed.total()
                 self._asked = -math.inf
                 if faults == MAX_FAULTS:
-                    name = turn.request.request_id
-                    raise RuntimeError(f"request {name} met {faults} faults, the last: {failure}") from failure
-                await asyncio.sleep(min(1.0, 0.01 * 2**faults))
+                    what = f"met {faults} faults, the last: {failure}"
+                    raise EngineFault(turn.request.request_id, what) from failure
+                await asyncio.sleep(min(MAX_PAUSE, 0.01 * 2**faults))
             finally:
                 turn.client = None
                 self._load[server.url] -= 1
@@ -162,8 +176,15 @@ class SglangEngine:
         turn.client = self._client(server.url)
         async with aclosing(turn.client.generate(turn.body())) as chunks:  # what is left early must end at the server
             async for chunk in chunks:
+                # a server does not say when it began; with the first tokens at the latest
+                if turn.request.on_begin is not None:
+                    turn.request.on_begin()
+                room = turn.request.sampling.max_new_tokens - len(result.output_ids)
+                try:
+                    tokens, version = self._checked(chunk, len(result.output_ids) - begin, room, server)
+                except (LookupError, TypeError, ValueError, AttributeError) as error:
+                    raise ServerFailed(f"{server.url}: a chunk cannot be read: {describe(error)}") from error
                 meta = chunk["meta_info"]
-                tokens, version = self._checked(chunk, len(result.output_ids) - begin, server)
                 finish = meta.get("finish_reason")
                 if finish is not None and finish["type"] == "abort" and (finish.get("status_code") or 0) >= 500:
                     raise ServerFailed(f"{server.url}: {finish.get('message')}")
@@ -177,11 +198,16 @@ class SglangEngine:
                     result.cached_tokens = meta.get("cached_tokens", result.cached_tokens)
                 if finish is not None:
                     result.finish_reason = FINISH_REASONS[finish["type"]]
+                    if not result.output_ids and result.finish_reason is not FinishReason.ABORT:
+                        raise ServerFailed(f"{server.url}: the answer has no token and ended by {finish['type']!r}")
                     return
         raise ServerFailed(f"{server.url}: the answer has no finish reason")
 
-    def _checked(self, chunk: dict[str, Any], have: int, server: ServerStatus) -> tuple[list[tuple[float, int]], int]:
-        """(log-prob, token) of a chunk and its weight version."""
+    def _checked(
+        self, chunk: dict[str, Any], have: int, room: int, server: ServerStatus
+    ) -> tuple[list[tuple[float, int]], int]:
+        """(log-prob, token) of a chunk and its weight version. ``have``: tokens of this answer so far; ``room``: those
+        that may still come. Raises ServerFailed for an answer that cannot be one, or what reading nonsense raises."""
         meta = chunk["meta_info"]
         version = str(meta.get("weight_version"))
         if not version.isdigit() or not self._is_fresh(int(version)):
@@ -190,19 +216,29 @@ class SglangEngine:
         ids, total = chunk["output_ids"], meta["completion_tokens"]
         if total == have:  # a waiting request that is aborted repeats its last token
             return [], int(version)
-        tokens = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
+        finish = meta.get("finish_reason")
+        if finish is not None and finish["type"] not in FINISH_REASONS:
+            raise ServerFailed(f"{server.url}: the answer ended by {finish['type']!r}, which is no reason")
+        tokens = [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]]
         if have + len(ids) != total or [token for _, token in tokens] != ids:
             given = f"{len(ids)} tokens and {len(tokens)} log-probs after {have} of {total}"
             advice = "does it run with --incremental-streaming-output?"
             raise ServerFailed(f"{server.url}: {given} do not fit: {advice}")
-        if not all(math.isfinite(log_prob) for log_prob, _ in tokens):
-            raise ServerFailed(f"{server.url}: a log-prob is not finite: weights {version} are broken or overflow")
-        return tokens, int(version)
+        if len(tokens) > room:
+            raise ServerFailed(f"{server.url}: {len(tokens)} tokens came back, {room} were asked for")
+        fault = fault_in_ids(ids, self._vocab_size) if ids else None
+        fault = fault or (fault_in_log_probs([log_prob for log_prob, _ in tokens]) if tokens else None)
+        if fault is not None:
+            raise ServerFailed(f"{server.url}, weights {version}: {fault}")
+        return [(float(log_prob), int(token)) for log_prob, token in tokens], int(version)
 
     def _routes(self, meta: dict[str, str], tokens: int) -> np.ndarray:
         """int16 [tokens, layers, top_k]. Raises RuntimeError if there are routes that no router chose."""
-        flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
-        routes = flat.reshape(self._routes_shape).astype(np.int16)
+        try:
+            flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
+            routes = flat.reshape(self._routes_shape).astype(np.int16)
+        except (TypeError, ValueError) as error:
+            raise ServerFailed(f"routed experts cannot be read: {describe(error)}") from error
         if len(routes) != tokens:
             raise ServerFailed(f"routed experts of {len(routes)} tokens came back, expected {tokens}")
         return check_routes(routes, self._num_experts)

@@ -8,6 +8,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Self
 
 import torch
@@ -54,7 +55,14 @@ class TransformersEngine:
         limit = self._model.config.max_position_embeddings
         if total > limit:
             raise ValueError(f"{name}: prompt and max_new_tokens make {total} tokens, the model has {limit} positions")
-        sequence = RunningSequence(request)
+        loop = asyncio.get_running_loop()
+
+        def begin() -> None:
+            if request.on_begin is not None:
+                with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(request.on_begin)
+
+        sequence = RunningSequence(request, on_begin=begin)
         answer = asyncio.wrap_future(sequence.future)
         try:
             await self._call(lambda: self._add(sequence))

@@ -1,5 +1,6 @@
 """What an environment is: where its tasks come from, how an episode goes, and how a script would solve it."""
 
+import copy
 import json
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from rl_loop.harmony import BuiltinTool, ParsedMessage, PythonTool, Tool, ToolOutput
+from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.sandbox import ExecutionResult
 
 Split = Literal["train", "held_out"]
@@ -93,6 +95,9 @@ class Environment:
 
     Options: ClassVar[type[EnvironmentOptions]] = EnvironmentOptions
 
+    FIXED: ClassVar[tuple[str, ...]] = ("task", "execute", "reward")
+    """Attributes that no step changes and ``save_state`` leaves out. A subclass adds its own, such as a connection."""
+
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
         self.task, self.execute, self.reward = task, execute, reward
 
@@ -134,7 +139,8 @@ class Environment:
 
     async def call(self, tool: str, arguments: str) -> str | StepResult:
         """Run one tool call: what the agent is told, or the end of the episode. ``tool`` is the recipient as sampled.
-        Raises ToolError or UnknownTool."""
+        Raises ToolError or UnknownTool; and InfrastructureFailure, as which any other exception counts too, if the tool
+        cannot do its work through no fault of the agent."""
         raise UnknownTool
 
     async def answer(self, text: str) -> StepResult:
@@ -145,23 +151,58 @@ class Environment:
         """Act on the messages of one assistant turn: calls to tools, or an answer."""
         calls = [message for message in messages if message.recipient is not None]
         if not calls:
-            if messages[-1].channel != "final":
-                return self.illegal("unanswered")
-            return await self.answer(messages[-1].text)
+            return await self._answer(messages[-1])
+
         outputs: list[ToolOutput] = []
         errors = 0
         for message in calls:
             assert message.recipient is not None
             try:
-                text = await self.call(message.recipient, message.text)
+                reply = await self._call(message.recipient, message.text)
             except ToolError as error:
-                text, errors = str(error), errors + 1
+                reply = str(error)
+                errors += 1
             except UnknownTool:
                 return self.illegal("unknown_tool")
-            if isinstance(text, StepResult):
-                return replace(text, tool_calls=len(outputs) + 1, tool_errors=errors)
-            outputs.append(ToolOutput(message.recipient, message.channel, text))
+            if isinstance(reply, StepResult):
+                return replace(reply, tool_calls=len(outputs) + 1, tool_errors=errors)
+            outputs.append(ToolOutput(message.recipient, message.channel, reply))
         return StepResult(outputs, tool_calls=len(outputs), tool_errors=errors)
+
+    async def _answer(self, message: ParsedMessage) -> StepResult:
+        """What a turn without calls leads to. Raises InfrastructureFailure if it cannot be judged."""
+        if message.channel != "final":
+            return self.illegal("unanswered")
+        try:
+            return await self.answer(message.text)
+        except InfrastructureFailure:
+            raise
+        except Exception as error:  # an answer that cannot be judged is not a wrong one
+            raise InfrastructureFailure("checker", describe(error)) from error
+
+    async def _call(self, tool: str, arguments: str) -> str | StepResult:
+        """``call``; raises InfrastructureFailure for whatever it must not raise or return."""
+        try:
+            reply = await self.call(tool, arguments)
+        except (ToolError, UnknownTool, InfrastructureFailure):
+            raise
+        except Exception as error:  # a server that is away, say
+            raise InfrastructureFailure("tool", f"{tool[:60]}: {describe(error)}") from error
+        if not isinstance(reply, str | StepResult):
+            raise InfrastructureFailure("tool", f"{tool[:60]} returned {type(reply).__name__} instead of text")
+        return reply
+
+    def save_state(self) -> Any:
+        """Copy everything that the steps of an episode change, so that a failed call can be retried. None says that it
+        cannot, as in a world that lives elsewhere."""
+        return copy.deepcopy({name: value for name, value in vars(self).items() if name not in self.FIXED})
+
+    def restore_state(self, state: Any) -> None:
+        """Set the world back to what ``save_state`` returned, which stays usable."""
+        for name in vars(self).keys() - state.keys() - set(self.FIXED):
+            delattr(self, name)
+        for name, value in copy.deepcopy(state).items():
+            setattr(self, name, value)
 
     def unfinished(self) -> StepResult:
         """The reward when the episode ends without a final answer: out of turns, tokens or time."""

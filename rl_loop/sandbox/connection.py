@@ -35,6 +35,7 @@ class ExecutionResult:
     timed_out: bool = False  # it ran into the wall-clock limit and was killed
     truncated: bool = False  # it printed more than the limit; the output then ends in a line that says so
     seconds: float = 0.0  # wall-clock time of the program, without its set-up
+    unavailable: bool = False  # the sandbox failed before the program began, so that it is not the program's doing
 
 
 class ServerLost(Exception):

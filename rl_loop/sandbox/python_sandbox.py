@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
@@ -66,15 +67,24 @@ class PythonSandbox:
             await self.close()
             raise
 
-    async def run(self, code: str) -> ExecutionResult:
+    async def run(self, code: str, on_begin: Callable[[], None] | None = None) -> ExecutionResult:
         """Run one program and return what it did; it never raises because of the program.
+
+        ``on_begin`` is called, on the event loop, when the program has waited for its turn.
 
         A call that a server failed before the program began is tried once more, on a new server.
         Raises RuntimeError when the sandbox is not started or is closed."""
         if self._threads is None:
             raise RuntimeError("the sandbox is not running: call start(), or use it as an async context manager")
         future: Future[ExecutionResult] = Future()
-        self._threads.submit(self._answer, code, future)
+        loop = asyncio.get_running_loop()
+
+        def begin() -> None:
+            if on_begin is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(on_begin)
+
+        self._threads.submit(self._answer, code, future, begin)
         return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
@@ -99,9 +109,10 @@ class PythonSandbox:
 
     # ---- in the threads, each of which has one server
 
-    def _answer(self, code: str, future: Future[ExecutionResult]) -> None:
+    def _answer(self, code: str, future: Future[ExecutionResult], begin: Callable[[], None]) -> None:
         if not future.set_running_or_notify_cancel():
             return
+        begin()
         result = self._execute(code)
         future.set_result(result)
         # now, so that no call waits for it: after any call that was killed, and after calls_per_server calls
@@ -112,6 +123,7 @@ class PythonSandbox:
 
     def _execute(self, code: str) -> ExecutionResult:
         reason = ""
+        started = False
         for _ in range(2):
             try:
                 server = self._servers.get(threading.get_ident())
@@ -125,9 +137,10 @@ class PythonSandbox:
                 self._discard_server()
                 if not self._closing:
                     logger.warning("a sandbox server was lost and is replaced: %s", reason)
-                if error.started:
+                started = error.started
+                if started:
                     break
-        return ExecutionResult("", -1, _CLOSED if self._closing else reason)
+        return ExecutionResult("", -1, _CLOSED if self._closing else reason, unavailable=not started)
 
     def _replace_server(self) -> ServerProcess:
         """Raises SandboxUnavailable if the new server does not start, or the sandbox is being closed."""

@@ -37,6 +37,8 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self.requests.append(request)
+        if request.on_begin is not None:
+            request.on_begin()
         version = len(self.requests)
         room = request.sampling.max_new_tokens
         cut = self._aborts.pop(0) if self._aborts else None

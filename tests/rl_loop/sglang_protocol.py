@@ -16,10 +16,12 @@ import asyncio
 import base64
 import hashlib
 import json
+import math
 import os
 import pickle
 import random
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -201,7 +203,10 @@ class LocalServer:
                     if fault == "nonsense":
                         await answer.write(b"data: {}}\n\n")
             sent += len(pending)
-            await self._send(answer, self._chunk(body, pending, sent, cached, finish, ids), fault)
+            chunk = self._chunk(body, pending, sent, cached, finish, ids)
+            if fault in LIES and pending:
+                LIES[fault](chunk)
+            await self._send(answer, chunk, fault)
             await answer.write(b"data: [DONE]\n\n")
             return answer
         except ConnectionResetError:  # the client has gone
@@ -383,7 +388,43 @@ def _bytes_hash(tensor: torch.Tensor) -> str:
     return f"{int.from_bytes(hashlib.sha256(data).digest()[:8], 'big'):016x}"
 
 
-FAULTS = ("500", "drop", "broken", "nonsense", "slow", "latency")
+def _change_first(chunk: dict[str, Any], log_prob: Any = 0.0, token: Any = None) -> None:
+    """Another log-prob, or another token, in the first place of a chunk."""
+    entry = chunk["meta_info"]["output_token_logprobs"][0]
+    if token is None:
+        entry[0] = log_prob
+    else:
+        entry[1] = chunk["output_ids"][0] = token
+
+
+def _drop_log_prob(chunk: dict[str, Any]) -> None:
+    del chunk["meta_info"]["output_token_logprobs"][0]
+
+
+def _send_surplus(chunk: dict[str, Any]) -> None:
+    """A thousand more tokens than were asked for."""
+    chunk["meta_info"]["output_token_logprobs"] += [[-1.0, 11, None]] * 1000
+    chunk["meta_info"]["completion_tokens"] += 1000
+    chunk["output_ids"] += [11] * 1000
+
+
+LIES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "NaN": lambda chunk: _change_first(chunk, math.nan),
+    "infinity": lambda chunk: _change_first(chunk, -math.inf),
+    "null": lambda chunk: _change_first(chunk, None),
+    "positive": lambda chunk: _change_first(chunk, 0.5),
+    "text": lambda chunk: _change_first(chunk, "-1.0"),
+    "foreign id": lambda chunk: _change_first(chunk, token=VOCAB),
+    "negative id": lambda chunk: _change_first(chunk, token=-1),
+    "fewer log-probs": _drop_log_prob,
+    "surplus": _send_surplus,
+    "no reason": lambda chunk: chunk["meta_info"].update(finish_reason={"type": "boredom"}),
+    "no numbers": lambda chunk: chunk["meta_info"].pop("completion_tokens"),
+    "wrong shape": lambda chunk: chunk.update(meta_info=[]),
+}
+"""What a server may say that is well-formed JSON and cannot be true; done to the last chunk of an answer."""
+
+FAULTS = ("500", "drop", "broken", "nonsense", "slow", "latency", *LIES)
 
 
 def _join(body: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import RewardConfig, Task
 from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.harmony import Harmony, ParsedMessage
-from rl_loop.purification import PurificationConfig, restore, snapshot
+from rl_loop.purification import PurificationConfig
 from rl_loop.trajectory import FinishReason, Trajectory, TrajectoryGroup
 from tests.rl_loop.scripted_engine import ScriptedEngine, log_prob_at
 
@@ -140,9 +140,9 @@ def test_the_world_is_set_back_before_the_new_call(tiny: Harmony) -> None:
     assert engine.environment._calls == 2  # type: ignore[attr-defined]
     assert programs[2].count("print(17*23)") == 2  # the history and the new call; the failed one left no trace
     environment = ReToolEnvironment(TASK, None, RewardConfig())  # type: ignore[arg-type]
-    state = snapshot(environment)
+    state = environment.save_state()
     environment._history, environment.added = "x", 1  # type: ignore[attr-defined]
-    restore(environment, state)
+    environment.restore_state(state)
     assert environment._history == ""
     assert not hasattr(environment, "added")
     assert environment.task is TASK

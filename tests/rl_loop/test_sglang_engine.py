@@ -20,6 +20,7 @@ from tests.rl_loop.sglang_protocol import (
     LAYERS,
     RANDOM_WEIGHTS,
     TOP_K,
+    VOCAB,
     LocalServer,
     log_prob,
     next_token,
@@ -59,7 +60,8 @@ async def engine_over(*servers: LocalServer, **options: float) -> AsyncIterator[
     for server in servers:
         server.version = "3"
         await server.start()
-    engine = SglangEngine(fleet.statuses, num_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS, **options)
+    shape = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "vocab_size": VOCAB}
+    engine = SglangEngine(fleet.statuses, **shape, **options)
     engine.oldest_version = 3
     try:
         yield engine, fleet

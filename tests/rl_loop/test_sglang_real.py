@@ -80,7 +80,7 @@ def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path)
         async def servers() -> list[ServerStatus]:
             return [ServerStatus(url, ServerState.SYNCED, 1, 9)]
 
-        engine = SglangEngine(servers, num_layers=4, top_k=2, num_experts=4)
+        engine = SglangEngine(servers, num_layers=4, top_k=2, num_experts=4, vocab_size=201_088)
         for version, transport in enumerate(["gloo", "shared_memory", "disk", "gloo"], start=1):
             weights = weights_of(version)
             plan = SyncPlan((url,), version, transport, bucket_bytes=200_000, directory=tmp_path / "weights")

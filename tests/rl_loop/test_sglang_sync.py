@@ -29,7 +29,7 @@ from rl_loop.engines.weight_sender import SyncPlan, WeightMismatch, buckets, sen
 from rl_loop.rollout_pool import RolloutPool
 from rl_loop.sglang_fleet import SglangFleet, statuses
 from rl_loop.trainer_group import TrainerGroup
-from tests.rl_loop.sglang_protocol import LocalServer, digest, log_prob, next_token, prefix_state
+from tests.rl_loop.sglang_protocol import VOCAB, LocalServer, digest, log_prob, next_token, prefix_state
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(
@@ -72,7 +72,7 @@ def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(transpo
         async def servers() -> list[ServerStatus]:
             return [ServerStatus(url, ServerState.SYNCED, 1, int(server.version))]
 
-        engine = SglangEngine(servers, num_layers=2, top_k=2, num_experts=2)
+        engine = SglangEngine(servers, num_layers=2, top_k=2, num_experts=2, vocab_size=VOCAB)
         tokens, versions, turn = list(TEXT), [], 0
         syncing = asyncio.ensure_future(asyncio.sleep(0.3))
         while len(tokens) < len(TEXT) + 150:
