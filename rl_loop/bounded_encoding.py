@@ -44,12 +44,17 @@ def parts_of(text: str, longest: int = LONGEST_PIECE, window: int = WINDOW) -> I
             spans = spans[:-UNSURE_PIECES]
 
         # all pieces up to the first that is too long; what is unsure comes again with the next window
-        end = 0
+        ends = []
         for first, last in spans:
             if last - first > longest:
                 break
-            end = last
-        end = end or min(longest, len(seen))
+            ends.append(last)
+
+        if start + window < len(text) or len(ends) < len(spans):
+            # how spaces are cut depends on what follows them, which must be in the same part
+            behind_words = [end for end in ends if not seen[end - 1].isspace()]
+            ends = behind_words or ends
+        end = ends[-1] if ends else min(longest, len(seen))
         yield seen[:end]
         start += end
 

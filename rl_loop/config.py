@@ -233,8 +233,8 @@ class RunConfig(StrictModel):
             "longest episode would not fit a micro-batch": rollout.max_tokens > row,
             "ablation.engine_sinks and engine_noise need rollout.engine=transformers":
                 rollout.engine == "sglang" and (not ablation.engine_sinks or ablation.engine_noise),
-            f"rollout.purification needs log-probs at rollout.temperature ({rollout.temperature}), and SGLang scores at "
-            "temperature 1 only: set rollout.temperature=1 or rollout.engine=transformers":
+            f"rollout.purification scores at rollout.temperature ({rollout.temperature}), and SGLang scores "
+            "at temperature 1 only: set rollout.temperature=1 or rollout.engine=transformers":
                 rollout.purification and rollout.engine == "sglang" and rollout.temperature != 1,
             f"rollout.max_tokens ({rollout.max_tokens}) exceeds model.max_length ({self.model.max_length})":
                 rollout.max_tokens > self.model.max_length,

@@ -122,7 +122,7 @@ class TurnSampler:
         running: asyncio.Future[GenerateResult] = asyncio.ensure_future(
             self.engine.generate(replace(request, on_begin=begin))
         )
-        beginning = asyncio.ensure_future(begun.wait())
+        beginning: asyncio.Future[bool] = asyncio.ensure_future(begun.wait())
         try:
             await asyncio.wait({running, beginning}, timeout=self.queue_seconds, return_when=asyncio.FIRST_COMPLETED)
             if not running.done() and not begun.is_set():

@@ -319,7 +319,7 @@ def test_a_call_of_a_tool_that_does_not_exist_is_a_format_error(harmony: Harmony
 
 
 def test_an_engine_that_forgets_the_routes_is_noticed(tiny: Harmony) -> None:
-    engine = ScriptedEngine([answer(tiny)])
+    engine = ScriptedEngine([answer(tiny)] * 4)  # it is asked again, and tried in vain
     engine.returns_routes = False
     trajectory = episode(tiny, engine)
     assert trajectory.invalid is not None

@@ -558,6 +558,10 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
 
 
 def test_failures_come_whole_out_of_another_process() -> None:
-    for failure in (InfrastructureFailure("tool", "x"), EngineFault("r/1", "NaN", "http://a"), InfrastructureOutage("y")):
+    for failure in (
+        InfrastructureFailure("tool", "x"),
+        EngineFault("r/1", "NaN", "http://a"),
+        InfrastructureOutage("y"),
+    ):
         copied = pickle.loads(pickle.dumps(failure))
         assert (type(copied), str(copied), vars(copied)) == (type(failure), str(failure), vars(failure))
