@@ -42,7 +42,7 @@ class PromptLimit:
     def render(self, task_id: str, prompt: Prompt) -> list[int]:
         """Ids of the prompt. Raises UnusablePrompt naming the task, and the limit if it is too long."""
         try:
-            size = _bytes_of(prompt)
+            size = sum(len(str(message.get("content")).encode("utf-8", "replace")) for message in prompt.messages)
             if size > LONGEST_TOKEN * self._max_tokens:
                 raise self._too_long(task_id, f"at least {size // LONGEST_TOKEN}")
             ids = self._harmony.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
@@ -58,13 +58,9 @@ class PromptLimit:
     def surely_fits(self, prompt: Prompt) -> bool:
         """Whether a prompt is short enough whatever its tokens are, without tokenising it: each has a byte or more."""
         described = sum(len(repr(tool).encode()) for tool in (*prompt.tools, *prompt.builtin_tools))
-        return _bytes_of(prompt) + 2 * described + FRAME_TOKENS < self._max_tokens
+        written = sum(len(repr(message).encode()) for message in prompt.messages)
+        return written + 2 * described + FRAME_TOKENS < self._max_tokens
 
     def _too_long(self, task_id: str, tokens: str) -> UnusablePrompt:
         limit = f"has {tokens} tokens; rollout.max_tokens is {self._max_tokens}"
         return UnusablePrompt(f"the prompt of task {task_id} {limit}")
-
-
-def _bytes_of(prompt: Prompt) -> int:
-    """Of the texts of all messages, whatever else belongs to a message included."""
-    return sum(len(repr(message).encode("utf-8", "replace")) for message in prompt.messages)

@@ -303,7 +303,7 @@ def test_an_environment_that_fails_in_any_method_makes_the_episode_invalid(
     check_invalid(episode, component)
 
 
-@pytest.mark.parametrize("method", ["prompt", "tools", "illegal"])
+@pytest.mark.parametrize("method", ["prompt", "tools", "builtin_tools", "illegal"])
 def test_prompts_and_illegal_ends_that_fail_make_the_episode_invalid_too(tiny: Harmony, method: str) -> None:
     illegal = [[*tiny.vocabulary.encode_text("what?"), tiny.stop_token_ids[0]]]
     environment = FaultyEnvironment(method, FAILURES["a bug"])

@@ -19,7 +19,7 @@ from rl_loop.environments.base import Environment, StepResult, final
 from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.harmony import Harmony, ParsedMessage, ToolOutput
 from rl_loop.observation import cut_observation, cut_text, fair_share
-from rl_loop.prompt_limit import PromptLimit, UnusablePrompt
+from rl_loop.prompt_limit import Prompt, PromptLimit, UnusablePrompt
 from rl_loop.trajectory import FinishReason, Trajectory
 from rl_loop.vocabulary import harmony_encoding
 from tests.rl_loop.scripted_engine import ScriptedEngine
@@ -220,7 +220,7 @@ def test_half_of_a_surrogate_pair_becomes_a_replacement_character(harmony: Harmo
 def test_a_prompt_of_no_use_names_its_task_at_once(harmony: Harmony, content: Any) -> None:
     began = time.perf_counter()
     with pytest.raises(UnusablePrompt, match="the prompt of task t7 "):
-        PromptLimit(harmony, 1000).render("t7", [{"role": "user", "content": content}], ())
+        PromptLimit(harmony, 1000).render("t7", Prompt([{"role": "user", "content": content}]))
     assert time.perf_counter() - began < 5
 
 
@@ -228,6 +228,6 @@ def test_a_prompt_of_no_use_names_its_task_at_once(harmony: Harmony, content: An
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=300), st.integers(1024, 1500))
 def test_a_prompt_that_surely_fits_does(tiny: Harmony, text: str, max_tokens: int) -> None:
     limit = PromptLimit(tiny, max_tokens)
-    messages = [{"role": "user", "content": text}]
-    if limit.surely_fits(messages, ()):
-        assert len(limit.render("t", messages, ())) < max_tokens
+    prompt = Prompt([{"role": "user", "content": text}])
+    if limit.surely_fits(prompt):
+        assert len(limit.render("t", prompt)) < max_tokens
