@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 LONGEST_PIECE = 1024
 """Characters; words of people, identifiers, hashes and rules of dashes are far shorter."""
-WINDOW = 4096
+WINDOW = 2048
 """Characters that are cut into pieces, and then tokenised, at a time: what a thread may hold the interpreter for."""
 UNSURE_PIECES = 2
 """The last pieces of a window may be others when more text follows: "don" and "'" become "don't"."""

@@ -70,6 +70,7 @@ class LocalServer:
         self.drops = self.transposes = ""  # a tensor that is not loaded, or loaded wrongly, with "success"
         self.ranks = 1
         self.zero_routes = self.hangs = self.rejects = False
+        self.always = ""  # the fault of every answer
         self.die_at: str | None = None  # "path" or "path:n": ends the server at the n-th call of it
         self.is_process = False
         self.met: list[str] = []
@@ -145,7 +146,7 @@ class LocalServer:
             return web.json_response({"error": {"message": "input is too long"}}, status=400)
         if not body.get("stream"):
             return web.json_response(self._scored(body["input_ids"]))
-        fault = self.random.choice(FAULTS) if self.random.random() < self.faults else ""
+        fault = self.random.choice(FAULTS) if self.random.random() < self.faults else self.always
         if fault:
             self.met.append(fault)
         if fault == "500":

@@ -90,3 +90,13 @@ def test_impossible_layouts_name_the_key(layout: dict[str, int], named: str | No
     with pytest.raises(ValueError) as error:
         parallel.check_layout(model)
     assert named in str(error.value)
+
+
+def test_purification_with_sglang_needs_temperature_one() -> None:
+    """SGLang scores at temperature 1 only: found out by the first retried call otherwise, hours into a run."""
+    path = CONFIGS / "rl/tiny_retool.yaml"
+    sglang = ["rollout.purification={}", "rollout.engine=sglang"]
+    with pytest.raises(ConfigError, match=r"rollout\.purification .* set rollout\.temperature=1"):
+        load_config(path, RlConfig, [*sglang, "rollout.temperature=0.7"])
+    load_config(path, RlConfig, [*sglang, "rollout.temperature=1"])
+    load_config(path, RlConfig, ["rollout.purification={}", "rollout.temperature=0.7"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import re
 import signal
@@ -20,8 +21,9 @@ import torch
 from rl_loop.canary import CanaryError, check_canary
 from rl_loop.config import RlConfig, SftConfig, load_config
 from rl_loop.engine_report import engine_report
+from rl_loop.infrastructure import InfrastructureOutage
 from rl_loop.rollout_pool import GroupRequest, RolloutPool
-from rl_loop.run import Interrupted, run_rl, run_sft
+from rl_loop.run import Interrupted, run_rl, run_sft, user_errors
 from rl_loop.run_directory import read_json_lines
 from rl_loop.tasks import TaskSource
 from rl_loop.trainer_group import TrainerGroup
@@ -229,3 +231,34 @@ def test_the_canary_sees_a_single_weight_that_did_not_arrive(tmp_path: Path) -> 
     finally:
         pool.close()
         trainer.close()
+
+
+UNRELIABLE = "tests.rl_loop.unreliable_tools:UnreliableEnvironment"
+
+
+def test_a_tool_server_that_is_away_ends_training_in_one_line(tmp_path: Path) -> None:
+    only_tools = [f"tasks.sources.tools.environment={UNRELIABLE}", "tasks.sources.retool.weight=0"]
+    config = rl_config(tmp_path, *only_tools, "tasks.held_out_tasks=2")
+    with pytest.raises(InfrastructureOutage) as outage:
+        run_rl(config, Quiet())
+    message = str(outage.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    assert re.search(r"ended \d+ of \d+ episodes .*: environment in \d+, such as: .*Connection refused", message)
+    assert isinstance(outage.value, user_errors())
+
+
+def test_a_run_goes_on_without_the_episodes_that_infrastructure_failures_ended(tmp_path: Path) -> None:
+    source = f"{{environment: '{UNRELIABLE}', options: {{failing: 0.5, long_prompts: 0.3}}}}"
+    only_tools = [f"tasks.sources.tools={source}", "tasks.sources.retool.weight=0", "tasks.held_out_tasks=8"]
+    limits = ["rollout.max_invalid_share=0.95", "training.steps=3", "evaluate_every=1"]
+    config = rl_config(tmp_path, *only_tools, *limits)
+    run_rl(config, Quiet())
+    steps = read_json_lines(config.directory / "metrics.jsonl")[:3]
+    lost = [step["rollout/invalid/environment"] for step in steps]
+    assert any(0 < share < 1 for share in lost)
+    for step in steps:
+        assert math.isfinite(step["reward"])
+        assert step["held_out/invalid/environment"] <= 1
+        assert step["rollout/skipped_tasks"] == 0
+        assert step["tasks_left_out"] > 0

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ import pytest
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang_engine import SglangEngine
 from rl_loop.engines.sglang_server import ServerState, ServerStatus
+from rl_loop.infrastructure import EngineFault
 from rl_loop.trajectory import FinishReason, WeightVersionSpan
 from tests.rl_loop.sglang_protocol import (
     EXPERTS,
     FAULTS,
     LAYERS,
+    LIES,
     RANDOM_WEIGHTS,
     TOP_K,
     VOCAB,
@@ -28,6 +31,12 @@ from tests.rl_loop.sglang_protocol import (
 )
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_loop.engines.sglang_engine.MAX_PAUSE", 0.02)
+
 
 PROMPT = list(range(100, 140))
 
@@ -225,3 +234,31 @@ async def test_a_thousand_episodes_with_faults_are_all_complete_and_none_duplica
         assert all(len(tokens) == 16 + 3 * (16 + 5) for tokens in episodes)
         await asyncio.sleep(0.5)
         assert not any(server.running for server in servers[:3]), "requests that nobody waits for are still served"
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_what_a_server_cannot_mean_is_its_fault_and_is_named(lie: str) -> None:
+    """From one server only, so that there is nowhere else to go, and from one of two."""
+    liar, honest = LocalServer(), LocalServer()
+    liar.always = lie
+    async with engine_over(liar) as (engine, _):
+        with pytest.raises(EngineFault, match=rf"request e/0/0/0: met 20 faults, the last: {liar.url}"):
+            await engine.generate(request(PROMPT, 30))
+        assert len(liar.served) == 20
+    async with engine_over(liar, honest) as (engine, _):
+        results = await asyncio.gather(*(engine.generate(request(PROMPT, 30, f"e/{i}/0/0")) for i in range(4)))
+        for result in results:
+            check(result, PROMPT)
+
+
+async def test_a_request_begins_with_its_first_tokens() -> None:
+    server = LocalServer()
+    async with engine_over(server) as (engine, _):
+        begun = asyncio.Event()
+        server.hangs = True
+        running = asyncio.ensure_future(engine.generate(replace(request(PROMPT, 5), on_begin=begun.set)))
+        await asyncio.sleep(0.1)
+        assert not begun.is_set()
+        server.hangs = False
+        await running
+        assert begun.is_set()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl_loop.config import ConfigError, SftConfig, load_config
+from rl_loop.config import ConfigError, RlConfig, SftConfig, load_config
 from rl_loop.environments import Task, TaskFileError
 from rl_loop.tasks import BLOCK, TaskSource
 
@@ -141,3 +141,38 @@ def test_the_file_and_row_of_a_bad_record_are_named(tmp_path: Path) -> None:
     bad = f"{{environment: gsm8k, held_out_path: '{tmp_path / 'bad.jsonl'}', weight: 0}}"
     with pytest.raises(TaskFileError, match=r"bad\.jsonl, line 3: Gsm8kEnvironment misses 'answer'"):
         source(f"tasks.sources.other={bad}")
+
+
+def rl_source(*overrides: str) -> TaskSource:
+    return TaskSource(load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["model.vocab_size=1024", *overrides]))
+
+
+def test_tasks_whose_prompts_leave_no_room_are_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = [("1 " * 3000 if i % 5 == 0 else "") + f"What is {i}?" for i in range(50)]
+    train, held_out = write(tmp_path / "train.jsonl", questions), write(tmp_path / "held.jsonl", ["1 " * 3000, "x?"])
+    place = "tasks.sources.retool"
+    tasks = rl_source(f"{place}.train_path={train}", f"{place}.held_out_path={held_out}")
+    assert sorted(texts(tasks.train(0, 40))) == sorted(f"What is {i}?" for i in range(50) if i % 5)
+    assert texts(tasks.held_out()) == ["x?"]
+    assert len(tasks.unusable) == 11
+    printed = capsys.readouterr().out
+    assert "warning: 11 tasks are left out: the prompt of task" in printed
+    assert printed.count("\n") == 1
+
+    for path, other in ((train, held_out), (held_out, train)):
+        write(path, ["1 " * 3000])
+        with pytest.raises(TaskFileError, match=r"tasks\.sources\.retool: no prompt leaves room"):
+            rl_source(f"{place}.train_path={train}", f"{place}.held_out_path={held_out}")
+        write(other, ["x?"])
+
+
+def test_generated_tasks_whose_prompts_leave_no_room_make_room_for_others() -> None:
+    options = "{environment: 'tests.rl_loop.unreliable_tools:UnreliableEnvironment', options: {long_prompts: 0.4}}"
+    overrides = [f"tasks.sources.tools={options}", "tasks.sources.retool.weight=0", "tasks.held_out_tasks=20"]
+    tasks = rl_source(*overrides)
+    found, held_out = tasks.train(0, 50), tasks.sources["tools"].held_out
+    assert max(len(text) for text in texts(found + held_out)) < 100
+    assert 5 < len(held_out) < 20
+    assert rl_source(*overrides).train(20, 30) == found[20:]

@@ -6,11 +6,13 @@ import asyncio
 import gc
 import threading
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from rl_loop.engines.protocol import GenerateRequest
 from rl_loop.engines.transformers_engine import TransformersEngine
 from rl_loop.trajectory import FinishReason, WeightVersionSpan
 from tests.rl_loop.engines.models import (
@@ -282,3 +284,29 @@ def test_a_forgotten_engine_takes_its_thread_with_it() -> None:
     gc.collect()
     assert gone() is None
     assert threading.active_count() <= threads
+
+
+def test_a_request_begins_when_it_leaves_the_queue() -> None:
+    """Until then the time of its episode does not run."""
+
+    async def main() -> None:
+        engine = engine_of(reference_model(), max_batch_size=1)
+        order: list[str] = []
+        first = replace(request(prompt(5), 30), on_begin=lambda: order.append("first begins"))
+        second = replace(request(prompt(6), 5), on_begin=lambda: order.append("second begins"))
+
+        async def run(name: str, asked: GenerateRequest) -> None:
+            await engine.generate(asked)
+            order.append(f"{name} ends")
+
+        with held(engine):
+            running = asyncio.gather(run("first", first), run("second", second))
+            await asyncio.sleep(0.05)
+            assert order == []
+        await running
+        assert order.index("first begins") < order.index("second begins") < order.index("second ends")
+        assert order[0] == "first begins"
+        assert sorted(order) == ["first begins", "first ends", "second begins", "second ends"]
+        await engine.close()
+
+    asyncio.run(main())
