@@ -11,7 +11,6 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from rl_loop.episode_clock import EpisodeClock, OutOfTime
 from rl_loop.harmony import FormatError, Harmony, ParsedMessage
 from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.observation import cut_observation
+from rl_loop.off_loop import off_loop
 from rl_loop.prompt_limit import PromptLimit, prompt_of
 from rl_loop.purification import Attempt, PurificationConfig, Purifier
 from rl_loop.trajectory import FinishReason, InvalidReason, Trajectory, Turn
@@ -31,10 +31,6 @@ from rl_loop.turn_sampler import TurnSampler, first_routes, shifted
 
 TOOL_PAUSES = (0.1, 1.0, 4.0)
 """Seconds before a turn whose tools or checker failed is acted on again; after the last time the failure stays."""
-
-_TOKENISERS = ThreadPoolExecutor(2, "tokeniser")
-"""Tokenising and parsing take milliseconds to seconds, in which other episodes go on. These threads are no others', so
-that tools which hang on threads of their own do not stop them."""
 
 
 class EpisodeLimits(BaseModel):
@@ -125,6 +121,7 @@ class EpisodeRunner:
                 sample=self._sample,
                 score=sampler.score,
                 act=self.act,
+                render=self.render,
             )
 
     async def run(self) -> Trajectory:
@@ -252,14 +249,18 @@ class EpisodeRunner:
 
     async def observe(self, result: StepResult) -> None:
         """Keep what tools answered or the user said for the next turn to read."""
+        self.unread = await self.render(result)
+        self.unread_role = "tool" if result.tool_outputs else "user"
+
+    async def render(self, result: StepResult) -> list[int]:
+        """Ids of what tools answered and the user said, cut to the limit."""
         outputs, user = cut_observation(result.tool_outputs, result.user, self.limits.max_observation_bytes)
         try:
-            self.unread = await off_loop(self.harmony.render_observation, outputs, user)
+            return await off_loop(self.harmony.render_observation, outputs, user)
         except Exception as error:
             task = self.episode.task_id
             reason = f"what a tool or the user said in task {task} cannot be rendered: {describe(error)}"
             raise InfrastructureFailure("environment", reason) from error
-        self.unread_role = "tool" if outputs else "user"
 
     async def cut_short(self, reason: FinishReason) -> Trajectory:
         """The episode as a limit ends it."""
@@ -358,11 +359,6 @@ class EpisodeRunner:
         episode.weight_versions = [span for span in episode.weight_versions if span.start < start]
         if episode.routed_experts is not None:
             episode.routed_experts = episode.routed_experts[: start - 1]
-
-
-async def off_loop[**P, T](function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """Call ``function`` on a thread, so that other episodes go on meanwhile."""
-    return await asyncio.get_running_loop().run_in_executor(_TOKENISERS, lambda: function(*arguments, **options))
 
 
 def _checked(result: StepResult) -> StepResult:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rl_loop.environments.base import Environment, StepResult
 from rl_loop.harmony import FormatError, Harmony, ParsedMessage
+from rl_loop.off_loop import off_loop
 from rl_loop.trajectory import FinishReason, WeightVersionSpan
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ class PurificationConfig(BaseModel):
     """Of old and new call (difflib's ratio) from which on the old reasoning stays; below it the whole turn is new."""
 
 
+COMPARED = 1024
+"""Characters of two calls that are compared. difflib's time grows with the cube of repetitive text: seconds for these."""
+
+
 @dataclass
 class Attempt:
     """What the policy wrote after ``prefix`` and what came of it; its first ``kept`` tokens were sampled there."""
@@ -49,6 +54,7 @@ class Attempt:
 Sample = Callable[[str, list[int]], Awaitable["GenerateResult | None"]]
 """(name, ids) -> a sampled turn, None if there is no room for one"""
 Score = Callable[[list[int]], Awaitable[list[float]]]  # ids -> log-probs of all but the first
+Render = Callable[[StepResult], Awaitable[list[int]]]  # ids of what a turn led to, as the agent reads them
 Act = Callable[[Sequence[ParsedMessage]], Awaitable[StepResult]]  # what a turn leads to
 
 
@@ -63,6 +69,7 @@ class Purifier:
     sample: Sample
     score: Score
     act: Act
+    render: Render
     attempts: int = 0
 
     async def purified(self, failed: Attempt, before: Any) -> Attempt | None:
@@ -95,20 +102,27 @@ class Purifier:
 
     async def _again(self, turn: Attempt) -> Attempt | None:
         """The turn as the agent writes it after seeing the error, put in the place of the failed one."""
-        error = self.harmony.render_observation(turn.result.tool_outputs, turn.result.user)
-        old = turn.sampled.output_ids
-        sampled = await self.sample(f"retry{self.attempts}", turn.prefix + old + error)
+        error = await self.render(turn.result)
+        prefix = turn.prefix + turn.sampled.output_ids + error
+        sampled = await self.sample(f"retry{self.attempts}", prefix)
         if sampled is None or sampled.finish_reason is not FinishReason.STOP:
             return None
+        return await off_loop(self._merged, turn, sampled)
+
+    def _merged(self, turn: Attempt, sampled: "GenerateResult") -> Attempt | None:
+        """The new turn where the failed one stood, behind its reasoning if the calls are alike. None if it has no call,
+        or there is no room for it."""
         messages = self.harmony.parse(sampled.output_ids)
         if isinstance(messages, FormatError) or not _calls(messages):
             return None  # it gave up on the tool
-        alike = SequenceMatcher(None, _calls(turn.messages), _calls(messages), autojunk=False).ratio()
+
         kept, new = 0, sampled.output_ids
-        if alike >= self.config.similarity:
-            head, tail = self._split(old, turn.messages)[0], self._split(new, messages)[1]
+        if _similarity(_calls(turn.messages), _calls(messages)) >= self.config.similarity:
+            head, _ = self._split(turn.sampled.output_ids, turn.messages)
+            _, tail = self._split(new, messages)
             kept = min(len(head), turn.kept)
             new = head + self.harmony.assistant_header + tail if head else tail
+
         merged = self.harmony.parse(new)
         if isinstance(merged, FormatError) or len(turn.prefix) + len(new) > self.max_tokens:
             return None
@@ -126,6 +140,11 @@ class Purifier:
 
 def _calls(messages: Sequence[ParsedMessage]) -> str:
     return "\n".join(message.text for message in messages if message.recipient is not None)
+
+
+def _similarity(old: str, new: str) -> float:
+    """difflib's ratio of two texts, of their beginnings if they are long."""
+    return SequenceMatcher(None, old[:COMPARED], new[:COMPARED], autojunk=False).ratio()
 
 
 def _grafted(turn: Attempt, sampled: "GenerateResult", ids: list[int], kept: int) -> "GenerateResult":

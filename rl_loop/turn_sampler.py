@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -122,9 +123,10 @@ class TurnSampler:
         running: asyncio.Future[GenerateResult] = asyncio.ensure_future(
             self.engine.generate(replace(request, on_begin=begin))
         )
-        beginning: asyncio.Future[bool] = asyncio.ensure_future(begun.wait())
+        beginning = asyncio.ensure_future(begun.wait())
+        either: set[asyncio.Future[Any]] = {running, beginning}
         try:
-            await asyncio.wait({running, beginning}, timeout=self.queue_seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=self.queue_seconds, return_when=asyncio.FIRST_COMPLETED)
             if not running.done() and not begun.is_set():
                 raise EngineFault(request.request_id, f"not begun within {self.queue_seconds:g} s")
 

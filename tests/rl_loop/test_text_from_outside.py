@@ -15,11 +15,12 @@ from rl_loop.agent import EpisodeLimits, run_episode
 from rl_loop.bounded_encoding import LONGEST_PIECE, encode_bounded, parts_of
 from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import RewardConfig, Task
-from rl_loop.environments.base import Environment, StepResult, final
+from rl_loop.environments.base import Environment, StepResult, ToolError, final
 from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.harmony import Harmony, ParsedMessage, ToolOutput
 from rl_loop.observation import cut_observation, cut_text, fair_share
 from rl_loop.prompt_limit import Prompt, PromptLimit, UnusablePrompt
+from rl_loop.purification import PurificationConfig
 from rl_loop.trajectory import FinishReason, Trajectory
 from rl_loop.vocabulary import harmony_encoding
 from tests.rl_loop.scripted_engine import ScriptedEngine
@@ -104,6 +105,37 @@ def test_a_megabyte_from_outside_costs_the_event_loop_less_than_50_ms(
     (said,) = (turn for turn in episode.turns if turn.role == who)
     assert "characters left out]" in said.text
     assert said.end - said.start < limits.max_observation_bytes + 100
+
+
+@pytest.mark.parametrize("run", ["replacement characters", "words"])
+def test_a_megabyte_of_error_costs_a_retried_call_no_more(full: Harmony, run: str) -> None:
+    """Purification shows the error to the agent, and compares two long calls that differ."""
+    text = RUNS[run] * (MEGABYTE // len(RUNS[run]))
+
+    def call(code: str) -> list[int]:
+        return full.render_assistant([ParsedMessage("analysis", "python", "code", code)], "<|call|>")
+
+    async def play() -> Trajectory:
+        async def execute(code: str) -> Any:
+            raise ToolError(text)
+
+        environment = ReToolEnvironment(Task("t", [{"role": "user", "content": "Go."}], "1"), execute, RewardConfig())
+        turns = [call("x = 1\n" * 2000), call("y = 2\n" * 2000), full.render_assistant([final("x")], "<|return|>")]
+        limits = EpisodeLimits(max_turns=2, max_tokens=400_000, episode_seconds=100)
+        return await run_episode(
+            "t",
+            environment,
+            ScriptedEngine(turns),
+            full,
+            limits,
+            SamplingParams(20_000),
+            seed=1,
+            purification=PurificationConfig(retries=1),
+        )
+
+    episode, lag = least_lag(play)
+    assert lag < 0.05
+    assert (episode.finish_reason, episode.tool_errors) == (FinishReason.STOP, 1)
 
 
 @pytest.mark.parametrize("run", RUNS)

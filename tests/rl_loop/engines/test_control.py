@@ -289,8 +289,9 @@ def test_a_forgotten_engine_takes_its_thread_with_it() -> None:
 def test_a_request_begins_when_it_leaves_the_queue() -> None:
     """Until then the time of its episode does not run."""
 
+    engine = engine_of(MODEL, max_batch_size=1)
+
     async def main() -> None:
-        engine = engine_of(reference_model(), max_batch_size=1)
         order: list[str] = []
         first = replace(request(prompt(5), 30), on_begin=lambda: order.append("first begins"))
         second = replace(request(prompt(6), 5), on_begin=lambda: order.append("second begins"))

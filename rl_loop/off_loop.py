@@ -1,0 +1,13 @@
+"""Work that takes too long for the event loop: tokenising, parsing, comparing."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+_THREADS = ThreadPoolExecutor(2, "off-loop")
+"""No others' threads, so that tools which hang on threads of their own do not stop these."""
+
+
+async def off_loop[**P, T](function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Call ``function``, which always ends, on a thread, so that other episodes go on meanwhile."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: function(*arguments, **options))
