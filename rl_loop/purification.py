@@ -37,7 +37,7 @@ class PurificationConfig(BaseModel):
 
 
 COMPARED = 1024
-"""Characters of two calls that are compared. difflib's time grows with the cube of repetitive text: seconds for these."""
+"""Characters of two calls that are compared. difflib may need the cube of their number: seconds for these."""
 
 
 @dataclass

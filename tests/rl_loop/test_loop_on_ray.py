@@ -238,7 +238,7 @@ UNRELIABLE = "tests.rl_loop.unreliable_tools:UnreliableEnvironment"
 
 def test_a_tool_server_that_is_away_ends_training_in_one_line(tmp_path: Path) -> None:
     only_tools = [f"tasks.sources.tools.environment={UNRELIABLE}", "tasks.sources.retool.weight=0"]
-    config = rl_config(tmp_path, *only_tools, "tasks.held_out_tasks=2")
+    config = rl_config(tmp_path, *only_tools, "tasks.held_out_tasks=2", "rollout.max_invalid_share=0.05")
     with pytest.raises(InfrastructureOutage) as outage:
         run_rl(config, Quiet())
     message = str(outage.value)

@@ -10,7 +10,7 @@ from rl_loop.environments.base import Environment, EnvironmentOptions, Script, S
 
 class UnreliableOptions(EnvironmentOptions):
     failing: float = 1.0
-    """Share of the episodes whose checker cannot be reached."""
+    """Share of the episodes that end illegally and whose checker cannot be reached."""
     long_prompts: float = 0.0
     """Share of the tasks whose prompt is longer than any episode may be."""
 
@@ -32,13 +32,11 @@ class UnreliableEnvironment(Environment):
     async def answer(self, text: str) -> StepResult:
         return self.finished(0.0)
 
-    def unfinished(self) -> StepResult:
-        return self._judged(0.0)
-
     def illegal(self, kind: str) -> StepResult:
-        return self._judged(random.random())
-
-    def _judged(self, score: float) -> StepResult:
+        """Of what an untrained policy samples, this is called most often."""
         if random.random() < self.task.metadata["failing"]:
             raise ConnectionRefusedError(111, "Connection refused: http://tools:8080")
-        return self.finished(score)
+        return super().illegal(kind)
+
+    def unfinished(self) -> StepResult:
+        return self.finished(random.random())
