@@ -3,7 +3,6 @@ r"""ReTool (arXiv 2504.11536): a mathematical problem, a Python interpreter, the
 The reward is that of a correct answer or that of a wrong one; errors of the interpreter are answers like any other, so
 that the agent can correct itself, and are not punished."""
 
-import asyncio
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -12,7 +11,7 @@ from rl_loop import arithmetic
 from rl_loop.environments import base
 from rl_loop.environments.base import Script, StepResult, Task, ToolError, final, think
 from rl_loop.harmony import ParsedMessage, PythonTool
-from rl_loop.rewards.math_answer import is_correct, is_number, last_boxed, normalised
+from rl_loop.rewards.math_answer import is_number, judge, last_boxed, normalised
 
 # printed between what ran before and what is new
 MARK = "\x1eoutput"
@@ -78,8 +77,7 @@ class ReToolEnvironment(base.Environment):
         return (PythonTool(stateful=bool(self.task.metadata.get("stateful"))),)
 
     async def answer(self, text: str) -> StepResult:
-        # sympy may take its time over an odd answer: not on the event loop
-        correct = await asyncio.to_thread(is_correct, text, self.task.ground_truth)
+        correct = await judge(text, self.task.ground_truth)
         return self._judged(correct, last_boxed(text))
 
     async def call(self, tool: str, arguments: str) -> str:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from rl_loop.rewards.math_verify_pool import LONGEST, WORKERS, equivalent
 from rl_loop.rewards.notation import closing_brace, standard_notation
 from rl_loop.rewards.number import exact_decimals, parse_number, same_number
-from rl_loop.rewards.units import parse_quantity, same_units
+from rl_loop.rewards.units import NO_UNITS, parse_quantity, same_units
 
 # the last box is looked for around its last mention: an answer may be megabytes of boxes
 BOX_WINDOW = 20_000
@@ -38,6 +38,8 @@ WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?: [A-Za-z'-]+)*")
 
 DENIAL = re.compile(r"\b(?:not|isn'?t|aren'?t|never|neither|nor|cannot|can'?t|except|unless|maybe|anything but)\b", re.IGNORECASE)
 INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ll|gg)(?![a-zA-Z])")
+DIGITS_APART = re.compile(r"[0-9] +[0-9]")
+BASE = re.compile(r"[0-9]\s*_")
 RATIO = re.compile(r"(?<![:\\])\s*:\s*(?!=)")
 CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
 
@@ -133,6 +135,9 @@ def says_something_else(given: str, wanted: str) -> bool:
         return True
     if DENIAL.search(given) and not DENIAL.search(wanted):
         return True
+    # math-verify leaves words out ("5 squared"), takes digits apart for a product, and leaves a base out
+    if _qualifiers(given) - _qualifiers(wanted) or DIGITS_APART.search(given) or (BASE.search(given) and not BASE.search(wanted)):
+        return True
     if (r"\ne " in f"{given} ") != (r"\ne " in f"{wanted} "):
         return True
     if bool(RATIO.search(given)) != bool(RATIO.search(wanted)):
@@ -205,6 +210,12 @@ def _unwrapped(text: str) -> str:
     return text
 
 
+def _qualifiers(text: str) -> set[str]:
+    """Words that make more of a number than its value."""
+    said = " ".join(re.findall(r"\\text\s*\{([^{}]*)\}", text))
+    return NO_UNITS.intersection(re.findall(r"[a-z]+", said.lower()))
+
+
 def _without_spaces(text: str) -> str:
     """Spaces that say nothing: not those between letters or digits."""
     return re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
@@ -234,9 +245,11 @@ def _splits(text: str, separator: str) -> bool:
 
 
 def _has_variable(text: str) -> bool:
-    """Whether letters are left without commands, words, and the constants e and i."""
+    """Whether letters are left without commands, words, and the constants e and i; or nothing but words is there."""
+    if r"\text" in text and not re.search(r"[0-9]", text):
+        return True
     text = re.sub(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+", " ", text)
-    return re.search(r"[a-df-hj-zA-Z]|\\text", text) is not None or "ell" in text
+    return re.search(r"[a-df-hj-zA-Z]", text) is not None
 
 
 def _is_too_large(text: str) -> bool:

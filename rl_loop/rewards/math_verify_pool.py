@@ -18,8 +18,8 @@ from typing import IO
 from rl_loop.rewards.failure import CheckerFailure
 from rl_loop.rewards.math_verify_server import READY
 
-# processor time of one comparison; a slower one counts as not equivalent
-SECONDS = 5.0
+# processor time of one comparison, which usually takes a thousandth of that; a slower one counts as not equivalent
+SECONDS = 2.0
 # comparisons at the same time; more wait until one of these is over
 WORKERS = 32
 # workers that stay for the next comparison
@@ -146,7 +146,8 @@ class MathVerifyPool:
         if self._errors is not None:
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
-            self._last_words = lines[-1] if lines else ""
+            errors = [line for line in lines if "Error" in line] or lines
+            self._last_words = errors[-1].strip() if errors else ""
             self._errors.close()
             self._errors = None
 

@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import sys
+from fractions import Fraction
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,9 @@ from rl_loop.rewards.number import parse_number, same_number
 MEMORY_BYTES = 1 << 30
 # what a worker says once it can be asked
 READY = b"ready\n"
+
+# relative error of decimals, which sympy computes with as doubles
+DOUBLE_PRECISION = Fraction(1, 10**12)
 
 PR_SET_PDEATHSIG = 1
 
@@ -127,7 +131,9 @@ def _same_digits(wanted: str, answer: list[Any]) -> bool:
         return True
     value = answer[0].doit().evalf(40)
     digits = parse_number(str(value)) if isinstance(value, Number) and value.is_finite else None
-    return digits is None or same_number(digits, number)
+    if digits is None or same_number(digits, number):
+        return True
+    return abs(digits.value - number.value) <= abs(number.value) * DOUBLE_PRECISION
 
 
 if __name__ == "__main__":

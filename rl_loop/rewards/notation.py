@@ -104,7 +104,10 @@ def standard_notation(text: str) -> str:
     text = LIST_WORD.sub(", ", " ".join(text.split()))
     text = DIGIT_GROUPS.sub(lambda digits: digits[0].replace(" ", ""), text)
     text = without_punctuation(_without_introduction(without_punctuation(text)))
-    return _without_box(text)
+    text = _without_box(text)
+    while text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text
 
 
 def without_punctuation(text: str) -> str:

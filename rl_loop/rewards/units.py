@@ -62,7 +62,7 @@ SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "bil
 
 # words after a number, within \text{}, that are no unit: what is said is more than the number
 NO_UNITS = set(
-    """or and not nor if when for while unless to of than less more least most about approximately
+    """or and not nor if when for while unless to of than less more least most
     squared cubed plus minus times over divided factorial mod modulo base half halves third thirds quarter quarters
     percent pct""".split()
 )
