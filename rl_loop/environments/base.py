@@ -184,6 +184,17 @@ class Environment:
         return StepResult(done=True, reward=reward, reward_parts=all_parts, answer=answer)
 
 
+def text_in(record: dict[str, Any], key: str) -> str:
+    """The text of a key of a row; a number becomes text. Raises KeyError if the key is missing, ValueError if it is
+    of another type."""
+    value = record[key]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} must be text, not {type(value).__name__}")
+    return value
+
+
 def arguments_of(text: str) -> dict[str, Any]:
     """The JSON object that a function is called with. Raises ToolError."""
     try:

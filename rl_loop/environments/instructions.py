@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from rl_loop.environments.base import Environment, EnvironmentOptions, Script, Split, StepResult, Task, final
+from rl_loop.environments.base import Environment, EnvironmentOptions, Script, Split, StepResult, Task, final, text_in
 from rl_loop.rewards import CheckerFailure
 
 TOPICS = ("rivers", "bread", "trains", "clouds", "chess", "gardens", "winter", "maps", "owls", "tea", "boats", "stars")
@@ -52,8 +52,8 @@ SOLUTIONS: dict[str, Any] = {
 }
 
 
-# What checkers read from NLTK's data, which it does not bring along: package and place. Counting capital words, which needs
-# it too, is done without it here.
+# What checkers read from NLTK's data, which it does not bring along: package and place. Counting capital words, which
+# needs it, too, is done without it here.
 NLTK_DATA = {
     "length_constraints:number_sentences": {"punkt_tab": "tokenizers/punkt_tab/english/"},
     "words:keywords_specific_position": {"punkt_tab": "tokenizers/punkt_tab/english/"},
@@ -79,8 +79,8 @@ class InstructionOptions(EnvironmentOptions):
     checkers: list[str] = Field(default_factory=lambda: list(SOLUTIONS))
     """IFEval constraints to choose from."""
     skip_unavailable: bool = False
-    """Of files: leave out rows with a constraint whose checker needs NLTK data that is not installed. Otherwise the first
-    such row is an error that says how to install it."""
+    """Of files: leave out rows with a constraint whose checker needs NLTK data that is not installed. Otherwise the
+    first such row is an error that says how to install it."""
 
     @field_validator("checkers")
     @classmethod
@@ -124,8 +124,15 @@ class InstructionEnvironment(Environment):
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
         """{"key", "prompt", "instruction_id_list", "kwargs"}, as IFEval and IFBench publish."""
-        arguments = [{k: v for k, v in given.items() if v is not None} for given in record["kwargs"]]
-        constraints = [list(pair) for pair in zip(record["instruction_id_list"], arguments, strict=True)]
+        names, given = record["instruction_id_list"], record["kwargs"]
+        for key, values in (("instruction_id_list", names), ("kwargs", given)):
+            if not isinstance(values, list) or len(values) != len(names) or not values:
+                raise ValueError(f"{key!r} must be a list with an entry for each constraint")
+        if not all(arguments is None or isinstance(arguments, dict) for arguments in given):
+            raise ValueError("'kwargs' must be a list of objects")
+
+        arguments = [{k: v for k, v in (entry or {}).items() if v is not None} for entry in given]
+        constraints = [list(pair) for pair in zip(names, arguments, strict=True)]
         for constraint, _ in constraints:
             _registry(constraint)
             missing = _missing_data(constraint)
@@ -133,10 +140,11 @@ class InstructionEnvironment(Environment):
                 return None
             if missing:
                 command = f"python -m nltk.downloader {' '.join(missing)}"
-                raise ValueError(f"{constraint} needs data of NLTK: {command} (or leave such rows out: skip_unavailable)")
+                hint = f"{command} (or leave such rows out: skip_unavailable: true)"
+                raise ValueError(f"{constraint} needs data of NLTK: {hint}")
 
         metadata = {"turns": [constraints], "user": []}
-        return Task(name, [{"role": "user", "content": record["prompt"]}], "", "instructions", metadata)
+        return Task(name, [{"role": "user", "content": text_in(record, "prompt")}], "", "instructions", metadata)
 
     @classmethod
     def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
@@ -169,7 +177,7 @@ def _registries() -> tuple[dict[str, Any], dict[str, Any]]:
         import langdetect
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_CONFLICTS, INSTRUCTION_DICT, conflict_make
     except ImportError as error:
-        raise CheckerFailure(f"instructions: {error}; pip install 'megatron-gptoss[environments]'") from None
+        raise CheckerFailure(f"{error}; pip install 'megatron-gptoss[environments]'") from None
 
     langdetect.DetectorFactory.seed = 0
     return INSTRUCTION_DICT, conflict_make(INSTRUCTION_CONFLICTS)
@@ -263,7 +271,7 @@ def _capital_words(text: str) -> int:
     """As many words of capital letters as NLTK finds, without its model of sentences.
 
     A sentence's end matters to NLTK's words only in that a full stop there is a word of its own, and CAN'T before it
-    two. That the model may see no end after a full stop ("U.S. ARMY") changes the words but not how many are capital."""
+    two. Where the model sees no end after a full stop ("U.S. ARMY"), words differ, but not how many are capital."""
     from nltk.tokenize.destructive import NLTKWordTokenizer
 
     sentences = re.split(r"(?<=[.?!])\s+|(?<=[.?!][\"')\]}»”’])\s+", text)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_loop import arithmetic
 from rl_loop.environments import base
-from rl_loop.environments.base import Script, StepResult, Task, ToolError, final, think
+from rl_loop.environments.base import Script, StepResult, Task, ToolError, final, text_in, think
 from rl_loop.harmony import ParsedMessage, PythonTool
 from rl_loop.rewards.math_answer import is_number, judge, last_boxed, normalised
 
@@ -46,16 +46,17 @@ class ReToolEnvironment(base.Environment):
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-        """DAPO-Math-17k ({"prompt": messages, "reward_model": {"ground_truth"}}), AIME and the like ({"problem" or
-        "question", "answer"})."""
+        """Rows as verl has them, such as DAPO-Math-17k's ({"prompt": messages, "reward_model": {"ground_truth"}}), and
+        AIME and the like ({"problem" or "question", "answer"}). A conversation is kept as it is."""
         if "reward_model" in record:
-            question, wanted = record["prompt"][-1]["content"], record["reward_model"]["ground_truth"]
+            messages, wanted = _conversation(record["prompt"], options), _ground_truth(record["reward_model"])
         else:
-            found = {key.lower(): value for key, value in record.items()}
-            question, wanted = found.get("problem") or found["question"], str(found["answer"])
+            found = {str(key).lower(): value for key, value in record.items()}
+            question = text_in(found, "problem" if found.get("problem") else "question")
+            messages, wanted = prompt_of(question, options), text_in(found, "answer")
         if options.numeric_only and not is_number(wanted):
             return None
-        return Task(name, prompt_of(question, options), wanted, "retool", {"stateful": options.stateful})
+        return Task(name, messages, wanted, "retool", {"stateful": options.stateful})
 
     @classmethod
     def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
@@ -113,6 +114,30 @@ def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
     if options.instructions is not None:
         messages.insert(0, {"role": "developer", "content": options.instructions})
     return messages
+
+
+def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
+    """All messages of a row's prompt; the instructions follow those that its own system message gives."""
+    if isinstance(prompt, str):
+        return prompt_of(prompt, options)
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError(f"'prompt' must be text or a list of messages, not {type(prompt).__name__}")
+
+    messages = list(prompt)
+    if options.instructions is None:
+        return messages
+    first = messages[0]
+    if not isinstance(first, dict) or first.get("role") not in ("system", "developer"):
+        return [{"role": "developer", "content": options.instructions}, *messages]
+    if not isinstance(first.get("content"), str):
+        raise ValueError("'prompt': its system message must be text")
+    return [{**first, "content": f"{first['content']}\n\n{options.instructions}"}, *messages[1:]]
+
+
+def _ground_truth(reward_model: Any) -> str:
+    if not isinstance(reward_model, dict):
+        raise ValueError(f"'reward_model' must be an object, not {type(reward_model).__name__}")
+    return text_in(reward_model, "ground_truth")
 
 
 def _python(code: str) -> ParsedMessage:

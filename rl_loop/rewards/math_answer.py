@@ -1,9 +1,9 @@
 r"""Is the answer in \boxed{} equivalent to the ground truth?
 
-math-verify compares expressions. What it is asked is prepared here, since it reads some notations wrongly and takes
-the last number that it finds in others: numbers are compared exactly (``number``, ``units``), letters of a choice as letters,
-and what says something else than the ground truth does (a chain of equations, a ratio, an inequality, a denial) is told
-apart before."""
+math-verify compares expressions. What it is asked is prepared here, since it reads some notations wrongly and takes the
+last number that it finds in others: numbers are compared exactly (``number``, ``units``), letters of a choice as
+letters, and what says something else than the ground truth (a chain of equations, a ratio, an inequality, a denial)
+is told apart before."""
 
 import asyncio
 import re
@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from rl_loop.rewards.math_verify_pool import LONGEST, WORKERS, equivalent
 from rl_loop.rewards.notation import closing_brace, standard_notation
-from rl_loop.rewards.number import exact_decimals, parse_number, same_number
+from rl_loop.rewards.number import exact_decimals, same_number
 from rl_loop.rewards.units import NO_UNITS, parse_quantity, same_units
 
 # the last box is looked for around its last mention: an answer may be megabytes of boxes
@@ -36,7 +36,9 @@ CHOICE = re.compile(
 CHOICES = re.compile(r"\(?[A-Z]\)?(?:(?:\s*,\s*|\s*,?\s*and\s+|\s+)\(?[A-Z]\)?)+")
 WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?: [A-Za-z'-]+)*")
 
-DENIAL = re.compile(r"\b(?:not|isn'?t|aren'?t|never|neither|nor|cannot|can'?t|except|unless|maybe|anything but)\b", re.IGNORECASE)
+DENIAL = re.compile(
+    r"\b(?:not|isn'?t|aren'?t|never|neither|nor|cannot|can'?t|except|unless|maybe|anything but)\b", re.IGNORECASE
+)
 INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ll|gg)(?![a-zA-Z])")
 DIGITS_APART = re.compile(r"[0-9] +[0-9]")
 BASE = re.compile(r"[0-9]\s*_")
@@ -136,13 +138,17 @@ def says_something_else(given: str, wanted: str) -> bool:
     if DENIAL.search(given) and not DENIAL.search(wanted):
         return True
     # math-verify leaves words out ("5 squared"), takes digits apart for a product, and leaves a base out
-    if _qualifiers(given) - _qualifiers(wanted) or DIGITS_APART.search(given) or (BASE.search(given) and not BASE.search(wanted)):
+    if _qualifiers(given) - _qualifiers(wanted) or DIGITS_APART.search(given):
+        return True
+    if BASE.search(given) and not BASE.search(wanted):
         return True
     if (r"\ne " in f"{given} ") != (r"\ne " in f"{wanted} "):
         return True
     if bool(RATIO.search(given)) != bool(RATIO.search(wanted)):
         return True
-    if INEQUALITY.search(given) and _is_point(wanted) or INEQUALITY.search(wanted) and _is_point(given):
+    if INEQUALITY.search(given) and _is_point(wanted):
+        return True
+    if INEQUALITY.search(wanted) and _is_point(given):
         return True
 
     # (1,2) is a point or an interval, \{1,2\} is a set; 1,2 may be meant for either

@@ -119,7 +119,7 @@ class MathVerifyPool:
         try:
             # sympy's order of terms depends on the hashes of texts: verdicts must not differ between runs
             environment = os.environ | {"PYTHONHASHSEED": "0"}
-            self._errors = tempfile.TemporaryFile()
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it stays as long as the server
             self._server = subprocess.Popen(
                 command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=self._errors, env=environment
             )

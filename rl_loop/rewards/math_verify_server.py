@@ -1,9 +1,9 @@
 """The side of ``math_verify_pool`` that runs math-verify: one process that imports it, and workers forked from it.
 
-``python -m rl_loop.rewards.math_verify_server SECONDS`` reads requests for workers from a Unix socket, its standard input.
-A request is one byte with a file descriptor: the socket on which the new worker is asked questions. Importing
-sympy takes a second or more, forking a process that has imported it takes milliseconds: a worker that ran out of time is
-replaced at once. When the socket closes, every worker is killed and the process ends."""
+``python -m rl_loop.rewards.math_verify_server SECONDS`` reads requests for workers from a Unix socket, its standard
+input. A request is one byte with a file descriptor: the socket on which the new worker is asked questions. Importing
+sympy takes a second or more, forking a process that has imported it takes milliseconds: a worker that ran out of time
+is replaced at once. When the socket closes, every worker is killed and the process ends."""
 
 import ctypes
 import json

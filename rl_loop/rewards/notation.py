@@ -1,6 +1,7 @@
-r"""One notation for what means the same: typography, Unicode and packages' commands become the LaTeX that math-verify reads.
+r"""One notation for what means the same: typography, Unicode and packages' commands become LaTeX for math-verify.
 
-Takes at most a few thousand characters. Regular expressions here must be linear: no repeated group inside a repeated group."""
+For texts of at most a few thousand characters. Regular expressions here have no repeated group inside a repeated group,
+which could take exponential time."""
 
 import re
 import unicodedata
@@ -52,7 +53,10 @@ REPLACEMENTS = [
         (r"(?<![a-zA-Z])\{\s*([,:.;])\s*\}", r"\1"),
         (r"\\(?:colon|ratio)(?![a-zA-Z])", ":"),
         # a degree sign says nothing that a number does not, nor does a currency
-        (r"(?:\{\})?\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\(?:text)?degree(?![a-zA-Z])(?:\{\})?)", r"\\degree "),
+        (
+            r"(?:\{\})?\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\(?:text)?degree(?![a-zA-Z])(?:\{\})?)",
+            r"\\degree ",
+        ),
         (r"\\degree\s*(?:(?:C|F)(?![a-zA-Z])|\\text\s*\{\s*[CF]\s*\})?", " "),
         (r"\\?\$|[€£¥₹₽₩¢₿]|\\(?:text)?(?:euro?|pounds?|sterling|yen|dollar|cent)(?![a-zA-Z])(?:\{\})?", " "),
         (r"\\(?:neq|ne|not\s*=)(?![a-zA-Z])|!=|\\not\s*=", r"\\ne "),
@@ -63,7 +67,7 @@ REPLACEMENTS = [
         (r"==", "="),
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
-        (r"\\(?:%s)(?![a-zA-Z])" % "|".join(FRACTIONS), r"\\frac"),
+        (rf"\\(?:{'|'.join(FRACTIONS)})(?![a-zA-Z])", r"\\frac"),
         (r"√\s*([0-9]+|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
         (r"([0-9])\u0305", r"\\overline{\1}"),
         (r"\^\s*\{?\s*\\prime\s*\}?", "'"),

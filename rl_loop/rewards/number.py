@@ -1,8 +1,9 @@
 r"""Numbers as people write them: digits in groups, fractions, mixed numbers, powers of ten, repeating decimals, percent.
 
-Everything is exact. When is a decimal right? If the ground truth is exact (an integer, a fraction, an expression), only what
-equals it: 3.141593 is not \pi and 0.333333 is not 1/3. If the ground truth is a decimal of at least ROUNDED_PLACES places, it
-is taken for rounded, and what rounds to it is right, too, as math-verify has it."""
+Everything is exact. When is a decimal right? If the ground truth is exact (an integer, a fraction, an expression, a
+decimal of few places), only what equals it: 3.141593 is not \pi and 0.333333 is not 1/3. If the ground truth is a
+decimal of at least ROUNDED_PLACES places, it is taken for rounded, and what rounds to it is right, too, as math-verify
+has it."""
 
 import re
 from dataclasses import dataclass
@@ -19,11 +20,17 @@ PLAIN = re.compile(r"[0-9]*\.?[0-9]*")
 GROUPED = re.compile(r"[0-9]{1,3}(?P<separator>[, '_])[0-9]{3}(?:(?P=separator)[0-9]{3})*(?P<places>\.[0-9]*)?")
 CONTINENTAL = re.compile(r"[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+")
 REPEATING = re.compile(r"(?P<start>[0-9]*\.[0-9]*)(?:\\overline\s*\{(?P<bar>[0-9]+)\}|\((?P<bracket>[0-9]+)\))")
-DOTTED = re.compile(r"(?P<start>[0-9]*\.[0-9]*)\\dot\s*\{?(?P<first>[0-9])\}?(?:(?P<middle>[0-9]*)\\dot\s*\{?(?P<last>[0-9])\}?)?")
+DOTTED = re.compile(
+    r"(?P<start>[0-9]*\.[0-9]*)\\dot\s*\{?(?P<first>[0-9])\}?(?:(?P<middle>[0-9]*)\\dot\s*\{?(?P<last>[0-9])\}?)?"
+)
 # 0.333... and 0.1666...: the last digits must be there three times; 1.4142... repeats nothing
-ELLIPSIS = re.compile(r"(?P<start>[0-9]*\.[0-9]*?)(?P<block>[0-9]{1,6}?)(?P=block){2,}(?:\.\.\.|\\ldots|\\dots|\\cdots)")
+ELLIPSIS = re.compile(
+    r"(?P<start>[0-9]*\.[0-9]*?)(?P<block>[0-9]{1,6}?)(?P=block){2,}(?:\.\.\.|\\ldots|\\dots|\\cdots)"
+)
 
-POWER_OF_TEN = re.compile(r"(?:(?P<factor>.+?)\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*(?:\{\s*(?P<braced>[-+]?[0-9]{1,4})\s*\}|(?P<digit>[0-9]))")
+POWER_OF_TEN = re.compile(
+    r"(?:(?P<factor>.+?)\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*(?:\{\s*(?P<braced>[-+]?[0-9]{1,4})\s*\}|(?P<digit>[0-9]))"
+)
 SCIENTIFIC = re.compile(r"(?P<factor>[^eE]+)[eE](?P<exponent>[-+]?[0-9]{1,4})")
 FRACTION = re.compile(r"\\frac\s*\{(?P<above>[^{}]*)\}\s*\{(?P<below>[^{}]*)\}")
 SLASH = re.compile(r"(?P<above>[^/]+)/(?P<below>[^/]+)")

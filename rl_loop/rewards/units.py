@@ -61,11 +61,12 @@ UNITS = {name: line.split()[0] for line in SYNONYMS.strip().splitlines() for nam
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 # words after a number, within \text{}, that are no unit: what is said is more than the number
-NO_UNITS = set(
-    """or and not nor if when for while unless to of than less more least most
-    squared cubed plus minus times over divided factorial mod modulo base half halves third thirds quarter quarters
-    percent pct""".split()
-)
+NOT_UNITS = """
+or and not nor if when for while unless to of than less more least most
+squared cubed plus minus times over divided factorial mod modulo base half halves third thirds quarter quarters
+percent pct
+"""
+NO_UNITS = frozenset(word for line in NOT_UNITS.splitlines() for word in line.split())
 
 LAST_UNIT = re.compile(
     r"(?:\\text\s*\{(?P<text>[^{}]*)\}|(?<![a-zA-Z\\{])(?P<word>[a-zA-Z]+))\s*(?:\^\s*\{?\s*(?P<power>-?[0-9])\s*\}?)?$"
@@ -74,7 +75,8 @@ LAST_SEPARATOR = re.compile(r"(?:\s|/|\\cdot|\\times|\*|\bper)+$")
 
 
 def parse_quantity(text: str) -> tuple[Number, tuple[str, ...]] | None:
-    r"""A number with the units behind it, the last one first: 5 \text{cm}^2 is 5 and ("cm^2",). None if it is no such thing."""
+    r"""A number with the units behind it, the last one first: 5 \text{cm}^2 is 5 and ("cm^2",). None if it is anything
+    else."""
     units: list[str] = []
     scale = 1
     for _ in range(6):

@@ -1,8 +1,8 @@
 r"""Pairs of a given answer and the ground truth by the way in which they are alike or not, labelled by hand.
 
-``labelled_answers`` says what equal mathematics is; here it is the same number, letter or expression in another notation, or
-something that looks like the ground truth and says another thing. Where people would disagree, the comment says
-who decides."""
+``labelled_answers`` says what equal mathematics is; here it is the same number, letter or expression in another
+notation, or something that looks like the ground truth and says another thing. Where people would disagree, a comment
+says who decides."""
 
 SAME = {
     "a full stop ends the sentence": r"""

@@ -162,7 +162,9 @@ def spelled(number: str) -> list[str]:
     """The same number in other digits."""
     found = [number, number.replace("-", "−"), f"{number}.0" if number.lstrip("-").isdigit() else number]
     if number.lstrip("-").isdigit():
-        found += [f"{int(number):,}".replace(",", separator) for separator in (",", "{,}", r"\,", " ", "\u2009", "~", "'")]
+        found += [
+            f"{int(number):,}".replace(",", separator) for separator in (",", "{,}", r"\,", " ", "\u2009", "~", "'")
+        ]
         found.append("".join(chr(ord(c) + 0xFEE0) if c.isdigit() else c for c in number))
     return found
 
@@ -205,12 +207,35 @@ def test_a_repeating_decimal_is_its_fraction(digits: int, start: int, length: in
     assert is_correct(rf"\boxed{{0.{beginning}({block})}}", truth)
 
 
-PIECES = [*r"{}()[]^_!\/,.:;=<>|$%&~#0159xi ½²√π°€−", r"\frac", r"\text{", r"\boxed{", r"\sqrt{", r"\overline{", " and ", "\n"]
-PIECES += [r"\choose ", r"\left(", r"\dot", "...", "The answer is ", r"\{", "\u2009", "\ud800", "\0", r"\begin{pmatrix}"]
+PIECES = [
+    *r"{}()[]^_!\/,.:;=<>|$%&~#0159xi ½²√π°€−",
+    r"\frac",
+    r"\text{",
+    r"\boxed{",
+    r"\sqrt{",
+    r"\overline{",
+    " and ",
+    "\n",
+]
+PIECES += [
+    r"\choose ",
+    r"\left(",
+    r"\dot",
+    "...",
+    "The answer is ",
+    r"\{",
+    "\u2009",
+    "\ud800",
+    "\0",
+    r"\begin{pmatrix}",
+]
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join), st.sampled_from(["5", r"\frac{1}{2}", "(1,2)", "C", "x+1"]))
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=40).map("".join),
+    st.sampled_from(["5", r"\frac{1}{2}", "(1,2)", "C", "x+1"]),
+)
 def test_garbage_is_judged_without_an_exception(text: str, truth: str) -> None:
     assert is_correct(rf"\boxed{{{text}}}", truth) in (True, False)
     assert is_correct(text, truth) in (True, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
@@ -126,12 +127,12 @@ def test_a_checker_that_cannot_start_is_a_failure_of_the_checker_and_says_why(mo
     pool = MathVerifyPool()
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     monkeypatch.setattr(math_verify_pool.sys, "executable", "/nowhere/python")
-    with pytest.raises(CheckerFailure, match="math-verify does not start.*/nowhere/python"):
+    with pytest.raises(CheckerFailure, match=r"math-verify does not start.*/nowhere/python"):
         pool.equivalent("x+1", "1+x")
 
     monkeypatch.undo()
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    with pytest.raises(CheckerFailure, match="math-verify does not start: .*encodings"):
+    with pytest.raises(CheckerFailure, match=r"math-verify does not start: .*encodings"):
         pool.equivalent("x+1", "1+x")
 
     monkeypatch.undo()
@@ -151,10 +152,8 @@ def test_no_process_is_left(pool) -> None:
         watched = own_processes(pool)
         pool.close()
         for future in busy:
-            try:
+            with contextlib.suppress(CheckerFailure):
                 assert not future.result()
-            except CheckerFailure:
-                pass
     pool.close()
     wait_for(lambda: not any(process.is_running() for process in watched))
 
