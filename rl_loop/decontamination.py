@@ -30,21 +30,32 @@ def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool
     number of words in all prompts together."""
     in_held_out: Counter[Run] = Counter()
     for prompt in held_out:
-        in_held_out.update(_runs(_words(prompt)))
+        in_held_out.update({run for _, run in _runs(_words(prompt))})
 
     # looking up a run's first and last word is cheaper than making the run, and nearly always enough
     ends = {(run[0], run[-1]) for run in in_held_out}
     equal = set(held_out)
 
-    shared: list[set[Run]] = []
+    shared: list[list[tuple[int, Run]]] = []
     is_equal: list[bool] = []
     for prompt in prompts:
-        shared.append({run for run in _runs(_words(prompt), ends) if run in in_held_out})
+        shared.append([(place, run) for place, run in _runs(_words(prompt), ends) if run in in_held_out])
         is_equal.append(prompt in equal)
 
-    in_training = Counter(run for runs in shared for run in runs)
+    in_training = Counter(run for runs in shared for run in {run for _, run in runs})
     forms = {run for run, count in in_training.items() if _is_form(count, len(shared), in_held_out[run], len(held_out))}
-    return [same or not runs <= forms for same, runs in zip(is_equal, shared, strict=True)]
+    return [same or _gives_away(runs, forms) for same, runs in zip(is_equal, shared, strict=True)]
+
+
+def _gives_away(shared: list[tuple[int, Run]], forms: set[Run]) -> bool:
+    """Whether a run that a prompt shares is no form's, nor one that begins or ends in a form: "in a box: What is" is in
+    many prompts of the form, "in a box: Suppose that" in few, and neither is a copy."""
+    of_forms = {place + i for place, run in shared if run in forms for i in range(len(run))}
+    for place, run in shared:
+        own_words = sum(place + i not in of_forms for i in range(len(run)))
+        if run not in forms and 2 * own_words > len(run):
+            return True
+    return False
 
 
 def _is_form(in_training: int, training_prompts: int, in_held_out: int, held_out_prompts: int) -> bool:
@@ -60,10 +71,10 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+|[^\w\s]", text.lower())
 
 
-def _runs(words: list[str], ends: set[tuple[str, str]] | None = None) -> set[Run]:
-    """All runs of SHARED_WORDS words, or those with such ``ends``; of a shorter text, all its words."""
+def _runs(words: list[str], ends: set[tuple[str, str]] | None = None) -> list[tuple[int, Run]]:
+    """Where runs of SHARED_WORDS words begin, and the runs: all, or those with such ``ends``. A shorter text is one run."""
     if not words:
-        return set()
+        return []
     length = min(SHARED_WORDS, len(words))
     places = enumerate(zip(words, words[length - 1 :], strict=False))
-    return {tuple(words[i : i + length]) for i, pair in places if ends is None or pair in ends}
+    return [(i, tuple(words[i : i + length])) for i, pair in places if ends is None or pair in ends]

@@ -1,4 +1,4 @@
-r"""Numbers as people write them: digits in groups, fractions, mixed numbers, powers of ten, repeating decimals, percent.
+r"""Numbers as people write them: grouped digits, fractions, mixed numbers, powers of ten, repeating decimals, percent.
 
 Everything is exact. When is a decimal right? If the ground truth is exact (an integer, a fraction, an expression, a
 decimal of few places), only what equals it: 3.141593 is not \pi and 0.333333 is not 1/3. If the ground truth is a
