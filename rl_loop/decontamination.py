@@ -72,7 +72,7 @@ def _words(text: str) -> list[str]:
 
 
 def _runs(words: list[str], ends: set[tuple[str, str]] | None = None) -> list[tuple[int, Run]]:
-    """Where runs of SHARED_WORDS words begin, and the runs: all, or those with such ``ends``. A shorter text is one run."""
+    """Where runs of SHARED_WORDS words begin, and the runs: all, or those with ``ends``. A shorter text is one run."""
     if not words:
         return []
     length = min(SHARED_WORDS, len(words))
