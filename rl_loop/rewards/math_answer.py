@@ -216,7 +216,7 @@ def _unwrapped(text: str) -> str:
     return text
 
 
-def _qualifiers(text: str) -> set[str]:
+def _qualifiers(text: str) -> frozenset[str]:
     """Words that make more of a number than its value."""
     said = " ".join(re.findall(r"\\text\s*\{([^{}]*)\}", text))
     return NO_UNITS.intersection(re.findall(r"[a-z]+", said.lower()))

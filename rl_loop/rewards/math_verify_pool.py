@@ -121,7 +121,7 @@ class MathVerifyPool:
             environment = os.environ | {"PYTHONHASHSEED": "0"}
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it stays as long as the server
             self._server = subprocess.Popen(
-                command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=self._errors, env=environment
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self._errors, env=environment
             )
         except OSError as error:
             raise CheckerFailure(f"math-verify does not start: {' '.join(command)}: {error}") from None

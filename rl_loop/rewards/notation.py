@@ -5,6 +5,7 @@ which could take exponential time."""
 
 import re
 import unicodedata
+from collections.abc import Callable
 
 SYMBOLS = {
     **dict.fromkeys("−–—‒―﹣－", "-"),
@@ -38,8 +39,10 @@ SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n",
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n", strict=True))
 
 # commands whose argument is what they show, and what they are replaced by
-SHOWN = ("boldsymbol", "bm", "pmb", "mathbf", "mathit", "mathsf", "mathtt", "mathnormal", "underline", "uline", "emph")
-SHOWN = (*SHOWN, "ensuremath", "mathord", "mathopen", "mathclose", "mathpunct", "num", "strut", "smash", "cancel")
+SHOWN = (
+    *("boldsymbol", "bm", "pmb", "mathbf", "mathit", "mathsf", "mathtt", "mathnormal", "underline", "uline", "emph"),
+    *("ensuremath", "mathord", "mathopen", "mathclose", "mathpunct", "num", "strut", "smash", "cancel"),
+)
 WORDS = ("mathrm", "textrm", "textbf", "textit", "textup", "textsf", "texttt", "textnormal", "mbox", "hbox", "text")
 FRACTIONS = ("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac", "flatfrac", "frac")
 
@@ -122,13 +125,12 @@ def without_punctuation(text: str) -> str:
     return text
 
 
-def replace_command(text: str, command: str, count: int, replacement: object) -> str:
+def replace_command(text: str, command: str, count: int, replacement: Callable[..., str]) -> str:
     r"""``text`` with what ``replacement`` makes of the ``count`` arguments in braces of each ``\command``."""
-    assert callable(replacement)
     pattern = re.compile(rf"\\{command}(?![a-zA-Z])\*?\s*(?=\{{)")
     start = 0
     while found := pattern.search(text, start):
-        arguments = []
+        arguments: list[str] = []
         end = found.end()
         while len(arguments) < count and end < len(text) and text[end] == "{":
             close = closing_brace(text, end)
