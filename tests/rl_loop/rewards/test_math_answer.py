@@ -9,7 +9,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rl_loop.rewards.math_answer import PLAIN_NUMBER, is_correct, last_boxed, normalised
@@ -173,7 +173,9 @@ def spelled(number: str) -> list[str]:
 @given(NUMBERS, st.sampled_from(WRAPPERS), st.integers(0, 20))
 def test_a_number_equals_itself_however_it_is_written(number: str, wrapper: str, spelling: int) -> None:
     forms = spelled(number)
-    written = wrapper.format(forms[spelling % len(forms)])
+    form = forms[spelling % len(forms)]
+    assume(not (r"\left(" in wrapper and ("," in form)))  # (1,000) is a point, as math-verify has it
+    written = wrapper.format(form)
     assert is_correct(rf"\boxed{{{written}}}", number), written
 
 
