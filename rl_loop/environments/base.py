@@ -1,10 +1,10 @@
 """What an environment is: where its tasks come from, how an episode goes, and how a script would solve it."""
 
 import json
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Generator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -50,8 +50,12 @@ class StepResult:
 Script = Generator[list[ParsedMessage], StepResult, None]
 
 
-# runs untrusted Python
-Execute = Callable[[str], Awaitable[ExecutionResult]]
+class Execute(Protocol):
+    """Runs untrusted Python: ``PythonSandbox.run``, or a stand-in for it."""
+
+    def __call__(self, code: str, history: Sequence[str] = (), /) -> Awaitable[ExecutionResult]:
+        """Run ``code`` after the programs of ``history``, which are not heard. Raises SandboxFailure."""
+        ...
 
 
 class RewardConfig(BaseModel):

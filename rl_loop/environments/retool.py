@@ -12,9 +12,10 @@ from rl_loop.environments import base
 from rl_loop.environments.base import Script, StepResult, Task, ToolError, final, text_in, think
 from rl_loop.harmony import ParsedMessage, PythonTool
 from rl_loop.rewards.math_answer import is_number, judge, last_boxed, normalised
+from rl_loop.sandbox import ExecutionResult
 
-# printed between what ran before and what is new
-MARK = "\x1eoutput"
+# what the agent is told by the first answer of a new session
+NEW_SESSION = "[The earlier session has ended, and its variables are gone. A new one began with this call.]\n"
 INSTRUCTIONS = r"Use python. Answer in \boxed{}."
 
 
@@ -24,8 +25,9 @@ class ReToolOptions(base.EnvironmentOptions):
     numeric_only: bool = True
     """Of files: leave out problems whose answer is not a number, which math-verify judges best."""
     stateful: bool = False
-    """The interpreter keeps its variables within an episode: the programs that ran well so far run again before every
-    new one, unseen. They should then be deterministic and quick."""
+    """The interpreter keeps its variables within an episode, as a notebook does: the programs so far run again before
+    every new one, unheard, each with limits of time of its own. They should be deterministic and quick. A program that
+    ends the interpreter (exit(), a crash, a limit) ends the session; the next call begins a new one and says so."""
 
 
 class ReToolEnvironment(base.Environment):
@@ -36,7 +38,8 @@ class ReToolEnvironment(base.Environment):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._calls = 0
-        self._history = ""
+        self._history: tuple[str, ...] = ()  # programs of the session so far, if it is stateful
+        self._session_ended = False  # and the agent was not yet told that a new one begins
 
     @classmethod
     def generate(cls, split: base.Split, seed: int, index: int, options: Any) -> Task:
@@ -90,14 +93,27 @@ class ReToolEnvironment(base.Environment):
         elif tool != "python":
             raise base.UnknownTool
         self._calls += 1
-        program = f"{self._history}print({MARK!r})\n{code}" if self._history else code
-        execution = await self.execute(program)
-        output = execution.output.rpartition(f"{MARK}\n")[2]
+        if self.task.metadata.get("stateful"):
+            execution, notice = await self._execute_in_session(code)
+        else:
+            execution, notice = await self.execute(code), ""
+
+        output = notice + execution.output
         if execution.exit_code != 0 or execution.error is not None:
             raise ToolError(output if execution.error is None else f"{output}\n{execution.error}".lstrip("\n"))
-        if self.task.metadata.get("stateful"):
-            self._history += f"{code}\n"
         return output
+
+    async def _execute_in_session(self, code: str) -> tuple[ExecutionResult, str]:
+        """Run a program after those of its session; with what the agent must be told about the session first."""
+        execution = await self.execute(code, self._history)
+        notice = NEW_SESSION if self._session_ended else ""
+        self._session_ended = execution.ended
+        if execution.ended:
+            self._history = ()
+        elif execution.error is None:
+            # after an exception too: a notebook keeps what a cell did before it
+            self._history += (code,)
+        return execution, notice
 
     def unfinished(self) -> StepResult:
         return self._judged(False, None)

@@ -39,7 +39,9 @@ LARGEST_NICE = 19
 class ProcessWatch:
     """All processes of one call but its supervisor. Make it in the supervisor, before the program mounts its /proc."""
 
-    def __init__(self, memory_bytes: int, socket_buffer_bytes: int, memory_events: int | None, cpu_weight: bool) -> None:
+    def __init__(
+        self, memory_bytes: int, socket_buffer_bytes: int, memory_events: int | None, cpu_weight: bool
+    ) -> None:
         """
         memory_bytes: most that the call may hold, if there is no cgroup.
         socket_buffer_bytes: net.core.wmem_default, which only the host's network namespace tells.

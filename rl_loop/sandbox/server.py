@@ -357,7 +357,9 @@ def execute(call: Call, limits: Limits, progress: Progress) -> int:
                 run_code(code, main)
         # less than what was set for all programs together, and no process can raise it again
         used = resource.getrusage(resource.RUSAGE_SELF)
-        seconds = min(math.ceil(used.ru_utime + used.ru_stime) + limits["cpu_seconds"], limits["cpu_seconds"] * call.programs)
+        seconds = min(
+            math.ceil(used.ru_utime + used.ru_stime) + limits["cpu_seconds"], limits["cpu_seconds"] * call.programs
+        )
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 
     progress.begin(call.programs)
