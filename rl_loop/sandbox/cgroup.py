@@ -1,8 +1,8 @@
 """A control group (v2) for each server, where the kernel lets this user make one.
 
 The *base* is a cgroup whose files this user may write: that of ``systemd-run --user --scope -p Delegate=yes``, or, for
-root, any writable cgroup2 mount. Under it every server has a cgroup of its own: the kernel then limits the memory of its
-calls, all that it holds for them included, and gives each server the same weight on the processors.
+root, any writable cgroup2 mount. Under it every server has a cgroup of its own: the kernel then limits the memory of
+its calls, all that it holds for them included, and gives each server the same weight on the processors.
 
 A cgroup with processes of its own can not divide what it has among children (the rule of no internal processes). A base
 that this process was started in is therefore emptied first: its processes move into a child named MAIN."""

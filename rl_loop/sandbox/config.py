@@ -38,8 +38,8 @@ class SandboxConfig(BaseModel):
     where a cgroup is delegated; else it is looked at ten times a second, and a program may pass it for as long."""
 
     use_cgroup: bool = True
-    """Limit memory and share processors by cgroup v2 where one is delegated to the user (``gptoss doctor`` tells). False:
-    never, so that every machine of a cluster treats programs alike."""
+    """Limit memory and share processors by cgroup v2 where one is delegated to the user (``gptoss doctor`` tells).
+    False: never, so that every machine of a cluster treats programs alike."""
 
     processes: int = Field(default=64, ge=1)
     """Processes and threads of one call (RLIMIT_NPROC, counted inside the call's own user namespace)."""

@@ -28,7 +28,6 @@ CONFIRM_SECONDS = 0.02
 MAPPING_BYTES = 1024  # struct vm_area_struct with its share of trees and reverse mappings, rounded up
 LARGEST_OPTION_MEMORY = 1 << 17  # filters and the like attached to one socket (net.core.optmem_max)
 LOCKS = 1000  # of files, by all processes of the call; each is memory of the kernel that not even a cgroup counts
-LOCKS_BYTES = 64 * LOCKS  # of /proc/locks, a line is about this long
 READ_BYTES = 1 << 16
 
 # nice 1 more weighs 1.25 times less (kernel/sched/core.c, sched_prio_to_weight)
@@ -58,7 +57,6 @@ class ProcessWatch:
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         # process 1 is bubblewrap's
         self._outsiders = {"1", str(os.getppid()), str(os.getpid())}
-        self._locks = os.open("locks", os.O_RDONLY, dir_fd=self._proc)
         self._sockets_file = os.open("self/net/sockstat", os.O_RDONLY, dir_fd=self._proc)
         self._sockets_before = self._count_sockets()
         self._killed_before = self._count_killed()
@@ -73,12 +71,12 @@ class ProcessWatch:
         self._tmp = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
 
     def look(self) -> str | None:
-        """Why the call must be killed ("memory" or "locks"), or None. Makes it nicer where it has too many busy tasks."""
+        """Why the call must be killed, "memory" or "locks", or None. Makes it nicer where it has many busy tasks."""
         self._looks += 1
         if not self._cpu_weight:
             self._share_processors()
 
-        if len(os.pread(self._locks, LOCKS_BYTES, 0)) == LOCKS_BYTES:
+        if self._count_lines("locks", LOCKS) > LOCKS:
             return "locks"
         if self._memory_events is not None:
             return self.killed_by_cgroup()

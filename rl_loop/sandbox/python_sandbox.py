@@ -38,8 +38,8 @@ class PythonSandbox:
     """Runs untrusted Python, ``config.workers`` programs at a time, each in a fresh isolated process.
 
     As in a notebook, and as GPT-OSS's python tool has it, the repr of a last expression is printed: ``1 + 1`` prints 2.
-    No state lasts from one call to the next but what ``history`` makes again. Use it as ``async with PythonSandbox(config) as sandbox``. ``run`` may be
-    awaited from any event loop and thread."""
+    No state lasts from one call to the next but what ``history`` makes again. Use it as
+    ``async with PythonSandbox(config) as sandbox``. ``run`` may be awaited from any event loop and thread."""
 
     def __init__(self, config: SandboxConfig | None = None) -> None:
         self.config = config or SandboxConfig()
@@ -73,8 +73,9 @@ class PythonSandbox:
         history: programs of the same session, oldest first. They run again before it in the same interpreter, unheard;
             each has the limits of time to itself.
 
-        A call that a server failed before the program began is tried once more, on a new server. Raises SandboxFailure
-        when the call failed for a reason that is not the program's, and RuntimeError when the sandbox is not started."""
+        A call that a server failed before the program began is tried once more, on a new server.
+        Raises SandboxFailure when the call failed for a reason that is not the program's, and RuntimeError when the
+        sandbox is not started."""
         if self._threads is None:
             raise RuntimeError("the sandbox is not running: call start(), or use it as an async context manager")
         future: Future[ExecutionResult] = Future()

@@ -12,9 +12,9 @@ A call of a session brings its history: programs that run again, in the same int
 their output thrown away and limits of their own.
 
 Messages on descriptor 0 (a Unix stream socket) are those of ``multiprocessing.connection``. The host sends the
-configuration as JSON, then a call as JSON ("code", "history"). The first byte of an answer says what it is: ``Y`` ready,
-``S`` the program starts, ``R`` its result (a JSON line, then the raw output), ``F`` the call failed for a reason that is
-not the program's (the reason)."""
+configuration as JSON, then a call as JSON ("code", "history"). The first byte of an answer says what it is: ``Y``
+ready, ``S`` the program starts, ``R`` its result (a JSON line, then the raw output), ``F`` the call failed for a reason
+that is not the program's (the reason)."""
 
 import ast
 import builtins
@@ -183,7 +183,7 @@ class Deadline:
         self.program = 0
 
     def at(self) -> float:
-        """The deadline on the monotonic clock. It moves on when another program begins, and never ``programs`` times."""
+        """The deadline on the monotonic clock. It moves on when another program of the call begins."""
         begun, _, begun_at = self._progress.read()
         if self.program < begun <= self._programs:
             # no earlier than what is known, no later than now: the page is the program's
@@ -231,11 +231,12 @@ def supervise(limits: Limits, seccomp: SeccompProgram) -> None:
 
     exit_code = os.waitstatus_to_exitcode(status)
     reason = reason or process_watch.killed_by_cgroup()
-    if exit_code == -signal.SIGKILL and reason is None:
-        # no signal from inside its namespace kills a process 1: this was the limit on its processor time, or the host
-        if usage.ru_utime + usage.ru_stime < limits["cpu_seconds"] - 1:
-            send(b"Fthe program was killed from outside its sandbox, as Linux does when the machine is out of memory")
-            return
+    # no signal from inside its namespace kills a process 1: SIGKILL is the limit on its processor time, or the host
+    within_cpu_limit = usage.ru_utime + usage.ru_stime < limits["cpu_seconds"] - 1
+    if exit_code == -signal.SIGKILL and reason is None and within_cpu_limit:
+        send(b"Fthe program was killed from outside its sandbox, as Linux does when the machine is out of memory")
+        return
+
     deadline.at()
     if reason is None and deadline.program < call.programs:
         reason = "history"

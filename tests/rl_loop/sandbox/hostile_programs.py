@@ -1,4 +1,4 @@
-"""Hostile programs that hold memory where a simple watcher does not look, or leave marks where other sandboxes see them.
+"""Hostile programs that hold memory where a simple watcher does not look, or leave marks that other sandboxes see.
 
 Each bounds itself: without the sandbox's defence none takes more than a gigabyte, or lasts longer than its call."""
 
@@ -254,7 +254,8 @@ except PermissionError:
     "a process whose memory can not be read": Attack(raw_call(PRCTL, 4, 0), "-1 EPERM\n"),
     "pages merged with those of others": Attack(
         LIBC + "address = libc.mmap(None, ctypes.c_size_t(4096), 3, 0x22, -1, 0)\n"
-        "print(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(4096), 12), errno.errorcode[ctypes.get_errno()])\n"
+        "result = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(4096), 12)\n"
+        "print(result, errno.errorcode[ctypes.get_errno()])\n"
         f"print(libc.syscall({PRCTL[COLUMN]}, 67, 1, 0, 0, 0), errno.errorcode[ctypes.get_errno()])",
         "-1 EPERM\n-1 EPERM\n",
     ),
@@ -292,12 +293,14 @@ print(open('/proc/self/oom_score_adj').read().strip())
     "question for the locks of others": file_control(5, argument=WRITE_LOCK),
     "question for the description's locks of others": file_control(36, argument=WRITE_LOCK),
     "list of all locks": Attack(
-        "import fcntl\nfile = open('/tmp/x', 'w')\nfcntl.lockf(file, fcntl.LOCK_EX)\nprint(len(open('/proc/locks').read()))",
+        "import fcntl\nfile = open('/tmp/x', 'w')\nfcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print(len(open('/proc/locks').read()))",
         "0\n",
     ),
     "lease of a shared file": file_control(1024, argument="0"),
-    "notice of what others do in a folder": file_control(1026, argument="0") if COLUMN else Attack(
-        "import fcntl, os\ntry:\n    fcntl.fcntl(os.open('/usr/share', os.O_RDONLY), 1026, 0x80000001)\n    print('DONE')\n"
+    "notice of what others do in a folder": Attack(
+        "import fcntl, os\nfolder = os.open('/usr/share', os.O_RDONLY)\n"
+        "try:\n    fcntl.fcntl(folder, 1026, 0x80000001)\n    print('DONE')\n"
         "except PermissionError:\n    print('REFUSED')",
         "REFUSED\n",
     ),
@@ -310,5 +313,7 @@ print(open('/proc/self/oom_score_adj').read().strip())
     "mounts of the host by system call": Attack(
         raw_call((457, 457), 0, 0, 0, 0) + f"\n{raw_call((458, 458), 0, 0, 0, 0)}", "-1 EPERM\n-1 EPERM\n"
     ),
-    "keys of other processes": Attack("print(repr(open('/proc/keys').read() + open('/proc/key-users').read()))", "''\n"),
+    "keys of other processes": Attack(
+        "print(repr(open('/proc/keys').read() + open('/proc/key-users').read()))", "''\n"
+    ),
 }  # fmt: skip
