@@ -12,6 +12,7 @@ import os
 import re
 import threading
 import time
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -41,6 +42,32 @@ def find_base() -> Path | None:
                 return path
             path = path.parent
         return None
+
+
+@dataclass(frozen=True)
+class Protection:
+    """How the limits of a call's memory and its share of the processors are kept on this machine."""
+
+    memory: str
+    processors: str
+    advice: str  # how to get what is missing; empty if nothing is
+
+
+def describe_protection() -> Protection:
+    """What applies here, for ``gptoss doctor``."""
+    base = find_base()
+    if base is None:
+        return Protection(
+            memory="memory watched ten times a second",
+            processors="processors shared by niceness",
+            advice="for limits that the kernel keeps, start runs in a delegated cgroup (v2): "
+            "systemd-run --user --scope -p Delegate=yes gptoss ...",
+        )
+    memory = f"memory limited by cgroup v2 ({base})"
+    if "cpu" in _enabled(base):
+        return Protection(memory, "processors shared by its weights", advice="")
+    advice = "the cpu controller is not delegated: systemctl edit user@.service, [Service] Delegate=cpu memory pids"
+    return Protection(memory, "processors shared by niceness", advice)
 
 
 def own_cgroup(proc: Path = Path("/proc/self")) -> tuple[Path, Path] | None:

@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from rl_loop.sandbox.seccomp import DENIED_SYSCALLS
+from tests.rl_loop.sandbox.conftest import SandboxUnderTest
 from tests.rl_loop.sandbox.hostile_programs import CHANNELS, MEMORY, Attack
 
 TIMEOUT = 3.0
+# for programs that must first take what they are killed for, on a machine that does other things too
+PATIENT_TIMEOUT = 20.0
 OUTPUT_LIMIT = 64 * 1024
 SECRET = "correct-horse-battery-staple"
 
@@ -490,10 +493,14 @@ ATTACKS = (
 
 
 @pytest.fixture(scope="module")
-def attacked(make_sandbox: Callable):
+def sandboxes(make_sandbox: Callable) -> dict[str, SandboxUnderTest]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SECRET_OF_THE_HOST", SECRET)
-        return make_sandbox(timeout_seconds=TIMEOUT, memory_bytes=256 << 20, total_memory_bytes=512 << 20)
+        limits = {"memory_bytes": 256 << 20, "total_memory_bytes": 512 << 20}
+        return {
+            "short": make_sandbox(timeout_seconds=TIMEOUT, **limits),
+            "patient": make_sandbox(timeout_seconds=PATIENT_TIMEOUT, cpu_seconds=20, **limits),
+        }
 
 
 @pytest.fixture(scope="module")
@@ -523,8 +530,12 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack_is_contained_and_the_next_call_answers(name: str, attacked, host: dict[str, str]) -> None:
+def test_attack_is_contained_and_the_next_call_answers(
+    name: str, sandboxes: dict[str, SandboxUnderTest], host: dict[str, str]
+) -> None:
     attack = ATTACKS[name]
+    is_patient = attack.error in ("memory", "locks")
+    attacked = sandboxes["patient" if is_patient else "short"]
     code = textwrap.dedent(attack.code)
     for placeholder, value in host.items():
         code = code.replace(placeholder, value)
@@ -537,7 +548,7 @@ def test_attack_is_contained_and_the_next_call_answers(name: str, attacked, host
         assert (result.timed_out, result.truncated) == (attack.timed_out, attack.truncated), result
         assert (result.error is None) if attack.error is None else (attack.error in (result.error or "")), result
     assert len(result.output) <= OUTPUT_LIMIT + 100
-    assert result.seconds < TIMEOUT + 5
+    assert result.seconds < (PATIENT_TIMEOUT if is_patient else TIMEOUT) + 5
 
     honest = attacked.run(
         "import json, math, os\nprint(sum(range(1000)), math.sqrt(4), os.listdir('/tmp'), os.listdir('/dev/shm'))\n"
@@ -547,7 +558,8 @@ def test_attack_is_contained_and_the_next_call_answers(name: str, attacked, host
     assert attacked.processes_left() == 0
 
 
-def test_memory_of_an_earlier_call_can_not_be_searched(attacked) -> None:
+def test_memory_of_an_earlier_call_can_not_be_searched(sandboxes: dict[str, SandboxUnderTest]) -> None:
+    attacked = sandboxes["short"]
     assert attacked.run(f"token = '{SECRET}'\nprint(token)").output == f"{SECRET}\n"
     # the patterns do not match their own text; the second one proves that the search finds what is there: this program
     search = """

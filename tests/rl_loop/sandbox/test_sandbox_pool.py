@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_loop.sandbox import PythonSandbox, SandboxConfig, SandboxFailure, connection
+from rl_loop.sandbox import PythonSandbox, SandboxConfig, SandboxFailure, SandboxUnavailable, connection
 
 HONEST = "print(sum(range(1000)))"
 
@@ -203,3 +203,28 @@ def test_sandbox_dies_with_its_owner() -> None:
     owner.stdout.close()
     # process 1 of each namespace is gone, so the kernel has ended all that ran in it
     assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started | inside))
+
+
+def test_a_program_killed_by_the_host_is_a_failure_of_the_sandbox(one_worker) -> None:
+    """As by the kernel when the machine, or the container around it, is out of memory."""
+    call = one_worker.start("import time; time.sleep(4)")
+    assert wait_for(lambda: len(one_worker.processes()) == 5)
+    time.sleep(0.5)
+    servers = one_worker.processes()
+    (program,) = [pid for pid in servers if Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"]
+    os.kill(program, signal.SIGKILL)
+    with pytest.raises(SandboxFailure, match="out of memory"):
+        call.result(10)
+    assert one_worker.run(HONEST).output == "499500\n"
+
+
+def test_a_server_that_can_not_start_is_a_failure_of_the_sandbox(one_worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise SandboxUnavailable("no room")
+
+    monkeypatch.setattr("rl_loop.sandbox.python_sandbox.ServerProcess", fail)
+    os.kill(server_of(one_worker), signal.SIGKILL)
+    with pytest.raises(SandboxFailure, match="no room"):
+        one_worker.run(HONEST)
+    monkeypatch.undo()
+    assert one_worker.run(HONEST).output == "499500\n"
