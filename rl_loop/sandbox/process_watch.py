@@ -14,6 +14,7 @@ memory), by the kernel's limit on the pipes of a user (64 MiB), or refused by th
 Processors without a cgroup: a call with several busy tasks is made nicer, until together they weigh as much as one.
 """
 
+import ctypes
 import math
 import os
 import time
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 LOOK_SECONDS = 0.1
 # every tenth look is exact: the kernel's quick counters may be off by a megabyte for each processor and process
 LOOKS_PER_EXACT_LOOK = 10
-# a child of vfork shares its parent's memory until it executes and is counted as well: look again before killing
+# processes are read one after the other, and pages may move between them meanwhile: look again before killing
 CONFIRM_SECONDS = 0.02
 
 MAPPING_BYTES = 1024  # struct vm_area_struct with its share of trees and reverse mappings, rounded up
@@ -33,6 +34,12 @@ READ_BYTES = 1 << 16
 # nice 1 more weighs 1.25 times less (kernel/sched/core.c, sched_prio_to_weight)
 WEIGHT_OF_A_NICE_LEVEL = 1.25
 LARGEST_NICE = 19
+
+# the number of the system call, and its question for the address space
+KCMP = {"x86_64": 312, "aarch64": 272}
+KCMP_VM = 1
+
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ProcessWatch:
@@ -102,13 +109,16 @@ class ProcessWatch:
     def _memory_bytes(self, exact: bool) -> int:
         """What the call holds. ``exact`` reads every page table; else that is done only for a sum above the limit."""
         processes = self._memory_of_processes()
-        other = sum(page_tables for _, _, page_tables in processes) + self._mappings_bytes + self._tmp_bytes()
+        other = self._mappings_bytes + self._tmp_bytes()
         other += max(0, self._count_sockets() - self._sockets_before) * self._socket_bytes
 
-        anonymous = sum(resident for _, resident, _ in processes)
-        if exact or anonymous + other > self._limit:
-            anonymous = sum(self._proportional_bytes(path, resident) for path, resident, _ in processes)
-        return anonymous + other
+        total = other + sum(resident + page_tables for _, resident, page_tables in processes)
+        if not exact and total <= self._limit:
+            return total
+        total = other
+        for path, resident, page_tables in without_borrowers(processes):
+            total += self._proportional_bytes(path, resident) + page_tables
+        return total
 
     def _memory_of_processes(self) -> list[tuple[str, int, int]]:
         """For every process: the folder of a living task of it, anonymous resident bytes, bytes of page tables."""
@@ -241,6 +251,25 @@ class ProcessWatch:
         finally:
             os.close(file)
         return lines
+
+
+def without_borrowers(processes: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """Those of the processes that have memory of their own: a child of vfork has its parent's until it executes."""
+    kept: list[tuple[str, int, int]] = []
+    for entry in processes:
+        task = int(entry[0].rpartition("/")[2])
+        if not any(_same_memory(task, int(other[0].rpartition("/")[2])) for other in kept):
+            kept.append(entry)
+    return kept
+
+
+def _same_memory(one: int, other: int) -> bool:
+    """Whether two tasks have one address space. False where the kernel has no kcmp, or one of them has ended."""
+    number = KCMP.get(os.uname().machine)
+    if number is None:
+        return False
+    arguments = [ctypes.c_long(value) for value in (number, one, other, KCMP_VM, 0, 0)]
+    return bool(libc.syscall(*arguments) == 0)
 
 
 def _field(text: bytes, name: bytes) -> int:
