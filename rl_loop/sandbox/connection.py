@@ -94,7 +94,7 @@ class ServerProcess:
                 self._process = subprocess.Popen(
                     command,
                     cwd="/",
-                    stdin=control,
+                    stdin=control.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=self._stderr,
                     # Ctrl-C in the owner's terminal is for the owner, who closes the sandbox

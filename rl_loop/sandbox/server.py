@@ -66,8 +66,6 @@ FIXED_LIMITS = {
     resource.RLIMIT_SIGPENDING: 256, resource.RLIMIT_MEMLOCK: 0, resource.RLIMIT_MSGQUEUE: 0,
     resource.RLIMIT_NICE: 0, resource.RLIMIT_RTPRIO: 0,
 }  # fmt: skip
-# files of /proc that tell of other sandboxes
-COVERED_FILES = ("/proc/locks", "/proc/keys", "/proc/key-users")
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -307,9 +305,8 @@ def run_program(
         mount("/tmp", "/dev/shm", None, MS_BIND)
         # read-only, so that nothing set here (oom_score_adj, autogroup) can be set back
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
-        for path in COVERED_FILES:
-            if os.path.exists(path):
-                mount("/dev/null", path, None, MS_BIND)
+        # it lists locks of files by all processes of the machine
+        mount("/dev/null", "/proc/locks", None, MS_BIND)
         os.chdir("/tmp")
         set_resource_limits(limits, call.programs)
         drop_capabilities()

@@ -313,7 +313,4 @@ print(open('/proc/self/oom_score_adj').read().strip())
     "mounts of the host by system call": Attack(
         raw_call((457, 457), 0, 0, 0, 0) + f"\n{raw_call((458, 458), 0, 0, 0, 0)}", "-1 EPERM\n-1 EPERM\n"
     ),
-    "keys of other processes": Attack(
-        "print(repr(open('/proc/keys').read() + open('/proc/key-users').read()))", "''\n"
-    ),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from tests.rl_loop.sandbox.hostile_programs import CHANNELS, MEMORY, Attack
 
 TIMEOUT = 3.0
 # for programs that must first take what they are killed for, on a machine that does other things too
-PATIENT_TIMEOUT = 20.0
+PATIENT_TIMEOUT = 60.0
 OUTPUT_LIMIT = 64 * 1024
 SECRET = "correct-horse-battery-staple"
 
@@ -499,7 +499,7 @@ def sandboxes(make_sandbox: Callable) -> dict[str, SandboxUnderTest]:
         limits = {"memory_bytes": 256 << 20, "total_memory_bytes": 512 << 20}
         return {
             "short": make_sandbox(timeout_seconds=TIMEOUT, **limits),
-            "patient": make_sandbox(timeout_seconds=PATIENT_TIMEOUT, cpu_seconds=20, **limits),
+            "patient": make_sandbox(timeout_seconds=PATIENT_TIMEOUT, cpu_seconds=60, **limits),
         }
 
 
@@ -548,7 +548,8 @@ def test_attack_is_contained_and_the_next_call_answers(
         assert (result.timed_out, result.truncated) == (attack.timed_out, attack.truncated), result
         assert (result.error is None) if attack.error is None else (attack.error in (result.error or "")), result
     assert len(result.output) <= OUTPUT_LIMIT + 100
-    assert result.seconds < (PATIENT_TIMEOUT if is_patient else TIMEOUT) + 5
+    # killing sixty busy processes takes a loaded machine its time
+    assert result.seconds < (PATIENT_TIMEOUT if is_patient else TIMEOUT) + 20
 
     honest = attacked.run(
         "import json, math, os\nprint(sum(range(1000)), math.sqrt(4), os.listdir('/tmp'), os.listdir('/dev/shm'))\n"

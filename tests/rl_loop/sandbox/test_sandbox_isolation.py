@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -107,13 +108,16 @@ def test_ordinary_user_is_isolated_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="the attacks already run as an ordinary user")
-def test_attacks_are_contained_for_an_ordinary_user_too(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
+def test_attacks_are_contained_for_an_ordinary_user_too() -> None:
     attacks = Path(__file__).with_name("test_sandbox_attacks.py")
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={tmp_path}/run", str(attacks)]
-    environment = os.environ | {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    command = [*as_ordinary_user(), sys.executable, "-m", "pytest", *options]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3])
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder}/run", str(attacks)]
+        result = subprocess.run(
+            [*as_ordinary_user(), sys.executable, "-m", "pytest", *options],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"HOME": folder, "TMPDIR": folder},
+            cwd=Path(__file__).parents[3],
+        )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
