@@ -27,6 +27,7 @@ from launch.cluster import ClusterConfig, load_cluster
 from launch.node_checks import check_node, odd_ones_out, slow_ones
 from launch.placement import place
 from rl_loop.config import RlConfig, RunConfig, SftConfig, load_config
+from rl_loop.interrupt import EXIT_STATUSES
 from rl_loop.placed import end_with_parent, free_port
 from rl_loop.run_directory import RunDirectory, read_json, write_json
 
@@ -215,7 +216,7 @@ class NodeProgram:
             status = self._drive(f"{address}:{ports[0]}")
             if status == 0:
                 outcome.result = Result.FINISHED
-            elif status == 130 or self.stop_requested:
+            elif status in EXIT_STATUSES or self.stop_requested:
                 outcome.result = Result.INTERRUPTED
             else:
                 outcome.error = self._why_failed(status)
@@ -256,7 +257,7 @@ class NodeProgram:
 
     def _drive(self, address: str) -> int:
         """Run the training command; its exit status."""
-        command = [sys.executable, "-m", "launch", self.config.command, sys.argv[1], "--resume"]
+        command = [sys.executable, "-m", "launch", self.config.command, sys.argv[1], "--resume-or-new"]
         # the traceback is to be Python's own, which first_error reads
         driver = self._start(command, self.attempt.driver_log, RAY_ADDRESS=address, TYPER_STANDARD_TRACEBACK="1")
         discovery = self.scratch / "prom_metrics_service_discovery.json"  # Ray keeps it up to date

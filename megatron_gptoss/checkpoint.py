@@ -279,6 +279,7 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         state = dist_checkpointing.load(_state(trainer, loading=True), str(path))
         _load_weights(trainer.module, state["model"])
         if trainer.updated:
+            _keep_settings(trainer.optimizer, state["optimizer"])
             with trainer.offloaded.on_device(), _exact_state(trainer.optimizer):
                 trainer.optimizer.load_state_dict(state["optimizer"])
         else:
@@ -288,6 +289,36 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         raise
     except FAILURES as error:
         raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
+
+
+SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "start_wd", "end_wd", "betas", "eps")
+"""What a parameter group of Megatron's optimizer holds of the configuration."""
+
+
+def _keep_settings(optimizer: Any, state: Any) -> None:
+    """Give the parameter groups in a saved optimizer ``state`` the settings of ``optimizer``.
+
+    Megatron puts the saved groups, settings included, in the place of its own, and refuses them where a learning rate
+    or a weight decay is another: a run could not go on with other settings than it was begun with."""
+    if not isinstance(state, dict):
+        return
+    for key, value in state.items():
+        if key != "param_groups":
+            _keep_settings(optimizer, value)
+            continue
+        for saved in value:
+            for own in optimizer.param_groups:
+                if _same_group(own, saved):
+                    saved |= {name: own[name] for name in SETTINGS if name in own}
+
+
+def _same_group(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two parameter groups hold the same parameters. ``start_wd`` tells the routers' biases apart by being
+    there at all (see ``PolicyTrainer``)."""
+    names = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    return all(one.get(name) == other.get(name) for name in names) and (
+        (one.get("start_wd") is None) == (other.get("start_wd") is None)
+    )
 
 
 def load_model_weights(path: Path, model: torch.nn.Module) -> None:

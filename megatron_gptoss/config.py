@@ -98,6 +98,18 @@ class ModelConfig(StrictModel):
         """Per layer "sliding_attention" or "full_attention", as in the Hugging Face config."""
         return ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(self.num_layers)]
 
+    @property
+    def num_parameters(self) -> int:
+        """All of them, embedding and output layer included."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries = self.num_attention_heads * self.head_size
+        keys = self.num_key_value_heads * self.head_size
+        attention = (hidden + 1) * (queries + 2 * keys) + (queries + 1) * hidden + self.num_attention_heads
+        expert = (hidden + 1) * 2 * inner + (inner + 1) * hidden
+        router = (hidden + 1) * self.num_experts
+        layer = attention + router + self.num_experts * expert + 2 * hidden
+        return self.num_layers * layer + 2 * self.vocab_size * hidden + hidden
+
     def to_hf_config(self, **extra: Any) -> dict[str, Any]:
         """The content of ``config.json`` of the same model; ``extra`` adds keys such as eos_token_id."""
         return {

@@ -337,8 +337,22 @@ def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Mo
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
+        _refuse_other_kind(path, kind, error)
         lines = [f"  {'.'.join(map(str, e['loc'])) or '(top level)'}: {_explain(e)}" for e in error.errors()]
         raise ConfigError(f"{path} is not a valid {kind.__name__}:\n" + "\n".join(lines)) from None
+
+
+def _refuse_other_kind(path: Path, kind: type[StrictModel], error: ValidationError) -> None:
+    """Raise ConfigError if the keys that ``kind`` does not know are those of the other kind of run."""
+    unknown = [str(e["loc"][0]) for e in error.errors() if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
+    for this, other in ((RlConfig, SftConfig), (SftConfig, RlConfig)):
+        own = [key for key in unknown if key in other.model_fields]
+        if kind is this and own:
+            hint = "; `gptoss plan` and `gptoss launch` take it with --sft" if this is RlConfig else ""
+            raise ConfigError(
+                f"{path} is a configuration of `gptoss {other.command}` (it has {', '.join(own)}), "
+                f"not of `gptoss {this.command}`{hint}"
+            ) from None
 
 
 def dump_config(config: StrictModel) -> str:

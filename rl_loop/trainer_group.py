@@ -62,7 +62,7 @@ class TrainerGroup:
         if not failures:
             return ray.get(calls)
         for rank, error in failures.items():
-            if isinstance(error, RayActorError):
+            if isinstance(error, RayActorError) and not error.actor_init_failed:
                 raise RankDied(f"trainer rank {rank} on {self._processes[rank]} died: {_reason(error)}") from error
         rank, error = next(iter(failures.items()))
         error.add_note(f"first on trainer rank {rank} on {self._processes[rank]}")

@@ -36,12 +36,14 @@ def one_rank() -> Iterator[None]:
     distributed.shutdown()
 
 
-def trainer(seed: int = 0, dtype: torch.dtype = torch.float32, offload: float = 0.0) -> PolicyTrainer:
+def trainer(
+    seed: int = 0, dtype: torch.dtype = torch.float32, offload: float = 0.0, **settings: float
+) -> PolicyTrainer:
     model = build_model(TINY, ParallelConfig(), dtype)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1, generator=generator)
-    return PolicyTrainer(model, OptimizerConfig(offload=offload))
+    return PolicyTrainer(model, OptimizerConfig(offload=offload, **settings))
 
 
 def steps(policy: PolicyTrainer, count: int) -> list[float]:
@@ -58,6 +60,21 @@ def test_a_resumed_trainer_continues_the_same_curve_to_the_bit(dtype: torch.dtyp
     state = load_checkpoint(latest_checkpoint(tmp_path), other)
     assert state == {"step": 2, "position": 128}
     assert steps(other, 3) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_trainer_goes_on_with_the_settings_that_it_is_given_now(dtype: torch.dtype, tmp_path: Path) -> None:
+    policy = trainer(dtype=dtype)
+    steps(policy, 2)
+    save_checkpoint(tmp_path, policy, 2, {})
+    settings = {"lr": 3e-4, "weight_decay": 0.2, "beta1": 0.5, "beta2": 0.7, "eps": 1e-3}
+    for group in policy.optimizer.param_groups:  # what torch's Adam reads, set by hand
+        group |= {"weight_decay": 0.2, "betas": (0.5, 0.7), "eps": 1e-3}
+    expected = steps(policy, 3)
+    other = trainer(seed=1, dtype=dtype, **settings)
+    load_checkpoint(latest_checkpoint(tmp_path), other)
+    assert steps(other, 3) == expected
+    assert {group["max_lr"] for group in other.optimizer.param_groups} == {3e-4}
 
 
 def test_a_master_weight_is_put_together_from_its_halves() -> None:

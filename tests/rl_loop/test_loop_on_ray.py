@@ -18,7 +18,7 @@ import ray
 import torch
 
 from rl_loop.canary import CanaryError, check_canary
-from rl_loop.config import RlConfig, SftConfig, load_config
+from rl_loop.config import ConfigError, RlConfig, SftConfig, load_config
 from rl_loop.engine_report import engine_report
 from rl_loop.rollout_pool import GroupRequest, RolloutPool
 from rl_loop.run import Interrupted, run_rl, run_sft
@@ -154,6 +154,24 @@ def test_an_interrupted_run_saves_and_continues_the_same_curve(trained: Path, wh
     assert stopping.notes
     resumed = run_rl(config, Quiet(), resume=True)
     assert curve(resumed) == pytest.approx(curve(whole.directory), rel=1e-4, abs=1e-6)
+
+
+def test_a_resume_trains_with_what_it_was_given_and_the_configuration_says_so(tmp_path: Path) -> None:
+    def config(*overrides: str) -> SftConfig:
+        options = [*SMALL, f"output_dir={tmp_path}", "sequences_per_step=4", *overrides]
+        return load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, options)
+
+    run = run_sft(config("training.steps=1", "optimizer.lr=1e-3"), Quiet())
+    kept = (run / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"--resume cannot change model.num_layers: 2 -> 4"):
+        run_sft(config("training.steps=2", "model.num_layers=4"), Quiet(), resume=True)
+    assert (run / "config.yaml").read_text() == kept
+    run_sft(config("training.steps=2", "optimizer.lr=1e-4", "optimizer.beta1=0.5"), Quiet(), resume=True)
+    rates = [record["learning_rate"] for record in read_json_lines(run / "metrics.jsonl")]
+    assert rates == [1e-3, 1e-4]
+    assert (run / "config.yaml").read_text().splitlines()[0] == (
+        "# from step 2 on: optimizer.lr: 0.001 -> 0.0001; optimizer.beta1: 0.9 -> 0.5; training.steps: 1 -> 2"
+    )
 
 
 def test_an_interrupt_ends_the_rollouts_that_overlap_training(tmp_path: Path) -> None:
