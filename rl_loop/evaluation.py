@@ -16,9 +16,9 @@ from rl_loop.batch import outcome_sums
 from rl_loop.config import RlConfig
 from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.environments import Task
+from rl_loop.ray_session import ray_session
 from rl_loop.rollout_pool import GroupRequest, RolloutPool
 from rl_loop.rollout_worker import RolloutWorker
-from rl_loop.run import ray_session
 from rl_loop.run_directory import atomic_write_text
 from rl_loop.tasks import TaskSource
 from rl_loop.trajectory import Trajectory, TrajectoryGroup

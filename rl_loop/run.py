@@ -1,6 +1,5 @@
 """Running a configuration from start to export: ``run_sft`` and ``run_rl`` are what the ``gptoss`` commands call."""
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rl_loop.config import RlConfig, RunConfig, SftConfig, TrainingConfig, check_reward_parts, dump_config
 from rl_loop.interrupt import Interrupt, SeparateSessions
 from rl_loop.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.ray_session import RayStartError, ray_session
 from rl_loop.resume import Change, changes_since, write_config
 from rl_loop.run_directory import (
     LEASE_SECONDS,
@@ -46,30 +46,6 @@ ProgressFactory = Callable[[str, int, int], AbstractContextManager[Progress]]
 """(title, total steps, first step) -> context"""
 
 
-@contextmanager
-def ray_session() -> Iterator[None]:
-    """A local Ray of our own, or the cluster that RAY_ADDRESS names; stopped again if it was ours."""
-    # imported here so that reading a configuration needs no Ray
-    import logging
-
-    import ray
-
-    if ray.is_initialized():
-        yield
-        return
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    local = "RAY_ADDRESS" not in os.environ
-    ray.init(
-        num_cpus=os.cpu_count() if local else None,
-        object_store_memory=512 << 20 if local else None,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 @dataclass
@@ -351,4 +327,4 @@ def user_errors() -> tuple[type[BaseException], ...]:
     from rl_loop.vocabulary import VocabularyUnavailable
 
     ours = ConversionError, CheckpointError, CanaryError, TaskFileError, SandboxUnavailable, VocabularyUnavailable
-    return *ours, EndpointError, RankDied
+    return *ours, EndpointError, RankDied, RayStartError

@@ -20,6 +20,7 @@ import torch
 from rl_loop.canary import CanaryError, check_canary
 from rl_loop.config import ConfigError, RlConfig, SftConfig, load_config
 from rl_loop.engine_report import engine_report
+from rl_loop.ray_session import start_local_ray
 from rl_loop.rollout_pool import GroupRequest, RolloutPool
 from rl_loop.run import Interrupted, run_rl, run_sft
 from rl_loop.run_directory import read_json_lines
@@ -65,7 +66,7 @@ class Quiet:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
     yield
     ray.shutdown()
 

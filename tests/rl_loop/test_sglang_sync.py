@@ -26,6 +26,7 @@ from rl_loop.engines.sglang_engine import SglangEngine
 from rl_loop.engines.sglang_server import ServerState, ServerStatus
 from rl_loop.engines.weight_checksums import gpu_hash, sampled_parameters
 from rl_loop.engines.weight_sender import SyncPlan, WeightMismatch, buckets, send_weights
+from rl_loop.ray_session import start_local_ray
 from rl_loop.rollout_pool import RolloutPool
 from rl_loop.sglang_fleet import SglangFleet, statuses
 from rl_loop.trainer_group import TrainerGroup
@@ -212,7 +213,7 @@ def test_the_hash_of_gpu_weights_is_that_of_sglang_s_kernel(length: int, expecte
 
 @pytest.fixture(scope="module")
 def one_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    start_local_ray(num_cpus=2, object_store_bytes=100 << 20)
     yield
     ray.shutdown()
 
