@@ -29,7 +29,7 @@ from launch.placement import place
 from rl_loop.config import RlConfig, RunConfig, SftConfig, load_config
 from rl_loop.interrupt import EXIT_STATUSES
 from rl_loop.placed import end_with_parent, free_port
-from rl_loop.ray_session import patient_environment
+from rl_loop.ray_session import ray_environment
 from rl_loop.run_directory import RunDirectory, read_json, write_json
 
 POLL_SECONDS = 0.5
@@ -112,7 +112,7 @@ class NodeProgram:
             log.touch()
             before = log.stat().st_size
             # no idle workers, one per CPU: the actors are few and start when they are needed
-            settings = {"RAY_prestart_worker_first_driver": "0", **patient_environment()}
+            settings = {"RAY_prestart_worker_first_driver": "0", **ray_environment()}
             ray = self._start(ray_command(self, head), log, **settings)
             self._wait(partial(started_or_ended, ray, log, before))
             time.sleep(1.5)  # it looks after its own parts every second, and ends if one of them came up too late

@@ -18,12 +18,14 @@ from rl_loop.placed import free_port
 START_SECONDS = 300.0
 """How long Ray may take to start; an idle machine needs 5 s."""
 
-PATIENT_SETTINGS = {
+RAY_SETTINGS = {
     # a worker process that is not up by then is killed and started again, which helps nobody on a busy machine
     "RAY_worker_register_timeout_seconds": "300",
     "RAY_agent_register_timeout_ms": "300000",
     # Ray's default is 15: whatever else runs on the machine would come before the trainer and the engines
     "RAY_worker_niceness": "0",
+    # an actor without a GPU keeps CUDA_VISIBLE_DEVICES as it is, as later versions of Ray do
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 """Environment of every Ray that we start, here and on the nodes of a job; what the user has set is kept."""
 
@@ -54,8 +56,8 @@ def ray_session() -> Iterator[None]:
         yield
         return
 
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if "RAY_ADDRESS" in os.environ:
+        os.environ.update(ray_environment())
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     else:
         start_local_ray()
@@ -65,9 +67,9 @@ def ray_session() -> Iterator[None]:
         ray.shutdown()
 
 
-def patient_environment() -> dict[str, str]:
-    """PATIENT_SETTINGS, as far as the user has not set them otherwise."""
-    return {name: os.environ.get(name, value) for name, value in PATIENT_SETTINGS.items()}
+def ray_environment() -> dict[str, str]:
+    """RAY_SETTINGS, as far as the user has not set them otherwise."""
+    return {name: os.environ.get(name, value) for name, value in RAY_SETTINGS.items()}
 
 
 def start_local_ray(
@@ -78,7 +80,7 @@ def start_local_ray(
     ``num_cpus`` None means all processors. Raises RayStartError if it is not up after ``seconds``."""
     import ray
 
-    os.environ.update(patient_environment())
+    os.environ.update(ray_environment())
     with patient_start(seconds):
         ray.init(
             address="local",

@@ -13,6 +13,7 @@ from tests.leftover_processes import (  # noqa: F401 (hooks of pytest)
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+from tests.load import pytest_sessionstart, pytest_unconfigure  # noqa: F401 (hooks of pytest)
 
 START_RAY = {
     "tests/launch/test_cli.py",

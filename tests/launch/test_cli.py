@@ -13,12 +13,13 @@ import pytest
 
 from rl_loop.config import SftConfig, load_config
 from rl_loop.run_directory import locked_run
+from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 RL, SFT = "configs/rl/tiny_retool.yaml", "configs/sft/tiny_retool.yaml"
 
 
-def gptoss(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def gptoss(*arguments: str, timeout: float = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from launch.cli import main; main()", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
@@ -128,7 +129,7 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "x/metrics.jsonl").write_text('{"step": 0}\n')
     result = gptoss(
         "sft", SFT, f"tasks.sources.retool.train_path={tasks}", f"tasks.sources.retool.held_out_path={tasks}",
-        f"output_dir={tmp_path}", "name=x", "--overwrite", timeout=120,
+        f"output_dir={tmp_path}", "name=x", "--overwrite",
     )  # fmt: skip
     assert result.returncode == 1
     assert "tasks.jsonl, line 2" in result.stderr
@@ -144,9 +145,7 @@ def test_an_error_of_an_actor_is_one_line_and_leaves_the_earlier_run_as_it_is(tm
     model = load_config(ROOT / SFT, SftConfig).model
     (damaged / "config.json").write_text(json.dumps(model.to_hf_config()))
     (damaged / "model.safetensors").write_bytes(b"no safetensors")
-    result = gptoss(
-        "sft", SFT, f"initial_weights={damaged}", f"output_dir={tmp_path}", "name=x", "--overwrite", timeout=240
-    )
+    result = gptoss("sft", SFT, f"initial_weights={damaged}", f"output_dir={tmp_path}", "name=x", "--overwrite")
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert re.match(rf"gptoss: {re.escape(str(damaged))}/model\.safetensors.*", line)

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from rl_loop.run import Interrupted, run_rl, run_sft
 from rl_loop.run_directory import read_json_lines
 from rl_loop.tasks import TaskSource
 from rl_loop.trainer_group import TrainerGroup
+from tests.waiting import wait_until
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ["model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48", "model.head_size=16"]
@@ -219,9 +219,7 @@ def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
         killer.start()
         groups = pool.run(requests)
         killer.join()
-        deadline = time.monotonic() + 60
-        while pool._call(0, "__ray_call__", lambda worker: os.getpid()) == victim and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(lambda: pool._call(0, "__ray_call__", lambda worker: os.getpid()) != victim)
         assert pool._restarts == 1
         assert [[t.token_ids for t in g.trajectories] for g in groups] == [
             [t.token_ids for t in g.trajectories] for g in expected
