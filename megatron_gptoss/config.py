@@ -333,3 +333,17 @@ class Training(NamedTuple):
     """Share of each GPU that servers on it take while they generate."""
     micro_batches: float = math.inf
     """Of a data-parallel rank in a step, at most: a pipeline holds no more of them."""
+    longest: int = 1
+    """Tokens of the longest sequence, which a micro-batch must be able to hold."""
+    sequences: float = math.inf
+    """Of a training step: with those of ``longest`` tokens, what ``micro_batches`` follows from."""
+    mini_batches: int = 1
+    """Optimizer steps that share the sequences; in each, every data-parallel rank needs one."""
+
+    def with_sequences(self, sequences: float) -> "Training":
+        """The same with this many sequences and the micro-batches that they fill if all are as long as they may be."""
+        if math.isinf(sequences):
+            return self._replace(sequences=sequences, micro_batches=math.inf)
+        rows = math.ceil(sequences / (self.tokens // self.longest))
+        ranks, multiple = self.parallel.data, self.parallel.micro_batch_multiple
+        return self._replace(sequences=sequences, micro_batches=math.ceil(rows / (ranks * multiple)) * multiple)
