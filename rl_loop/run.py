@@ -322,9 +322,10 @@ def user_errors() -> tuple[type[BaseException], ...]:
     from rl_loop.canary import CanaryError
     from rl_loop.engines.completions import EndpointError
     from rl_loop.environments import TaskFileError
+    from rl_loop.rank_start import RankStartError
     from rl_loop.sandbox import SandboxUnavailable
     from rl_loop.trainer_group import RankDied
     from rl_loop.vocabulary import VocabularyUnavailable
 
     ours = ConversionError, CheckpointError, CanaryError, TaskFileError, SandboxUnavailable, VocabularyUnavailable
-    return *ours, EndpointError, RankDied, RayStartError
+    return *ours, EndpointError, RankDied, RankStartError, RayStartError
