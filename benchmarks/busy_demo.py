@@ -4,9 +4,9 @@
     python benchmarks/busy_demo.py --share 0.1          # a tenth of its steps, in minutes
     python benchmarks/busy_demo.py --loops 1 2 --repeat 3
 
-Runs the two commands of ``make demo`` in a folder of their own, as often as asked, the loads in turn so that what else the
-machine does meets all of them alike. Prints seconds of each command, tokens per second of the last steps of ``gptoss rl``,
-and medians as multiples of those without a load. Busy loops run at the same priority as the demo."""
+Runs the two commands of ``make demo`` in a folder of their own, as often as asked, the loads in turn so that what else
+the machine does meets all of them alike. Prints seconds of each command, tokens per second of the last steps of
+``gptoss rl``, and medians as multiples of those without a load. Busy loops run at the same priority as the demo."""
 
 import argparse
 import json
@@ -83,9 +83,8 @@ def main() -> None:
         for loops in loads:
             found = run_demo(loops, options.share)
             rounds[loops].append(found)
-            print(
-                f"{loops} busy loops: " + ", ".join(f"{name} {value:.0f}" for name, value in found.items()), flush=True
-            )
+            figures = ", ".join(f"{name} {value:.0f}" for name, value in found.items())
+            print(f"{loops} busy loops: {figures}", flush=True)
 
     def median(loops: int, name: str) -> float:
         return statistics.median(found[name] for found in rounds[loops])
