@@ -96,18 +96,19 @@ def start_local_ray(
 def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
     """While inside, a Ray node that starts in this process gets ``seconds``. Raises RayStartError, after ending what it
     had started, if it takes longer or its raylet ends."""
-    from ray import _raylet
+    import ray
     from ray._private import services
-    from ray._private.node import Node
 
-    start_raylet, get_node = Node.start_raylet, services.get_node
+    internals: Any = ray  # whose types do not say what is replaced here
+    raylet, node_class = internals._raylet, internals._private.node.Node
+    start_raylet, get_node = node_class.start_raylet, services.get_node
     nodes: list[Any] = []
 
     def start_raylet_without_waiting_for_agents(node: Any, *arguments: Any, **options: Any) -> None:
         for field, name in AGENT_PORTS:
             port = getattr(node._ray_params, field) or free_port()
             setattr(node._ray_params, field, port)
-            _raylet.persist_port(node.get_session_dir_path(), node.node_id, getattr(_raylet, name), port)
+            raylet.persist_port(node.get_session_dir_path(), node.node_id, getattr(raylet, name), port)
         start_raylet(node, *arguments, **options)
         nodes.append(node)
 
@@ -127,7 +128,7 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
                     ) from None
             time.sleep(0.1)
 
-    Node.start_raylet = start_raylet_without_waiting_for_agents
+    node_class.start_raylet = start_raylet_without_waiting_for_agents
     services.get_node = get_node_as_soon_as_it_is_there
     try:
         yield
@@ -136,7 +137,7 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
             node.kill_all_processes(check_alive=False, allow_graceful=False)
         raise
     finally:
-        Node.start_raylet, services.get_node = start_raylet, get_node
+        node_class.start_raylet, services.get_node = start_raylet, get_node
 
 
 def _logs(nodes: list[Any]) -> str:
