@@ -209,26 +209,45 @@ def doctor(
 
 
 @contextmanager
-def bytes_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with GB/s and the time left, on a terminal; call it with (bytes done, bytes in all)."""
+def bytes_bars(*titles: str) -> Iterator[list[Callable[[int, int], None]]]:
+    """A bar per title with GB/s and the time left, on a terminal; it shows when it is first called with
+    (bytes done, bytes in all)."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, TimeRemainingColumn(), disable=not sys.stderr.isatty(), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with Progress(*columns, TimeRemainingColumn(), disable=not sys.stderr.isatty(), transient=True) as bars:
+
+        def updater(title: str) -> Callable[[int, int], None]:
+            task = bars.add_task(title, total=None, visible=False, start=False)
+
+            def update(done: int, total: int) -> None:
+                if not bars.tasks[task].started:
+                    bars.start_task(task)
+                bars.update(task, completed=done, total=total, visible=True)
+
+            return update
+
+        yield [updater(title) for title in titles]
+
+
+CheckOption = Annotated[
+    Literal["sample", "all"],
+    Option("--check", help="What is read back and compared: experts of one layer and all that is no expert, or all."),
+]
 
 
 @convert.command("import")
 def convert_import(
     hf_dir: Annotated[Path, Argument(help="GPT-OSS as safetensors: bf16, fp32, MXFP4 or OpenAI's original.")],
     megatron_dir: Annotated[Path, Argument(help="The torch_dist checkpoint to write; must not exist.")],
+    check: CheckOption = "sample",
 ) -> None:
     """Hugging Face -> Megatron torch_dist, loadable at any parallel layout."""
     from converters.torch_dist import import_checkpoint
 
-    with bytes_bar("import") as progress:
-        import_checkpoint(hf_dir, megatron_dir, progress=progress)
+    with bytes_bars("import", "check ") as (progress, checked):
+        result = import_checkpoint(hf_dir, megatron_dir, progress=progress, check=check, check_progress=checked)
+    print(result)
     print(megatron_dir)
 
 
@@ -238,14 +257,24 @@ def convert_export(
     hf_dir: Annotated[Path, Argument(help="The Hugging Face directory to write; must not exist.")],
     precision: Annotated[Precision, Option("--format", help="Precision of the weights.")] = "bf16",
     reference: Annotated[Path | None, Option(help="The original: tokenizer, settings, scales of MXFP4.")] = None,
+    check: CheckOption = "sample",
 ) -> None:
     """Megatron torch_dist -> Hugging Face safetensors."""
     from converters.torch_dist import export_checkpoint
 
-    with bytes_bar("export") as progress:
-        report = export_checkpoint(megatron_dir, hf_dir, precision, reference, progress=progress)
+    with bytes_bars("export", "check ") as (progress, checked):
+        report = export_checkpoint(
+            megatron_dir,
+            hf_dir,
+            dtype=precision,
+            reference=reference,
+            progress=progress,
+            check=check,
+            check_progress=checked,
+        )
     if report.errors:
         print(report)
+    print(report.read_back)
     print(hf_dir)
 
 
@@ -257,7 +286,7 @@ def convert_verify(
     """Compare every tensor of the two bit for bit, and what the two models compute, layer by layer."""
     from converters.verify import verify
 
-    with bytes_bar("verify") as progress:
+    with bytes_bars("verify") as [progress]:
         result = verify(hf_dir, megatron_dir, progress)
     print(result)
     raise typer.Exit(0 if result.equal else 1)

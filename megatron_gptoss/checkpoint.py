@@ -411,6 +411,8 @@ def _same_group(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def load_model_weights(path: Path, model: torch.nn.Module) -> None:
     """Restore only the weights, at any parallel layout. Collective. Raises CheckpointError naming the directory."""
+    if path.name.endswith(PARTIAL):
+        raise CheckpointError(f"{path} is unfinished; the process that wrote it was killed, or is still writing")
     if not (path / "metadata.json").exists():
         raise CheckpointError(f"{path} is not a torch_dist checkpoint: metadata.json is missing")
     try:

@@ -10,7 +10,7 @@ import torch
 
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
-from converters.torch_dist import MegatronCheckpoint
+from converters.megatron_checkpoint import MegatronCheckpoint
 from megatron_gptoss.checkpoint import latest_checkpoint
 from rl_loop.batch import outcome_sums
 from rl_loop.config import RlConfig

@@ -323,7 +323,7 @@ def test_an_error_of_the_writing_thread_is_named(tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.WRITER, "submit", lambda *_: submit(fail))
-        with pytest.raises(CheckpointError, match="step_000001 could not be written .*no room for a buffer"):
+        with pytest.raises(CheckpointError, match=r"step_000001 could not be written .*no room for a buffer"):
             save_checkpoint(tmp_path, trainer(), 1, {})
     assert latest_checkpoint(tmp_path) is None
 
