@@ -7,8 +7,9 @@
 ``measure`` drops the source from the page cache, writes 4 GB to the same disk as its own speed, imports in a process of
 its own and compares. It needs room for three times the source. The import stays where it was written.
 
-Both measurements also say what reading back a sample cost, as a share of the time without it. With fewer than 24 layers
-one layer is a larger share of the experts: a smaller vocabulary keeps the share of what is no expert as in the 20B.
+Both measurements also say how much longer the conversion took because a sample was read back, as a share of the rest.
+With fewer than 24 layers one layer is a larger share of the experts: a smaller vocabulary keeps the share of what is no
+expert as in the 20B.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def measure(source: Path, target: Path) -> None:
     before = write_speed(target.parent)
     print(f"disk: {before / 1e9:.3f} GB/s")
     drop_from_cache(source)
-    seconds, read_back = convert("import_checkpoint(*paths)", source, target)
+    seconds, added = convert("import_checkpoint(*paths)", source, target)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     written = directory_bytes(target)
     print(f"load average {os.getloadavg()[0]:.1f}")
@@ -69,7 +70,7 @@ def measure(source: Path, target: Path) -> None:
         f"disk: {before / 1e9:.3f} GB/s before, {after / 1e9:.3f} GB/s after; import at {written / seconds / disk:.0%} "
         "of their mean"
     )
-    print_cost(seconds, read_back)
+    print_cost(seconds, added)
 
 
 def measure_export(source: Path, target: Path, precision: str, reference: Path | None) -> None:
@@ -77,32 +78,31 @@ def measure_export(source: Path, target: Path, precision: str, reference: Path |
     drop_from_cache(source)
     paths = [source, target] if reference is None else [source, target, reference]
     arguments = f"paths[0], paths[1], {precision!r}, paths[2] if len(paths) > 2 else None"
-    seconds, read_back = convert(f"export_checkpoint({arguments}).read_back", *paths)
+    seconds, added = convert(f"export_checkpoint({arguments}).read_back", *paths)
     print(
         f"export to {precision}: {directory_bytes(source) / 1e9:.2f} GB -> {directory_bytes(target) / 1e9:.2f} GB in "
         f"{seconds:.1f} s"
     )
-    print_cost(seconds, read_back)
+    print_cost(seconds, added)
 
 
 def convert(expression: str, *paths: Path) -> tuple[float, float]:
-    """Seconds of a conversion in a process of its own, and those of them that reading back took."""
+    """Seconds of a conversion in a process of its own, and those of them that reading back added."""
     code = (
         "import json, sys; from converters.torch_dist import export_checkpoint, import_checkpoint; "
-        f"paths = sys.argv[1:]; result = {expression}; print(json.dumps([result.seconds, str(result)]))"
+        f"paths = sys.argv[1:]; result = {expression}; print(json.dumps([result.added_seconds, str(result)]))"
     )
     began = time.perf_counter()
     answer = subprocess.run([sys.executable, "-c", code, *map(str, paths)], check=True, capture_output=True, text=True)
     seconds = time.perf_counter() - began
-    read_back, sentence = json.loads(answer.stdout.splitlines()[-1])
+    added, sentence = json.loads(answer.stdout.splitlines()[-1])
     print(sentence)
-    return seconds, read_back
+    return seconds, added
 
 
-def print_cost(seconds: float, read_back: float) -> None:
-    print(
-        f"reading back: {read_back:.1f} s, {read_back / (seconds - read_back):.1%} of the {seconds - read_back:.1f} s"
-    )
+def print_cost(seconds: float, added: float) -> None:
+    rest = seconds - added
+    print(f"reading back added {added:.1f} s, {added / rest:.1%} of the other {rest:.1f} s")
 
 
 def drop_from_cache(directory: Path) -> None:

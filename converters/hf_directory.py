@@ -50,10 +50,10 @@ class HfDirectory:
     names or under OpenAI's. Opening checks that every tensor of the architecture is there with its shape, and nothing
     else. Raises ConversionError naming the file, key or tensor. Reading is safe from several threads."""
 
-    def __init__(self, path: Path, unfinished: bool = False) -> None:
-        """``unfinished``: the directory has not got its name yet. What is read then comes from the disk itself, not
-        from the system's cache."""
-        self.path, self._unfinished = Path(path), unfinished
+    def __init__(self, path: Path, unfinished: bool = False, from_disk: bool = False) -> None:
+        """``unfinished``: the directory has not got its name yet. ``from_disk``: what is read comes from the disk
+        itself, not from the system's cache (which holds on to what was not synced)."""
+        self.path, self._from_disk = Path(path), from_disk
         if not self.path.is_dir():
             raise ConversionError(f"{self.path}: no such directory; expected a Hugging Face GPT-OSS model")
         if not unfinished:
@@ -132,7 +132,7 @@ class HfDirectory:
             files = files or sorted(path.name for path in self.path.glob("model--*.safetensors"))
             if not files:
                 raise ConversionError(f"{self.path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-            self._files = {file: SafetensorsFile(self.path / file, self._unfinished) for file in files}
+            self._files = {file: SafetensorsFile(self.path / file, self._from_disk) for file in files}
             return {name: file for file in files for name in self._files[file].entries}
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -140,7 +140,7 @@ class HfDirectory:
         for file in sorted(set(weight_map.values())):
             if not (self.path / file).exists():
                 raise ConversionError(f"{index}: names the file {file}, which is not there; download it again")
-            self._files[file] = SafetensorsFile(self.path / file, self._unfinished)
+            self._files[file] = SafetensorsFile(self.path / file, self._from_disk)
         for name, file in weight_map.items():
             if name not in self._files[file].entries:
                 raise ConversionError(f"{self.path / file}: tensor {name} is not in it, against what {index.name} says")

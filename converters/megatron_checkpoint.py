@@ -19,10 +19,10 @@ MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
 class MegatronCheckpoint:
     """A torch_dist checkpoint of GPT-OSS, read parameter by parameter."""
 
-    def __init__(self, path: Path, unfinished: bool = False) -> None:
-        """``unfinished``: see TorchDistReader."""
+    def __init__(self, path: Path, unfinished: bool = False, from_disk: bool = False) -> None:
+        """``unfinished`` and ``from_disk``: see TorchDistReader."""
         self.path = Path(path)
-        self._reader = TorchDistReader(self.path, unfinished)
+        self._reader = TorchDistReader(self.path, unfinished, from_disk)
         config_file = self.path / MODEL_CONFIG_FILE
         try:
             self.config = ModelConfig.model_validate_json(config_file.read_text())

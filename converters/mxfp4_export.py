@@ -2,6 +2,7 @@
 
 import torch
 
+from converters.bits import same_bits
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.hf_layouts import mxfp4_shapes
@@ -22,7 +23,7 @@ def quantise(
     except ValueError as error:
         raise ConversionError(f"tensor {name}, expert {expert}: cannot be quantised ({error})") from None
     result = QuantisationError(experts=1)
-    if original is None or not all(torch.equal(new, old) for new, old in zip(packed, original, strict=True)):
+    if original is None or not all(same_bits(new, old) for new, old in zip(packed, original, strict=True)):
         wanted = matrix.T.float()  # not of ``exact``: an fp32 matrix loses by the rounding to bf16, too
         lost = mxfp4.dequantize(*packed).float() - wanted
         result.changed = 1

@@ -3,13 +3,15 @@
 The expected values are computed a second time, by other objects than those that wrote, from the source's files. What
 was written is brought back with the other direction of the name table (an import is compared as Hugging Face tensors,
 an export as Megatron parameters). The MXFP4 codec is used by one thread at a time, and a few rows of every expert are
-also computed from the format's definition. The pages that are read are dropped from the system's cache first, so that
-the bytes come from the disk.
+also computed from the format's definition.
+
+A sample is read while the system is still taking what was written to the disk, which a conversion has to wait for
+anyway: it comes from the system's cache, as far as that holds it. All is read when it is on the disk, and from there.
 
 What this cannot see: a name table that is wrong in both directions (``verify`` can), an MXFP4 codec that is always
-wrong in some rows but right in those that are computed from the definition, source files that were damaged before, and,
-with "sample", values of experts of the other layers (that these have their place and length in the files is checked).
-"""
+wrong in some rows but right in those that are computed from the definition, and source files that were damaged before.
+A sample does not see values of experts of the other layers (that these have their place and length in the files is
+checked), nor a disk that does not keep what it was given."""
 
 import contextlib
 import math
@@ -20,9 +22,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from converters.bits import as_bytes, same_bits
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.hf_layouts import BLOCK, is_expert_matrix
@@ -34,13 +36,12 @@ from converters.pipeline import Progress, bf16_bytes, in_order
 from converters.reports import Check, ExportReport, QuantisationError, ReadBack
 from gptoss_kernels.cache import cache_directory, write_atomically
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.durable_files import directory_syncing
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats 1.0, table 5)."""
 ROWS_BY_DEFINITION = 4
 """Rows of each expert matrix that are also computed without the codec."""
-PIECE = 1 << 20
-"""Bytes that are compared at a time: they stay in the processor's cache."""
 
 
 def check_import(
@@ -51,7 +52,7 @@ def check_import(
     ``dtype`` is what weights were converted to; None if each kept its own. Raises ConversionError naming tensor, expert
     and file."""
     source = HfDirectory(hf_dir)
-    written = MegatronCheckpoint(partial, unfinished=True)
+    written = MegatronCheckpoint(partial, unfinished=True, from_disk=check == "all")
     if written.config != source.config:
         raise ConversionError(f"{final_name(partial)}: its model configuration is not that of {hf_dir}")
     written.check_places()
@@ -71,7 +72,7 @@ def check_import(
                 blocks, scales = (rows_of(tensor) for tensor in packed)
                 where.compare(name, rows_of(part.mT), defined_values(blocks, scales).to(part.dtype))
 
-    return _read_back("import", source.config, check, compare, lambda mapping, result: None, progress)
+    return _read_back("import", source.config, partial, check, compare, lambda mapping, result: None, progress)
 
 
 def check_export(
@@ -89,7 +90,7 @@ def check_export(
     bf16. ``report`` says what that cost, and is compared with what it cost by the second computation. Raises
     ConversionError naming tensor, expert and file."""
     checkpoint = MegatronCheckpoint(megatron_dir)
-    written = HfDirectory(partial, unfinished=True)
+    written = HfDirectory(partial, unfinished=True, from_disk=check == "all")
     original = None if reference is None else HfDirectory(reference)
     claims, codec = ExportReport(), threading.Lock()
 
@@ -135,7 +136,7 @@ def check_export(
             claims.add(mapping.hf_names[0], error)
 
     kind = "export_mxfp4" if dtype is None else f"export_{dtype}".replace("torch.", "")
-    result = _read_back(kind, checkpoint.config, check, compare, claim, progress)
+    result = _read_back(kind, checkpoint.config, partial, check, compare, claim, progress)
     for name, claimed in claims.errors.items():
         if not claimed.is_close_to(report.errors.get(name)):
             raise ConversionError(
@@ -151,7 +152,7 @@ def check_weights(
     """Compare the Hugging Face directory ``partial``, which has not got its name yet, with ``weights``, by name.
 
     Raises ConversionError naming tensor, expert and file."""
-    written = HfDirectory(partial, unfinished=True)
+    written = HfDirectory(partial, unfinished=True, from_disk=check == "all")
 
     def compare(mapping: ParameterMapping) -> None:
         for name in mapping.hf_names:
@@ -160,29 +161,47 @@ def check_weights(
                 part = written.get(name, mapping.expert)
             where.compare(name, part, weights[name] if mapping.expert is None else weights[name][mapping.expert])
 
-    return _read_back("weights", written.config, check, compare, lambda mapping, result: None, progress)
+    return _read_back("weights", written.config, partial, check, compare, lambda mapping, result: None, progress)
 
 
 def _read_back[Result](
     kind: str,
     config: ModelConfig,
+    partial: Path,
     check: Check,
     compare: Callable[[ParameterMapping], Result],
     use: Callable[[ParameterMapping, Result], None],
     progress: Progress | None,
 ) -> ReadBack:
-    """Compare what ``check`` asks for, on all cores; ``use`` gets the results in the order of the name table."""
-    began = time.perf_counter()
+    """Compare what ``check`` asks for, on all cores; ``use`` gets the results in the order of the name table.
+
+    ``partial`` is on the disk on return."""
     table = list(parameter_mappings(config).values())
     layer = None if check == "all" else next_layer(kind, config)
     chosen = [mapping for mapping in table if mapping.expert is None or layer in (None, mapping.layer)]
-    with torch.no_grad(), contextlib.closing(in_order(compare, chosen, bf16_bytes, progress)) as results:
-        for mapping, result in zip(chosen, results, strict=True):
-            use(mapping, result)
+
+    with torch.no_grad(), directory_syncing(partial) as synced:
+        if check == "all":
+            synced()
+        began = time.perf_counter()
+        with contextlib.closing(in_order(compare, chosen, bf16_bytes, progress)) as results:
+            for mapping, result in zip(chosen, results, strict=True):
+                use(mapping, result)
+        ended = time.perf_counter()
+    added = ended - max(began, min(ended, synced()))
+
     if layer is not None:
         remember_layer(kind, config, layer)  # only now: what failed is looked at again
     compared, parameters = (sum(math.prod(mapping.shape) for mapping in part) for part in (chosen, table))
-    return ReadBack(check, layer, config.num_layers, compared, parameters, time.perf_counter() - began)
+    return ReadBack(
+        check,
+        layer,
+        config.num_layers,
+        compared=compared,
+        parameters=parameters,
+        seconds=ended - began,
+        added_seconds=added,
+    )
 
 
 # -- whose turn it is -------------------------------------------------------------------------------------------------
@@ -255,21 +274,6 @@ class Place:
             f"{self.of(name)} {what}; nothing was kept. Convert again; if it happens again, check memory and disk of "
             "this machine"
         )
-
-
-def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether dtype, shape and all bits are the same: also those of NaN, and the sign of zero."""
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-        return False
-    if ours.dim() == 2 and ours.mT.is_contiguous():
-        ours, theirs = ours.mT, theirs.mT  # experts are mostly transposed views, and copying them is slow
-    a, b = as_bytes(ours), as_bytes(theirs)
-    return all(np.array_equal(a[i : i + PIECE], b[i : i + PIECE]) for i in range(0, len(a), PIECE))
-
-
-def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """uint8 [bytes], in the order of the tensor's elements."""
-    return tensor.contiguous().flatten().view(torch.uint8).numpy()
 
 
 def rows_of(matrix: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,9 @@ class ReadBack:
     parameters: int
     """Parameters of the model."""
     seconds: float
+    added_seconds: float
+    """Of ``seconds`` those for which the conversion had nothing else to wait for: all but the time that what was
+    written took to get from the system's memory to the disk."""
 
     def __str__(self) -> str:
         if self.layer is None:

@@ -37,7 +37,8 @@ class SafetensorsFile:
     """Reads tensors, whole or some of their rows, from several threads at once. Raises ConversionError."""
 
     def __init__(self, path: Path, from_disk: bool = False) -> None:
-        """``from_disk``: what is read comes from the disk itself, not from the system's cache."""
+        """``from_disk``: what is read comes from the disk itself, not from the system's cache
+        (which holds on to what was not synced)."""
         self.path, self._from_disk = path, from_disk
         try:
             with safe_open(path, framework="pt"):
@@ -99,7 +100,8 @@ def _where_it_ends(path: Path) -> str:
 
 
 class SafetensorsWriter:
-    """A new file, to which tensors are appended as they come; valid once ``close`` has returned. Raises OSError."""
+    """A new file, to which tensors are appended as they come; complete once ``close`` has returned, and on the disk
+    once its directory was synced (``new_directory`` does). Raises OSError."""
 
     def __init__(self, path: Path, expected: Mapping[str, Shape]) -> None:
         """``expected`` are all tensors that might come."""
@@ -123,9 +125,7 @@ class SafetensorsWriter:
         self._file.seek(0)
         self._write(struct.pack("<Q", self._room) + self._header(self._entries).ljust(self._room))
         with errors_name(self.path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._file.close()
+            self._file.close()
 
     def _write(self, data: object) -> None:
         with errors_name(self.path):

@@ -30,7 +30,8 @@ Shape = tuple[int, ...]
 
 
 class TorchDistWriter:
-    """Appends chunks to a new checkpoint in ``directory``; valid once ``close`` has returned. Raises OSError."""
+    """Appends chunks to a new checkpoint in ``directory``; complete once ``close`` has returned, and on the disk once
+    the directory was synced (``new_directory`` does). Raises OSError."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -79,8 +80,6 @@ class TorchDistWriter:
 
     def close(self) -> None:
         with errors_name(self.directory / DATA_FILE):
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
         places: Any = {"storage_data": self._places, "storage_meta": dcp.StorageMeta()}
         metadata = dcp.Metadata(self._metadata, **places, version="1.0.0")
@@ -122,10 +121,10 @@ class _ErrorKeepingFile:
 class TorchDistReader:
     """Tensors of a checkpoint by key and leading index, whichever layout and spec of Megatron wrote it."""
 
-    def __init__(self, directory: Path, unfinished: bool = False) -> None:
-        """``unfinished``: the directory has not got its name yet. What is read then comes from the disk itself, not
-        from the system's cache."""
-        self.directory, self._unfinished = Path(directory), unfinished
+    def __init__(self, directory: Path, unfinished: bool = False, from_disk: bool = False) -> None:
+        """``unfinished``: the directory has not got its name yet. ``from_disk``: what is read comes from the disk
+        itself, not from the system's cache (which holds on to what was not synced)."""
+        self.directory, self._from_disk = Path(directory), from_disk
         if not self.directory.is_dir():
             raise ConversionError(f"{self.directory}: no such directory; expected a torch_dist checkpoint")
         if not unfinished:
@@ -227,7 +226,7 @@ class TorchDistReader:
         path = self.directory / place.relative_path
         try:
             with open(path, "rb") as file:
-                if self._unfinished:
+                if self._from_disk:
                     os.posix_fadvise(file.fileno(), place.offset, place.length, os.POSIX_FADV_DONTNEED)
                 part = _create_file_view(file, place.offset, place.length)
                 tensor = torch.load(cast(Any, part), map_location="cpu", weights_only=True)

@@ -4,6 +4,10 @@ A rename may reach the disk before the contents of the files that it makes visib
 stands for empty or shortened files, and nothing says so."""
 
 import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -15,6 +19,22 @@ def sync_directory(directory: Path) -> None:
         for file in files:
             _sync(Path(folder) / file)
         _sync(Path(folder))
+
+
+@contextmanager
+def directory_syncing(directory: Path) -> Iterator[Callable[[], float]]:
+    """``sync_directory`` in a thread while the block does something else; has ended when the block is left.
+
+    Gives a function that waits for the end and says when that was (``time.perf_counter``). Raises OSError."""
+
+    def sync() -> float:
+        sync_directory(directory)
+        return time.perf_counter()
+
+    with ThreadPoolExecutor(1, "sync") as pool:
+        ended = pool.submit(sync)
+        yield ended.result
+        ended.result()
 
 
 def sync_names(directory: Path) -> None:

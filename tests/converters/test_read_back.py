@@ -16,11 +16,12 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from converters import hf_directory, names, new_directory, read_back, torch_dist
+from converters.bits import same_bits
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.names import hf_shapes
-from converters.read_back import check_weights, defined_values, nearest, next_layer, same_bits
+from converters.read_back import check_weights, defined_values, nearest, next_layer
 from converters.safetensors_files import SafetensorsWriter
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.torch_dist_files import TorchDistReader, TorchDistWriter
