@@ -5,6 +5,7 @@ names; one in OpenAI's original format may also hold ``model--00001-of-00007.saf
 Nothing is read before it is asked for except headers."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from converters import hf_layouts
+from converters.bits import FileRange
 from converters.errors import ConversionError
 from converters.hf_layouts import BLOCK, Shape, Stored, is_expert_matrix, mxfp4_shapes
 from converters.names import NamedTensor, hf_shapes
@@ -86,6 +88,16 @@ class HfDirectory:
         if name in self._file_of:
             return self._file_of[name]
         return self._file_of[next(iter(self._stored[name].shapes))]
+
+    def file_range(self, name: str) -> FileRange | None:
+        """Where in a file the values of a tensor lie; None if it is stored in another form."""
+        stored = self._stored[name]
+        part, *more = stored.shapes
+        if more or stored.output_major or stored.rows != slice(0, None):
+            return None
+        file, entry = self._files[self._file_of[part]], self._entry(part)
+        dtype = DTYPES[entry.dtype]
+        return FileRange(file.path, entry.offset, math.prod(entry.shape) * dtype.itemsize, dtype)
 
     def get(self, name: str, expert: int | None = None) -> torch.Tensor:
         """The tensor, or only the ``expert``-th slice along its first dimension. KeyError if there is no such name.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from converters.bits import FileRange
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.names import NamedTensor, ParameterMapping, hf_tensors, parameter_mappings
@@ -50,6 +51,10 @@ class MegatronCheckpoint:
     def file_of(self, mapping: ParameterMapping) -> str:
         """Name of the file that holds a parameter."""
         return self._reader.file_of(mapping.checkpoint_key, mapping.checkpoint_index)
+
+    def file_range(self, mapping: ParameterMapping) -> FileRange | None:
+        """See TorchDistReader."""
+        return self._reader.file_range(mapping.checkpoint_key, mapping.checkpoint_index, mapping.shape)
 
     def check_places(self) -> None:
         """See TorchDistReader."""

@@ -10,6 +10,7 @@ parallel size."""
 import contextlib
 import io
 import json
+import math
 import os
 import pickle
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from converters.bits import FileRange
 from converters.errors import ConversionError, errors_name
 from converters.new_directory import refuse_partial
 
@@ -182,6 +184,24 @@ class TorchDistReader:
         """Name of the file that holds (the first part of) an element of the tensor ``key``."""
         chunks = self._chunks_at(key, len(leading_index)).get(leading_index, [])
         return self._places[dcp.MetadataIndex(key, chunks[0].offsets)].relative_path if chunks else METADATA_FILE
+
+    def file_range(self, key: str, leading_index: Shape, shape: Shape) -> FileRange | None:
+        """Where in a file the values of an element of ``key`` lie; None unless it has ``shape`` and is in one piece."""
+        chunks = self._chunks_at(key, len(leading_index)).get(leading_index, [])
+        if len(chunks) != 1 or tuple(chunks[0].sizes[len(leading_index) :]) != shape:
+            return None
+        place = self._places[dcp.MetadataIndex(key, chunks[0].offsets)]
+        path, dtype = self.directory / place.relative_path, self._tensors[key].properties.dtype
+        length = math.prod(shape) * dtype.itemsize
+        try:
+            with open(path, "rb") as file:
+                archive = torch._C.PyTorchFileReader(_create_file_view(file, place.offset, place.length))
+                start = place.offset + archive.get_record_offset("data/0")
+        except Exception:  # a damaged archive raises whatever it likes; reading the tensor says what is wrong
+            return None
+        if start + length > place.offset + place.length:
+            return None
+        return FileRange(path, start, length, dtype)
 
     def check_places(self) -> None:
         """Check that every chunk, of tensors and of objects, lies within its file, and no two in the same place.
