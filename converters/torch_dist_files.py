@@ -195,7 +195,8 @@ class TorchDistReader:
         length = math.prod(shape) * dtype.itemsize
         try:
             with open(path, "rb") as file:
-                archive = torch._C.PyTorchFileReader(_create_file_view(file, place.offset, place.length))
+                part = cast(Any, _create_file_view(file, place.offset, place.length))
+                archive = torch._C.PyTorchFileReader(part)
                 start = place.offset + archive.get_record_offset("data/0")
         except Exception:  # a damaged archive raises whatever it likes; reading the tensor says what is wrong
             return None
