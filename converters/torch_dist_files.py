@@ -196,7 +196,7 @@ class TorchDistReader:
         try:
             with open(path, "rb") as file:
                 part = cast(Any, _create_file_view(file, place.offset, place.length))
-                archive = torch._C.PyTorchFileReader(part)
+                archive: Any = torch._C.PyTorchFileReader(part)
                 start = place.offset + archive.get_record_offset("data/0")
         except Exception:  # a damaged archive raises whatever it likes; reading the tensor says what is wrong
             return None
