@@ -1,15 +1,20 @@
 # make demo   sets everything up and trains a tiny GPT-OSS to use Python: SFT, then RL (runs/tiny_retool/report.html)
 # make test   sets everything up and runs the tests that need neither GPU nor Slurm
+# make test-busy    those tests that processes and clocks take part in, with two busy loops beside them
 # make test-slurm   as root: the launcher against a real Slurm of four nodes on this machine (installs it; several minutes)
 # make lint   ruff, mypy and the dependency rule
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slurm lint clean-venv
+.PHONY: help setup demo test test-busy test-slurm lint clean-venv
 
 GPTOSS := .venv/bin/gptoss
 # make test-slurm SLURM_TESTS="slurm and not slow" leaves out the one that takes three minutes.
 SLURM_TESTS := slurm
+# Tests of processes, servers, time limits and Ray; the others compute, which takes longer on a busy machine and no more.
+BUSY_TESTS := tests/launch tests/rl_loop tests/test_distributed_helper.py tests/test_leftover_processes.py
+# How many busy loops run beside them.
+BUSY_LOOPS := 2
 # The rooms whose annotations are checked; all of them.
 TYPED_ROOMS := kernels/gptoss_kernels megatron_gptoss converters rl_loop launch
 
@@ -29,6 +34,11 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow" -n 2 \
 		--timeout=600 --durations=10
+
+# The same with GPTOSS_TEST_LOAD busy loops (tests/load.py); make test-busy BUSY_TESTS=tests runs them all.
+test-busy: setup
+	GPTOSS_TEST_LOAD=$(BUSY_LOOPS) OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(BUSY_TESTS) \
+		-m "not gpu and not slurm and not slow" -n 2 --timeout=1200 --durations=10
 
 # One machine plays four nodes, so the tests take turns; a loaded machine needs the longer limit.
 test-slurm: setup

@@ -10,12 +10,13 @@ import torch
 from megatron_gptoss import distributed
 from rl_loop.config import RlConfig, dump_config
 from rl_loop.engines.protocol import RolloutEngine
+from rl_loop.interrupt import Interrupt
 from rl_loop.loop import RlLoop
 from rl_loop.metrics import MetricsWriter
 from rl_loop.rollout_pool import GroupRequest
 from rl_loop.rollout_worker import RolloutWorker
-from rl_loop.run import Interrupt, Session
-from rl_loop.run_directory import start_run
+from rl_loop.run import Session
+from rl_loop.run_directory import Start, start_run
 from rl_loop.tasks import TaskSource
 from rl_loop.trainer_worker import TrainerWorker
 from rl_loop.trajectory import TrajectoryGroup
@@ -70,7 +71,7 @@ class Silent:
 @contextmanager
 def local_loop(config: RlConfig, rollouts: LocalRollouts | None = None, resume: bool = False) -> Iterator[RlLoop]:
     """A loop over one trainer rank and one rollout worker, or over ``rollouts`` of the same model."""
-    run = start_run(config.directory, dump_config(config), resume=resume, overwrite=not resume)
+    run = start_run(config.directory, dump_config(config), Start.RESUME if resume else Start.OVERWRITE)
     trainer: Any = TrainerWorker(config, 0, "127.0.0.1", 0, torch.get_num_threads())
     own: Any = rollouts or LocalRollouts(config)
     state = (trainer.resume() if resume else None) or {"step": 0, "seconds": 0.0}

@@ -5,9 +5,9 @@ names; one in OpenAI's original format may also hold ``model--00001-of-00007.saf
 Nothing is read before it is asked for except headers."""
 
 import json
+import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from converters import hf_layouts
+from converters.bits import FileRange
 from converters.errors import ConversionError
 from converters.hf_layouts import BLOCK, Shape, Stored, is_expert_matrix, mxfp4_shapes
 from converters.names import NamedTensor, hf_shapes
+from converters.new_directory import new_directory, refuse_partial
 from converters.safetensors_files import DTYPES, SafetensorsFile, SafetensorsWriter
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
@@ -50,10 +52,14 @@ class HfDirectory:
     names or under OpenAI's. Opening checks that every tensor of the architecture is there with its shape, and nothing
     else. Raises ConversionError naming the file, key or tensor. Reading is safe from several threads."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path, unfinished: bool = False, from_disk: bool = False) -> None:
+        """``unfinished``: the directory has not got its name yet. ``from_disk``: what is read comes from the disk
+        itself, not from the system's cache (which holds on to what was not synced)."""
+        self.path, self._from_disk = Path(path), from_disk
         if not self.path.is_dir():
             raise ConversionError(f"{self.path}: no such directory; expected a Hugging Face GPT-OSS model")
+        if not unfinished:
+            refuse_partial(self.path)
         where = self.path / "config.json"
         try:
             raw = _read_json(where) if where.exists() else {}
@@ -76,6 +82,22 @@ class HfDirectory:
     def dtype(self, name: str) -> torch.dtype:
         stored = list(self._stored[name].shapes)
         return torch.bfloat16 if len(stored) > 1 else DTYPES[self._entry(stored[0]).dtype]
+
+    def file_of(self, name: str) -> str:
+        """Name of the file that holds a tensor, by Hugging Face's name or by the name that it is stored under."""
+        if name in self._file_of:
+            return self._file_of[name]
+        return self._file_of[next(iter(self._stored[name].shapes))]
+
+    def file_range(self, name: str) -> FileRange | None:
+        """Where in a file the values of a tensor lie; None if it is stored in another form."""
+        stored = self._stored[name]
+        part, *more = stored.shapes
+        if more or stored.output_major or stored.rows != slice(0, None):
+            return None
+        file, entry = self._files[self._file_of[part]], self._entry(part)
+        dtype = DTYPES[entry.dtype]
+        return FileRange(file.path, entry.offset, math.prod(entry.shape) * dtype.itemsize, dtype)
 
     def get(self, name: str, expert: int | None = None) -> torch.Tensor:
         """The tensor, or only the ``expert``-th slice along its first dimension. KeyError if there is no such name.
@@ -122,7 +144,7 @@ class HfDirectory:
             files = files or sorted(path.name for path in self.path.glob("model--*.safetensors"))
             if not files:
                 raise ConversionError(f"{self.path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-            self._files = {file: SafetensorsFile(self.path / file) for file in files}
+            self._files = {file: SafetensorsFile(self.path / file, self._from_disk) for file in files}
             return {name: file for file in files for name in self._files[file].entries}
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -130,7 +152,7 @@ class HfDirectory:
         for file in sorted(set(weight_map.values())):
             if not (self.path / file).exists():
                 raise ConversionError(f"{index}: names the file {file}, which is not there; download it again")
-            self._files[file] = SafetensorsFile(self.path / file)
+            self._files[file] = SafetensorsFile(self.path / file, self._from_disk)
         for name, file in weight_map.items():
             if name not in self._files[file].entries:
                 raise ConversionError(f"{self.path / file}: tensor {name} is not in it, against what {index.name} says")
@@ -179,14 +201,16 @@ def write_hf_directory(
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     quantised: bool = False,
+    check: Callable[[Path], object] | None = None,
 ) -> None:
     """Write weights, config.json, generation_config.json and copies of ``tokenizer_files`` (under their own names).
 
     Tensors are written as they come, to files of at most ``max_shard_bytes`` (a larger tensor has its own).
     ``quantised`` says that the experts' matrices come as MXFP4 blocks and scales. ``eos_token_ids`` are stored where
-    ``generate`` looks for them. The directory appears in one move at the end. Raises ConversionError naming the file
-    when the disk is full, a tensor is missing, unknown or of another shape, or the directory exists and ``overwrite``
-    is false; whatever was there before stays as it was."""
+    ``generate`` looks for them. ``check`` is called with the directory when all its files are written, and raises
+    ConversionError if they are not right. The directory appears in one move at the end. Raises ConversionError naming
+    the file when the disk is full, a tensor is missing, unknown or of another shape, or the directory exists and
+    ``overwrite`` is false; whatever was there before stays as it was."""
     with new_directory(Path(directory), overwrite) as partial:
         expected = written_shapes(config, quantised)
         dtype = _write_shards(partial, expected, named_tensors, max_shard_bytes)
@@ -202,38 +226,8 @@ def write_hf_directory(
             _write_json(partial / GENERATION_FILE, generation)
         for file in tokenizer_files:
             shutil.copyfile(file, partial / Path(file).name)
-
-
-@contextmanager
-def new_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A directory to fill, which takes the name ``final`` when the block ends well and is deleted when it does not.
-
-    An OSError inside becomes a ConversionError that names the file and the free space."""
-    if final.exists() and not overwrite:
-        raise ConversionError(f"{final}: exists already; delete it or choose another name")
-    partial, old = final.with_name(final.name + ".partial"), final.with_name(final.name + ".old")
-    try:
-        if old.exists() and not final.exists():  # killed between the two moves
-            old.rename(final)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        if final.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        parent = next(p for p in final.absolute().parents if p.exists())
-        free = shutil.disk_usage(parent).free >> 20
-        raise ConversionError(
-            f"{error.filename or final}: cannot be written ({error.strerror or error}); {free} MiB are free in "
-            f"{parent}. {final} is as it was"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if old.exists() and not final.exists():
-            old.rename(final)
+        if check is not None:
+            check(partial)
 
 
 def written_shapes(config: ModelConfig, quantised: bool) -> dict[str, Shape]:

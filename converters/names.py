@@ -57,6 +57,11 @@ class ParameterMapping:
         """Place in the leading axes of the torch_dist tensor: (), (layer,) or (layer, expert)."""
         return tuple(i for i in (self.layer, self.expert) if i is not None)
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether it is a whole Hugging Face tensor as it is."""
+        return self.expert is None and self.to_megatron is _same
+
     def named_parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """``to_hf`` by Hugging Face name."""
         return dict(zip(self.hf_names, self.to_hf(tensor), strict=True))

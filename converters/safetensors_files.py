@@ -36,8 +36,10 @@ class Entry:
 class SafetensorsFile:
     """Reads tensors, whole or some of their rows, from several threads at once. Raises ConversionError."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, from_disk: bool = False) -> None:
+        """``from_disk``: what is read comes from the disk itself, not from the system's cache
+        (which holds on to what was not synced)."""
+        self.path, self._from_disk = path, from_disk
         try:
             with safe_open(path, framework="pt"):
                 pass  # the library checks the header and that the file is as long as it says
@@ -45,8 +47,9 @@ class SafetensorsFile:
             (length,) = struct.unpack("<Q", self._file.read(8))
             header = json.loads(self._file.read(length))
         except (SafetensorError, OSError) as error:
+            where = _where_it_ends(path)
             raise ConversionError(
-                f"{path}: truncated or not a safetensors file ({error}); copy or download it again"
+                f"{path}: truncated or not a safetensors file ({error}{where}); copy or download it again"
             ) from None
         self.entries = {
             name: Entry(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
@@ -62,6 +65,8 @@ class SafetensorsFile:
         buffer = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
         offset = entry.offset + start * math.prod(shape[1:]) * dtype.itemsize
         view, done = memoryview(buffer.numpy()), 0
+        if self._from_disk:
+            os.posix_fadvise(self._file.fileno(), offset, len(view), os.POSIX_FADV_DONTNEED)
         try:
             while done < len(view):
                 count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
@@ -73,8 +78,30 @@ class SafetensorsFile:
         return buffer.view(dtype).view(shape)
 
 
+def _where_it_ends(path: Path) -> str:
+    """Which tensor of a truncated file is the first that is not whole; nothing if that cannot be said."""
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        present = path.stat().st_size - 8 - length
+        for name, entry in sorted(header.items(), key=lambda item: item[1].get("data_offsets", [0])[0]):
+            if name == "__metadata__":
+                continue
+            start, stop = entry["data_offsets"]
+            if stop > present:
+                rows = entry["shape"][0] if entry["shape"] else 1
+                row = max(0, present - start) * rows // max(1, stop - start)
+                unit = "expert" if ".experts." in name else "row"
+                return f"; it ends in tensor {name}, {unit} {row} of {rows}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, MemoryError, OverflowError):
+        pass
+    return ""
+
+
 class SafetensorsWriter:
-    """A new file, to which tensors are appended as they come; valid once ``close`` has returned. Raises OSError."""
+    """A new file, to which tensors are appended as they come; complete once ``close`` has returned, and on the disk
+    once its directory was synced (``new_directory`` does). Raises OSError."""
 
     def __init__(self, path: Path, expected: Mapping[str, Shape]) -> None:
         """``expected`` are all tensors that might come."""
@@ -98,9 +125,7 @@ class SafetensorsWriter:
         self._file.seek(0)
         self._write(struct.pack("<Q", self._room) + self._header(self._entries).ljust(self._room))
         with errors_name(self.path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._file.close()
+            self._file.close()
 
     def _write(self, data: object) -> None:
         with errors_name(self.path):

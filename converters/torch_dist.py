@@ -15,30 +15,37 @@ from typing import Literal
 import torch
 
 from converters import hf_directory
-from converters.errors import ConversionError
-from converters.hf_directory import HfDirectory, new_directory, tokenizer_and_generation, write_hf_directory
+from converters.hf_directory import HfDirectory, tokenizer_and_generation, write_hf_directory
 from converters.hf_layouts import is_expert_matrix
-from converters.mxfp4_export import ExportReport, QuantisationError, quantise
-from converters.names import NamedParts, NamedTensor, ParameterMapping, hf_tensors, parameter_mappings, stack_experts
+from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
+from converters.mxfp4_export import quantise
+from converters.names import NamedParts, ParameterMapping, parameter_mappings, stack_experts
+from converters.new_directory import new_directory
 from converters.pipeline import Progress, bf16_bytes, in_order
-from converters.torch_dist_files import Shape, TorchDistReader, TorchDistWriter
+from converters.read_back import check_export, check_import
+from converters.reports import Check, ExportReport, QuantisationError, ReadBack
+from converters.torch_dist_files import Shape, TorchDistWriter
 from megatron_gptoss.checkpoint import MODEL_CONFIG_FILE
 from megatron_gptoss.config import ModelConfig
 
 Precision = Literal["bf16", "fp32"]
 ExportFormat = Literal["bf16", "fp32", "mxfp4"]
-MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
-"""Keys of the model start with these; a trainer's checkpoint also holds the optimizer's."""
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def import_checkpoint(
-    hf_dir: Path, megatron_dir: Path, dtype: Precision | None = None, progress: Progress | None = None
-) -> None:
+    hf_dir: Path,
+    megatron_dir: Path,
+    dtype: Precision | None = None,
+    progress: Progress | None = None,
+    check: Check = "sample",
+    check_progress: Progress | None = None,
+) -> ReadBack:
     """Write ``hf_dir`` as a checkpoint that loads at any tensor, pipeline and expert parallel size.
 
-    ``dtype`` converts; without it each tensor keeps its own. The checkpoint appears in one move at the end: an import
-    that is interrupted leaves nothing. Raises ConversionError naming the file, key or tensor."""
+    ``dtype`` converts; without it each tensor keeps its own. What was written is read back and compared as ``check``
+    says (``read_back``). The checkpoint appears in one move at the end: an import that is interrupted, or found wrong,
+    leaves nothing. Raises ConversionError naming the file, key or tensor."""
     source = HfDirectory(hf_dir)
     with new_directory(Path(megatron_dir)) as partial:
         with TorchDistWriter(partial) as writer:
@@ -47,6 +54,9 @@ def import_checkpoint(
                 writer.add_object(key, shape, index, None)
             writer.add_object("common_state", (1,), (0,), {"checkpoint_version": 3.0, "iteration": 0})
         (partial / MODEL_CONFIG_FILE).write_text(source.config.model_dump_json(indent=1))
+        converted = None if dtype is None else DTYPES[dtype]
+        result = check_import(hf_dir, partial, converted, check, check_progress)
+    return result
 
 
 def _write_parameters(
@@ -76,12 +86,14 @@ def export_checkpoint(
     reference: Path | None = None,
     max_shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
+    check: Check = "sample",
+    check_progress: Progress | None = None,
 ) -> ExportReport:
     """Write the weights of a checkpoint, imported or saved by a trainer, as a Hugging Face directory.
 
     Tokenizer files and generation settings are copied from ``reference``, another Hugging Face directory. To "mxfp4",
-    its scales are kept wherever they still fit. Raises ConversionError naming the file, key or tensor; ``hf_dir`` then
-    does not exist."""
+    its scales are kept wherever they still fit. What was written is read back and compared as ``check`` says
+    (``read_back``). Raises ConversionError naming the file, key or tensor; ``hf_dir`` then does not exist."""
     checkpoint, report = MegatronCheckpoint(megatron_dir), ExportReport()
     quantised = dtype == "mxfp4"
     hf_directory.written_shapes(checkpoint.config, quantised)  # does it fit at all?
@@ -109,6 +121,17 @@ def export_checkpoint(
                     report.add(mapping.hf_names[0], error)
                 yield mapping, parts
 
+    def read_back(partial: Path) -> None:
+        report.read_back = check_export(
+            megatron_dir,
+            partial,
+            dtype=None if quantised else element,
+            reference=None if original is None else original.path,
+            report=report,
+            check=check,
+            progress=check_progress,
+        )
+
     with contextlib.closing(converted()) as parts:
         write_hf_directory(
             hf_dir,
@@ -118,51 +141,9 @@ def export_checkpoint(
             generation_config=generation,
             max_shard_bytes=max_shard_bytes,
             quantised=quantised,
+            check=read_back,
         )
     return report
-
-
-class MegatronCheckpoint:
-    """A torch_dist checkpoint of GPT-OSS, read parameter by parameter."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        self._reader = TorchDistReader(self.path)
-        config_file = self.path / MODEL_CONFIG_FILE
-        try:
-            self.config = ModelConfig.model_validate_json(config_file.read_text())
-        except FileNotFoundError:
-            raise ConversionError(
-                f"{config_file}: missing; it holds the model configuration, and import and trainer write it"
-            ) from None
-        except ValueError as error:
-            raise ConversionError(f"{config_file}: {error}") from None
-        known = {mapping.checkpoint_key for mapping in parameter_mappings(self.config).values()}
-        unknown = [key for key in self._reader.keys() - known if key.startswith(MODEL_KEYS)]
-        if unknown:
-            raise ConversionError(
-                f"{self.path}: key {unknown[0]} is unknown to GPT-OSS; the checkpoint is of another model, or has "
-                "adapters that must be merged first"
-            )
-
-    def get(self, key: str, index: Shape) -> torch.Tensor:
-        """Element ``index`` of the leading axes of ``key``."""
-        return self._reader.get(key, index, self._reader.shape(key)[len(index) :])
-
-    def parameter(self, mapping: ParameterMapping) -> torch.Tensor:
-        return self._reader.get(mapping.checkpoint_key, mapping.checkpoint_index, mapping.shape)
-
-    def hf_tensors(self) -> Iterator[NamedTensor]:
-        """Every Hugging Face tensor, in the order of ``names.hf_shapes``."""
-        return hf_tensors(self.config, self.parameter)
-
-
-def check_same_model(source: HfDirectory, config: ModelConfig, path: Path) -> None:
-    """Raises ConversionError naming the first value in which the two architectures differ."""
-    ours, theirs = source.config.model_dump(), config.model_dump()
-    for key, value in ours.items():
-        if theirs[key] != value and key != "initializer_std":  # says nothing about weights that exist
-            raise ConversionError(f"different models: {key} is {value} in {source.path} but {theirs[key]} in {path}")
 
 
 def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:

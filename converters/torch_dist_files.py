@@ -10,6 +10,7 @@ parallel size."""
 import contextlib
 import io
 import json
+import math
 import os
 import pickle
 from pathlib import Path
@@ -20,7 +21,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from converters.bits import FileRange
 from converters.errors import ConversionError, errors_name
+from converters.new_directory import refuse_partial
 
 DATA_FILE = "__0_0.distcp"
 METADATA_FILE = ".metadata"
@@ -29,7 +32,8 @@ Shape = tuple[int, ...]
 
 
 class TorchDistWriter:
-    """Appends chunks to a new checkpoint in ``directory``; valid once ``close`` has returned. Raises OSError."""
+    """Appends chunks to a new checkpoint in ``directory``; complete once ``close`` has returned, and on the disk once
+    the directory was synced (``new_directory`` does). Raises OSError."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -78,8 +82,6 @@ class TorchDistWriter:
 
     def close(self) -> None:
         with errors_name(self.directory / DATA_FILE):
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
         places: Any = {"storage_data": self._places, "storage_meta": dcp.StorageMeta()}
         metadata = dcp.Metadata(self._metadata, **places, version="1.0.0")
@@ -121,10 +123,14 @@ class _ErrorKeepingFile:
 class TorchDistReader:
     """Tensors of a checkpoint by key and leading index, whichever layout and spec of Megatron wrote it."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: Path, unfinished: bool = False, from_disk: bool = False) -> None:
+        """``unfinished``: the directory has not got its name yet. ``from_disk``: what is read comes from the disk
+        itself, not from the system's cache (which holds on to what was not synced)."""
+        self.directory, self._from_disk = Path(directory), from_disk
         if not self.directory.is_dir():
             raise ConversionError(f"{self.directory}: no such directory; expected a torch_dist checkpoint")
+        if not unfinished:
+            refuse_partial(self.directory)
         for name in (FORMAT_FILE, METADATA_FILE):
             if not (self.directory / name).exists():
                 raise ConversionError(f"{self.directory}: not a complete torch_dist checkpoint, {name} is missing")
@@ -174,6 +180,57 @@ class TorchDistReader:
             raise ConversionError(f"{self.directory}: {key}{list(leading_index)} is incomplete in the checkpoint")
         return result
 
+    def file_of(self, key: str, leading_index: Shape) -> str:
+        """Name of the file that holds (the first part of) an element of the tensor ``key``."""
+        chunks = self._chunks_at(key, len(leading_index)).get(leading_index, [])
+        return self._places[dcp.MetadataIndex(key, chunks[0].offsets)].relative_path if chunks else METADATA_FILE
+
+    def file_range(self, key: str, leading_index: Shape, shape: Shape) -> FileRange | None:
+        """Where in a file the values of an element of ``key`` lie; None unless it has ``shape`` and is in one piece."""
+        chunks = self._chunks_at(key, len(leading_index)).get(leading_index, [])
+        if len(chunks) != 1 or tuple(chunks[0].sizes[len(leading_index) :]) != shape:
+            return None
+        place = self._places[dcp.MetadataIndex(key, chunks[0].offsets)]
+        path, dtype = self.directory / place.relative_path, self._tensors[key].properties.dtype
+        length = math.prod(shape) * dtype.itemsize
+        try:
+            with open(path, "rb") as file:
+                part = cast(Any, _create_file_view(file, place.offset, place.length))
+                archive: Any = torch._C.PyTorchFileReader(part)
+                start = place.offset + archive.get_record_offset("data/0")
+        except Exception:  # a damaged archive raises whatever it likes; reading the tensor says what is wrong
+            return None
+        if start + length > place.offset + place.length:
+            return None
+        return FileRange(path, start, length, dtype)
+
+    def check_places(self) -> None:
+        """Check that every chunk, of tensors and of objects, lies within its file, and no two in the same place.
+
+        Raises ConversionError naming the key and its place in the leading axes."""
+        by_file: dict[str, list[tuple[int, int, str]]] = {}
+        for index, place in self._places.items():
+            name = index.fqn if index.offset is None else f"{index.fqn}{list(index.offset)}"
+            by_file.setdefault(place.relative_path, []).append((place.offset, place.length, name))
+
+        for file, chunks in by_file.items():
+            path = self.directory / file
+            try:
+                size = path.stat().st_size
+            except FileNotFoundError:
+                raise ConversionError(
+                    f"{path}: missing, but {METADATA_FILE} says that it holds {chunks[0][2]}"
+                ) from None
+            end, before = 0, ""
+            for offset, length, name in sorted(chunks):
+                if offset < end:
+                    raise ConversionError(f"{path}: {name} and {before} are in the same place")
+                end, before = offset + length, name
+                if end > size:
+                    raise ConversionError(
+                        f"{path}: truncated or damaged where {name} should be: it ends at {size}, not after {end} bytes"
+                    )
+
     def _chunks_at(self, key: str, axes: int) -> dict[Shape, list[dcp.ChunkStorageMetadata]]:
         """Chunks by leading index. Megatron never puts two layers or two experts into one chunk."""
         if key not in self._chunks:
@@ -190,6 +247,8 @@ class TorchDistReader:
         path = self.directory / place.relative_path
         try:
             with open(path, "rb") as file:
+                if self._from_disk:
+                    os.posix_fadvise(file.fileno(), place.offset, place.length, os.POSIX_FADV_DONTNEED)
                 part = _create_file_view(file, place.offset, place.length)
                 tensor = torch.load(cast(Any, part), map_location="cpu", weights_only=True)
         except FileNotFoundError:

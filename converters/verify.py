@@ -10,9 +10,9 @@ import torch
 from converters.errors import ConversionError
 from converters.forward import HuggingFaceSide, MegatronSide, deviations
 from converters.hf_directory import HfDirectory
+from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
 from converters.names import ParameterMapping, hf_shapes, parameter_mappings
 from converters.pipeline import Progress, bf16_bytes, in_order
-from converters.torch_dist import MegatronCheckpoint, check_same_model
 
 TOLERANCE = 1e-4
 """Of a layer's output, relative; fp32 sums in another order differ by about 1e-6, a wrong layout by about 1."""

@@ -1,6 +1,7 @@
 """The ``gptoss`` command. Arguments are checked before anything heavy is imported, so a mistake answers at once."""
 
 import logging
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,27 +13,44 @@ import typer
 import typer.core
 from typer import Argument, Option
 
+from converters.errors import ConversionError
 from rl_loop.config import ConfigError, RlConfig, RunConfig, SftConfig, load_config
+from rl_loop.environments import TaskFileError
 from rl_loop.run_directory import RunDirectoryError, RunWriteError
+from rl_loop.sandbox import SandboxUnavailable
+from rl_loop.vocabulary import VocabularyUnavailable
 
 
 class ErrorsInOneLine(typer.core.TyperGroup):
-    """Mistakes of the user end in a message; faults of ours keep their traceback."""
+    """Every failure ends in one line. That of a fault of ours also names the file with the traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("gptoss: stopped", file=sys.stderr)
+            raise typer.Exit(130) from None
         except Exception as error:
             if type(error).__module__.split(".")[0] in ("typer", "click"):
                 raise  # --help or a wrong option, which need not wait for torch
-            if not isinstance(error, ConfigError | RunDirectoryError | RunWriteError):
-                # imported late: these modules bring torch with them, and by now it is loaded anyway
-                from rl_loop.run import user_errors
-
-                if not isinstance(error, user_errors()):
-                    raise
-            print(f"gptoss: {error}", file=sys.stderr)
+            print_failure(error)
         raise typer.Exit(1)
+
+
+def print_failure(error: Exception, directory: Path | None = None) -> None:
+    """One line on standard error; a traceback, if it helps, in ``directory``."""
+    from rl_loop.failures import explain
+
+    known: tuple[type[BaseException], ...] = (
+        ConfigError, ConversionError, RunDirectoryError, RunWriteError, SandboxUnavailable, TaskFileError,
+        VocabularyUnavailable,
+    )  # fmt: skip
+    if not isinstance(error, known) and "torch" in sys.modules:
+        # the others are in modules that bring torch with them: without it none of them was raised
+        from rl_loop.run import user_errors
+
+        known = (*known, *user_errors())
+    print(f"gptoss: {explain(error, known, directory)}", file=sys.stderr)
 
 
 PURPOSE = "Agentic reinforcement learning for GPT-OSS on Megatron-Core."
@@ -65,22 +83,31 @@ Precision = Literal["bf16", "fp32", "mxfp4"]
 Overrides = Annotated[
     list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Replace values of the file: optimizer.lr=1e-6.")
 ]
-Resume = Annotated[bool, Option("--resume", help="Continue the run from its newest checkpoint.")]
+Resume = Annotated[
+    bool, Option("--resume", help="Continue the run from its newest checkpoint, with what CONFIG now says.")
+]
+ResumeOrNew = Annotated[bool, Option("--resume-or-new", help="Continue the run if there is one, else begin it.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Delete an earlier run of the same name first.")]
 OfSft = Annotated[bool, Option("--sft", help="CONFIG is one of `gptoss sft`.")]
 
 
 def train(kind: type[RunConfig], run: Callable[..., Path], path: Path, overrides: Overrides, **start: bool) -> None:
+    from launch.output import outlive_output
     from launch.progress import TrainingProgress
     from rl_loop.run import Interrupted
 
     config = load_config(path, kind, overrides)
+    outlive_output(config.directory / "output.log")
     try:
         directory = run(config, TrainingProgress, **start)
     except Interrupted as stop:
-        command = " ".join(["gptoss", kind.command, str(path), *(overrides or []), "--resume"])
-        print(f"{stop}\nto continue: {command}")
-        raise typer.Exit(130) from None
+        print(stop)
+        if config.directory.exists():
+            print(f"to continue: {shlex.join(['gptoss', kind.command, str(path), *(overrides or []), '--resume'])}")
+        raise typer.Exit(stop.exit_status) from None
+    except Exception as error:
+        print_failure(error, config.directory)
+        raise typer.Exit(1) from None
     from launch.report import build_report
 
     print(f"report: {build_report(directory)}")
@@ -89,19 +116,33 @@ def train(kind: type[RunConfig], run: Callable[..., Path], path: Path, overrides
 
 
 @app.command()
-def sft(path: ConfigFile, overrides: Overrides = None, resume: Resume = False, overwrite: Overwrite = False) -> None:
+def sft(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    resume_or_new: ResumeOrNew = False,
+    overwrite: Overwrite = False,
+) -> None:
     """Supervised fine-tuning on demonstrations: the warm start of an RL run."""
     from rl_loop.run import run_sft
 
-    train(SftConfig, run_sft, path, overrides, resume=resume, overwrite=overwrite)
+    start = {"resume": resume, "resume_or_new": resume_or_new, "overwrite": overwrite}
+    train(SftConfig, run_sft, path, overrides, **start)
 
 
 @app.command()
-def rl(path: ConfigFile, overrides: Overrides = None, resume: Resume = False, overwrite: Overwrite = False) -> None:
+def rl(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    resume_or_new: ResumeOrNew = False,
+    overwrite: Overwrite = False,
+) -> None:
     """On-policy reinforcement learning: episodes, update, weight sync, and an exported checkpoint at the end."""
     from rl_loop.run import run_rl
 
-    train(RlConfig, run_rl, path, overrides, resume=resume, overwrite=overwrite)
+    start = {"resume": resume, "resume_or_new": resume_or_new, "overwrite": overwrite}
+    train(RlConfig, run_rl, path, overrides, **start)
 
 
 @app.command(name="eval")
@@ -114,12 +155,15 @@ def evaluate(
 ) -> None:
     """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by category."""
     config = load_config(path, RlConfig, overrides)
+    from rl_loop.start_checks import check_what_an_evaluation_needs
+
+    file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
+    check_what_an_evaluation_needs(config, weights, file)
     from launch.evaluation_table import print_evaluation
     from rl_loop.evaluation import evaluate as run_evaluation
     from rl_loop.scores import read_evaluation
 
     earlier = read_evaluation(baseline) if baseline is not None else []
-    file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
     print_evaluation(run_evaluation(config, weights, file), earlier)
     print(f"episodes: {file}")
 
@@ -165,26 +209,45 @@ def doctor(
 
 
 @contextmanager
-def bytes_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with GB/s and the time left, on a terminal; call it with (bytes done, bytes in all)."""
+def bytes_bars(*titles: str) -> Iterator[list[Callable[[int, int], None]]]:
+    """A bar per title with GB/s and the time left, on a terminal; it shows when it is first called with
+    (bytes done, bytes in all)."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, TimeRemainingColumn(), disable=not sys.stderr.isatty(), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with Progress(*columns, TimeRemainingColumn(), disable=not sys.stderr.isatty(), transient=True) as bars:
+
+        def updater(title: str) -> Callable[[int, int], None]:
+            task = bars.add_task(title, total=None, visible=False, start=False)
+
+            def update(done: int, total: int) -> None:
+                if not bars.tasks[task].started:
+                    bars.start_task(task)
+                bars.update(task, completed=done, total=total, visible=True)
+
+            return update
+
+        yield [updater(title) for title in titles]
+
+
+CheckOption = Annotated[
+    Literal["sample", "all"],
+    Option("--check", help="What is read back and compared: experts of one layer and all that is no expert, or all."),
+]
 
 
 @convert.command("import")
 def convert_import(
     hf_dir: Annotated[Path, Argument(help="GPT-OSS as safetensors: bf16, fp32, MXFP4 or OpenAI's original.")],
     megatron_dir: Annotated[Path, Argument(help="The torch_dist checkpoint to write; must not exist.")],
+    check: CheckOption = "sample",
 ) -> None:
     """Hugging Face -> Megatron torch_dist, loadable at any parallel layout."""
     from converters.torch_dist import import_checkpoint
 
-    with bytes_bar("import") as progress:
-        import_checkpoint(hf_dir, megatron_dir, progress=progress)
+    with bytes_bars("import", "check ") as (progress, checked):
+        result = import_checkpoint(hf_dir, megatron_dir, progress=progress, check=check, check_progress=checked)
+    print(result)
     print(megatron_dir)
 
 
@@ -194,14 +257,24 @@ def convert_export(
     hf_dir: Annotated[Path, Argument(help="The Hugging Face directory to write; must not exist.")],
     precision: Annotated[Precision, Option("--format", help="Precision of the weights.")] = "bf16",
     reference: Annotated[Path | None, Option(help="The original: tokenizer, settings, scales of MXFP4.")] = None,
+    check: CheckOption = "sample",
 ) -> None:
     """Megatron torch_dist -> Hugging Face safetensors."""
     from converters.torch_dist import export_checkpoint
 
-    with bytes_bar("export") as progress:
-        report = export_checkpoint(megatron_dir, hf_dir, precision, reference, progress=progress)
+    with bytes_bars("export", "check ") as (progress, checked):
+        report = export_checkpoint(
+            megatron_dir,
+            hf_dir,
+            dtype=precision,
+            reference=reference,
+            progress=progress,
+            check=check,
+            check_progress=checked,
+        )
     if report.errors:
         print(report)
+    print(report.read_back)
     print(hf_dir)
 
 
@@ -213,7 +286,7 @@ def convert_verify(
     """Compare every tensor of the two bit for bit, and what the two models compute, layer by layer."""
     from converters.verify import verify
 
-    with bytes_bar("verify") as progress:
+    with bytes_bars("verify") as [progress]:
         result = verify(hf_dir, megatron_dir, progress)
     print(result)
     raise typer.Exit(0 if result.equal else 1)

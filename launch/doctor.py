@@ -139,7 +139,14 @@ def check_sandbox() -> Finding:
         sandbox.check_isolation()
     except sandbox.SandboxUnavailable as error:
         return Status.MISSING, "isolation does not work here", str(error)
-    return Status.OK, f"{path}; namespaces work", ""
+    return Status.OK, f"{path}; namespaces and the system-call filter work", ""
+
+
+def check_sandbox_limits() -> Finding:
+    """How a program's memory and processors are limited: by the kernel where a cgroup is delegated."""
+    protection = importlib.import_module("rl_loop.sandbox.cgroup").describe_protection()
+    found = f"{protection.memory}; {protection.processors}"
+    return ok_if(not protection.advice, Status.LIMITED, found, protection.advice)
 
 
 def check_gpus() -> Finding:
@@ -178,6 +185,7 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("harmony vocabulary", check_harmony),
     ("C compiler", check_compiler),
     ("sandbox", check_sandbox),
+    ("sandbox limits", check_sandbox_limits),
     ("GPUs", check_gpus),
     ("disk", check_disk),
     ("memory", check_memory),

@@ -27,12 +27,14 @@ from launch.cluster import ClusterConfig, load_cluster
 from launch.node_checks import check_node, odd_ones_out, slow_ones
 from launch.placement import place
 from rl_loop.config import RlConfig, RunConfig, SftConfig, load_config
+from rl_loop.interrupt import EXIT_STATUSES
 from rl_loop.placed import end_with_parent, free_port
+from rl_loop.ray_session import ray_environment
 from rl_loop.run_directory import RunDirectory, read_json, write_json
 
 POLL_SECONDS = 0.5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SIGTERM: preempted or cancelled; SIGUSR1: the time limit is near
-RAY_STARTS = 3  # Ray gives each of its parts 30 s to start, which a loaded machine may not do
+RAY_STARTS = 3  # a port that was free may be taken when one of Ray's parts wants it
 
 
 class Unfit(Exception):
@@ -103,14 +105,15 @@ class NodeProgram:
             self._report("measuring", **check)
             self._measure(head)
         self._report("joining" if self.is_head else "waiting", **check)
-        if not self.is_head:  # Ray gives up on a head that needs longer than 30 s
+        if not self.is_head:  # Ray gives up on a head that does not answer within 30 s
             self._wait(lambda: self._states().get(self.names[0]) == "ready")
         log = self.attempt.path / f"{self.name}.ray.log"
         for _ in range(RAY_STARTS):
             log.touch()
             before = log.stat().st_size
             # no idle workers, one per CPU: the actors are few and start when they are needed
-            ray = self._start(ray_command(self, head), log, RAY_prestart_worker_first_driver="0")
+            settings = {"RAY_prestart_worker_first_driver": "0", **ray_environment()}
+            ray = self._start(ray_command(self, head), log, **settings)
             self._wait(partial(started_or_ended, ray, log, before))
             time.sleep(1.5)  # it looks after its own parts every second, and ends if one of them came up too late
             if ray.poll() is None:
@@ -215,7 +218,7 @@ class NodeProgram:
             status = self._drive(f"{address}:{ports[0]}")
             if status == 0:
                 outcome.result = Result.FINISHED
-            elif status == 130 or self.stop_requested:
+            elif status in EXIT_STATUSES or self.stop_requested:
                 outcome.result = Result.INTERRUPTED
             else:
                 outcome.error = self._why_failed(status)
@@ -256,7 +259,7 @@ class NodeProgram:
 
     def _drive(self, address: str) -> int:
         """Run the training command; its exit status."""
-        command = [sys.executable, "-m", "launch", self.config.command, sys.argv[1], "--resume"]
+        command = [sys.executable, "-m", "launch", self.config.command, sys.argv[1], "--resume-or-new"]
         # the traceback is to be Python's own, which first_error reads
         driver = self._start(command, self.attempt.driver_log, RAY_ADDRESS=address, TYPER_STANDARD_TRACEBACK="1")
         discovery = self.scratch / "prom_metrics_service_discovery.json"  # Ray keeps it up to date
@@ -284,7 +287,7 @@ def ray_command(node: NodeProgram, head: dict[str, Any]) -> list[str]:
     """``ray start`` for this node."""
     cluster, address = node.cluster, node_address()
     command = [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
+        sys.executable, "-m", "rl_loop.ray_session", "start", "--block", "--disable-usage-stats",
         f"--node-ip-address={address}", f"--node-name={node.name}",
         f"--num-cpus={cluster.cpus_per_node or os.cpu_count()}", f"--num-gpus={cluster.gpus_per_node}",
         f"--resources={json.dumps(node.plan.resources())}", f"--temp-dir={node.scratch}",

@@ -1,6 +1,7 @@
 """Is this node fit for the job? Asked on every node before Ray starts, because one bad GPU slows or stops them all."""
 
 import shutil
+import socket
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 from launch.cluster import ClusterConfig
 
 IDLE_MIB = 1024  # memory in use above which a GPU is not idle; a driver alone takes a few hundred MiB
+RAY_PORTS = 10  # from cluster.ray_port on; those of workers follow, of which Ray takes what is free
 QUERY = "index,name,driver_version,clocks.max.sm,memory.used"
 
 
@@ -21,6 +23,7 @@ def check_node(cluster: ClusterConfig) -> dict[str, Any]:
         free = shutil.disk_usage(path).free / 1e9
         if free < cluster.min_free_disk:
             problems.append(f"{free:.1f} GB free in {path}, cluster.min_free_disk is {cluster.min_free_disk:g}")
+    problems += busy_ports(cluster)
     if cluster.gpus_per_node:
         try:
             query = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
@@ -36,6 +39,21 @@ def check_node(cluster: ClusterConfig) -> dict[str, Any]:
             for name, column in (("GPU", 1), ("driver", 2), ("SM clock", 3)):
                 facts[name] = "/".join(sorted({gpu[column] for gpu in gpus}))
     return {"facts": facts, "problems": problems}
+
+
+def busy_ports(cluster: ClusterConfig) -> list[str]:
+    """Of the ports that Ray's own parts will listen on, those that something else has."""
+    if cluster.ray_port is None:
+        return []
+    busy = []
+    for port in range(cluster.ray_port, cluster.ray_port + RAY_PORTS):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just given up counts as free
+            try:
+                probe.bind(("", port))
+            except OSError:
+                busy.append(str(port))
+    return [f"port {', '.join(busy)} is in use, cluster.ray_port is {cluster.ray_port}"] if busy else []
 
 
 def odd_ones_out(reports: Mapping[str, dict[str, Any]]) -> dict[str, str]:

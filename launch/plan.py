@@ -4,7 +4,7 @@ from itertools import accumulate
 
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.context_parallel import AttentionShape, Machine, balanced_layout, candidates
-from megatron_gptoss.memory import layouts_that_fit
+from megatron_gptoss.memory import describe_layout, layouts_that_fit
 from megatron_gptoss.performance import MATMUL_CEILING, StepTime, forward_flops, predict_step
 from rl_loop.config import RlConfig, RunConfig
 
@@ -39,7 +39,7 @@ def step_plan(config: RunConfig, gigabytes: float) -> str:
     ]
     fitting = [(update(layout), layout, memory) for layout, memory in layouts_that_fit(config.memory_inputs, gigabytes)]
     for (_, _, text), layout, memory in sorted(fitting, key=lambda entry: entry[0][1].total)[:5]:
-        lines.append(f"  {layout.sizes}: {memory.total / 1e9:.1f} GB, {text}")
+        lines.append(f"  {describe_layout(layout, config.parallel)}: {memory.total / 1e9:.1f} GB, {text}")
     return "\n".join(lines)
 
 

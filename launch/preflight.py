@@ -8,6 +8,7 @@ from typing import Any
 
 from launch.cluster import SBATCH_FIELDS, ClusterConfig
 from launch.jobs import ClusterError, script, sections, shell
+from launch.node_checks import busy_ports
 from rl_loop.config import ConfigError, RunConfig
 
 
@@ -62,6 +63,8 @@ def check_before_queue(config: RunConfig, cluster: ClusterConfig) -> None:
         problems.append(f"cluster.shared_dir: {free:.0f} GB are free there, min_free_disk is {cluster.min_free_disk:g}")
     if local and not answers["python"]:
         problems.append(f"cluster.python: there is no {cluster.python} there")
+    if cluster.kind == "local":
+        problems += [f"cluster.ray_port: {problem}" for problem in busy_ports(cluster)]
     if not problems and cluster.kind == "slurm":
         problems += _ask_slurm(cluster)
     if problems:

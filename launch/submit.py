@@ -13,6 +13,9 @@ from launch.placement import describe, place
 from launch.preflight import check_before_queue, is_path
 from launch.snapshot import JOB_FOLDER, write_snapshot
 from rl_loop.config import ConfigError, RlConfig, RunConfig, dump_config
+from rl_loop.resume import changes_since
+from rl_loop.run_directory import RunDirectory
+from rl_loop.start_checks import check_what_a_run_needs
 
 
 def on_cluster[Config: RunConfig](config: Config, cluster: ClusterConfig) -> Config:
@@ -52,6 +55,10 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
             raise ConfigError(f"{config.name} is {status.state} ({status.detail}); {advice}")
     place(config, cluster, isinstance(config, RlConfig))
     check_before_queue(config, cluster)
+    if cluster.login is None:
+        changes_since(RunDirectory(config.directory), config)  # raises ConfigError if the run cannot go on with them
+    if cluster.kind == "local":
+        check_what_a_run_needs(config, has_own_ray=True)
     now = time.localtime()
     stamp = time.strftime("%Y%m%d-%H%M%S", now)
     if cluster.kind == "slurm":

@@ -5,14 +5,17 @@
     ROOT/step_000120/training_state.json     what the caller wants back: step, data position, ...
     ROOT/latest                  the name of the newest complete checkpoint
 
-Written beside its final place while training goes on, and renamed when every rank is done; ``latest`` changes last."""
+Written beside its final place while training goes on, and renamed when every rank is done; ``latest`` changes last. A
+step that is saved again replaces its earlier checkpoint: that one is renamed to ``step_000120.replaced`` first, and
+deleted when the new one is in its place. Between the two renames it is the newest complete checkpoint, and whoever
+looks for ``step_000120`` gets it; the next save gives it back its name."""
 
 import json
-import os
+import queue
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -24,13 +27,20 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch.distributed.checkpoint.api import CheckpointException
 
+from gptoss_kernels.cache import write_atomically
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.durable_files import sync_directory, sync_names
 from megatron_gptoss.model import chunks_of
 from megatron_gptoss.trainer import PolicyTrainer, gather_parameters
 
 MODEL_CONFIG_FILE = "gptoss_config.json"
 TRAINING_STATE_FILE = "training_state.json"
 LATEST_FILE = "latest"
+STEPS = "step_??????"
+PARTIAL = ".partial"
+"""Ends the name of a directory that is being written."""
+REPLACED = ".replaced"
+"""Ends the name of a checkpoint whose step is being saved again."""
 
 WRITER = ThreadPoolExecutor(1, "checkpoint")
 """Of this process. One thread: Megatron's results come through one queue, in the order in which they were written."""
@@ -164,37 +174,51 @@ class CheckpointWriter:
         """Copy everything to host memory and begin to write ``root/step_{step}``, whose path is returned; an earlier
         one is finished first."""
         self.finish()
-        final, partial = self._root / f"step_{step:06d}", self._root / f"step_{step:06d}.partial"
+        final = self._root / f"step_{step:06d}"
+        partial = final.with_name(final.name + PARTIAL)
         with _failing_together(partial):
             if dist.get_rank() == 0:
-                for abandoned in self._root.glob("step_??????.partial"):
-                    shutil.rmtree(abandoned, ignore_errors=True)
+                self._clean_up_after_a_crash()
                 partial.mkdir(parents=True)
+
         gather_parameters(trainer.model)
-        with _failing_together(partial), trainer.offloaded.on_device():
-            state = _state(trainer, loading=False) | {EXPERTS_APART: _experts_apart(trainer)}
-            request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
-            self._written = []
-            if request.async_fn is not None:  # this rank has something to write
-                rank, files, results = request.async_fn_args
-                # what a GPU's optimizer has on the host is a copy already
-                copy = not torch.cuda.is_available()
-                on_host = [
-                    (path, key, (objects, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors]))
-                    for path, key, (objects, tensors) in files
-                ]
-                self._written.append(WRITER.submit(request.async_fn, rank, on_host, results))
+        self._written = []
+        results: Any = None
+        try:
+            with _failing_together(partial), trainer.offloaded.on_device():
+                state = _state(trainer, loading=False) | {EXPERTS_APART: _experts_apart(trainer)}
+                request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
+                if request.async_fn is not None:  # this rank has something to write
+                    rank, files, results = request.async_fn_args
+                    # what a GPU's optimizer has on the host is a copy already
+                    copy = not torch.cuda.is_available()
+                    on_host = [
+                        (path, key, (objects, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors]))
+                        for path, key, (objects, tensors) in files
+                    ]
+                    self._written.append(WRITER.submit(request.async_fn, rank, on_host, results))
+        except CheckpointError:
+            # Another rank failed, perhaps after this one had begun. Results of all saves come through one queue:
+            # the next save would take those of this one for its own.
+            self._discard(results)
+            raise
         config: ModelConfig = trainer.chunks[0].config.gptoss
 
         def complete() -> None:
-            with _failing_together(partial):
-                wait(self._written)
-                for collect_results in request.finalize_fns:
-                    collect_results()
+            try:
+                with _failing_together(partial):
+                    for future in self._written:
+                        future.result()
+                    for collect_results in request.finalize_fns:
+                        collect_results()
+            except CheckpointError:
+                self._discard(results)
+                raise
             with _failing_together(partial):
                 if dist.get_rank() == 0:
                     (partial / MODEL_CONFIG_FILE).write_text(config.model_dump_json(indent=1))
                     (partial / TRAINING_STATE_FILE).write_text(json.dumps(training_state))
+                    sync_directory(partial)
                     self._publish(partial, final)
 
         self._complete = complete
@@ -212,14 +236,67 @@ class CheckpointWriter:
         complete, self._complete = self._complete, None
         complete()
 
+    def _discard(self, results: Any) -> None:
+        """Wait for what this rank is still writing and forget its results, the queue ``results``."""
+        wait(self._written)
+        with suppress(queue.Empty):
+            while results is not None:
+                results.get_nowait()
+
     def _publish(self, partial: Path, final: Path) -> None:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        pointer = self._root / f"{LATEST_FILE}.partial"
-        pointer.write_text(final.name)
-        os.replace(pointer, self._root / LATEST_FILE)
-        for old in sorted(self._root.glob("step_??????"))[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        """Give a complete checkpoint its name and make it the latest. A crash at any point leaves a complete one that
+        ``latest_checkpoint`` finds; an OSError leaves the earlier one under its name."""
+        replaced = final.with_name(final.name + REPLACED)
+        if final.exists():
+            _delete(replaced)
+            final.rename(replaced)
+        try:
+            partial.rename(final)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(final)
+            raise
+        sync_names(self._root)
+        write_atomically(self._root / LATEST_FILE, final.name.encode())
+
+        # From here on nothing that is deleted is needed.
+        _delete(replaced)
+        for old in _beyond_the_newest(self._keep, self._root.glob(STEPS), final):
+            _delete(old)
+
+    def _clean_up_after_a_crash(self) -> None:
+        """Undo what a crash left of a save: give a checkpoint that was set aside its name back, or delete it if its
+        successor has that name; delete what was not complete."""
+        for replaced in self._root.glob(STEPS + REPLACED):
+            final = replaced.with_suffix("")
+            if _is_complete(final):
+                _delete(replaced)
+            else:
+                _delete(final)
+                replaced.rename(final)
+        for abandoned in self._root.glob(STEPS + PARTIAL):
+            shutil.rmtree(abandoned, ignore_errors=True)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    return (checkpoint / TRAINING_STATE_FILE).exists()
+
+
+def _delete(checkpoint: Path) -> None:
+    """Delete the directory, if it is there. What is left when the process is killed does not look complete."""
+    with suppress(OSError):
+        (checkpoint / TRAINING_STATE_FILE).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def _beyond_the_newest(keep: int, checkpoints: Iterable[Path], newest: Path) -> list[Path]:
+    """Which of ``checkpoints`` are not the ``keep`` newest; never ``newest``, whatever the numbers of the others.
+
+    Higher steps than that of ``newest`` belong to a course of the run that was given up (``latest`` was set back by
+    hand), and count as older than all others."""
+    others = sorted(path for path in checkpoints if path != newest)
+    by_age = sorted(others, key=lambda path: path < newest)
+    return by_age[: max(0, len(by_age) - (keep - 1))]
 
 
 @contextmanager
@@ -249,12 +326,23 @@ def latest_checkpoint(root: Path) -> Path | None:
     pointer = root / LATEST_FILE
     if not pointer.exists():
         return None
-    path = root / pointer.read_text().strip()
-    if not (path / TRAINING_STATE_FILE).exists():
-        raise CheckpointError(
-            f"{pointer} names {path.name}, which is missing or incomplete; correct or delete the file"
-        )
+    name = pointer.read_text().strip()
+    path = find_checkpoint(root, name)
+    if path is None:
+        raise CheckpointError(f"{pointer} names {name}, which is missing or incomplete; correct or delete the file")
     return path
+
+
+def find_checkpoint(root: Path, name: str) -> Path | None:
+    """The complete checkpoint ``name`` under ``root``; None if there is none.
+
+    It has another name only where the process was killed while it replaced this checkpoint. Nothing is renamed here:
+    the process that is replacing it may be alive. ``name`` may be the one that this function found for another root."""
+    name = name.removesuffix(REPLACED)
+    for path in (root / name, root / f"{name}{REPLACED}"):
+        if _is_complete(path):
+            return path
+    return None
 
 
 def _experts_apart(trainer: PolicyTrainer) -> bool:
@@ -279,6 +367,7 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         state = dist_checkpointing.load(_state(trainer, loading=True), str(path))
         _load_weights(trainer.module, state["model"])
         if trainer.updated:
+            _keep_settings(trainer.optimizer, state["optimizer"])
             with trainer.offloaded.on_device(), _exact_state(trainer.optimizer):
                 trainer.optimizer.load_state_dict(state["optimizer"])
         else:
@@ -290,8 +379,40 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 
 
+SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "start_wd", "end_wd", "betas", "eps")
+"""What a parameter group of Megatron's optimizer holds of the configuration."""
+
+
+def _keep_settings(optimizer: Any, state: Any) -> None:
+    """Give the parameter groups in a saved optimizer ``state`` the settings of ``optimizer``.
+
+    Megatron puts the saved groups, settings included, in the place of its own, and refuses them where a learning rate
+    or a weight decay is another: a run could not go on with other settings than it was begun with."""
+    if not isinstance(state, dict):
+        return
+    for key, value in state.items():
+        if key != "param_groups":
+            _keep_settings(optimizer, value)
+            continue
+        for saved in value:
+            for own in optimizer.param_groups:
+                if _same_group(own, saved):
+                    saved |= {name: own[name] for name in SETTINGS if name in own}
+
+
+def _same_group(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two parameter groups hold the same parameters. ``start_wd`` tells the routers' biases apart by being
+    there at all (see ``PolicyTrainer``)."""
+    names = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    return all(one.get(name) == other.get(name) for name in names) and (
+        (one.get("start_wd") is None) == (other.get("start_wd") is None)
+    )
+
+
 def load_model_weights(path: Path, model: torch.nn.Module) -> None:
     """Restore only the weights, at any parallel layout. Collective. Raises CheckpointError naming the directory."""
+    if path.name.endswith(PARTIAL):
+        raise CheckpointError(f"{path} is unfinished; the process that wrote it was killed, or is still writing")
     if not (path / "metadata.json").exists():
         raise CheckpointError(f"{path} is not a torch_dist checkpoint: metadata.json is missing")
     try:

@@ -98,6 +98,18 @@ class ModelConfig(StrictModel):
         """Per layer "sliding_attention" or "full_attention", as in the Hugging Face config."""
         return ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(self.num_layers)]
 
+    @property
+    def num_parameters(self) -> int:
+        """All of them, embedding and output layer included."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries = self.num_attention_heads * self.head_size
+        keys = self.num_key_value_heads * self.head_size
+        attention = (hidden + 1) * (queries + 2 * keys) + (queries + 1) * hidden + self.num_attention_heads
+        expert = (hidden + 1) * 2 * inner + (inner + 1) * hidden
+        router = (hidden + 1) * self.num_experts
+        layer = attention + router + self.num_experts * expert + 2 * hidden
+        return self.num_layers * layer + 2 * self.vocab_size * hidden + hidden
+
     def to_hf_config(self, **extra: Any) -> dict[str, Any]:
         """The content of ``config.json`` of the same model; ``extra`` adds keys such as eos_token_id."""
         return {
@@ -321,3 +333,17 @@ class Training(NamedTuple):
     """Share of each GPU that servers on it take while they generate."""
     micro_batches: float = math.inf
     """Of a data-parallel rank in a step, at most: a pipeline holds no more of them."""
+    longest: int = 1
+    """Tokens of the longest sequence, which a micro-batch must be able to hold."""
+    sequences: float = math.inf
+    """Of a training step: with those of ``longest`` tokens, what ``micro_batches`` follows from."""
+    mini_batches: int = 1
+    """Optimizer steps that share the sequences; in each, every data-parallel rank needs one."""
+
+    def with_sequences(self, sequences: float) -> "Training":
+        """The same with this many sequences and the micro-batches that they fill if all are as long as they may be."""
+        if math.isinf(sequences):
+            return self._replace(sequences=sequences, micro_batches=math.inf)
+        rows = math.ceil(sequences / (self.tokens // self.longest))
+        ranks, multiple = self.parallel.data, self.parallel.micro_batch_multiple
+        return self._replace(sequences=sequences, micro_batches=math.ceil(rows / (ranks * multiple)) * multiple)

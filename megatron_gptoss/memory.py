@@ -109,6 +109,16 @@ def fits(training: Training, memory: Memory, gigabytes: float) -> bool:
     return max(memory.total, sum(memory[:3]) + training.engine * gigabytes * 1e9) <= gigabytes * 1e9
 
 
+def describe_layout(layout: ParallelConfig, configured: ParallelConfig) -> str:
+    """The sizes of a layout and, where it is not as configured, what else must be set for it."""
+    text = layout.sizes
+    for name in ("virtual_pipeline", "last_stage_layers"):
+        value = getattr(layout, name)
+        if value != getattr(configured, name):
+            text += f", {name} {'null' if value is None else value}"
+    return text
+
+
 def layouts_that_fit(training: Training, gigabytes: float) -> list[tuple[ParallelConfig, Memory]]:
     """Layouts of as many GPUs whose prediction stays within ``gigabytes``, the simplest first, with the other settings
     as they are. Simple: little tensor, pipeline and context parallelism, experts over as few ranks as fit."""
@@ -123,7 +133,9 @@ def layouts_that_fit(training: Training, gigabytes: float) -> list[tuple[Paralle
             layout.check_layout(training.model)
         except ValueError:
             continue
-        memory = worst_stage(training._replace(parallel=layout, micro_batches=float("inf")))
+        if training.sequences < layout.data * training.mini_batches:
+            continue
+        memory = worst_stage(training._replace(parallel=layout).with_sequences(training.sequences))
         if fits(training, memory, gigabytes):
             found.append((tensor * pipeline * context, tensor, pipeline, expert, layout, memory))
     return [(layout, memory) for *_, layout, memory in sorted(found, key=lambda entry: entry[:4])]
@@ -133,12 +145,12 @@ def smaller_settings(training: Training) -> list[tuple[str, Memory]]:
     """Settings that take less memory than these, the cheapest in time first, each on top of those before it."""
     found, recompute = [], training.parallel.recompute
     thrifty = dict.fromkeys((*recompute, *(() if "moe" in recompute else ("moe_act", "layernorm"))))
-    half = max(1, training.tokens // 2)
+    half = max(training.longest, training.tokens // 2)
     changes: list[tuple[str, str, dict[str, Any]]] = [
         ("parallel.recompute_layers=null", "parallel", {"recompute_layers": None}),
         (f"parallel.recompute=[{','.join(thrifty)}]", "parallel", {"recompute": tuple(thrifty)}),
         ("optimizer.moment_dtype=bf16", "optimizer", {"moment_dtype": "bf16"}),
-        (f"training.max_tokens_per_micro_batch={half}", "tokens", {"tokens": half, "micro_batches": float("inf")}),
+        (f"training.max_tokens_per_micro_batch={half}", "tokens", {"tokens": half}),
         ("optimizer.gradient_dtype=bf16", "optimizer", {"gradient_dtype": "bf16"}),
         ("optimizer.offload=1", "optimizer", {"offload": 1.0}),
     ]
@@ -146,6 +158,7 @@ def smaller_settings(training: Training) -> list[tuple[str, Memory]]:
         before, old = training, getattr(training, part)
         training = training._replace(**({part: old.model_copy(update=update)} if part != "tokens" else update))
         if training != before:
+            training = training.with_sequences(training.sequences)
             found.append((text, worst_stage(training)))
     return found
 
@@ -169,7 +182,7 @@ def memory_plan(training: Training, gigabytes: float) -> str:
         part, size = max(memory._asdict().items(), key=lambda entry: entry[1])
         lines.append(f"no layout of {gpus} GPUs fits; most goes to the {part} ({size / 1e9:.1f} GB)")
     for layout, needed in fitting[:5]:
-        lines.append(f"  {layout.sizes}: {needed.total / 1e9:.1f} GB")
+        lines.append(f"  {describe_layout(layout, training.parallel)}: {needed.total / 1e9:.1f} GB")
     lines.append("to take less, one after the other:")
     for text, needed in smaller_settings(training):
         lines.append(f"  {text}: {needed.total / 1e9:.1f} GB")

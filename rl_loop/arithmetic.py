@@ -5,6 +5,7 @@ A hash of its *expression* decides which split a problem belongs to: none occurs
 import hashlib
 import random
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -71,11 +72,8 @@ def guess(answer: int, rng: random.Random) -> int:
     return rng.randint(answer // 2, 2 * answer) if answer > 0 else rng.randint(2 * answer, -answer)
 
 
-async def interpret(code: str) -> ExecutionResult:
-    """What Python answers to the programs of the scripted policy, without running anything.
-
-    They have one line; what a stateful interpreter runs again before it prints nothing new."""
-    code = code.rpartition("\n")[2]
+async def interpret(code: str, history: Sequence[str] = ()) -> ExecutionResult:
+    """What Python answers to the programs of the scripted policy, without running anything. They keep no state."""
     if code.startswith("x="):
         return ExecutionResult("", 0)
     expression = re.fullmatch(r"print\(([-+*() 0-9]*)\)", code)

@@ -1,7 +1,6 @@
 """The one typed configuration of a run: what YAML files in ``configs/`` say and ``gptoss`` commands override. Reading
 imports neither torch nor Ray, so a mistake is reported at once."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -222,7 +221,8 @@ class RunConfig(StrictModel):
     @property
     def memory_inputs(self) -> Training:
         """What ``megatron_gptoss.memory`` predicts from."""
-        return Training(self.model, self.parallel, self.optimizer, self.training.max_tokens_per_micro_batch)
+        row, longest = self.training.max_tokens_per_micro_batch, self.rollout.max_tokens
+        return Training(self.model, self.parallel, self.optimizer, row, longest=longest)
 
     @model_validator(mode="after")
     def _check_layout(self) -> Self:
@@ -260,11 +260,11 @@ class RlConfig(RunConfig):
         algorithm, rollout, inputs = self.algorithm, self.rollout, super().memory_inputs
         critic = [algorithm.critic.optimizer] if algorithm.critic else []
         engine = rollout.sglang.memory_fraction * (rollout.engine == "sglang" and rollout.sglang.colocated)
-        # micro-batches if all episodes are as long as they may be
-        rows = math.ceil(rollout.tasks_per_step * rollout.samples_per_task / (inputs.tokens // rollout.max_tokens))
-        step = self.parallel.data * self.parallel.micro_batch_multiple
-        count = math.ceil(rows / step) * self.parallel.micro_batch_multiple
-        return inputs._replace(beside=[*critic, *([None] if algorithm.kl else [])], engine=engine, micro_batches=count)
+        return inputs._replace(
+            beside=[*critic, *([None] if algorithm.kl else [])],
+            engine=engine,
+            mini_batches=algorithm.mini_batches,
+        ).with_sequences(rollout.tasks_per_step * rollout.samples_per_task)
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
@@ -345,8 +345,22 @@ def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Mo
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
+        _refuse_other_kind(path, kind, error)
         lines = [f"  {'.'.join(map(str, e['loc'])) or '(top level)'}: {_explain(e)}" for e in error.errors()]
         raise ConfigError(f"{path} is not a valid {kind.__name__}:\n" + "\n".join(lines)) from None
+
+
+def _refuse_other_kind(path: Path, kind: type[StrictModel], error: ValidationError) -> None:
+    """Raise ConfigError if the keys that ``kind`` does not know are those of the other kind of run."""
+    unknown = [str(e["loc"][0]) for e in error.errors() if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
+    for this, other in ((RlConfig, SftConfig), (SftConfig, RlConfig)):
+        own = [key for key in unknown if key in other.model_fields]
+        if kind is this and own:
+            hint = "; `gptoss plan` and `gptoss launch` take it with --sft" if this is RlConfig else ""
+            raise ConfigError(
+                f"{path} is a configuration of `gptoss {other.command}` (it has {', '.join(own)}), "
+                f"not of `gptoss {this.command}`{hint}"
+            ) from None
 
 
 def dump_config(config: StrictModel) -> str:

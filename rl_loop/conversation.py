@@ -104,6 +104,11 @@ def user_message(text: str, name: str | None = None) -> Message:
     return Message.from_author_and_content(Author(role=Role.USER, name=name), text)
 
 
+def content_text(message: dict[str, Any]) -> str:
+    """The text of a message that ``prompt_messages`` takes, "" if it has none."""
+    return _content(message) if message.get("content") else ""
+
+
 def _to_harmony(message: dict[str, Any], open_calls: list[OpenCall]) -> list[Message]:
     if not isinstance(message, dict):
         raise ValueError(f"a message must be a mapping of keys to values, not {type(message).__name__}")

@@ -13,8 +13,8 @@ from rl_loop.canary import check_canary
 from rl_loop.config import RlConfig
 from rl_loop.evaluation import held_out_requests
 from rl_loop.harmony import Harmony
+from rl_loop.ray_session import ray_session
 from rl_loop.rollout_pool import RolloutPool
-from rl_loop.run import ray_session
 from rl_loop.tasks import TaskSource
 from rl_loop.trainer_group import TrainerGroup
 

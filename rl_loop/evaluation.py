@@ -10,16 +10,16 @@ import torch
 
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
-from converters.torch_dist import MegatronCheckpoint
+from converters.megatron_checkpoint import MegatronCheckpoint
 from megatron_gptoss.checkpoint import latest_checkpoint
 from rl_loop.batch import outcome_sums
 from rl_loop.config import RlConfig
 from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker
+from rl_loop.ray_session import ray_session
 from rl_loop.rollout_pool import GroupRequest, RolloutPool
 from rl_loop.rollout_worker import RolloutWorker
-from rl_loop.run import ray_session
 from rl_loop.run_directory import atomic_write_text
 from rl_loop.tasks import TaskSource
 from rl_loop.trajectory import Trajectory, TrajectoryGroup

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from converters.hf_directory import tokenizer_and_generation, write_hf_directory
+from converters.read_back import check_weights
 from megatron_gptoss.packing import Sample
 from rl_loop.config import RunConfig
 from rl_loop.harmony import Harmony
@@ -18,14 +19,23 @@ COMPARED_TOKENS = 64
 
 
 def export_policy(trainer: TrainerGroup, harmony: Harmony, config: RunConfig, directory: Path) -> None:
-    """Write the trainer's weights, config.json, tokenizer and generation settings to ``directory``."""
+    """Write the trainer's weights, config.json, tokenizer and generation settings to ``directory``, and compare a
+    sample of what is on the disk with the trainer's. Raises ConversionError naming the tensor that differs."""
     source = config.initial_weights
     with tempfile.TemporaryDirectory() as scratch:
         files = harmony.vocabulary.save(Path(scratch))
         if not files and source is not None and (source / "config.json").exists():
             files, _ = tokenizer_and_generation(source)
-        named, stops = trainer.weights().items(), harmony.stop_token_ids
-        write_hf_directory(directory, config.model, named, tokenizer_files=files, eos_token_ids=stops, overwrite=True)
+        weights = trainer.weights()
+        write_hf_directory(
+            directory,
+            config.model,
+            weights.items(),
+            tokenizer_files=files,
+            eos_token_ids=harmony.stop_token_ids,
+            overwrite=True,
+            check=lambda partial: check_weights(weights, partial, "sample"),
+        )
 
 
 def greedy_agreement(trainer: TrainerGroup, tasks: TaskSource, config: RunConfig, directory: Path) -> tuple[int, int]:

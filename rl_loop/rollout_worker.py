@@ -2,6 +2,7 @@
 actors of it. It knows neither Megatron nor the optimizer."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from rl_loop.environments import Task, make_environment
 from rl_loop.episode_clock import running_clock
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.prompt_limit import UnusablePrompt
-from rl_loop.sandbox import ExecutionResult, PythonSandbox
+from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxFailure
 from rl_loop.trajectory import Trajectory, TrajectoryGroup
 
 
@@ -77,17 +78,17 @@ class RolloutWorker:
             shape=ModelShape(model.vocab_size, model.num_layers, model.experts_per_token, model.num_experts),
         )
 
-    async def _execute(self, code: str) -> ExecutionResult:
-        """Run a program. Raises InfrastructureFailure if the sandbox, and not the program, failed."""
+    async def _execute(self, code: str, history: Sequence[str] = ()) -> ExecutionResult:
+        """Run a program after those of its session. Raises InfrastructureFailure if the sandbox, and not the program,
+        failed."""
         clock = running_clock()
         clock.stop()  # while other episodes' programs have the sandbox
         try:
-            result = await self.sandbox.run(code, on_begin=clock.start)
+            return await self.sandbox.run(code, history, on_begin=clock.start)
+        except SandboxFailure as failure:
+            raise InfrastructureFailure("sandbox", str(failure)) from failure
         finally:
             clock.start()
-        if result.unavailable:
-            raise InfrastructureFailure("sandbox", result.error or "it gave no answer")
-        return result
 
     async def close(self) -> None:
         await self.sandbox.close()

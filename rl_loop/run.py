@@ -1,18 +1,30 @@
 """Running a configuration from start to export: ``run_sft`` and ``run_rl`` are what the ``gptoss`` commands call."""
 
-import os
-import signal
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_loop.config import RlConfig, RunConfig, SftConfig, TrainingConfig, check_reward_parts, dump_config
+from rl_loop.interrupt import Interrupt, SeparateSessions
 from rl_loop.metrics import MetricsWriter, Name, StepMetrics
-from rl_loop.run_directory import RunDirectory, metric_curve, read_json, read_json_lines, start_run
+from rl_loop.ray_session import RayStartError, ray_session
+from rl_loop.resume import Change, changes_since, write_config
+from rl_loop.run_directory import (
+    LEASE_SECONDS,
+    RunDirectory,
+    Start,
+    check_start,
+    locked_run,
+    metric_curve,
+    read_json,
+    read_json_lines,
+    start_run,
+)
+from rl_loop.start_checks import check_what_a_run_needs
 
 if TYPE_CHECKING:
     from rl_loop.rollout_pool import RolloutPool
@@ -32,61 +44,6 @@ class Progress(Protocol):
 
 ProgressFactory = Callable[[str, int, int], AbstractContextManager[Progress]]
 """(title, total steps, first step) -> context"""
-
-
-class Interrupt:
-    """The first Ctrl-C (or SIGTERM) asks to stop after the current step; the second one stops at once.
-
-    SIGUSR1, which ``gptoss launch`` sends when the time on a cluster ends, also abandons a rollout that is under way.
-    It may come any number of times."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self.hurried = False
-
-    @contextmanager
-    def installed(self, on_request: Callable[[], None]) -> Iterator[Self]:
-        def handle(number: int, frame: FrameType | None) -> None:
-            if self.requested and number != signal.SIGUSR1:
-                raise KeyboardInterrupt
-            first, self.requested = not self.requested, True
-            self.hurried |= number == signal.SIGUSR1
-            if first:
-                on_request()
-
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        previous = {number: signal.signal(number, handle) for number in numbers}
-        try:
-            yield self
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-
-@contextmanager
-def ray_session() -> Iterator[None]:
-    """A local Ray of our own, or the cluster that RAY_ADDRESS names; stopped again if it was ours."""
-    # imported here so that reading a configuration needs no Ray
-    import logging
-
-    import ray
-
-    if ray.is_initialized():
-        yield
-        return
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    local = "RAY_ADDRESS" not in os.environ
-    ray.init(
-        num_cpus=os.cpu_count() if local else None,
-        object_store_memory=512 << 20 if local else None,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 @dataclass
@@ -125,6 +82,11 @@ class Session:
             self.save(done, block=last)
         return last
 
+    def finishing_steps(self) -> AbstractContextManager[None]:
+        """Inside, a request to stop lets the step under way end."""
+        note = "stopping after this step; Ctrl-C again stops at once"
+        return self.interrupt.waiting_for_steps(lambda: self.progress.note(note))
+
     def save(self, steps_done: int, block: bool) -> None:
         """Begin a checkpoint, and with ``block`` wait until it is complete."""
         self.progress.phase("checkpoint")
@@ -133,77 +95,178 @@ class Session:
 
 
 class Interrupted(Exception):
-    """The run was stopped on request; everything is saved. The message says how to go on."""
+    """The run was stopped on request. The message says what is saved, ``exit_status`` what the shell is to be told."""
+
+    exit_status = 130
 
 
 @contextmanager
-def _session(config: RunConfig, show: ProgressFactory, resume: bool, overwrite: bool) -> Iterator[Session]:
-    """Everything that a training run starts, and stops again: directory, Ray, trainer ranks, metrics, signals."""
-    run = None if overwrite else start_run(config.directory, dump_config(config), resume=resume)
-    from rl_loop.observers import step_listeners
+def _stopping(config: RunConfig, interrupt: Interrupt) -> Iterator[None]:
+    """Make ``Interrupted`` of a request to stop, once everything that the run has started is gone."""
+    run = RunDirectory(config.directory)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise _interrupted(f"stopped at once; {_what_is_saved(run, config)}", interrupt) from None
+    except Interrupted as stop:
+        raise _interrupted(str(stop), interrupt) from None
+
+
+def _interrupted(message: str, interrupt: Interrupt) -> Interrupted:
+    stop = Interrupted(message)
+    stop.exit_status = interrupt.exit_status
+    return stop
+
+
+def _what_is_saved(run: RunDirectory, config: RunConfig) -> str:
+    """What a run that was stopped in the middle of something goes on from."""
+    if not run.existing():
+        return "the run had not begun, and nothing was written"
+    latest = run.checkpoints / "latest"
+    if not latest.exists():
+        return f"{run.path} has no checkpoint yet, so it begins with step 1 again"
+    saved = int(latest.read_text().rpartition("_")[2])
+    return f"{run.path} goes on after step {saved} of {config.training.steps}, its newest checkpoint"
+
+
+@contextmanager
+def _without_half_checkpoints(run: RunDirectory) -> Iterator[None]:
+    """Delete what was being written when its writers were ended."""
+    try:
+        yield
+    finally:
+        for unfinished in (*run.checkpoints.glob("*.partial"), *run.critic_checkpoints.glob("*.partial")):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def _session(config: RunConfig, show: ProgressFactory, how: Start) -> Iterator[Session]:
+    """Everything that a training run starts, and stops again: directory, Ray, trainer ranks, metrics, signals. Nothing
+    is written before all of it is there."""
+    interrupt = Interrupt()
+    # an attempt on a cluster may follow one whose node has died
+    wait_seconds = LEASE_SECONDS if how is Start.RESUME_OR_NEW else 0.0
+    with interrupt.installed(), _stopping(config, interrupt), locked_run(config.directory, wait_seconds):
+        run = check_start(config.directory, how)
+        changes = changes_since(run, config) if how.may_resume else []
+        check_what_a_run_needs(config)
+        for change in changes:
+            print(f"{config.name}: --resume changes {change}", flush=True)
+        from rl_loop.tasks import TaskSource  # imports torch, which a mistake should not wait for
+
+        tasks = TaskSource(config)  # which may find mistakes in files: before weights are loaded
+        if isinstance(config, RlConfig):
+            check_reward_parts(config, tasks.reward_parts())
+        with _without_half_checkpoints(run), _actors(config, interrupt) as (trainer, rollouts):
+            resumed = trainer.resume() if how.may_resume else None
+            state = resumed or {"step": 0, "seconds": 0.0}
+            run = _begin(config, how, changes, state["step"])
+            from rl_loop.observers import step_listeners
+
+            with show(config.name, config.training.steps, state["step"]) as progress:
+                listeners = [progress.step, *step_listeners(config)]
+                writer = MetricsWriter(run, state["step"] - 1 if how.may_resume else None, listeners)
+                try:
+                    yield Session(config.training, run, tasks, trainer, rollouts, writer, progress, interrupt, state)
+                finally:
+                    interrupt.leave()
+                    writer.close()
+
+
+@contextmanager
+def _actors(config: RunConfig, interrupt: Interrupt) -> Iterator[tuple["TrainerGroup", "RolloutPool | None"]]:
+    """Ray, with the trainer's ranks ready and the rollout workers on their way."""
     from rl_loop.rollout_pool import RolloutPool
-    from rl_loop.tasks import TaskSource  # these import torch and Ray; a wrong directory should not wait for them
     from rl_loop.trainer_group import TrainerGroup
 
-    tasks = TaskSource(config)  # which may find mistakes in files: before weights are loaded
-    if isinstance(config, RlConfig):
-        check_reward_parts(config, tasks.reward_parts())
-    with ray_session():
+    with SeparateSessions() as daemons, ray_session():
+        daemons.all_started()
+        interrupt.install()  # Ray has taken SIGTERM
         print(f"{config.name}: loading the policy, trainer ranks: {config.parallel.world_size}", flush=True)
         trainer, rollouts = TrainerGroup(config), None
-        if isinstance(config, RlConfig):
-            if config.rollout.engine == "sglang" and config.rollout.sglang.colocated:
-                trainer.ready()  # servers that share its GPUs take a part of what it leaves
-            rollouts = RolloutPool(config)
-        trainer.ready()
-        # an earlier run is deleted only when this one is sure to begin
-        run = run or start_run(config.directory, dump_config(config), resume=resume, overwrite=True)
-        state = (trainer.resume() if resume else None) or {"step": 0, "seconds": 0.0}
-        first, interrupt = state["step"], Interrupt()
-        with show(config.name, config.training.steps, first) as progress:
-            listeners = [progress.step, *step_listeners(config)]
-            writer = MetricsWriter(run, first - 1 if resume else None, listeners)
-            with interrupt.installed(lambda: progress.note("stopping after this step; Ctrl-C again stops at once")):
-                yield Session(config.training, run, tasks, trainer, rollouts, writer, progress, interrupt, state)
-            writer.close()
-        trainer.close()
+        try:
+            if isinstance(config, RlConfig):
+                if config.rollout.engine == "sglang" and config.rollout.sglang.colocated:
+                    trainer.ready()  # servers that share its GPUs take a part of what it leaves
+                rollouts = RolloutPool(config)
+            trainer.ready()
+            yield trainer, rollouts
+        finally:
+            trainer.close()
 
 
-def run_sft(config: SftConfig, show: ProgressFactory, *, resume: bool = False, overwrite: bool = False) -> Path:
+def _begin(config: RunConfig, how: Start, changes: list[Change], step: int) -> RunDirectory:
+    """Write the run's configuration, now that it is sure to begin, and only now delete an earlier run."""
+    if not how.may_resume:
+        return start_run(config.directory, dump_config(config), how)
+    run = RunDirectory(config.directory)
+    write_config(run, config, changes, step)
+    return run
+
+
+def run_sft(
+    config: SftConfig,
+    show: ProgressFactory,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    resume_or_new: bool = False,
+) -> Path:
     """Supervised fine-tuning on generated demonstrations. Returns the run directory; raises Interrupted."""
-    with _session(config, show, resume, overwrite) as session:
-        from rl_loop.batch import optimizer_metrics  # imports torch, which _session has done by now
-
-        for step in range(session.state["step"], config.training.steps):
-            started = time.monotonic()
-            session.progress.phase("train")
-            samples = session.tasks.demonstrations(
-                step * config.sequences_per_step, config.sequences_per_step, config.demonstrations
-            )
-            update = session.trainer.sft_step(samples, step)
-            metrics = StepMetrics(step)
-            metrics.add_mean(Name.LOSS, update.sums["loss"], update.sums["tokens"], "tokens")
-            optimizer_metrics(metrics, update)
-            last = session.end_step(metrics, started, sum(len(sample.token_ids) for sample in samples))
-            if last and step + 1 < config.training.steps:
-                raise Interrupted(f"saved after step {step + 1} of {config.training.steps} in {session.run.path}")
+    how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
+    with _session(config, show, how) as session:
+        with session.finishing_steps():
+            _sft_steps(config, session)
         losses = metric_curve(read_json_lines(session.run.metrics), Name.LOSS)[1]
         session.run.write_summary(steps=config.training.steps, loss=losses[-1], seconds=round(session.seconds, 1))
     return config.directory
 
 
-def run_rl(config: RlConfig, show: ProgressFactory, *, resume: bool = False, overwrite: bool = False) -> Path:
+def _sft_steps(config: SftConfig, session: Session) -> None:
+    """All steps that are left. Raises Interrupted."""
+    from rl_loop.batch import optimizer_metrics  # imports torch, which _session has done by now
+
+    for step in range(session.state["step"], config.training.steps):
+        started = time.monotonic()
+        session.progress.phase("train")
+        samples = session.tasks.demonstrations(
+            step * config.sequences_per_step, config.sequences_per_step, config.demonstrations
+        )
+        update = session.trainer.sft_step(samples, step)
+        metrics = StepMetrics(step)
+        metrics.add_mean(Name.LOSS, update.sums["loss"], update.sums["tokens"], "tokens")
+        optimizer_metrics(metrics, update)
+        last = session.end_step(metrics, started, sum(len(sample.token_ids) for sample in samples))
+        if last and step + 1 < config.training.steps:
+            raise Interrupted(f"saved after step {step + 1} of {config.training.steps} in {session.run.path}")
+
+
+def run_rl(
+    config: RlConfig,
+    show: ProgressFactory,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    resume_or_new: bool = False,
+) -> Path:
     """On-policy reinforcement learning, evaluation and export. Returns the run directory; raises Interrupted."""
-    with _session(config, show, resume, overwrite) as session:
+    how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
+    with _session(config, show, how) as session:
         from rl_loop.export import export_policy, greedy_agreement
         from rl_loop.loop import RlLoop
 
         loop = RlLoop(config, session)
         session.progress.note("waiting for the rollout engines")
         loop.rollouts.ready()
-        done = loop.train()
-        if done < config.training.steps:
-            raise Interrupted(f"saved after step {done} of {config.training.steps} in {session.run.path}")
+        with session.finishing_steps():
+            done = loop.train()
+        if done < config.training.steps or session.interrupt.requested:
+            saved = f"saved after step {done} of {config.training.steps} in {session.run.path}"
+            if not (session.run.checkpoints / "latest").exists():
+                saved = f"stopped; {_what_is_saved(session.run, config)}"
+            elif done == config.training.steps:
+                saved += "; its evaluation and its export are left"
+            raise Interrupted(saved)
         evaluation = loop.final_evaluation()
         session.writer.write(evaluation)
         loop.rollouts.close()
@@ -258,8 +321,10 @@ def user_errors() -> tuple[type[BaseException], ...]:
     from rl_loop.engines.completions import EndpointError
     from rl_loop.environments import TaskFileError
     from rl_loop.infrastructure import InfrastructureOutage
+    from rl_loop.rank_start import RankStartError
     from rl_loop.sandbox import SandboxUnavailable
+    from rl_loop.trainer_group import RankDied
     from rl_loop.vocabulary import VocabularyUnavailable
 
     ours = ConversionError, CheckpointError, CanaryError, TaskFileError, SandboxUnavailable, VocabularyUnavailable
-    return *ours, EndpointError, InfrastructureOutage
+    return *ours, EndpointError, InfrastructureOutage, RankDied, RankStartError, RayStartError

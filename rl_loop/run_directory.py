@@ -1,12 +1,17 @@
 """One run, one directory: what lies where, and writes that leave no half-written file behind."""
 
+import difflib
 import errno
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +30,50 @@ class RunWriteError(OSError):
         return str(self.strerror)  # without OSError's "[Errno 28]" in front
 
 
+LEASE_SECONDS = 150.0
+"""How long an NFS server may keep the lock of a node that has died: Linux's lease of 90 s, and time to notice."""
+
+
+class RunLocked(RunDirectoryError):
+    """Another process works on the run; the message says which."""
+
+
+class Start(StrEnum):
+    """How a run begins. A directory that already holds one is only touched if that was asked for."""
+
+    NEW = "new"
+    RESUME = "resume"
+    """Go on with the run that is there; refused where there is none."""
+    RESUME_OR_NEW = "resume or new"
+    """What ``gptoss launch`` does, whose first attempt does not know that it is the first."""
+    OVERWRITE = "overwrite"
+    """Delete the run's own files first."""
+
+    @classmethod
+    def chosen(cls, *, resume: bool, overwrite: bool, resume_or_new: bool = False) -> "Start":
+        """Of the options of a command. Raises RunDirectoryError for more than one."""
+        if resume + overwrite + resume_or_new > 1:
+            raise RunDirectoryError("--resume, --resume-or-new and --overwrite exclude each other; give one of them")
+        if resume:
+            return cls.RESUME
+        if resume_or_new:
+            return cls.RESUME_OR_NEW
+        return cls.OVERWRITE if overwrite else cls.NEW
+
+    @property
+    def may_resume(self) -> bool:
+        return self in (Start.RESUME, Start.RESUME_OR_NEW)
+
+
 class RunDirectory:
-    """The paths of one run. Make one with ``start_run`` to write, directly to read."""
+    """The paths of one run. Make one with ``start_run`` to write, directly to read.
+
+    Beside what ``__init__`` lists there may be ``run.lock``, ``error.log`` and ``output.log``, and of SGLang's servers
+    ``engine/``: none of them is worth keeping when a run begins anew."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.yaml"  # as resolved, overrides included
+        self.config = path / "config.yaml"  # as resolved, overrides included; what a resume changed stands on top
         self.metrics = path / "metrics.jsonl"  # one line per step: {"step", "time", NAME: value, ...}
         self.metric_descriptions = path / "metrics.describe.json"  # {NAME: "mean over tokens", ...}
         self.episodes = path / "episodes.jsonl"  # a few whole episodes per step, see ``episode_record``
@@ -63,28 +106,108 @@ class RunDirectory:
         write_json(self.summary, known | figures, indent=2)
 
 
-def start_run(path: Path | str, config_yaml: str, *, resume: bool = False, overwrite: bool = False) -> RunDirectory:
-    """Make or reopen the directory of a run and write its resolved config. Raises RunDirectoryError.
-
-    A directory that already holds a run is refused without ``resume`` (everything is kept; where nothing is, a new run
-    starts) or ``overwrite`` (the run's own files are deleted)."""
+def check_start(path: Path | str, how: Start) -> RunDirectory:
+    """The run at ``path``, if it may begin so. Changes nothing. Raises RunDirectoryError."""
     run = RunDirectory(Path(path))
-    if resume and overwrite:
-        raise RunDirectoryError(f"{run.path}: resume and overwrite exclude each other; give one of them")
     if run.path.exists() and not run.path.is_dir():
         raise RunDirectoryError(f"{run.path} is a file; a run needs a directory")
-    if (existing := run.existing()) and not resume:
-        if not overwrite:
-            steps, advice = len(read_json_lines(run.metrics)), "add --resume to continue it or --overwrite to delete it"
-            raise RunDirectoryError(f"{run.path} already holds a run ({steps} steps); {advice}")
-        for old in existing:
+    existing = run.existing()
+    if how is Start.NEW and existing:
+        steps, advice = len(read_json_lines(run.metrics)), "add --resume to continue it or --overwrite to delete it"
+        raise RunDirectoryError(f"{run.path} already holds a run ({steps} steps); {advice}")
+    if how is Start.RESUME and not existing:
+        raise RunDirectoryError(f"{run.path}: there is no run to resume{_runs_beside(run.path)}")
+    return run
+
+
+def start_run(path: Path | str, config_yaml: str, how: Start = Start.NEW) -> RunDirectory:
+    """Make or reopen the directory of a run and write its resolved config. Raises RunDirectoryError."""
+    run = check_start(path, how)
+    if how is Start.OVERWRITE:
+        for old in run.existing():
             shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-    try:
-        run.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunDirectoryError(f"cannot create the run directory {run.path}: {error.strerror}") from error
+    _make_directory(run.path)
     atomic_write_text(run.config, config_yaml)
     return run
+
+
+@contextmanager
+def locked_run(path: Path, wait_seconds: float = 0.0) -> Iterator[None]:
+    """Hold the lock of the run at ``path``, whose directory is made if it is missing. Raises RunLocked if another
+    process has it, and still has it after ``wait_seconds``; RunDirectoryError if the directory cannot be made.
+
+    The kernel frees the lock when this process ends, however it does. A directory that was made here and in which
+    nothing was put is removed again.
+
+    The lock is flock(2) on ``run.lock``. On NFS the server keeps it (Linux does so since 2.6.12) and frees that of a
+    dead node when its lease ends, after a minute or two; a mount with ``local_lock=flock``, or a file system without
+    locks, protects against a second run on the same node only, or not at all."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        _make_directory(path)
+        file = _lock(path / "run.lock", wait_seconds)
+        try:
+            yield
+        finally:
+            if made and os.listdir(path) == ["run.lock"]:
+                (path / "run.lock").unlink()  # while it is held: nobody else can begin in between
+            os.close(file)
+    finally:
+        for folder in made:
+            with suppress(OSError):  # it was not made, or something is in it
+                folder.rmdir()
+
+
+def _lock(path: Path, wait_seconds: float) -> int:
+    """File descriptor of the lock; closing it frees the lock."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunDirectoryError(f"cannot write in {path.parent}: {error.strerror}") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return file  # a file system without locks
+            holder = os.read(file, 1000).decode(errors="replace").strip()
+            os.close(file)
+            if time.monotonic() < deadline:
+                time.sleep(1)
+                continue
+            raise RunLocked(
+                f"{path.parent} is in use by {holder or 'another process'}; wait for it, or give this run another name"
+            ) from None
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(file).st_ino:
+                break
+        os.close(file)  # its last holder has removed it since it was opened
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+    return file
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"cannot create the run directory {path}: {error.strerror}") from error
+
+
+def _runs_beside(path: Path) -> str:
+    """What to say of the runs that a mistyped name may have meant."""
+    try:
+        names = sorted(folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").exists())
+    except OSError:
+        names = []
+    if not names:
+        return f", and no other run in {path.parent}"
+    if close := difflib.get_close_matches(path.name, names):
+        return f"; did you mean name={close[0]}?"
+    shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    return f"; runs in {path.parent}: {shown}"
 
 
 def episode_record(

@@ -1,26 +1,28 @@
 """The tasks of a run: which ones a step trains on, which ones measure it, and demonstrations of them."""
 
 import random
-import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from megatron_gptoss.packing import Sample
 from rl_loop import arithmetic
-from rl_loop.config import RlConfig, RunConfig, SourceConfig, TaskConfig
+from rl_loop.config import PassRateConfig, RlConfig, RunConfig, SourceConfig, TaskConfig
+from rl_loop.conversation import content_text
+from rl_loop.decontamination import SHARED_WORDS, find_giveaways
 from rl_loop.demonstrations import DemonstrationConfig, demonstrations_of, harmony_of
 from rl_loop.environments import RewardConfig, Task, TaskFileError, environment_class, make_environment
+from rl_loop.environments.base import Split
 from rl_loop.environments.task_file import TaskData
 from rl_loop.infrastructure import describe
 from rl_loop.prompt_limit import PromptLimit, UnusablePrompt, prompt_of
 from rl_loop.scores import pass_rates, read_evaluation
 
+if TYPE_CHECKING:
+    from megatron_gptoss.packing import Sample
+
 BLOCK = 64  # training positions within which sources have exactly their shares
-SHARED_WORDS = 13
-"""As many words in a row in a held-out prompt contaminate a training task (the n-gram of GPT-3, arXiv 2005.14165)."""
 
 
 class TaskSource:
@@ -66,8 +68,10 @@ class TaskSource:
         answer = self.harmony.vocabulary.encode_text(rf"\boxed{{{task.ground_truth}}}")
         return self.prompt_ids(task) + answer
 
-    def demonstrations(self, position: int, count: int, mixture: DemonstrationConfig) -> list[Sample]:
+    def demonstrations(self, position: int, count: int, mixture: DemonstrationConfig) -> "list[Sample]":
         """Demonstrations on ``count`` training tasks, as samples to learn from."""
+        from megatron_gptoss.packing import Sample  # takes seconds to import; a mistake in task data should not wait
+
         samples: list[Sample] = []
         for i, task in enumerate(self.train(position, count), start=position):
             shown = demonstrations_of(task, self.harmony, mixture, f"{self.config.seed}/{i}")
@@ -118,13 +122,11 @@ class Source:
         self._is_usable: Callable[[Task], bool] = lambda task: True
         self._data: TaskData | None = None
         if config.train_path is not None:
-            self._data = TaskData(config.train_path, name, self.environment, self.options)
+            self._data = self._read("train", config.train_path)
             if limits := config.pass_rate:
-                rates = pass_rates(read_evaluation(limits.episodes))
-                wanted = (rates.get(task_id, limits.minimum) for task_id in self._data.task_ids)
-                self._data.keep([limits.minimum <= rate <= limits.maximum for rate in wanted])
+                self._data.keep(self._teaches(self._data, limits))
         if config.held_out_path is not None:
-            data = TaskData(config.held_out_path, name, self.environment, self.options)
+            data = self._read("held_out", config.held_out_path)
             self.held_out = list(islice(data, tasks.held_out_tasks))
         else:
             self.held_out = [self._generated("held_out", i) for i in range(tasks.held_out_tasks)]
@@ -142,16 +144,17 @@ class Source:
 
     def decontaminate(self, held_out: list[str]) -> None:
         """From now on no training task has one of these prompts, and none of data shares SHARED_WORDS words in a row
-        with one, unless so many do that the words are those of a form."""
+        with one, unless they are the words of a form."""
         self._excluded = frozenset(held_out)
         if self._data is None:
             return
-        theirs = {run for prompt in held_out for run in _runs_of_words(prompt)}
-        texts = [_text(task) for task in self._data]
-        shared = [_runs_of_words(text) & theirs for text in texts]
-        counts = Counter(run for runs in shared for run in runs)
-        rare = {run for run, count in counts.items() if count <= max(10, len(texts) // 100)}
-        self._data.keep([t not in self._excluded and rare.isdisjoint(s) for t, s in zip(texts, shared, strict=True)])
+
+        giveaways = find_giveaways((_text(task) for task in self._data), held_out)
+        if any(giveaways):
+            count = f"{sum(giveaways)} of {len(giveaways)} training tasks are left out"
+            reason = f"they have the prompt, or {SHARED_WORDS} words in a row, in common with a held-out task"
+            print(f"tasks.sources.{self.name}: {count}: {reason}", flush=True)
+        self._data.keep([not gives_away for gives_away in giveaways])
 
     def train(self, index: int) -> Task:
         if self._data is None:
@@ -164,22 +167,41 @@ class Source:
         epoch, offset = divmod(index, len(self._data))
         return self._data[_order(len(self._data), f"{self.seed}/{epoch}")[offset]]
 
-    def _generated(self, split: str, index: int) -> Task:
+    def _read(self, split: Split, place: str) -> TaskData:
+        """Task data whose ids are told from those of the other split and of other sources."""
+        prefix = f"{self.name}-{split}-"
+        return TaskData(place, self.config.environment, self.environment, self.options, prefix)
+
+    def _generated(self, split: Split, index: int) -> Task:
         try:
-            task = self.environment.generate(split, self.seed, index, self.options)  # type: ignore[arg-type]
-            return replace(task, task_id=f"{self.name}-{task.task_id}", environment=self.config.environment)
+            task = self.environment.generate(split, self.seed, index, self.options)
+            return replace(task, task_id=f"{self.name}-{split}-{index}", environment=self.config.environment)
         except NotImplementedError as error:
             raise TaskFileError(f"tasks.sources.{self.name}: {error}") from None
 
+    def _teaches(self, data: TaskData, limits: PassRateConfig) -> list[bool]:
+        """Which training tasks have a pass rate within the limits, or were not evaluated.
 
-def _runs_of_words(text: str) -> set[str]:
-    """All runs of SHARED_WORDS words; of a shorter text, the text."""
-    words = re.findall(r"\w+|[^\w\s]", text.lower())
-    return {" ".join(words[i : i + SHARED_WORDS]) for i in range(max(1, len(words) - SHARED_WORDS + 1))}
+        An evaluation of the same file names its tasks as held out; those of earlier versions have no split in their
+        names."""
+        rates = pass_rates(read_evaluation(limits.episodes))
+        found = []
+        for row in data.row_ids:
+            names = (f"{self.name}-held_out-{row}", row, f"{self.name}-{row}")
+            found.append(next((rates[name] for name in names if name in rates), None))
+        if all(rate is None for rate in found):
+            example = f"{self.name}-held_out-{data.row_ids[0]}"
+            raise TaskFileError(
+                f"{limits.episodes}: none of the training tasks of tasks.sources.{self.name} was evaluated there, such "
+                f"as {example}: evaluate train_path as held_out_path of a source of the same name"
+            )
+        return [rate is None or limits.minimum <= rate <= limits.maximum for rate in found]
 
 
 def _text(task: Task) -> str:
-    return task.messages[-1]["content"]
+    """What is asked: all that the user and the assistant say. Instructions of the developer are those of many tasks."""
+    asked = [message for message in task.messages if message["role"] not in ("system", "developer")]
+    return "\n".join(content_text(message) for message in asked or task.messages)
 
 
 @lru_cache(maxsize=8)

@@ -13,7 +13,8 @@ from megatron_gptoss.packing import Sample
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.config import AlgorithmConfig, RunConfig
 from rl_loop.engines.weight_sender import SyncPlan
-from rl_loop.placed import TRAINER_RANK, master_address, outlive_sigterm, place_of
+from rl_loop.placed import TRAINER_RANK, is_placed, master_address, outlive_sigterm, place_of
+from rl_loop.rank_start import check_local_ranks, start_limit, wait_for_processes
 from rl_loop.trainer_worker import RlUpdates, TrainerWorker
 
 
@@ -21,14 +22,27 @@ class RankDied(RuntimeError):
     """The process of a trainer rank is gone; the message names rank, host and what Ray knows of the reason."""
 
 
+class TrainerProcess(TrainerWorker):
+    """A rank that answers as soon as its process runs; ``start``, which is collective, makes a TrainerWorker of it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    def start(self) -> None:
+        super().__init__(*self._arguments)
+
+
 class TrainerGroup:
     """All ranks do the same thing at the same time; what rank 0 returns is the result."""
 
     def __init__(self, config: RunConfig) -> None:
-        world = config.parallel.world_size
-        threads = max(1, (os.cpu_count() or 1) // world)
-        actor = ray.remote(TrainerWorker)
-        options = {"num_cpus": 0, "num_gpus": 1 if ray.cluster_resources().get("GPU", 0) >= world else 0}
+        world, cores = config.parallel.world_size, os.cpu_count() or 1
+        threads = max(1, cores // world)
+        has_gpus = ray.cluster_resources().get("GPU", 0) >= world
+        if not has_gpus and not is_placed():
+            check_local_ranks(world, cores, _say)
+        actor = ray.remote(TrainerProcess)
+        options = {"num_cpus": 0, "num_gpus": 1 if has_gpus else 0}
         master, port = master_address()
         self._ranks: list[Any] = [
             actor.options(**options, **place_of(TRAINER_RANK, rank)).remote(config, rank, master, port, threads)
@@ -36,10 +50,16 @@ class TrainerGroup:
         ]
         self._processes = ["a node not yet known"] * world
         self._asking = Lock()
+        self._start_limit = start_limit(world, cores)
+        # all at once, so that they load their weights while the rollouts start
+        self._started = [rank.__ray_call__.remote(_process) for rank in self._ranks]
+        self._loaded = [rank.start.remote() for rank in self._ranks]
 
     def ready(self) -> None:
         """Wait until every rank has its weights; raises what went wrong in one."""
-        self._processes = self._join([rank.__ray_call__.remote(_process) for rank in self._ranks])
+        wait_for_processes(self._started, self._start_limit, _say)
+        self._processes = self._join(self._started)
+        self._join(self._loaded)
 
     def _all(self, method: str, *arguments: Any) -> Any:
         with self._asking:  # what is asked is collective: every rank must hear two threads in the same order
@@ -62,7 +82,7 @@ class TrainerGroup:
         if not failures:
             return ray.get(calls)
         for rank, error in failures.items():
-            if isinstance(error, RayActorError):
+            if isinstance(error, RayActorError) and not error.actor_init_failed:
                 raise RankDied(f"trainer rank {rank} on {self._processes[rank]} died: {_reason(error)}") from error
         rank, error = next(iter(failures.items()))
         error.add_note(f"first on trainer rank {rank} on {self._processes[rank]}")
@@ -101,6 +121,10 @@ class TrainerGroup:
     def close(self) -> None:
         for rank in self._ranks:
             ray.kill(rank)
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)
 
 
 def _process(worker: TrainerWorker) -> str:

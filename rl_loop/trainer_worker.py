@@ -16,7 +16,13 @@ from converters.hf_directory import HfDirectory
 from converters.live import export_hf_weights, load_hf_weights
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint, load_model_weights
+from megatron_gptoss.checkpoint import (
+    CheckpointWriter,
+    find_checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    load_model_weights,
+)
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.memory import out_of_memory_explained
 from megatron_gptoss.model import build_model, freeze
@@ -239,7 +245,8 @@ class TrainerWorker:
         if path is None:
             return None
         if self.critic is not None:
-            load_checkpoint(self.run.critic_checkpoints / path.name, self.critic)
+            root = self.run.critic_checkpoints
+            load_checkpoint(find_checkpoint(root, path.name) or root / path.name, self.critic)
         return load_checkpoint(path, self.trainer)
 
 

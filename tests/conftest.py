@@ -1,4 +1,4 @@
-"""Which tests share a process when several run at a time (`make test`: two)."""
+"""Which tests share a process when several run at a time (`make test`: two), and that none leaves one behind."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from typing import Any
 
 import pytest
 
+from tests.leftover_processes import (  # noqa: F401 (hooks of pytest)
+    pytest_configure,
+    pytest_configure_node,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
+from tests.load import pytest_sessionstart, pytest_unconfigure  # noqa: F401 (hooks of pytest)
+
 START_RAY = {
+    "tests/launch/test_cli.py",
+    "tests/launch/test_interrupts.py",
     "tests/launch/test_launch.py",
     "tests/rl_loop/environments/test_environment_guide.py",
     "tests/rl_loop/test_loop_on_ray.py",
+    "tests/rl_loop/test_ray_session.py",
     "tests/rl_loop/test_sglang_sync.py",
 }
 """One after the other: on two cores, two clusters take turns at starving the sandbox and each other's workers."""

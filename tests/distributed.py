@@ -17,7 +17,7 @@ import torch
 from rl_loop.placed import free_port as free_port
 
 
-def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 480) -> list[Any]:
     """``[function(rank, *args) for rank in range(world_size)]``, each in a new process, at the same time.
 
     ``function`` must be importable by name and joins whatever process group it wants by itself. When a rank raises,

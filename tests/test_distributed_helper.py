@@ -22,11 +22,11 @@ def sum_over_ranks(rank: int, port: int) -> torch.Tensor:
 def fail_on_rank_one(rank: int) -> None:
     if rank == 1:
         raise ValueError("a mistake of rank one")
-    time.sleep(60)
+    time.sleep(1000)
 
 
 def sleep(rank: int) -> None:
-    time.sleep(60)
+    time.sleep(1000)
 
 
 def test_results_come_back_in_rank_order() -> None:
@@ -38,7 +38,7 @@ def test_traceback_of_a_failed_rank_is_shown_and_the_others_are_stopped() -> Non
     started = time.monotonic()
     with pytest.raises(pytest.fail.Exception, match=r"rank 1 of 2(.|\n)*a mistake of rank one"):
         run_distributed(fail_on_rank_one, 2)
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 400
 
 
 def test_ranks_that_hang_fail_the_test() -> None:

@@ -2,10 +2,10 @@
 
 import copy
 import json
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Generator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -52,8 +52,12 @@ class StepResult:
 Script = Generator[list[ParsedMessage], StepResult, None]
 
 
-# runs untrusted Python
-Execute = Callable[[str], Awaitable[ExecutionResult]]
+class Execute(Protocol):
+    """Runs untrusted Python: ``PythonSandbox.run``, or a stand-in for it."""
+
+    def __call__(self, code: str, history: Sequence[str] = (), /) -> Awaitable[ExecutionResult]:
+        """Run ``code`` after the programs of ``history``, which are not heard. Raises SandboxFailure."""
+        ...
 
 
 class RewardConfig(BaseModel):
@@ -223,6 +227,17 @@ class Environment:
         reward = self.reward.wrong + (self.reward.correct - self.reward.wrong) * score
         all_parts = {"correct": float(score >= 1), "format_error": 0.0, "score": score, **parts}
         return StepResult(done=True, reward=reward, reward_parts=all_parts, answer=answer)
+
+
+def text_in(record: dict[str, Any], key: str) -> str:
+    """The text of a key of a row; a number becomes text. Raises KeyError if the key is missing, ValueError if it is
+    of another type."""
+    value = record[key]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} must be text, not {type(value).__name__}")
+    return value
 
 
 def arguments_of(text: str) -> dict[str, Any]:

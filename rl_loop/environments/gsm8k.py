@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from rl_loop import arithmetic
-from rl_loop.environments.base import Script, Split, Task, UnknownTool, final, think
+from rl_loop.environments.base import Script, Split, Task, UnknownTool, final, text_in, think
 from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions, prompt_of
 from rl_loop.harmony import PythonTool
 
@@ -35,8 +35,11 @@ class Gsm8kEnvironment(ReToolEnvironment):
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:
         """{"question", "answer"} whose answer ends with "#### 1,234"."""
-        wanted = record["answer"].rpartition("####")[2].strip().replace(",", "")
-        return Task(name, prompt_of(record["question"], options), wanted, "gsm8k", {"tools": options.tools})
+        question, answer = text_in(record, "question"), text_in(record, "answer")
+        wanted = answer.rpartition("####")[2].strip().replace(",", "")
+        if not wanted:
+            raise ValueError("'answer' has nothing after ####")
+        return Task(name, prompt_of(question, options), wanted, "gsm8k", {"tools": options.tools})
 
     @classmethod
     def solve(cls, task: Task, rng: Random, careless: bool) -> Script:

@@ -3,14 +3,19 @@
 Prompts are composed from the IFEval checkers of if-verifiable that need no download; in later turns, as in Multi-IF,
 the user adds constraints and the earlier ones must still hold. IFEval and IFBench files are read as they are."""
 
+import json
 import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from random import Random
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from rl_loop.environments.base import Environment, EnvironmentOptions, Script, Split, StepResult, Task, final
+from rl_loop.environments.base import Environment, EnvironmentOptions, Script, Split, StepResult, Task, final, text_in
+from rl_loop.rewards import CheckerFailure
 
 TOPICS = ("rivers", "bread", "trains", "clouds", "chess", "gardens", "winter", "maps", "owls", "tea", "boats", "stars")
 
@@ -47,6 +52,21 @@ SOLUTIONS: dict[str, Any] = {
 }
 
 
+# What checkers read from NLTK's data, which it does not bring along: package and place. Counting capital words, which
+# needs it, too, is done without it here.
+NLTK_DATA = {
+    "length_constraints:number_sentences": {"punkt_tab": "tokenizers/punkt_tab/english/"},
+    "words:keywords_specific_position": {"punkt_tab": "tokenizers/punkt_tab/english/"},
+    "words:words_position": {"punkt_tab": "tokenizers/punkt_tab/english/"},
+    "format:title_case": {"punkt_tab": "tokenizers/punkt_tab/english/"},
+    "ratio:stop_words": {"stopwords": "corpora/stopwords"},
+    "words:start_verb": {
+        "punkt_tab": "tokenizers/punkt_tab/english/",
+        "averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng/",
+    },
+}
+
+
 def _least(count: int, relation: str) -> int:
     return count if relation == "at least" else 0
 
@@ -58,6 +78,16 @@ class InstructionOptions(EnvironmentOptions):
     """Turns of the user."""
     checkers: list[str] = Field(default_factory=lambda: list(SOLUTIONS))
     """IFEval constraints to choose from."""
+    skip_unavailable: bool = False
+    """Of files: leave out rows with a constraint whose checker needs NLTK data that is not installed. Otherwise the
+    first such row is an error that says how to install it."""
+
+    @field_validator("checkers")
+    @classmethod
+    def _checkers_are_known(cls, checkers: list[str]) -> list[str]:
+        if unknown := sorted(set(checkers) - set(SOLUTIONS)):
+            raise ValueError(f"no prompts are composed with {', '.join(unknown)}; known: {', '.join(SOLUTIONS)}")
+        return checkers
 
 
 class InstructionEnvironment(Environment):
@@ -92,14 +122,29 @@ class InstructionEnvironment(Environment):
         raise ValueError(f"no {options.constraints} x {options.turns} constraints of {options.checkers} go together")
 
     @classmethod
-    def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:
+    def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
         """{"key", "prompt", "instruction_id_list", "kwargs"}, as IFEval and IFBench publish."""
-        arguments = [{k: v for k, v in given.items() if v is not None} for given in record["kwargs"]]
-        constraints = [list(pair) for pair in zip(record["instruction_id_list"], arguments, strict=True)]
+        names, given = record["instruction_id_list"], record["kwargs"]
+        for key, values in (("instruction_id_list", names), ("kwargs", given)):
+            if not isinstance(values, list) or len(values) != len(names) or not values:
+                raise ValueError(f"{key!r} must be a list with an entry for each constraint")
+        if not all(arguments is None or isinstance(arguments, dict) for arguments in given):
+            raise ValueError("'kwargs' must be a list of objects")
+
+        arguments = [{k: v for k, v in (entry or {}).items() if v is not None} for entry in given]
+        constraints = [list(pair) for pair in zip(names, arguments, strict=True)]
         for constraint, _ in constraints:
             _registry(constraint)
+            missing = _missing_data(constraint)
+            if missing and options.skip_unavailable:
+                return None
+            if missing:
+                command = f"python -m nltk.downloader {' '.join(missing)}"
+                hint = f"{command} (or leave such rows out: skip_unavailable: true)"
+                raise ValueError(f"{constraint} needs data of NLTK: {hint}")
+
         metadata = {"turns": [constraints], "user": []}
-        return Task(name, [{"role": "user", "content": record["prompt"]}], "", "instructions", metadata)
+        return Task(name, [{"role": "user", "content": text_in(record, "prompt")}], "", "instructions", metadata)
 
     @classmethod
     def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
@@ -128,44 +173,127 @@ class InstructionEnvironment(Environment):
 
 @cache
 def _registries() -> tuple[dict[str, Any], dict[str, Any]]:
-    import langdetect  # with if-verifiable, an extra: pip install 'megatron-gptoss[environments]'
-    from if_verifiable.ifeval.instructions_registry import INSTRUCTION_CONFLICTS, INSTRUCTION_DICT, conflict_make
+    try:
+        import langdetect
+        from if_verifiable.ifeval.instructions_registry import INSTRUCTION_CONFLICTS, INSTRUCTION_DICT, conflict_make
+    except ImportError as error:
+        raise CheckerFailure(f"{error}; pip install 'megatron-gptoss[environments]'") from None
 
     langdetect.DetectorFactory.seed = 0
     return INSTRUCTION_DICT, conflict_make(INSTRUCTION_CONFLICTS)
+
+
+@cache
+def _ifbench() -> dict[str, Any]:
+    import nltk
+
+    # if-verifiable downloads NLTK data when it is imported, or tries to: what is missing is named instead
+    download, nltk.download = nltk.download, lambda *_arguments, **_settings: False
+    try:
+        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT
+    finally:
+        nltk.download = download
+    return dict(INSTRUCTION_DICT)
 
 
 def _registry(name: str) -> dict[str, Any]:
     """The checkers among which ``name`` is. Raises ValueError."""
     if name in _registries()[0]:
         return _registries()[0]
-    from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT  # tries to download NLTK data
-
-    if name not in INSTRUCTION_DICT:
+    if name not in _ifbench():
         raise ValueError(f"neither IFEval nor IFBench has a constraint {name!r}")
-    return dict(INSTRUCTION_DICT)
+    return _ifbench()
+
+
+def _missing_data(name: str) -> list[str]:
+    """The packages of NLTK data that a checker needs and that are not installed."""
+    import nltk
+
+    missing = []
+    for package, place in NLTK_DATA.get(name, {}).items():
+        try:
+            nltk.data.find(place)
+        except LookupError:
+            missing.append(package)
+    return missing
 
 
 def _check(constraint: list[Any], text: str, prompt: str) -> tuple[bool, bool]:
-    """Strict and loose: does ``text`` meet one constraint? A checker that fails on a text is not met by it."""
-    from if_verifiable.common import evaluate_instructions
+    """Strict and loose: does ``text`` meet one constraint, and does it without its first or last line or asterisks?
+
+    A checker that fails on a text is not met by it. Raises CheckerFailure if it lacks what it needs on any text."""
+    from if_verifiable.common import get_loose_transformations
 
     name, arguments = constraint
+    if not text.strip():
+        return False, False
     try:
-        results, _ = evaluate_instructions(text, [name], [arguments], prompt, _registry(name))
+        checker = _checker(name, arguments, prompt)
+        strict = _meets(checker, name, text)
+        loose = strict or any(_meets(checker, name, variant) for variant in get_loose_transformations(text))
+    except (ImportError, LookupError) as error:
+        # KeyError and IndexError are LookupErrors of a text; NLTK's, of missing data, is the class itself
+        if type(error) is LookupError or isinstance(error, ImportError):
+            raise CheckerFailure(f"{name} cannot be checked: {' '.join(str(error).split())[:200]}") from None
+        return False, False
     except Exception:
         return False, False
-    return (results[0].strict_pass, results[0].loose_pass) if results else (False, False)
+    return strict, loose
+
+
+def _checker(name: str, arguments: dict[str, Any], prompt: str) -> Any:
+    checker = _registry(name)[name](name)
+    given = {key: value for key, value in arguments.items() if value is not None}
+    with _seeded(json.dumps([name, given], sort_keys=True, default=str)):
+        checker.build_description(**given)
+        described = checker.get_instruction_args()
+        if described and "prompt" in described:
+            checker.build_description(prompt=prompt)
+
+    # "the letter # should appear at least 4 times" (IFEval 1122 and 1129): the checker takes a random letter for it
+    letter = given.get("letter")
+    if name == "keywords:letter_frequency" and isinstance(letter, str) and len(letter) == 1:
+        checker._letter = letter.lower()
+    return checker
+
+
+def _meets(checker: Any, name: str, text: str) -> bool:
+    if not text.strip():
+        return False
+    if name == "change_case:capital_word_frequency":
+        count = _capital_words(text)
+        limit, relation = checker._frequency, checker._comparison_relation
+        return bool(count < limit if relation == "less than" else count >= limit)
+    return bool(checker.check_following(text))
+
+
+def _capital_words(text: str) -> int:
+    """As many words of capital letters as NLTK finds, without its model of sentences.
+
+    A sentence's end matters to NLTK's words only in that a full stop there is a word of its own, and CAN'T before it
+    two. Where the model sees no end after a full stop ("U.S. ARMY"), words differ, but not how many are capital."""
+    from nltk.tokenize.destructive import NLTKWordTokenizer
+
+    sentences = re.split(r"(?<=[.?!])\s+|(?<=[.?!][\"')\]}»”’])\s+", text)
+    words = (word for sentence in sentences for word in NLTKWordTokenizer().tokenize(sentence))
+    return sum(word.isupper() for word in words)
 
 
 def _constraint(name: str, seed: int) -> tuple[str, dict[str, Any], str]:
     """Name, arguments and text of a constraint, a function of the seed."""
     checker = _registries()[0][name](name)
-    state = random.getstate()  # the checkers draw what they are not told from the global generator
-    try:
-        random.seed(seed)
+    with _seeded(seed):
         text = checker.build_description()
         return name, checker.get_instruction_args() or {}, text
+
+
+@contextmanager
+def _seeded(seed: int | str) -> Iterator[None]:
+    """The checkers draw what they are not told from the global generator: here it is a function of the seed."""
+    state = random.getstate()
+    try:
+        random.seed(seed)
+        yield
     finally:
         random.setstate(state)
 

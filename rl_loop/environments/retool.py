@@ -3,19 +3,19 @@ r"""ReTool (arXiv 2504.11536): a mathematical problem, a Python interpreter, the
 The reward is that of a correct answer or that of a wrong one; errors of the interpreter are answers like any other, so
 that the agent can correct itself, and are not punished."""
 
-import asyncio
 from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from rl_loop import arithmetic
 from rl_loop.environments import base
-from rl_loop.environments.base import Script, StepResult, Task, ToolError, final, think
+from rl_loop.environments.base import Script, StepResult, Task, ToolError, final, text_in, think
 from rl_loop.harmony import ParsedMessage, PythonTool
-from rl_loop.rewards.math_answer import is_correct, is_number, last_boxed, normalised
+from rl_loop.rewards.math_answer import is_number, judge, last_boxed, normalised
+from rl_loop.sandbox import ExecutionResult
 
-# printed between what ran before and what is new
-MARK = "\x1eoutput"
+# what the agent is told by the first answer of a new session
+NEW_SESSION = "[The earlier session has ended, and its variables are gone. A new one began with this call.]\n"
 INSTRUCTIONS = r"Use python. Answer in \boxed{}."
 
 
@@ -25,8 +25,9 @@ class ReToolOptions(base.EnvironmentOptions):
     numeric_only: bool = True
     """Of files: leave out problems whose answer is not a number, which math-verify judges best."""
     stateful: bool = False
-    """The interpreter keeps its variables within an episode: the programs that ran well so far run again before every
-    new one, unseen. They should then be deterministic and quick."""
+    """The interpreter keeps its variables within an episode, as a notebook does: the programs so far run again before
+    every new one, unheard, each with limits of time of its own. They should be deterministic and quick. A program that
+    ends the interpreter (exit(), a crash, a limit) ends the session; the next call begins a new one and says so."""
 
 
 class ReToolEnvironment(base.Environment):
@@ -37,7 +38,8 @@ class ReToolEnvironment(base.Environment):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._calls = 0
-        self._history = ""
+        self._history: tuple[str, ...] = ()  # programs of the session so far, if it is stateful
+        self._session_ended = False  # and the agent was not yet told that a new one begins
 
     @classmethod
     def generate(cls, split: base.Split, seed: int, index: int, options: Any) -> Task:
@@ -47,16 +49,17 @@ class ReToolEnvironment(base.Environment):
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-        """DAPO-Math-17k ({"prompt": messages, "reward_model": {"ground_truth"}}), AIME and the like ({"problem" or
-        "question", "answer"})."""
+        """Rows as verl has them, such as DAPO-Math-17k's ({"prompt": messages, "reward_model": {"ground_truth"}}), and
+        AIME and the like ({"problem" or "question", "answer"}). A conversation is kept as it is."""
         if "reward_model" in record:
-            question, wanted = record["prompt"][-1]["content"], record["reward_model"]["ground_truth"]
+            messages, wanted = _conversation(record["prompt"], options), _ground_truth(record["reward_model"])
         else:
-            found = {key.lower(): value for key, value in record.items()}
-            question, wanted = found.get("problem") or found["question"], str(found["answer"])
+            found = {str(key).lower(): value for key, value in record.items()}
+            question = text_in(found, "problem" if found.get("problem") else "question")
+            messages, wanted = prompt_of(question, options), text_in(found, "answer")
         if options.numeric_only and not is_number(wanted):
             return None
-        return Task(name, prompt_of(question, options), wanted, "retool", {"stateful": options.stateful})
+        return Task(name, messages, wanted, "retool", {"stateful": options.stateful})
 
     @classmethod
     def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
@@ -78,8 +81,7 @@ class ReToolEnvironment(base.Environment):
         return (PythonTool(stateful=bool(self.task.metadata.get("stateful"))),)
 
     async def answer(self, text: str) -> StepResult:
-        # sympy may take its time over an odd answer: not on the event loop
-        correct = await asyncio.to_thread(is_correct, text, self.task.ground_truth)
+        correct = await judge(text, self.task.ground_truth)
         return self._judged(correct, last_boxed(text))
 
     async def call(self, tool: str, arguments: str) -> str:
@@ -91,14 +93,27 @@ class ReToolEnvironment(base.Environment):
         elif tool != "python":
             raise base.UnknownTool
         self._calls += 1
-        program = f"{self._history}print({MARK!r})\n{code}" if self._history else code
-        execution = await self.execute(program)
-        output = execution.output.rpartition(f"{MARK}\n")[2]
+        if self.task.metadata.get("stateful"):
+            execution, notice = await self._execute_in_session(code)
+        else:
+            execution, notice = await self.execute(code), ""
+
+        output = notice + execution.output
         if execution.exit_code != 0 or execution.error is not None:
             raise ToolError(output if execution.error is None else f"{output}\n{execution.error}".lstrip("\n"))
-        if self.task.metadata.get("stateful"):
-            self._history += f"{code}\n"
         return output
+
+    async def _execute_in_session(self, code: str) -> tuple[ExecutionResult, str]:
+        """Run a program after those of its session; with what the agent must be told about the session first."""
+        execution = await self.execute(code, self._history)
+        notice = NEW_SESSION if self._session_ended else ""
+        self._session_ended = execution.ended
+        if execution.ended:
+            self._history = ()
+        elif execution.error is None:
+            # after an exception too: a notebook keeps what a cell did before it
+            self._history += (code,)
+        return execution, notice
 
     def unfinished(self) -> StepResult:
         return self._judged(False, None)
@@ -115,6 +130,30 @@ def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
     if options.instructions is not None:
         messages.insert(0, {"role": "developer", "content": options.instructions})
     return messages
+
+
+def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
+    """All messages of a row's prompt; the instructions follow those that its own system message gives."""
+    if isinstance(prompt, str):
+        return prompt_of(prompt, options)
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError(f"'prompt' must be text or a list of messages, not {type(prompt).__name__}")
+
+    messages = list(prompt)
+    if options.instructions is None:
+        return messages
+    first = messages[0]
+    if not isinstance(first, dict) or first.get("role") not in ("system", "developer"):
+        return [{"role": "developer", "content": options.instructions}, *messages]
+    if not isinstance(first.get("content"), str):
+        raise ValueError("'prompt': its system message must be text")
+    return [{**first, "content": f"{first['content']}\n\n{options.instructions}"}, *messages[1:]]
+
+
+def _ground_truth(reward_model: Any) -> str:
+    if not isinstance(reward_model, dict):
+        raise ValueError(f"'reward_model' must be an object, not {type(reward_model).__name__}")
+    return text_in(reward_model, "ground_truth")
 
 
 def _python(code: str) -> ParsedMessage:

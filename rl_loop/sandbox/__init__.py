@@ -1,7 +1,14 @@
 """An isolated Python interpreter for programs that a model wrote. Needs Linux and bubblewrap."""
 
-from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
+from rl_loop.sandbox.config import SandboxConfig, SandboxFailure, SandboxUnavailable
 from rl_loop.sandbox.connection import ExecutionResult
 from rl_loop.sandbox.python_sandbox import PythonSandbox, check_isolation
 
-__all__ = ["ExecutionResult", "PythonSandbox", "SandboxConfig", "SandboxUnavailable", "check_isolation"]
+__all__ = [
+    "ExecutionResult",
+    "PythonSandbox",
+    "SandboxConfig",
+    "SandboxFailure",
+    "SandboxUnavailable",
+    "check_isolation",
+]

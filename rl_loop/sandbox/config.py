@@ -7,7 +7,12 @@ from pydantic import BaseModel, ConfigDict, Field
 MIB = 1 << 20
 
 
-class SandboxUnavailable(RuntimeError):
+class SandboxFailure(RuntimeError):
+    """A call failed for a reason that is not the program's: its server died or hung, the machine has no memory or no
+    process left, the sandbox was closed. It says nothing about the program and must not become a reward."""
+
+
+class SandboxUnavailable(SandboxFailure):
     """Untrusted code can not be isolated on this machine; the message says why and what to do."""
 
 
@@ -29,7 +34,12 @@ class SandboxConfig(BaseModel):
     """Address space of each process of a call, in bytes (RLIMIT_AS). Raise it for large arrays."""
 
     total_memory_bytes: int = Field(default=2048 * MIB, ge=128 * MIB)
-    """Resident memory of all processes of a call together, in bytes; looked at ten times a second."""
+    """Memory of all processes of a call together, with what the kernel holds for them, in bytes. The kernel enforces it
+    where a cgroup is delegated; else it is looked at ten times a second, and a program may pass it for as long."""
+
+    use_cgroup: bool = True
+    """Limit memory and share processors by cgroup v2 where one is delegated to the user (``gptoss doctor`` tells).
+    False: never, so that every machine of a cluster treats programs alike."""
 
     processes: int = Field(default=64, ge=1)
     """Processes and threads of one call (RLIMIT_NPROC, counted inside the call's own user namespace)."""

@@ -9,20 +9,22 @@ import socket
 import struct
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rl_loop.sandbox import server as server_module
+from rl_loop.sandbox.cgroup import ServerCgroup, find_base
 from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
-from rl_loop.sandbox.isolation import bubblewrap_command, hints
+from rl_loop.sandbox.isolation import SERVER_FILES, SERVER_FOLDER, bubblewrap_command, hints
 from rl_loop.sandbox.seccomp import seccomp_filter
 
 START_SECONDS = 60
 # how much later than its own limit a server may answer before it counts as hung: a loaded machine is slow, not broken
 GRACE_SECONDS = 20.0
 _LARGEST_HEADER = 1 << 16
+_SOCKET_BUFFER = Path("/proc/sys/net/core/wmem_default")
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class ExecutionResult:
     error: str | None = None  # why it was killed, or what failed in the sandbox
     timed_out: bool = False  # it ran into the wall-clock limit and was killed
     truncated: bool = False  # it printed more than the limit; the output then ends in a line that says so
-    seconds: float = 0.0  # wall-clock time of the program, without its set-up
-    unavailable: bool = False  # the sandbox failed before the program began, so that it is not the program's doing
+    seconds: float = 0.0  # wall-clock time of the program, without its set-up and without its session's history
+    # it ended its interpreter, by exit() or because it was killed: no session goes on from here. An exception does not
+    ended: bool = False
 
 
 class ServerLost(Exception):
@@ -55,53 +58,90 @@ class ServerProcess:
         """Start and wait until it is ready. Raises SandboxUnavailable with what bubblewrap or the server said."""
         self._config = config
         self.calls = 0
-        settings = config.model_dump(mode="json") | {"seccomp": seccomp_filter(platform.machine()).hex()}
+        self._cgroup: ServerCgroup | None = None
         ours, theirs = socket.socketpair()
         # a server that hangs takes no large program
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", START_SECONDS, 0))
         self._connection = Connection(ours.detach())
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the server)
-        info_read, info_write = os.pipe()
-        with theirs, open(info_read) as info, Path(server_module.__file__).open("rb") as source:
-            try:
-                command = bubblewrap_command(config, source.fileno(), info_write)
-                options: dict[str, Any] = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": self._stderr}
-                # Ctrl-C in the owner's terminal is for the owner, who closes the sandbox
-                options |= {"start_new_session": True, "pass_fds": (source.fileno(), info_write)}
-                self._process = subprocess.Popen(command, cwd="/", **options)
-            finally:
-                os.close(info_write)
-            text = info.read()
-        self._init_process: int | None = json.loads(text)["child-pid"] if text else None
+        with theirs:
+            self._init_process = self._start_bubblewrap(theirs)
         try:
-            self._connection.send_bytes(json.dumps(settings).encode())
+            self._connection.send_bytes(json.dumps(self._settings()).encode())
             kind, _ = self._receive(START_SECONDS)
             if kind != b"Y":
                 raise OSError(f"unexpected answer {kind!r}")
+            if self._cgroup is not None:
+                self._cgroup.limit_calls(config.total_memory_bytes)
         except (OSError, EOFError) as error:
             reason = f"the sandbox's server did not start: {self.close() or error}"
             raise SandboxUnavailable("; ".join([reason, *hints()])) from error
 
+    def _start_bubblewrap(self, control: socket.socket) -> int | None:
+        """Start the process and return the id that process 1 of the sandbox has on the host, None if there is none."""
+        with contextlib.ExitStack() as stack:
+            sources = [stack.enter_context((SERVER_FOLDER / name).open("rb")).fileno() for name in SERVER_FILES]
+            info_read, info_write = os.pipe()
+            info = stack.enter_context(open(info_read))
+            inherited = [*sources, info_write]
+            try:
+                command = bubblewrap_command(self._config, sources, info_write)
+                base = find_base() if self._config.use_cgroup else None
+                if base is not None:
+                    self._cgroup = ServerCgroup(base)
+                    command = self._cgroup.joining(command)
+                    inherited.append(self._cgroup.memory_events)
+                self._process = subprocess.Popen(
+                    command,
+                    cwd="/",
+                    stdin=control.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._stderr,
+                    # Ctrl-C in the owner's terminal is for the owner, who closes the sandbox
+                    start_new_session=True,
+                    pass_fds=inherited,
+                )
+            except BaseException:
+                if self._cgroup is not None:
+                    self._cgroup.remove()
+                raise
+            finally:
+                os.close(info_write)
+            text = info.read()
+        return json.loads(text)["child-pid"] if text else None
+
+    def _settings(self) -> dict[str, Any]:
+        """The configuration and what else a server must be told."""
+        return self._config.model_dump(mode="json") | {
+            "seccomp": seccomp_filter(platform.machine()).hex(),
+            "socket_buffer_bytes": int(_SOCKET_BUFFER.read_text()),
+            "memory_events": None if self._cgroup is None else self._cgroup.memory_events,
+            "cpu_weight": self._cgroup is not None and self._cgroup.has_cpu_weight,
+        }
+
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def execute(self, code: str) -> ExecutionResult:
-        """Run one program. Raises ServerLost; the server is then of no further use."""
+    def execute(self, code: str, history: Sequence[str] = ()) -> ExecutionResult:
+        """Run one program, after those of ``history``. Raises ServerLost; the server is then of no further use."""
         self.calls += 1
-        program = code.encode("utf-8", "replace")
-        if len(program) > self._config.code_bytes:
-            reason = f"the program has {len(program)} bytes, more than the limit of {self._config.code_bytes}"
+        # a lone surrogate is no UTF-8
+        code, *history = [program.encode("utf-8", "replace").decode() for program in (code, *history)]
+        size = len(code.encode())
+        if size > self._config.code_bytes:
+            reason = f"the program has {size} bytes, more than the limit of {self._config.code_bytes}"
             return ExecutionResult("", 1, reason)
+
         started = False
-        seconds = self._config.timeout_seconds + GRACE_SECONDS
+        seconds = self._config.timeout_seconds * (1 + len(history)) + GRACE_SECONDS
         try:
-            self._connection.send_bytes(program)
+            self._connection.send_bytes(json.dumps({"code": code, "history": history}).encode())
             kind, answer = self._receive(seconds)
             if kind == b"S":
                 started = True
                 kind, answer = self._receive(seconds)
             if kind == b"F":
-                raise ServerLost(f"a call could not be isolated: {answer.decode('utf-8', 'replace')}", started)
+                raise ServerLost(f"a call failed in the sandbox: {answer.decode('utf-8', 'replace')}", started)
             if kind != b"R" or not started:
                 raise ServerLost(f"the server sent {kind!r} out of turn", started)
             return self._result(answer)
@@ -128,6 +168,9 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
         self._connection.close()
+        if self._cgroup is not None:
+            self._cgroup.remove()
+            self._cgroup = None
         if self._stderr.closed:
             return ""
         with self._stderr:
@@ -151,9 +194,19 @@ class ServerProcess:
         errors = {
             "time": f"killed: it ran longer than {self._config.timeout_seconds:g} s",
             "memory": f"killed: its processes used more than {self._config.total_memory_bytes} bytes of memory",
+            "locks": "killed: its processes held too many locks of files",
             "output": f"killed: it printed more than {self._config.output_bytes} bytes",
+            "history": "the earlier programs of its session ended the interpreter when they ran again",
         }
         error = errors.get(killed_for)
         if error is None and exit_code < 0:
             error = f"killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
-        return ExecutionResult(text, exit_code, error, killed_for == "time", truncated, float(header["seconds"]))
+        return ExecutionResult(
+            output=text,
+            exit_code=exit_code,
+            error=error,
+            timed_out=killed_for == "time",
+            truncated=truncated,
+            seconds=float(header["seconds"]),
+            ended=bool(header["ended"]),
+        )

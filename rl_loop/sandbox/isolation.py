@@ -8,7 +8,14 @@ from pathlib import Path
 from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
 from rl_loop.sandbox.server import NOBODY
 
-SERVER_PATH = "/server.py"
+# what runs inside, seen there as this package: nothing else of the host's rl_loop is
+SERVER_FOLDER = Path(__file__).parent
+SERVER_FILES = ("server.py", "process_watch.py")
+SERVER_MODULE = "rl_loop.sandbox.server"
+# as seen inside: the host's device. /dev/zero is /dev/full, which reads the same: mapping it would be memory that no
+# counter shows. No terminals: their number is limited for the whole machine
+DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
+DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 
 
 def find_interpreter(config: SandboxConfig) -> tuple[Path, list[str]]:
@@ -39,10 +46,10 @@ def find_interpreter(config: SandboxConfig) -> tuple[Path, list[str]]:
     return inside, arguments
 
 
-def bubblewrap_command(config: SandboxConfig, server_descriptor: int, info_descriptor: int) -> list[str]:
+def bubblewrap_command(config: SandboxConfig, source_descriptors: list[int], info_descriptor: int) -> list[str]:
     """The command line of one server, whose descriptor 0 must be the control socket.
 
-    Its source is read from server_descriptor; bubblewrap writes its process id, as JSON, to info_descriptor.
+    SERVER_FILES are read from source_descriptors; bubblewrap writes its process id, as JSON, to info_descriptor.
     An ordinary user gets a user namespace in which it is nobody. Root gets none: the server itself becomes the real
     nobody (uid 65534), for which it keeps three capabilities until then, so that what escapes is not root."""
     bubblewrap = shutil.which("bwrap")
@@ -66,7 +73,14 @@ def bubblewrap_command(config: SandboxConfig, server_descriptor: int, info_descr
             command += ["--ro-bind", str(path), str(path)]
     command += interpreter
     command += ["--dir", "/proc"] if os.geteuid() == 0 else ["--proc", "/proc"]
-    command += ["--dev", "/dev", "--dir", "/tmp", "--file", str(server_descriptor), SERVER_PATH]
+    command += ["--tmpfs", "/dev", "--dir", "/dev/shm"]
+    for name, device in DEVICES.items():
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{name}"]
+    for name, target in DEVICE_LINKS.items():
+        command += ["--symlink", target, f"/dev/{name}"]
+    command += ["--dir", "/tmp", "--dir", "/rl_loop", "--dir", "/rl_loop/sandbox"]
+    for descriptor, name in zip(source_descriptors, SERVER_FILES, strict=True):
+        command += ["--file", str(descriptor), f"/rl_loop/sandbox/{name}"]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--clearenv"]
     environment = {"PATH": f"{executable.parent}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
     environment |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
@@ -75,7 +89,7 @@ def bubblewrap_command(config: SandboxConfig, server_descriptor: int, info_descr
     for name, value in environment.items():
         command += ["--setenv", name, value]
     # not -I: it would ignore PYTHONHASHSEED
-    return [*command, str(executable), "-s", SERVER_PATH]
+    return [*command, str(executable), "-s", "-m", SERVER_MODULE]
 
 
 def hints() -> list[str]:

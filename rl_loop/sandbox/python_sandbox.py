@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
-from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
+from rl_loop.sandbox.config import SandboxConfig, SandboxFailure, SandboxUnavailable
 from rl_loop.sandbox.connection import ExecutionResult, ServerLost, ServerProcess
 from rl_loop.sandbox.isolation import hints
 
@@ -38,8 +38,8 @@ class PythonSandbox:
     """Runs untrusted Python, ``config.workers`` programs at a time, each in a fresh isolated process.
 
     As in a notebook, and as GPT-OSS's python tool has it, the repr of a last expression is printed: ``1 + 1`` prints 2.
-    No state lasts from one call to the next. Use it as ``async with PythonSandbox(config) as sandbox``. ``run`` may be
-    awaited from any event loop and thread."""
+    No state lasts from one call to the next but what ``history`` makes again. Use it as
+    ``async with PythonSandbox(config) as sandbox``. ``run`` may be awaited from any event loop and thread."""
 
     def __init__(self, config: SandboxConfig | None = None) -> None:
         self.config = config or SandboxConfig()
@@ -67,13 +67,18 @@ class PythonSandbox:
             await self.close()
             raise
 
-    async def run(self, code: str, on_begin: Callable[[], None] | None = None) -> ExecutionResult:
+    async def run(
+        self, code: str, history: Sequence[str] = (), on_begin: Callable[[], None] | None = None
+    ) -> ExecutionResult:
         """Run one program and return what it did; it never raises because of the program.
 
-        ``on_begin`` is called, on the event loop, when the program has waited for its turn.
+        history: programs of the same session, oldest first. They run again before it in the same interpreter, unheard;
+            each has the limits of time to itself.
+        on_begin: called, on the event loop, when the program has waited for its turn.
 
         A call that a server failed before the program began is tried once more, on a new server.
-        Raises RuntimeError when the sandbox is not started or is closed."""
+        Raises SandboxFailure when the call failed for a reason that is not the program's, and RuntimeError when the
+        sandbox is not started."""
         if self._threads is None:
             raise RuntimeError("the sandbox is not running: call start(), or use it as an async context manager")
         future: Future[ExecutionResult] = Future()
@@ -84,11 +89,11 @@ class PythonSandbox:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                     loop.call_soon_threadsafe(on_begin)
 
-        self._threads.submit(self._answer, code, future, begin)
+        self._threads.submit(self._answer, code, history, future, begin)
         return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
-        """Kill what runs and end the servers. Calls still waiting get an error result. Safe to repeat."""
+        """Kill what runs and end the servers. Calls still waiting raise SandboxFailure. Safe to repeat."""
         threads, self._threads = self._threads, None
         if threads is None:
             return
@@ -109,38 +114,46 @@ class PythonSandbox:
 
     # ---- in the threads, each of which has one server
 
-    def _answer(self, code: str, future: Future[ExecutionResult], begin: Callable[[], None]) -> None:
+    def _answer(
+        self, code: str, history: Sequence[str], future: Future[ExecutionResult], begin: Callable[[], None]
+    ) -> None:
         if not future.set_running_or_notify_cancel():
             return
         begin()
-        result = self._execute(code)
+        try:
+            result = self._execute(code, history)
+        except Exception as error:
+            future.set_exception(error)
+            return
         future.set_result(result)
+
         # now, so that no call waits for it: after any call that was killed, and after calls_per_server calls
         server = self._servers.get(threading.get_ident())
         if result.error is not None or (server is not None and server.calls >= self.config.calls_per_server):
-            with contextlib.suppress(SandboxUnavailable):  # the next call tries again and reports why
+            # the next call tries again and reports why
+            with contextlib.suppress(SandboxUnavailable, OSError):
                 self._replace_server()
 
-    def _execute(self, code: str) -> ExecutionResult:
+    def _execute(self, code: str, history: Sequence[str]) -> ExecutionResult:
+        """Raises SandboxFailure."""
         reason = ""
-        started = False
         for _ in range(2):
             try:
                 server = self._servers.get(threading.get_ident())
                 if server is None or not server.is_alive():
                     server = self._replace_server()
-                return server.execute(code)
-            except SandboxUnavailable as error:
+                return server.execute(code, history)
+            except (SandboxUnavailable, OSError) as error:
+                # OSError: this process has no descriptor, process or memory left to start a server with
                 reason = str(error)
             except ServerLost as error:
                 reason = str(error)
                 self._discard_server()
                 if not self._closing:
                     logger.warning("a sandbox server was lost and is replaced: %s", reason)
-                started = error.started
-                if started:
+                if error.started:
                     break
-        return ExecutionResult("", -1, _CLOSED if self._closing else reason, unavailable=not started)
+        raise SandboxFailure(_CLOSED if self._closing else reason)
 
     def _replace_server(self) -> ServerProcess:
         """Raises SandboxUnavailable if the new server does not start, or the sandbox is being closed."""

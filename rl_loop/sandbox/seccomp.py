@@ -1,10 +1,20 @@
 """The system-call filter of a sandboxed program, as classic BPF, for x86_64 and aarch64.
 
 A deny-list: what an unprivileged numeric program has no use for, or what has a history of kernel escapes, is refused
-with EPERM, so that Python raises an ordinary exception. Numbers are those of Linux ``asm/unistd.h``."""
+with EPERM, so that Python raises an ordinary exception. Three more kinds of call are refused:
+
+- those that hold kernel memory which neither a limit of the process nor the watcher of ``process_watch`` sees;
+- those that leave a mark on a file which other sandboxes see too (``/usr`` is the same inodes for all): ``flock``, open
+  file description locks, leases, inotify, dnotify, write hints, extended attributes. Locks of the ``fcntl(F_SETLK)``
+  kind stay, because SQLite needs them; nobody can be told of one: asking for a lock (``F_GETLK``) is refused,
+  ``/proc/locks`` is covered, and a file that is only read takes no lock that makes another one wait;
+- ``setsid``: the kernel's autogroups share processors among sessions, so one call must stay one session.
+
+Numbers are those of Linux ``asm/unistd.h``."""
 
 import errno
 import struct
+from dataclasses import dataclass
 
 from rl_loop.sandbox.config import SandboxUnavailable
 
@@ -18,7 +28,7 @@ DENIED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
     "fspick": (433, 433), "mount_setattr": (442, 442), "unshare": (272, 97), "setns": (308, 268),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "quotactl": (179, 60), "quotactl_fd": (443, 443),
-    "fanotify_init": (300, 262),
+    "fanotify_init": (300, 262), "statmount": (457, 457), "listmount": (458, 458), "open_tree_attr": (467, 467),
     # the kernel itself
     "reboot": (169, 142), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
     "finit_module": (313, 273), "delete_module": (176, 106), "swapon": (167, 224), "swapoff": (168, 225),
@@ -30,47 +40,133 @@ DENIED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "add_key": (248, 217), "request_key": (249, 218),
     "keyctl": (250, 219), "vmsplice": (278, 75), "mbind": (237, 235), "set_mempolicy": (238, 237),
-    "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "migrate_pages": (256, 238), "move_pages": (279, 239), "set_mempolicy_home_node": (450, 450),
     # memory that no limit of the process counts
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    "io_setup": (206, 0), "seccomp": (317, 277), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "setxattrat": (463, 463), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
+    # marks on files that other sandboxes share, and what tells of them
+    "flock": (73, 32), "inotify_init": (253, None), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
+    "cachestat": (451, 451),
+    # a share of the processors that belongs to the call
+    "setsid": (112, 157),
 }  # fmt: skip
 
-# architecture: (AUDIT_ARCH_* constant, column above, clone, clone3, socket, socketpair)
-_ARCHITECTURES = {"x86_64": (0xC000003E, 0, 56, 435, 41, 53), "aarch64": (0xC00000B7, 1, 220, 435, 198, 199)}
+# answered with success and not done: advice about shared files, and writes to disks that hold nothing of a sandbox
+IGNORED_SYSCALLS: dict[str, tuple[int, int]] = {"fadvise64": (221, 223), "sync": (162, 81), "syncfs": (306, 267)}
 
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+
+@dataclass(frozen=True)
+class ArgumentRule:
+    """Refuses a call by the value of one of its arguments, or allows it by one.
+
+    Only the lower half of an argument is looked at: each of these is an int, or has no meaning above bit 31."""
+
+    numbers: tuple[int, int]  # on x86_64, on aarch64
+    argument: int  # counted from 0
+    values: tuple[int, ...]  # the argument is one of these, or has every bit of one of them if ``bits``
+    error: int  # errno of the refusal; 0 for a success that does nothing
+    bits: bool = False
+    others: bool = False  # refuse all values but these
+
+
+AF_UNIX = 1
+CLONE_NEW_NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+MAP_SHARED_ANONYMOUS, MAP_HUGETLB = 0x21, 0x40000
+F_GETLK, F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW = 5, 36, 37, 38
+F_SETLEASE, F_GETLEASE, F_NOTIFY, F_SETPIPE_SZ = 1024, 1025, 1026, 1031
+F_GET_RW_HINT, F_SET_RW_HINT, F_GET_FILE_RW_HINT, F_SET_FILE_RW_HINT = 1035, 1036, 1037, 1038
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SCHED_CORE, PR_SET_MEMORY_MERGE = 4, 22, 62, 67
+MADV_MERGEABLE = 12
+SO_SNDBUF, SO_SNDBUFFORCE = 7, 32
+
+ARGUMENT_RULES: dict[str, ArgumentRule] = {
+    # clone3 is refused as a whole: its flags lie in memory that a filter can not see
+    "clone into a namespace": ArgumentRule((56, 220), 0, CLONE_NEW_NAMESPACES, errno.EPERM, bits=True),
+    # AF_VSOCK, among others, is confined by no network namespace
+    "socket": ArgumentRule((41, 198), 0, (AF_UNIX,), errno.EACCES, others=True),
+    "socketpair": ArgumentRule((53, 199), 0, (AF_UNIX,), errno.EACCES, others=True),
+    # the watcher charges each socket for the default size of its buffer. The kernel, too, cuts a larger wish silently
+    "larger socket buffers": ArgumentRule((54, 208), 2, (SO_SNDBUF, SO_SNDBUFFORCE), 0),
+    # all pages of a shared anonymous mapping stay as long as one page of it is mapped, and no counter shows them
+    "shared anonymous memory": ArgumentRule(
+        (9, 222), 3, (MAP_SHARED_ANONYMOUS, MAP_HUGETLB), errno.EPERM, bits=True
+    ),
+    "locks and leases seen by others": ArgumentRule(
+        (72, 25),
+        1,
+        (F_GETLK, F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE, F_GETLEASE, F_NOTIFY, F_SETPIPE_SZ,
+         F_GET_RW_HINT, F_SET_RW_HINT, F_GET_FILE_RW_HINT, F_SET_FILE_RW_HINT),
+        errno.EPERM,
+    ),
+    # not dumpable: the watcher could not tell shared pages from others. Filters are kernel memory. A core-scheduling
+    # cookie idles the host's other hyper-threads. Merged pages tell what other processes have in memory
+    "process attributes": ArgumentRule(
+        (157, 167), 0, (PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SCHED_CORE, PR_SET_MEMORY_MERGE), errno.EPERM
+    ),
+    "merged pages": ArgumentRule((28, 233), 2, (MADV_MERGEABLE,), errno.EPERM),
+}  # fmt: skip
+
+# architecture: (AUDIT_ARCH_* constant, column above)
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+_CLONE3 = 435
+
+_LOAD, _AND, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
-_CLONE_NEW_NAMESPACES = 0x7E020000
-_AF_UNIX = 1
+_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16
 _X32_SYSCALL_BIT = 0x40000000
+
+Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if false, constant
 
 
 def seccomp_filter(machine: str) -> bytes:
     """The filter as an array of ``struct sock_filter`` (8 bytes each), for SECCOMP_MODE_FILTER.
 
     machine: as ``platform.machine()`` names it. Raises SandboxUnavailable for others than x86_64 and aarch64.
-    Beyond the list: namespaces through clone are refused, clone3 is ENOSYS (its flags lie in memory that a filter can
-    not see; the C library falls back to clone), and sockets other than AF_UNIX are refused, among them AF_VSOCK, which
-    no network namespace confines."""
+    A call of another architecture kills the process. clone3 is ENOSYS, so that the C library falls back to clone."""
     if machine not in _ARCHITECTURES:
         known = " and ".join(sorted(_ARCHITECTURES))
         raise SandboxUnavailable(f"the sandbox's system-call filter knows {known}, not {machine!r}")
-    architecture, column, clone, clone3, socket, socketpair = _ARCHITECTURES[machine]
-    program = [(_LOAD, 0, 0, _ARCHITECTURE_OFFSET), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL_PROCESS)]
-    program.append((_LOAD, 0, 0, _NUMBER_OFFSET))
+    architecture, column = _ARCHITECTURES[machine]
+
+    program: list[Instruction] = [
+        (_LOAD, 0, 0, _ARCHITECTURE_OFFSET),
+        (_JUMP_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _NUMBER_OFFSET),
+    ]
     if machine == "x86_64":
         program += [(_JUMP_AT_LEAST, 0, 1, _X32_SYSCALL_BIT), (_RETURN, 0, 0, _KILL_PROCESS)]
+
     for numbers in DENIED_SYSCALLS.values():
-        if (number := numbers[column]) is not None:
+        number = numbers[column]
+        if number is not None:
             program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
-    program += [(_JUMP_EQUAL, 0, 1, clone3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
-    # these by their first argument: how it is tested, and whether the test refuses or allows
-    unix_only = (_JUMP_EQUAL, 1, 0, _AF_UNIX), errno.EACCES
-    no_namespaces = (_JUMP_ANY_BIT, 0, 1, _CLONE_NEW_NAMESPACES), errno.EPERM
-    for number, (test, error) in ((clone, no_namespaces), (socket, unix_only), (socketpair, unix_only)):
-        program += [(_JUMP_EQUAL, 0, 4, number), (_LOAD, 0, 0, _FIRST_ARGUMENT_OFFSET), test]
-        program += [(_RETURN, 0, 0, _ERRNO | error), (_RETURN, 0, 0, _ALLOW)]
+    for numbers in IGNORED_SYSCALLS.values():
+        program += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERRNO)]
+    program += [(_JUMP_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+
+    for rule in ARGUMENT_RULES.values():
+        body = _argument_rule(rule)
+        program += [(_JUMP_EQUAL, 0, len(body), rule.numbers[column]), *body]
+
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def _argument_rule(rule: ArgumentRule) -> list[Instruction]:
+    """Instructions that judge one call by its argument; they end in a verdict either way."""
+    offset = _ARGUMENTS_OFFSET + 8 * rule.argument
+    listed, unlisted = _ERRNO | rule.error, _ALLOW
+    if rule.others:
+        listed, unlisted = unlisted, listed
+
+    program: list[Instruction] = [(_LOAD, 0, 0, offset)]
+    for value in rule.values:
+        if rule.bits:
+            program += [(_LOAD, 0, 0, offset), (_AND, 0, 0, value)]
+        program += [(_JUMP_EQUAL, 0, 1, value), (_RETURN, 0, 0, listed)]
+    program.append((_RETURN, 0, 0, unlisted))
+    return program

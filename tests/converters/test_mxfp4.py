@@ -25,8 +25,9 @@ from converters.errors import ConversionError
 from converters.hf_directory import ExpertStack, HfDirectory, written_shapes
 from converters.hf_layouts import QUANTIZATION_CONFIG, openai_name
 from converters.live import export_hf_weights, load_hf_weights
+from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.names import hf_shapes
-from converters.torch_dist import MegatronCheckpoint, export_checkpoint, import_checkpoint
+from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.torch_dist_files import TorchDistReader
 from converters.verify import verify
 from megatron_gptoss import distributed
@@ -233,6 +234,7 @@ def test_a_model_starts_from_an_mxfp4_directory_and_each_rank_reads_its_own_expe
         assert torch.equal(exported[name], expected.float()), name
 
 
+@pytest.mark.usefixtures("nothing_is_read_back")
 @pytest.mark.parametrize(
     ("kind", "to_megatron", "to_hf", "stage"),
     [

@@ -171,6 +171,7 @@ def mistaken_table(kind: str, to_megatron: Any) -> Any:
     return mappings
 
 
+@pytest.mark.usefixtures("nothing_is_read_back")
 @pytest.mark.parametrize(
     ("kind", "mistake", "tensor"),
     [
@@ -190,6 +191,7 @@ def test_verify_sees_a_missed_transform(
     assert any(difference.name.endswith(tensor) for difference in report.differences)
 
 
+@pytest.mark.usefixtures("nothing_is_read_back")
 def test_a_missed_transpose_changes_the_shape_where_hidden_and_intermediate_differ(
     tmp_path: Path, hf_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

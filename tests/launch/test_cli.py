@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rl_loop.config import SftConfig, load_config
+from rl_loop.run_directory import locked_run
+from tests.waiting import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 RL, SFT = "configs/rl/tiny_retool.yaml", "configs/sft/tiny_retool.yaml"
 
 
-def gptoss(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def gptoss(*arguments: str, timeout: float = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from launch.cli import main; main()", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
@@ -123,7 +129,7 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "x/metrics.jsonl").write_text('{"step": 0}\n')
     result = gptoss(
         "sft", SFT, f"tasks.sources.retool.train_path={tasks}", f"tasks.sources.retool.held_out_path={tasks}",
-        f"output_dir={tmp_path}", "name=x", "--overwrite", timeout=120,
+        f"output_dir={tmp_path}", "name=x", "--overwrite",
     )  # fmt: skip
     assert result.returncode == 1
     assert "tasks.jsonl, line 2" in result.stderr
@@ -131,17 +137,80 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "x/metrics.jsonl").exists(), "nothing is overwritten by a run that does not begin"
 
 
-@pytest.mark.slow  # Ray and a trainer start for it
-def test_weights_that_are_missing_leave_the_earlier_run_as_it_is(tmp_path: Path) -> None:
+def test_an_error_of_an_actor_is_one_line_and_leaves_the_earlier_run_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x/metrics.jsonl").write_text('{"step": 0}\n')
-    missing = tmp_path / "none"
-    result = gptoss(
-        "sft", SFT, f"initial_weights={missing}", f"output_dir={tmp_path}", "name=x", "--overwrite", timeout=120
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    model = load_config(ROOT / SFT, SftConfig).model
+    (damaged / "config.json").write_text(json.dumps(model.to_hf_config()))
+    (damaged / "model.safetensors").write_bytes(b"no safetensors")
+    result = gptoss("sft", SFT, f"initial_weights={damaged}", f"output_dir={tmp_path}", "name=x", "--overwrite")
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert re.match(rf"gptoss: {re.escape(str(damaged))}/model\.safetensors.*", line)
+    assert line.endswith(f"the traceback is in {tmp_path}/x/error.log")
+    assert "TrainerWorker" in (tmp_path / "x/error.log").read_text()
+    assert (tmp_path / "x/metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_an_unknown_fault_is_one_line_that_names_its_traceback(tmp_path: Path) -> None:
+    code = """
+import sys
+from launch import cli, doctor
+def fail(): raise KeyError("a fault of ours")
+doctor.print_doctor = fail
+sys.argv = ["gptoss", "doctor"]
+cli.main()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert result.returncode == 1
-    assert str(missing) in result.stderr
-    assert (tmp_path / "x/metrics.jsonl").read_text() == '{"step": 0}\n'
+    (log,) = tmp_path.glob("gptoss-error-*.log")
+    assert result.stderr == f"gptoss: KeyError: 'a fault of ours'; the traceback is in {log}\n"
+    assert "in fail" in log.read_text()
+
+
+@pytest.mark.parametrize("option", ["--resume", "--overwrite"])
+def test_a_second_run_of_one_name_is_refused(option: str, tmp_path: Path) -> None:
+    with locked_run(tmp_path / "x"):
+        (tmp_path / "x/config.yaml").write_text("name: x\n")
+        result = gptoss("sft", SFT, f"output_dir={tmp_path}", "name=x", option)
+        assert (tmp_path / "x/config.yaml").exists()
+    assert result.returncode == 1
+    assert re.fullmatch(rf"gptoss: {tmp_path}/x is in use by process {os.getpid()} on .*\n", result.stderr)
+
+
+def test_output_that_is_gone_ends_in_a_file_and_ends_no_run(tmp_path: Path) -> None:
+    """As of ``gptoss rl ... | tee log``, whose tee dies of the Ctrl-C that the run is to survive."""
+    code = f"""
+import sys, time
+from pathlib import Path
+from launch.output import outlive_output
+outlive_output(Path({str(tmp_path / "output.log")!r}))
+print("heard")
+sys.stdin.readline()
+print("not heard")
+print("nor this", file=sys.stderr)
+Path({str(tmp_path / "went on")!r}).touch()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin and process.stdout and process.stderr
+    assert process.stdout.readline() == b"heard\n"
+    process.stdout.close()
+    process.stderr.close()
+    process.stdin.write(b"\n")
+    process.stdin.close()
+    assert process.wait(30) == 0
+    assert (tmp_path / "went on").exists()
+    assert (tmp_path / "output.log").read_text() == "not heard\nnor this\n"
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 import tarfile
-import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from launch import snapshot
+from launch import jobs, snapshot
 from launch.attempts import Outcome, Result, decide, first_error
 from launch.cluster import ClusterConfig, load_cluster
 from launch.node import node_address
@@ -21,6 +23,7 @@ from launch.placement import place
 from launch.preflight import Partition, seconds
 from rl_loop.config import ConfigError, RlConfig, load_config
 from rl_loop.run_directory import read_json
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -33,7 +36,7 @@ EXAMPLES = [
 def gptoss(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "launch", *arguments], cwd=ROOT, env={**os.environ, **environment},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
     )  # fmt: skip
 
 
@@ -65,36 +68,48 @@ def test_the_sbatch_script_is_valid_bash() -> None:
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
+@pytest.fixture
+def no_launch_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs that the test launches are registered in its folder, and end with it however it ends."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    yield
+    processes = [psutil.Process(int(run.job)) for run in jobs.known_launches() if psutil.pid_exists(int(run.job))]
+    for launched in processes:
+        for process in [*launched.children(recursive=True), launched]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    psutil.wait_procs(processes, timeout=PATIENCE_SECONDS)
+
+
+@pytest.mark.usefixtures("no_launch_survives")
 def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_path: Path) -> None:
     def run(*arguments: str) -> str:
-        done = gptoss("launch", *arguments, XDG_STATE_HOME=str(tmp_path / "state"), OMP_NUM_THREADS="1")
+        done = gptoss("launch", *arguments, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def until(text: str, limit: float) -> str:
-        deadline = time.monotonic() + limit
-        while text not in (answer := run("status", "background")):
+    def until(text: str) -> str:
+        def explain() -> tuple[str, list[str]]:
             logs = [log.read_text(errors="replace")[-800:] for log in tmp_path.rglob("*.log")]
-            assert time.monotonic() < deadline, (answer, logs)
-            time.sleep(2)  # the command takes a second of processor time, which the run could use
-        return answer
+            return run("status", "background"), logs
+
+        # the command takes a second of processor time, which the run could use
+        wait_until(lambda: text in run("status", "background"), explain, pause=2)
+        return run("status", "background")
 
     start = ["configs/sft/tiny_retool.yaml", "--sft", "name=background", f"output_dir={tmp_path}"]
     # steps enough to be cancelled within; the second start finds the run nearly complete
     run(*start, "training.steps=100000", "training.max_tokens_per_micro_batch=512", "model.num_layers=2")
     directory = tmp_path / "background"
-    deadline = time.monotonic() + 100
-    while not (directory / "metrics.jsonl").exists():
-        assert time.monotonic() < deadline, run("status", "background")
-        time.sleep(0.2)
+    wait_until((directory / "metrics.jsonl").exists, lambda: run("status", "background"))
     run("cancel", "background")
-    answer = until("ENDED", 60)
+    answer = until("ENDED")
     assert "interrupted at step" in answer
     outcome = read_json(next(directory.glob("attempts/*/outcome.json")))
     done = int(outcome["last_step"])
     assert done >= 1
     run(*start, f"training.steps={done + 1}", "training.max_tokens_per_micro_batch=512", "model.num_layers=2")
-    answer = until("finished", 100)
+    answer = until("finished")
     assert f"finished at step {done + 1}" in answer
     assert "step 1/" in run("logs", "background", "--attempt", next(iter(sorted(
         path.name for path in (directory / "attempts").iterdir()))), "--lines", "100000")  # fmt: skip

@@ -147,3 +147,53 @@ def test_the_fastest_layouts_that_fit_come_with_memory_time_and_mfu() -> None:
     assert list(mfu) == sorted(mfu, reverse=True)
     assert 20 < mfu[0] < 60
     assert re.search(r" tokens/s/GPU, [\d.]+% MFU", configured)
+
+
+SHIPPED = sorted(path for kind in ("rl", "sft") for path in (CONFIGS / kind).glob("*.yaml"))
+VARIANTS = [
+    (),
+    ("algorithm=ppo", "algorithm.critic.warmup_steps=0", "algorithm.mini_batches=2"),
+    ("parallel.recompute=[moe]", "parallel.recompute_layers=1", "optimizer.moment_dtype=fp32"),
+]
+
+
+def layout_overrides(advice: str) -> list[str]:
+    """Overrides that set what a line of the plan says, such as "tensor 2, pipeline 1, context 1, expert 8"."""
+    return [f"parallel.{part.replace(' ', '=')}" for part in advice.split(", ")]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_whatever_the_plan_advises_validates_and_is_predicted_as_promised(path: Path) -> None:
+    """The user's way: every line of the text, applied as overrides on top of what is configured."""
+    kind = SftConfig if path.parent.name == "sft" else RlConfig
+    applied = 0
+    for variant in VARIANTS if kind is RlConfig else VARIANTS[::2]:
+        for gigabytes in (2, 72, 135):
+            inputs = load_config(path, kind, list(variant)).memory_inputs
+            layouts, _, settings = memory_plan(inputs, gigabytes).partition("to take less, one after the other:\n")
+            so_far = list(variant)
+            advice = []
+            for line in settings.splitlines()[:-1]:  # the last is "more GPUs", which depends on who has them
+                text, _, promised = line.strip().removesuffix(" GB").rpartition(": ")
+                so_far.append(text)
+                advice.append((list(so_far), promised))
+            for line in layouts.partition("that fit:\n")[2].splitlines():
+                text, _, promised = line.strip().removesuffix(" GB").rpartition(": ")
+                advice.append(([*variant, *layout_overrides(text)], promised))
+            for overrides, promised in advice:
+                needed = worst_stage(load_config(path, kind, overrides).memory_inputs)
+                assert f"{needed.total / 1e9:.1f}" == promised, overrides
+            applied += len(advice)
+    assert applied > 3
+
+
+def test_the_fastest_layouts_validate_too() -> None:
+    changes = ["parallel.last_stage_layers=null", "parallel.virtual_pipeline=3", "rollout.tasks_per_step=2"]
+    path = CONFIGS / "rl/gpt-oss-120b_8x8.yaml"
+    config = load_config(path, RlConfig, changes)
+    rows = step_plan(config, 135).partition("that fit, as predicted:\n")[2].splitlines()
+    assert rows
+    for row in rows:
+        layout = row.strip().partition(":")[0]
+        needed = worst_stage(load_config(path, RlConfig, [*changes, *layout_overrides(layout)]).memory_inputs)
+        assert f": {needed.total / 1e9:.1f} GB," in row

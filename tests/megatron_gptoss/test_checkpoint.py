@@ -1,19 +1,27 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 import resource
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
 from megatron_gptoss import checkpoint, distributed
 from megatron_gptoss.checkpoint import (
     CheckpointError,
     CheckpointWriter,
+    find_checkpoint,
     latest_checkpoint,
     load_checkpoint,
     lower_half,
@@ -36,12 +44,14 @@ def one_rank() -> Iterator[None]:
     distributed.shutdown()
 
 
-def trainer(seed: int = 0, dtype: torch.dtype = torch.float32, offload: float = 0.0) -> PolicyTrainer:
+def trainer(
+    seed: int = 0, dtype: torch.dtype = torch.float32, offload: float = 0.0, **settings: float
+) -> PolicyTrainer:
     model = build_model(TINY, ParallelConfig(), dtype)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1, generator=generator)
-    return PolicyTrainer(model, OptimizerConfig(offload=offload))
+    return PolicyTrainer(model, OptimizerConfig(offload=offload, **settings))
 
 
 def steps(policy: PolicyTrainer, count: int) -> list[float]:
@@ -58,6 +68,21 @@ def test_a_resumed_trainer_continues_the_same_curve_to_the_bit(dtype: torch.dtyp
     state = load_checkpoint(latest_checkpoint(tmp_path), other)
     assert state == {"step": 2, "position": 128}
     assert steps(other, 3) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_trainer_goes_on_with_the_settings_that_it_is_given_now(dtype: torch.dtype, tmp_path: Path) -> None:
+    policy = trainer(dtype=dtype)
+    steps(policy, 2)
+    save_checkpoint(tmp_path, policy, 2, {})
+    settings = {"lr": 3e-4, "weight_decay": 0.2, "beta1": 0.5, "beta2": 0.7, "eps": 1e-3}
+    for group in policy.optimizer.param_groups:  # what torch's Adam reads, set by hand
+        group |= {"weight_decay": 0.2, "betas": (0.5, 0.7), "eps": 1e-3}
+    expected = steps(policy, 3)
+    other = trainer(seed=1, dtype=dtype, **settings)
+    load_checkpoint(latest_checkpoint(tmp_path), other)
+    assert steps(other, 3) == expected
+    assert {group["max_lr"] for group in other.optimizer.param_groups} == {3e-4}
 
 
 def test_a_master_weight_is_put_together_from_its_halves() -> None:
@@ -158,6 +183,170 @@ def test_a_disk_that_fills_up_while_training_goes_on_is_told_when_it_is_noticed(
     writer.start(policy, 3, {"step": 3})
     writer.finish()
     assert latest_checkpoint(tmp_path).name == "step_000003"
+
+
+# -- a step that is saved again ---------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process is gone: nothing that handles errors runs."""
+
+
+class FailingCalls:
+    """Counts what the writer does to names and files, and fails at one of these calls, before or after it is done.
+
+    A deletion that is killed has deleted half of the directory."""
+
+    CALLS = ((Path, "rename"), (Path, "unlink"), (os, "replace"), (os, "fsync"), (shutil, "rmtree"))
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number = self.fail_at = 0
+        self.error: BaseException | None = None
+        self.done_first = False
+        for owner, name in self.CALLS:
+            monkeypatch.setattr(owner, name, self.counting(getattr(owner, name)))
+
+    def counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            self.number += 1
+            if self.error is None or self.number != self.fail_at:
+                return call(*args, **options)
+            if call.__name__ == "rmtree":
+                files = sorted(path for path in Path(args[0]).rglob("*") if path.is_file())
+                for path in files[::2]:
+                    os.remove(path)
+            elif self.done_first:
+                call(*args, **options)
+            raise self.error
+
+        return counted
+
+    def arm(self, number: int, error: BaseException, done_first: bool) -> None:
+        self.number, self.fail_at, self.error, self.done_first = 0, number, error, done_first
+
+    def disarm(self) -> None:
+        self.error = None
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("done_first", [False, True])
+@pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "Input/output error")])
+def test_a_step_saved_again_leaves_a_complete_checkpoint_whenever_the_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, done_first: bool
+) -> None:
+    """The process ends at every call between the last byte of data and the end of ``finish``."""
+    policy, made = trainer(), tmp_path / "made"
+    for attempt in (1, 2):
+        save_checkpoint(made / str(attempt), policy, 2, {"attempt": attempt})
+        steps(policy, 1)
+    attempts = {attempt: content(made / str(attempt) / "step_000002") for attempt in (1, 2)}
+    assert attempts[1] != attempts[2]
+
+    calls, found = FailingCalls(monkeypatch), []
+    for number in itertools.count(1):
+        root = tmp_path / f"at_call_{number}"
+        shutil.copytree(made / "1", root)
+        shutil.copytree(made / "2/step_000002", root / "step_000002.partial")
+        writer = CheckpointWriter(root)
+        calls.arm(number, error, done_first)
+        with suppress(Killed, OSError):
+            writer._publish(root / "step_000002.partial", root / "step_000002")
+        survived = calls.number < number
+        calls.disarm()
+        newest = latest_checkpoint(root)
+        found.append(next(attempt for attempt, files in attempts.items() if content(newest) == files))
+
+        # the next process saves that step again over whatever it finds
+        writer._clean_up_after_a_crash()
+        shutil.copytree(made / "2/step_000002", root / "step_000002.partial")
+        writer._publish(root / "step_000002.partial", root / "step_000002")
+        assert content(latest_checkpoint(root)) == attempts[2]
+        assert {path.name for path in root.iterdir() if path.suffix != ".tmp"} == {"latest", "step_000002"}
+        if survived:
+            break
+    assert set(found) == {1, 2} and len(found) > 7
+
+
+def test_what_a_crash_left_between_two_renames_is_found_under_its_other_name(tmp_path: Path) -> None:
+    policy = trainer()
+    for root in (tmp_path / "policy", tmp_path / "critic"):
+        save_checkpoint(root, policy, 2, {"step": 2})
+    (tmp_path / "policy/step_000002").rename(tmp_path / "policy/step_000002.replaced")
+    found = latest_checkpoint(tmp_path / "policy")
+    assert found.name == "step_000002.replaced" and load_checkpoint(found, policy) == {"step": 2}
+    assert find_checkpoint(tmp_path / "critic", found.name) == tmp_path / "critic/step_000002"
+    assert find_checkpoint(tmp_path / "critic", "step_000003") is None
+
+
+def test_a_checkpoint_that_is_older_than_what_lies_there_is_kept_when_it_is_the_newest(tmp_path: Path) -> None:
+    """A run whose ``latest`` was set back by hand goes on from an earlier step."""
+    policy = trainer()
+    for step in (80, 100):
+        save_checkpoint(tmp_path, policy, step, {"step": step})
+    for step, kept in ((60, ["step_000060", "step_000100"]), (65, ["step_000060", "step_000065"])):
+        save_checkpoint(tmp_path, policy, step, {"step": step})
+        assert load_checkpoint(latest_checkpoint(tmp_path), policy) == {"step": step}
+        assert sorted(path.name for path in tmp_path.glob("step_*")) == kept
+
+
+def test_results_of_a_save_that_failed_are_not_taken_for_those_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another rank fails after this one has begun to write."""
+    policy, submit = trainer(), checkpoint.WRITER.submit
+
+    def submit_and_fail(*args: Any) -> None:
+        wait([submit(*args)])
+        raise OSError(errno.EIO, "another rank's disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.WRITER, "submit", submit_and_fail)
+        with pytest.raises(CheckpointError, match="another rank's disk"):
+            save_checkpoint(tmp_path, policy, 1, {"step": 1})
+    steps(policy, 1)
+    expected = [parameter.detach().clone() for parameter in policy.module.parameters()]
+    save_checkpoint(tmp_path, policy, 2, {"step": 2})
+    other = trainer(seed=1)
+    assert load_checkpoint(latest_checkpoint(tmp_path), other) == {"step": 2}
+    assert all(torch.equal(a, b) for a, b in zip(expected, other.module.parameters(), strict=True))
+    assert get_write_results_queue().empty()
+
+
+def test_an_error_of_the_writing_thread_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = checkpoint.WRITER.submit
+
+    def fail() -> None:
+        raise MemoryError("no room for a buffer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.WRITER, "submit", lambda *_: submit(fail))
+        with pytest.raises(CheckpointError, match=r"step_000001 could not be written .*no room for a buffer"):
+            save_checkpoint(tmp_path, trainer(), 1, {})
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[tuple[int, int]] = set()
+    fsync, rename = os.fsync, Path.rename
+
+    def recording(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add((os.fstat(descriptor).st_dev, os.fstat(descriptor).st_ino))
+
+    def checking(self: Path, target: Path) -> Path:
+        if self.suffix == ".partial":
+            for path in (self, *self.rglob("*")):
+                assert (path.stat().st_dev, path.stat().st_ino) in synced, f"{path.name} is not on the disk"
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", recording)
+    monkeypatch.setattr(Path, "rename", checking)
+    path = save_checkpoint(tmp_path, trainer(), 1, {})
+    for needed in (tmp_path, tmp_path / "latest", path / "training_state.json"):
+        assert (needed.stat().st_dev, needed.stat().st_ino) in synced, needed.name
 
 
 def test_a_pointer_to_nothing_is_named(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def one_rank() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[dict[str, Any]]:
-    return run_distributed(every_layout, 4, [free_port() for _ in LAYOUTS], timeout=280)
+    return run_distributed(every_layout, 4, [free_port() for _ in LAYOUTS])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -302,7 +302,7 @@ def test_gpus_train_as_one_does_and_checkpoints_change_layouts(gpus: int, tmp_pa
     losses, norms = train_on_a_gpu(ParallelConfig(), 0, free_port(), save=None, resume=None)
     assert losses[-1] < losses[0] - 0.2
     ports = [free_port() for _ in range(len(LAYOUTS_ON_GPUS[gpus]) + len(RESUMED_ON_GPUS[gpus]))]
-    found = run_distributed(train_on_gpus, gpus, gpus, ports, tmp_path, timeout=400)[0]
+    found = run_distributed(train_on_gpus, gpus, gpus, ports, tmp_path)[0]
     for name, (got, got_norms) in found.items():
         print(name, [f"{loss:.5f}" for loss in got], [f"{norm:.4f}" for norm in got_norms])
     for name, (got, got_norms) in found.items():

@@ -317,7 +317,7 @@ def train_a_pipeline_of_two(rank: int, ports: list[int], root: Path) -> dict[str
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_an_interleaved_pipeline_trains_and_resumes_as_a_plain_one_does(tmp_path: Path) -> None:
     ports = [free_port() for _ in RUNS]
-    for found in run_distributed(train_a_pipeline_of_two, 2, ports, tmp_path, timeout=280):
+    for found in run_distributed(train_a_pipeline_of_two, 2, ports, tmp_path):
         for chunked, whole in zip(found["chunks"], found["whole"], strict=True):
             assert chunked == pytest.approx(whole, rel=5e-3)
         for name in ("chunks from whole", "whole from chunks"):

@@ -429,7 +429,7 @@ FAULTS = ("500", "drop", "broken", "nonsense", "slow", "latency", *LIES)
 
 
 def _join(body: dict[str, Any]) -> Any:
-    timeout = timedelta(seconds=20)
+    timeout = timedelta(seconds=120)
     rank, world, name = body["rank_offset"], body["world_size"], body["group_name"]
     store = dist.TCPStore(body["master_address"], body["master_port"], world, is_master=False, timeout=timeout)
     prefixed = dist.PrefixStore(name, store)

@@ -17,6 +17,7 @@ from rl_loop.batch import OffPolicyError, to_samples
 from rl_loop.config import RlConfig, load_config
 from rl_loop.metrics import StepMetrics
 from rl_loop.run_directory import read_json_lines
+from tests.waiting import PATIENCE_SECONDS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = [
@@ -162,7 +163,7 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
 
         def rl_step(samples: Any, algorithm: Any, step: int) -> Any:
             if step < 3:  # the last step has none after it
-                assert generating.acquire(timeout=60), "nothing is generated while the trainer learns"
+                assert generating.acquire(timeout=PATIENCE_SECONDS), "nothing is generated while the trainer learns"
             return learn(samples, algorithm, step)
 
         loop.rollouts.run, loop.trainer.rl_step = run, rl_step

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +18,16 @@ import ray
 import torch
 
 from rl_loop.canary import CanaryError, check_canary
-from rl_loop.config import RlConfig, SftConfig, load_config
+from rl_loop.config import ConfigError, RlConfig, SftConfig, load_config
 from rl_loop.engine_report import engine_report
 from rl_loop.infrastructure import InfrastructureOutage
+from rl_loop.ray_session import start_local_ray
 from rl_loop.rollout_pool import GroupRequest, RolloutPool
 from rl_loop.run import Interrupted, run_rl, run_sft, user_errors
 from rl_loop.run_directory import read_json_lines
 from rl_loop.tasks import TaskSource
 from rl_loop.trainer_group import TrainerGroup
+from tests.waiting import wait_until
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ["model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48", "model.head_size=16"]
@@ -67,7 +68,7 @@ class Quiet:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
     yield
     ray.shutdown()
 
@@ -158,6 +159,24 @@ def test_an_interrupted_run_saves_and_continues_the_same_curve(trained: Path, wh
     assert curve(resumed) == pytest.approx(curve(whole.directory), rel=1e-4, abs=1e-6)
 
 
+def test_a_resume_trains_with_what_it_was_given_and_the_configuration_says_so(tmp_path: Path) -> None:
+    def config(*overrides: str) -> SftConfig:
+        options = [*SMALL, f"output_dir={tmp_path}", "sequences_per_step=4", *overrides]
+        return load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, options)
+
+    run = run_sft(config("training.steps=1", "optimizer.lr=1e-3"), Quiet())
+    kept = (run / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"--resume cannot change model.num_layers: 2 -> 4"):
+        run_sft(config("training.steps=2", "model.num_layers=4"), Quiet(), resume=True)
+    assert (run / "config.yaml").read_text() == kept
+    run_sft(config("training.steps=2", "optimizer.lr=1e-4", "optimizer.beta1=0.5"), Quiet(), resume=True)
+    rates = [record["learning_rate"] for record in read_json_lines(run / "metrics.jsonl")]
+    assert rates == [1e-3, 1e-4]
+    assert (run / "config.yaml").read_text().splitlines()[0] == (
+        "# from step 2 on: optimizer.lr: 0.001 -> 0.0001; optimizer.beta1: 0.9 -> 0.5; training.steps: 1 -> 2"
+    )
+
+
 def test_an_interrupt_ends_the_rollouts_that_overlap_training(tmp_path: Path) -> None:
     config = rl_config(tmp_path, "algorithm.max_staleness=1", "training.steps=40")
     with pytest.raises(Interrupted, match="saved after step 2 of 40"):
@@ -202,9 +221,7 @@ def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
         killer.start()
         groups = pool.run(requests)
         killer.join()
-        deadline = time.monotonic() + 60
-        while pool._call(0, "__ray_call__", lambda worker: os.getpid()) == victim and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(lambda: pool._call(0, "__ray_call__", lambda worker: os.getpid()) != victim)
         assert pool._restarts == 1
         assert [[t.token_ids for t in g.trajectories] for g in groups] == [
             [t.token_ids for t in g.trajectories] for g in expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.environments import Task
 from rl_loop.harmony import ParsedMessage
 from rl_loop.rollout_worker import RolloutWorker
-from rl_loop.sandbox import ExecutionResult
+from rl_loop.sandbox import ExecutionResult, SandboxFailure
 from rl_loop.trajectory import FinishReason, TrajectoryGroup
 from tests.rl_loop.scripted_engine import ScriptedEngine
 
@@ -46,7 +46,9 @@ class Sandbox:
         self._answer, self._queue_seconds = answer, queue_seconds
         self.calls = 0
 
-    async def run(self, code: str, on_begin: Callable[[], None] | None = None) -> ExecutionResult:
+    async def run(
+        self, code: str, history: Sequence[str] = (), on_begin: Callable[[], None] | None = None
+    ) -> ExecutionResult:
         self.calls += 1
         number = self.calls
         await asyncio.sleep(self._queue_seconds)
@@ -71,7 +73,7 @@ def good(number: int) -> ExecutionResult:
 
 
 def unavailable(number: int) -> ExecutionResult:
-    return ExecutionResult("", -1, "bwrap: No space left on device", unavailable=True)
+    raise SandboxFailure("bwrap: No space left on device")
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,14 @@
 """A run directory is never overwritten by accident and never left with a half-written file."""
 
 import errno
+import os
+import re
 import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +17,13 @@ import pytest
 
 from rl_loop.run_directory import (
     RunDirectoryError,
+    RunLocked,
     RunWriteError,
+    Start,
     append_lines,
     atomic_write_text,
     episode_record,
+    locked_run,
     metric_curve,
     read_json,
     read_json_lines,
@@ -67,11 +77,76 @@ def test_a_second_run_over_the_first_is_refused_and_the_options_are_named(tmp_pa
     assert run.config.read_text() == "lr: 1\n"
 
 
-def test_resume_keeps_the_run_and_starts_one_where_there_is_none(tmp_path: Path) -> None:
-    run = start_run(tmp_path / "run", "lr: 1\n", resume=True)
+def test_resume_keeps_the_run(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "run", "lr: 1\n", Start.RESUME_OR_NEW)
     append_lines(run.metrics, ['{"step": 0}'])
-    start_run(run.path, "lr: 1\n", resume=True)
-    assert read_json_lines(run.metrics) == [{"step": 0}]
+    for how in (Start.RESUME, Start.RESUME_OR_NEW):
+        start_run(run.path, "lr: 1\n", how)
+        assert read_json_lines(run.metrics) == [{"step": 0}]
+
+
+def test_resume_begins_no_run_under_a_mistyped_name(tmp_path: Path) -> None:
+    start_run(tmp_path / "tiny_retool", "")
+    with pytest.raises(
+        RunDirectoryError, match=r"tiny_retol: there is no run to resume; did you mean name=tiny_retool"
+    ):
+        start_run(tmp_path / "tiny_retol", "", Start.RESUME)
+    with pytest.raises(RunDirectoryError, match=r"no run to resume; runs in .*: tiny_retool$"):
+        start_run(tmp_path / "gsm8k", "", Start.RESUME)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny_retool"]
+
+
+def test_what_a_failed_start_leaves_is_no_run(tmp_path: Path) -> None:
+    for name in ("run.lock", "error.log", "output.log"):
+        (tmp_path / name).touch()
+    start_run(tmp_path, "lr: 1\n")
+
+
+def test_a_run_that_is_in_use_is_refused_and_its_holder_named(tmp_path: Path) -> None:
+    with locked_run(tmp_path):
+        holder = rf"process {os.getpid()} on {re.escape(socket.gethostname())} since \d{{4}}-"
+        with pytest.raises(RunLocked, match=rf"is in use by {holder}.*another name"), locked_run(tmp_path):
+            pass
+    with locked_run(tmp_path):
+        pass
+
+
+def test_an_attempt_waits_for_the_lock_of_the_one_before(tmp_path: Path) -> None:
+    holder = locked_run(tmp_path)
+    holder.__enter__()
+    leaving = threading.Timer(0.5, holder.__exit__, (None, None, None))
+    leaving.start()
+    with locked_run(tmp_path, wait_seconds=60):
+        assert not leaving.is_alive() or leaving.finished.is_set()
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    code = f"""
+import time
+from pathlib import Path
+from rl_loop.run_directory import locked_run
+with locked_run(Path({str(tmp_path / "run")!r})):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"locked\n"
+    with pytest.raises(RunLocked, match=f"process {holder.pid} "), locked_run(tmp_path / "run"):
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with locked_run(tmp_path / "run"):
+        pass
+
+
+def test_a_directory_that_was_made_for_nothing_is_gone_again(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), locked_run(tmp_path / "a/b"):
+        raise ValueError
+    assert list(tmp_path.iterdir()) == []
+    with locked_run(tmp_path / "a/b"):
+        (tmp_path / "a/b/config.yaml").touch()
+    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == ["config.yaml", "run.lock"]
 
 
 def test_overwrite_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
@@ -80,7 +155,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     for checkpoints in (run.checkpoints, run.critic_checkpoints):
         (checkpoints / "step_1").mkdir(parents=True)
     (run.path / "notes.txt").write_text("mine")
-    start_run(run.path, "lr: 2\n", overwrite=True)
+    start_run(run.path, "lr: 2\n", Start.OVERWRITE)
     assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "notes.txt"]
     assert run.config.read_text() == "lr: 2\n"
 

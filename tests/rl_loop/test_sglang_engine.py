@@ -29,6 +29,7 @@ from tests.rl_loop.sglang_protocol import (
     next_token,
     prefix_state,
 )
+from tests.waiting import PATIENCE_SECONDS, wait_until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -137,9 +138,10 @@ async def test_turns_of_an_episode_find_their_prefix_and_new_episodes_the_idle_s
 
 
 async def test_an_aborted_turn_keeps_its_tokens_and_goes_on_from_them() -> None:
-    async with engine_over(LocalServer(token_seconds=0.01)) as (engine, _):
+    server = LocalServer(token_seconds=0.01)
+    async with engine_over(server) as (engine, _):
         sampling = asyncio.ensure_future(engine.generate(request(PROMPT, 500)))
-        await asyncio.sleep(0.3)
+        await wait_until_async(lambda: len(server.cache) >= len(PROMPT) + 30)
         await engine.abort("e/0/0/0")
         part = await sampling
         assert part.finish_reason is FinishReason.ABORT
@@ -154,9 +156,9 @@ async def test_an_abort_ends_even_at_a_server_that_hangs() -> None:
     async with engine_over(server, abort_seconds=0.2) as (engine, _):
         server.hangs = True
         sampling = asyncio.ensure_future(engine.generate(request(PROMPT)))
-        await asyncio.sleep(0.1)
+        await wait_until_async(lambda: server.running)
         await engine.abort()
-        result = await asyncio.wait_for(sampling, 3)
+        result = await asyncio.wait_for(sampling, PATIENCE_SECONDS)
         server.hangs = False
         assert (result.finish_reason, result.output_ids) == (FinishReason.ABORT, [])
 
@@ -166,7 +168,7 @@ async def test_a_turn_of_a_server_that_dies_goes_on_elsewhere_from_its_tokens() 
     async with engine_over(first, second) as (engine, fleet):
         fleet.states[second.url] = ServerState.STALE
         sampling = asyncio.ensure_future(engine.generate(request(PROMPT, 200, routes=True)))
-        await asyncio.sleep(0.6)
+        await wait_until_async(lambda: len(first.cache) >= len(PROMPT) + 30)
         fleet.states[second.url] = ServerState.SYNCED
         await first.stop()
         result = await sampling
@@ -232,8 +234,8 @@ async def test_a_thousand_episodes_with_faults_are_all_complete_and_none_duplica
         assert len(met) > 0.04 * 3000
         assert len(episodes) == len({tuple(tokens) for tokens in episodes}) == 1000
         assert all(len(tokens) == 16 + 3 * (16 + 5) for tokens in episodes)
-        await asyncio.sleep(0.5)
-        assert not any(server.running for server in servers[:3]), "requests that nobody waits for are still served"
+        # requests that nobody waits for are not served any longer
+        await wait_until_async(lambda: not any(server.running for server in servers[:3]))
 
 
 @pytest.mark.parametrize("lie", LIES)

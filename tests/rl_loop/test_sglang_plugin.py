@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_loop.engines.sglang_config import PLUGIN, SglangConfig
+from tests.waiting import PATIENCE_SECONDS
 
 BACKEND = """
 class TritonAttnBackend:
@@ -33,7 +34,11 @@ def run(tmp_path: Path, version: str) -> subprocess.CompletedProcess[str]:
     (package / "triton_backend.py").write_text(BACKEND)
     environment = SglangConfig(attention_backend="triton", env={"PYTHONPATH": str(tmp_path)}).environment
     return subprocess.run(
-        [sys.executable, "-S", "-c", RUN], env=os.environ | environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-S", "-c", RUN],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,7 @@ def test_a_file_is_shuffled_each_epoch_and_nothing_is_lost(tmp_path: Path) -> No
     assert texts(tasks.train(37, 30)) == (first + second)[37:67]
 
 
-def test_training_tasks_that_give_away_a_held_out_prompt_are_dropped(tmp_path: Path) -> None:
+def test_training_tasks_that_give_away_a_held_out_prompt_are_dropped(tmp_path: Path, capsys) -> None:
     story = "A farmer has seven brown goats and sells three of them at the market on Monday"
     form = "Solve this and put the last line of your work in a box with the answer only please:"
     questions = [f"{form} {i}+1" for i in range(40)]
@@ -67,6 +69,22 @@ def test_training_tasks_that_give_away_a_held_out_prompt_are_dropped(tmp_path: P
     tasks = from_files(train, write(tmp_path / "held.jsonl", [f"Once, {story}!", "What is x?", f"{form} 77*7"]))
     found = set(texts(tasks.train(0, 41)))
     assert found == {*questions, "What is y?"}, "the words of a form that many share give nothing away"
+    assert "2 of 43 training tasks are left out" in capsys.readouterr().out
+
+
+def test_near_copies_of_a_conversation_are_found_by_what_its_user_says(tmp_path: Path) -> None:
+    story = "A farmer has seven brown goats and sells three of them at the market on Monday"
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "held.jsonl"
+
+    def turns(*said: str) -> str:
+        roles = ["developer", "user", "assistant", "user"]
+        rows = [{"role": role, "content": text} for role, text in zip(roles, ["Be brief.", *said], strict=True)]
+        return json.dumps({"prompt": rows, "reward_model": {"ground_truth": "4"}}) + "\n"
+
+    train.write_text(turns(f"{story}!", "I see.", "How many?") + turns("One goat more?", "Yes.", "How many?"))
+    held_out.write_text(turns(f"Now: {story}.", "Fine.", "And then?"))
+    (kept,) = from_files(train, held_out).train(0, 1)
+    assert kept.messages[1]["content"] == "One goat more?"
 
 
 def test_tasks_are_kept_by_pass_rate(tmp_path: Path) -> None:
@@ -82,6 +100,63 @@ def test_tasks_are_kept_by_pass_rate(tmp_path: Path) -> None:
     episodes.write_text("{}\n")
     with pytest.raises(TaskFileError, match=r"episodes\.jsonl: not the episodes of an evaluation"):
         from_files(train, held_out, f"tasks.sources.retool.pass_rate.episodes={episodes}")
+
+
+def test_pass_rates_of_other_tasks_are_an_error(tmp_path: Path) -> None:
+    train, held_out = write(tmp_path / "train.jsonl", ["a", "b"]), write(tmp_path / "held.jsonl", ["x"])
+    episodes = tmp_path / "episodes.jsonl"
+    record = {"task_id": "other-0", "reward_parts": {"correct": 1}, "sample": 0, "answer": None, "category": "retool"}
+    episodes.write_text(json.dumps(record) + "\n")
+    with pytest.raises(TaskFileError, match=r"none of the training tasks of tasks.sources.retool was evaluated there"):
+        from_files(train, held_out, f"tasks.sources.retool.pass_rate.episodes={episodes}")
+
+    # as an evaluation of train.jsonl as held-out tasks of a source of the same name writes it
+    evaluated = [task.task_id for task in from_files(held_out, train, "tasks.held_out_tasks=9").held_out()]
+    episodes.write_text("".join(json.dumps({**record, "task_id": name}) + "\n" for name in evaluated[:1]))
+    tasks = from_files(train, held_out, f"tasks.sources.retool.pass_rate.episodes={episodes}")
+    assert set(texts(tasks.train(0, 4))) == {"b"}
+
+
+def test_no_two_tasks_have_the_same_id(tmp_path: Path) -> None:
+    """Their ids name the requests to the engine and group the episodes of an evaluation."""
+    rows = [{"problem": f"What is {i} + {i + 1}?", "answer": str(2 * i + 1)} for i in range(8)]
+    other = [{"problem": f"What is {i} * 7?", "answer": str(7 * i)} for i in range(8)]
+    for name, records in (("rows", rows), ("other", other)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    own, own_other = (write(tmp_path / f"{name}.jsonl", [f"{name} {i}" for i in range(8)]) for name in "ab")
+    files = {"retool": ("rows", "other"), "second": ("rows", "other"), "third": (own.stem, own_other.stem)}
+    overrides = ["tasks.held_out_tasks=8", "tasks.sources.generated={environment: retool, weight: 1}"]
+    for name, (train, held_out) in files.items():
+        paths = f"train_path: '{tmp_path / train}.jsonl', held_out_path: '{tmp_path / held_out}.jsonl'"
+        overrides.append(f"tasks.sources.{name}={{environment: retool, {paths}}}")
+
+    tasks = source(*overrides)
+    held_out = [task.task_id for task in tasks.held_out()]
+    train = {(task.task_id, task.messages[-1]["content"]) for task in tasks.train(0, 4 * BLOCK)}
+    assert len(set(held_out)) == len(held_out) == 32
+    assert len({task_id for task_id, _ in train}) == len(train)
+    assert not {task_id for task_id, _ in train} & set(held_out)
+
+
+def test_a_mistake_in_a_file_is_told_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"problem": "1+1?"}\n')
+    bad = f"tasks.sources.retool={{environment: retool, held_out_path: '{tmp_path / 'bad.jsonl'}', weight: 0}}"
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from rl_loop.config import SftConfig, load_config\n"
+        "from rl_loop.environments import TaskFileError\n"
+        "from rl_loop.tasks import TaskSource\n"
+        "try:\n"
+        f"    TaskSource(load_config(Path({str(SFT)!r}), SftConfig, [{bad!r}, 'tasks.sources.a.environment=retool']))\n"
+        "except TaskFileError as error:\n"
+        "    print(error)\n"
+        "print([name for name in ('torch', 'megatron', 'ray') if name in sys.modules])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    message, imported = result.stdout.splitlines()
+    assert message.startswith(f"{tmp_path / 'bad.jsonl'}, line 1: ReToolEnvironment misses 'answer'")
+    assert imported == "[]"
 
 
 def test_foreign_rows_are_read_from_jsonl_and_parquet(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -83,13 +83,6 @@ def plain_routes(model: GptOssForCausalLM, tokens: list[int]) -> np.ndarray:
     for hook in hooks:
         hook.remove()
     return torch.stack(seen, dim=1).numpy()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait, with the event loop running, until something is so."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from tests.rl_loop.engines.models import (
     prompt,
     reference_model,
     request,
-    until,
 )
+from tests.waiting import wait_until_async
 
 MODEL, OTHER = reference_model(0), reference_model(1)
 FOREVER = 50_000
@@ -33,7 +33,7 @@ FOREVER = 50_000
 
 async def started(engine: TransformersEngine, steps: int = 5) -> None:
     first = engine._generation.steps
-    await until(lambda: engine._generation.steps >= first + steps)
+    await wait_until_async(lambda: engine._generation.steps >= first + steps)
 
 
 def start(engine: TransformersEngine, **options: object) -> tuple:

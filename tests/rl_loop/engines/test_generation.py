@@ -26,13 +26,14 @@ from tests.rl_loop.engines.models import (
     request,
     tiny_config,
 )
+from tests.waiting import PATIENCE_SECONDS
 
 MODEL = reference_model()
 
 
 def gather(engine: TransformersEngine, requests: list) -> list[GenerateResult]:
     async def all_of_them() -> list[GenerateResult]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             return await asyncio.gather(*(engine.generate(r) for r in requests))
 
     return asyncio.run(all_of_them())
@@ -82,7 +83,7 @@ def test_multi_turn_episodes_reuse_their_prefix_and_stay_exact() -> None:
             tokens = tokens + result.output_ids + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 15))]
 
     async def all_of_them() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await asyncio.gather(*(episode(seed) for seed in range(7)))
 
     asyncio.run(all_of_them())
@@ -209,7 +210,7 @@ def test_random_arrivals_lengths_and_cancellations_stay_exact(seed: int) -> None
         np.testing.assert_array_equal(result.routed_experts, plain_routes(MODEL, tokens + result.output_ids))
 
     async def all_of_them() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await asyncio.gather(*(one(i) for i in range(25)))
 
     asyncio.run(all_of_them())

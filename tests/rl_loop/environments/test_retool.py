@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_loop.environments import Environment, RewardConfig, StepResult, Task, make_environment
-from rl_loop.environments.retool import ReToolEnvironment
+from rl_loop.environments.retool import NEW_SESSION, ReToolEnvironment
 from rl_loop.harmony import ParsedMessage, ToolOutput
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
 
@@ -103,6 +103,46 @@ def test_variables_last_within_an_episode_if_it_is_stateful() -> None:
     assert "NameError" in asyncio.run(outputs(False))[3]
 
 
+@pytest.mark.parametrize(
+    "ending", ["exit()", "import os; os._exit(3)", "import ctypes; ctypes.string_at(0)", "while True: pass"]
+)
+def test_a_session_that_ends_begins_anew_and_says_so_once(ending: str) -> None:
+    programs = ["x = 1\nprint('one')", f"print('two')\n{ending}", "x", "y = 5\nprint('three')", "y"]
+
+    async def outputs() -> list[str]:
+        sandbox = PythonSandbox(SandboxConfig(workers=1, timeout_seconds=3))
+        await sandbox.start()
+        task = Task("t", TASK.messages, "42", metadata={"stateful": True})
+        environment = make_environment(task, sandbox.run, REWARD)
+        found = [(await environment.step([python(code)])).tool_outputs[0].text for code in programs]
+        await sandbox.close()
+        return found
+
+    one, two, third, fourth, fifth = asyncio.run(outputs())
+    assert one == "one\n"
+    assert two.startswith("two\n")
+    assert third.startswith(NEW_SESSION)
+    assert "NameError: name 'x' is not defined" in third
+    assert (fourth, fifth) == ("three\n", "5\n")
+
+
+def test_an_exception_does_not_end_a_session_and_keeps_what_it_had_done() -> None:
+    programs = ["x = 1\n1 / 0", "x"]
+
+    async def outputs() -> list[str]:
+        sandbox = PythonSandbox(SandboxConfig(workers=1, timeout_seconds=5))
+        await sandbox.start()
+        task = Task("t", TASK.messages, "42", metadata={"stateful": True})
+        environment = make_environment(task, sandbox.run, REWARD)
+        found = [(await environment.step([python(code)])).tool_outputs[0].text for code in programs]
+        await sandbox.close()
+        return found
+
+    first, second = asyncio.run(outputs())
+    assert "ZeroDivisionError" in first
+    assert second == "1\n"
+
+
 def test_several_calls_of_a_turn_are_answered_in_order() -> None:
     async def body(environment: Environment) -> StepResult:
         return await environment.step([python("1"), function('{"code": "2"}'), python("3/0")])
@@ -150,7 +190,7 @@ def test_an_unfinished_episode_counts_as_wrong() -> None:
 
 def test_the_event_loop_goes_on_while_an_answer_is_compared() -> None:
     async def main() -> int:
-        comparison = asyncio.create_task(without_sandbox().step([final(r"\boxed{9^{9^{9^{9}}}}")]))
+        comparison = asyncio.create_task(without_sandbox().step([final(r"\boxed{\binom{10^{9}}{5\cdot 10^{8}}}")]))
         ticks = 0
         while not comparison.done():
             await asyncio.sleep(0.01)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxConfig
+from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxConfig, SandboxFailure
 
 PROCESSES_PER_SERVER = 3  # bubblewrap outside, bubblewrap as process 1 inside, the server
 
@@ -44,6 +46,18 @@ class SandboxUnderTest:
 
     def run(self, code: str) -> ExecutionResult:
         return self._runner.run(self.sandbox.run(code))
+
+    def start(self, code: str) -> Future[ExecutionResult]:
+        """Begin a call, which goes on in a thread of its own."""
+        future: Future[ExecutionResult] = Future()
+        threading.Thread(target=self._run_alone, args=(code, future), daemon=True).start()
+        return future
+
+    def _run_alone(self, code: str, future: Future[ExecutionResult]) -> None:
+        try:
+            future.set_result(asyncio.run(self.sandbox.run(code)))
+        except SandboxFailure as failure:  # closed meanwhile
+            future.set_exception(failure)
 
     def run_many(self, codes: list[str]) -> list[ExecutionResult]:
         async def gather() -> list[ExecutionResult]:

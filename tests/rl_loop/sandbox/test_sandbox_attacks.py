@@ -7,28 +7,19 @@ import re
 import socket
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from rl_loop.sandbox.seccomp import DENIED_SYSCALLS
+from tests.rl_loop.sandbox.conftest import SandboxUnderTest
+from tests.rl_loop.sandbox.hostile_programs import CHANNELS, MEMORY, Attack
 
 TIMEOUT = 3.0
+# for programs that must first take what they are killed for, on a machine that does other things too
+PATIENT_TIMEOUT = 60.0
 OUTPUT_LIMIT = 64 * 1024
 SECRET = "correct-horse-battery-staple"
-
-
-@dataclass(frozen=True)
-class Attack:
-    """A program and what must come of it. Absent expectations: ends by itself with exit code 0."""
-
-    code: str  # may be indented
-    output: str = ""  # a regular expression for the whole output
-    exit_code: int = 0
-    timed_out: bool = False
-    truncated: bool = False
-    error: str | None = None  # a part of the error
 
 
 def refused(statement: str, kind: str = "PermissionError") -> str:
@@ -48,10 +39,14 @@ def system_call(name: str) -> str:
 
 CLONE, CLONE3 = (56, 435) if platform.machine() == "x86_64" else (220, 435)
 
-ATTACKS = {
-    # processor, memory, processes
-    "fork bomb": Attack(
-        r"""
+# what was found later, by attacking: see hostile_programs
+ATTACKS = (
+    MEMORY
+    | CHANNELS
+    | {
+        # processor, memory, processes
+        "fork bomb": Attack(
+            r"""
             import os
             while True:
                 try:
@@ -59,12 +54,12 @@ ATTACKS = {
                 except OSError:
                     pass
         """,
-        exit_code=-9,
-        timed_out=True,
-        error="longer than",
-    ),
-    "thread bomb": Attack(
-        r"""
+            exit_code=-9,
+            timed_out=True,
+            error="longer than",
+        ),
+        "thread bomb": Attack(
+            r"""
             import threading, time
             n = 0
             try:
@@ -74,10 +69,10 @@ ATTACKS = {
             except RuntimeError:
                 print('REFUSED', n < 64)
         """,
-        "REFUSED True\n",
-    ),
-    "zombie flood": Attack(
-        r"""
+            "REFUSED True\n",
+        ),
+        "zombie flood": Attack(
+            r"""
             import os
             n = 0
             try:
@@ -88,19 +83,19 @@ ATTACKS = {
             except BlockingIOError:
                 print('REFUSED', n <= 64)
         """,
-        "REFUSED True\n",
-    ),
-    "memory of one process": Attack(
-        r"""
+            "REFUSED True\n",
+        ),
+        "memory of one process": Attack(
+            r"""
             blocks = []
             while True:
                 blocks.append(bytearray(50 << 20))
         """,
-        "(?s).*MemoryError\n",
-        exit_code=1,
-    ),
-    "memory of many processes": Attack(
-        r"""
+            "(?s).*MemoryError\n",
+            exit_code=1,
+        ),
+        "memory of many processes": Attack(
+            r"""
             import os, time
             for _ in range(8):
                 if os.fork() == 0:
@@ -108,11 +103,11 @@ ATTACKS = {
                     time.sleep(60)
             time.sleep(60)
         """,
-        exit_code=-9,
-        error="memory",
-    ),
-    "busy loop that ignores signals": Attack(
-        r"""
+            exit_code=-9,
+            error="memory",
+        ),
+        "busy loop that ignores signals": Attack(
+            r"""
             import signal
             for number in signal.valid_signals():
                 try:
@@ -124,38 +119,38 @@ ATTACKS = {
             while True:
                 pass
         """,
-        "begun\n",
-        exit_code=-9,
-        timed_out=True,
-        error="longer than",
-    ),
-    "sleep past the limit in a new session": Attack(
-        r"""
+            "begun\n",
+            exit_code=-9,
+            timed_out=True,
+            error="longer than",
+        ),
+        "sleep past the limit in a new group": Attack(
+            r"""
             import os, time
             if os.fork() == 0:
-                os.setsid()
+                os.setpgid(0, 0)
                 if os.fork() == 0:
                     time.sleep(60)
             time.sleep(60)
         """,
-        exit_code=-9,
-        timed_out=True,
-        error="longer than",
-    ),
-    "daemon that outlives the call": Attack(
-        r"""
+            exit_code=-9,
+            timed_out=True,
+            error="longer than",
+        ),
+        "daemon that outlives the call": Attack(
+            r"""
             import os, time
             if os.fork() == 0:
-                os.setsid()
+                os.setpgid(0, 0)
                 if os.fork() == 0:
                     time.sleep(60)
                 os._exit(0)
             print('parent done')
         """,
-        "parent done\n",
-    ),
-    "raised limits": Attack(
-        r"""
+            "parent done\n",
+        ),
+        "raised limits": Attack(
+            r"""
             import resource
             for name in ('AS', 'NPROC', 'CPU', 'FSIZE', 'NOFILE', 'CORE'):
                 try:
@@ -163,67 +158,67 @@ ATTACKS = {
                 except ValueError:
                     print('REFUSED')
         """,
-        "(REFUSED\n){6}",
-    ),
-    "exception that never ends": Attack(
-        r"""
+            "(REFUSED\n){6}",
+        ),
+        "exception that never ends": Attack(
+            r"""
             class Endless(Exception):
                 def __str__(self):
                     while True:
                         pass
             raise Endless
         """,
-        exit_code=-9,
-        timed_out=True,
-        error="longer than",
-    ),
-    "deep recursion": Attack(
-        r"""
+            exit_code=-9,
+            timed_out=True,
+            error="longer than",
+        ),
+        "deep recursion": Attack(
+            r"""
             def f():
                 f()
             f()
         """,
-        "(?s)Traceback.*RecursionError.*",
-        exit_code=1,
-    ),
-    "deep expression": Attack("(" * 100000, "(?s).*(SyntaxError|MemoryError).*", exit_code=1),
-    "segmentation fault": Attack(
-        r"""
+            "(?s)Traceback.*RecursionError.*",
+            exit_code=1,
+        ),
+        "deep expression": Attack("(" * 100000, "(?s).*(SyntaxError|MemoryError).*", exit_code=1),
+        "segmentation fault": Attack(
+            r"""
             import ctypes
             ctypes.string_at(0)
         """,
-        exit_code=-11,
-        error="SIGSEGV",
-    ),
-    "exit behind the interpreter's back": Attack(
-        r"""
+            exit_code=-11,
+            error="SIGSEGV",
+        ),
+        "exit behind the interpreter's back": Attack(
+            r"""
             import os
             print('out')
             os._exit(7)
         """,
-        "out\n",
-        exit_code=7,
-    ),
-    "huge arguments": Attack(
-        refused("import os; os.execv('/usr/bin/true', ['x' * (1 << 22)])", "OSError"), "REFUSED\n"
-    ),
-    "huge environment": Attack(
-        refused("import os; os.execve('/usr/bin/true', ['x'], {'A': 'x' * (1 << 22)})", "OSError"), "REFUSED\n"
-    ),
-    # output and the protocol
-    "output flood": Attack(
-        r"""
+            "out\n",
+            exit_code=7,
+        ),
+        "huge arguments": Attack(
+            refused("import os; os.execv('/usr/bin/true', ['x' * (1 << 22)])", "OSError"), "REFUSED\n"
+        ),
+        "huge environment": Attack(
+            refused("import os; os.execve('/usr/bin/true', ['x'], {'A': 'x' * (1 << 22)})", "OSError"), "REFUSED\n"
+        ),
+        # output and the protocol
+        "output flood": Attack(
+            r"""
             while True:
                 print('a' * 10000)
         """,
-        r"(?s).*\n\[output truncated at 65536 bytes\]",
-        exit_code=-9,
-        truncated=True,
-        error="printed more",
-    ),
-    "standard input": Attack("input()", "(?s).*EOFError.*", exit_code=1),
-    "forged answers on every descriptor": Attack(
-        r"""
+            r"(?s).*\n\[output truncated at 65536 bytes\]",
+            exit_code=-9,
+            truncated=True,
+            error="printed more",
+        ),
+        "standard input": Attack("input()", "(?s).*EOFError.*", exit_code=1),
+        "forged answers on every descriptor": Attack(
+            r"""
             import os, struct, sys
             body = b'{"exit_code": 0, "killed_for": null, "truncated": false, "seconds": 0}\nFORGED'
             frame = b'R' + struct.pack('!I', len(body)) + body
@@ -238,47 +233,51 @@ ATTACKS = {
             os.write(2, frame)
             sys.exit(5)
         """,
-        r"(?s)\[\]\nR.*FORGED",
-        exit_code=5,
-    ),
-    "closed descriptors": Attack(
-        r"""
+            r"(?s)\[\]\nR.*FORGED",
+            exit_code=5,
+        ),
+        "closed descriptors": Attack(
+            r"""
             import os
             print('before', flush=True)
             os.closerange(0, 4096)
             x = 1
         """,
-        "before\n",
-    ),
-    "closed descriptors and a busy loop": Attack(
-        r"""
+            "before\n",
+        ),
+        "closed descriptors and a busy loop": Attack(
+            r"""
             import os
             os.closerange(0, 4096)
             while True:
                 pass
         """,
-        exit_code=-9,
-        timed_out=True,
-        error="longer than",
-    ),
-    "patched interpreter": Attack(
-        r"""
+            exit_code=-9,
+            timed_out=True,
+            error="longer than",
+        ),
+        "patched interpreter": Attack(
+            r"""
             import builtins, os, sys, json
             builtins.print = None
             os._exit = os.fork = json.dumps = lambda *a: None
             sys.stdout = sys.stderr = None
             sys.modules.clear()
         """,
-        exit_code=-1000,  # any: see the test
-    ),
-    # network
-    "internet socket": Attack(refused("import socket; socket.create_connection(('127.0.0.1', 22), 1)"), "REFUSED\n"),
-    "netlink socket": Attack(
-        refused("import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)"), "REFUSED\n"
-    ),
-    "virtual machine socket": Attack(refused("import socket; socket.socket(40, socket.SOCK_STREAM, 0)"), "REFUSED\n"),
-    "unix socket of the host": Attack(
-        r"""
+            exit_code=-1000,  # any: see the test
+        ),
+        # network
+        "internet socket": Attack(
+            refused("import socket; socket.create_connection(('127.0.0.1', 22), 1)"), "REFUSED\n"
+        ),
+        "netlink socket": Attack(
+            refused("import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)"), "REFUSED\n"
+        ),
+        "virtual machine socket": Attack(
+            refused("import socket; socket.socket(40, socket.SOCK_STREAM, 0)"), "REFUSED\n"
+        ),
+        "unix socket of the host": Attack(
+            r"""
             import socket
             for address in ('@SOCKET@', '\0@ABSTRACT@'):
                 try:
@@ -287,12 +286,12 @@ ATTACKS = {
                 except OSError as error:
                     print(type(error).__name__)
         """,
-        "FileNotFoundError\nConnectionRefusedError\n",
-    ),
-    # other processes
-    "ptrace": Attack(system_call("ptrace"), "-1 EPERM\n"),
-    "kill everything": Attack(
-        r"""
+            "FileNotFoundError\nConnectionRefusedError\n",
+        ),
+        # other processes
+        "ptrace": Attack(system_call("ptrace"), "-1 EPERM\n"),
+        "kill everything": Attack(
+            r"""
             import os
             for target in (-1, 0, -os.getpgrp(), os.getppid()):
                 try:
@@ -301,10 +300,10 @@ ATTACKS = {
                     pass
             print('alive')
         """,
-        "alive\n",
-    ),
-    "kill every process id": Attack(
-        r"""
+            "alive\n",
+        ),
+        "kill every process id": Attack(
+            r"""
             import os
             hit = []
             for target in range(2, 70000):
@@ -315,21 +314,21 @@ ATTACKS = {
                     pass
             print(hit)
         """,
-        r"\[\]\n",
-    ),
-    "walk through /proc": Attack(
-        r"""
+            r"\[\]\n",
+        ),
+        "walk through /proc": Attack(
+            r"""
             import os
             pids = [p for p in os.listdir('/proc') if p.isdigit()]
             print(pids, os.getpid(), os.getppid())
             print(os.listdir('/proc/1/root/tmp'), os.readlink('/proc/1/cwd'), sorted(os.listdir('/proc/1/fd')))
             print(open('/proc/1/environ').read(), os.environ)
         """,
-        r"(?s)\['1'\] 1 0\n\[\] /tmp \['0', '1', '2', '3'\]\n.*",
-    ),
-    # files
-    "read a file of the host": Attack(
-        r"""
+            r"(?s)\['1'\] 1 0\n\[\] /tmp \['0', '1', '2', '3'\]\n.*",
+        ),
+        # files
+        "read a file of the host": Attack(
+            r"""
             import os
             for path in (
                 '@SECRET@', '/etc/shadow', '/etc/passwd', '@HOME@', '@VENV@', '@REPOSITORY@',
@@ -337,13 +336,13 @@ ATTACKS = {
             ):
                 print(os.path.exists(path), end=' ')
         """,
-        "(False ){12}",
-    ),
-    "write outside": Attack(
-        r"""
+            "(False ){12}",
+        ),
+        "write outside": Attack(
+            r"""
             import os
             for path in (
-                '/usr/x', '/x', '/etc/x', '/dev/x', '/server.py', '/proc/sys/kernel/core_pattern',
+                '/usr/x', '/x', '/etc/x', '/dev/x', '/rl_loop/sandbox/server.py', '/proc/sys/kernel/core_pattern',
                 '/proc/sysrq-trigger', '@FOLDER@/x', os.__file__,
             ):
                 try:
@@ -352,10 +351,10 @@ ATTACKS = {
                 except OSError:
                     print('REFUSED')
         """,
-        "(REFUSED\n){9}",
-    ),
-    "symbolic link to a file of the host": Attack(
-        r"""
+            "(REFUSED\n){9}",
+        ),
+        "symbolic link to a file of the host": Attack(
+            r"""
             import os
             os.symlink('@SECRET@', '/tmp/link')
             os.symlink('/proc/1/root/../../@SECRET@', '/tmp/second')
@@ -365,10 +364,10 @@ ATTACKS = {
                 except FileNotFoundError:
                     print('REFUSED')
         """,
-        "(REFUSED\n){2}",
-    ),
-    "memory devices": Attack(
-        r"""
+            "(REFUSED\n){2}",
+        ),
+        "memory devices": Attack(
+            r"""
             import os
             for path in ('/dev/mem', '/dev/kmem', '/dev/sda', '/dev/vda', '/dev/kvm', '/dev/fuse', '/proc/kcore'):
                 try:
@@ -377,14 +376,14 @@ ATTACKS = {
                 except OSError:
                     print('REFUSED')
         """,
-        "(REFUSED\n){7}",
-    ),
-    "make a device": Attack(refused("import os; os.mknod('/tmp/disk', 0o60666, os.makedev(8, 0))"), "REFUSED\n"),
-    "terminal input": Attack(
-        refused("import fcntl, termios; fcntl.ioctl(0, termios.TIOCSTI, b'x')", "OSError"), "REFUSED\n"
-    ),
-    "fill the disk": Attack(
-        r"""
+            "(REFUSED\n){7}",
+        ),
+        "make a device": Attack(refused("import os; os.mknod('/tmp/disk', 0o60666, os.makedev(8, 0))"), "REFUSED\n"),
+        "terminal input": Attack(
+            refused("import fcntl, termios; fcntl.ioctl(0, termios.TIOCSTI, b'x')", "OSError"), "REFUSED\n"
+        ),
+        "fill the disk": Attack(
+            r"""
             import errno
             kinds = set()
             for n in range(10):
@@ -396,10 +395,10 @@ ATTACKS = {
                     kinds.add(errno.errorcode[error.errno])
             print(sorted(kinds))
         """,
-        r"\['EFBIG', 'ENOSPC'\]\n",
-    ),
-    "fill the shared memory": Attack(
-        r"""
+            r"\['EFBIG', 'ENOSPC'\]\n",
+        ),
+        "fill the shared memory": Attack(
+            r"""
             import errno
             try:
                 for n in range(10):
@@ -407,10 +406,10 @@ ATTACKS = {
             except OSError as error:
                 print(errno.errorcode[error.errno])
         """,
-        "ENOSPC\n",
-    ),
-    "flood of empty files": Attack(
-        r"""
+            "ENOSPC\n",
+        ),
+        "flood of empty files": Attack(
+            r"""
             n = 0
             try:
                 while True:
@@ -419,10 +418,10 @@ ATTACKS = {
             except OSError:
                 print(n < 5000)
         """,
-        "True\n",
-    ),
-    "open file flood": Attack(
-        r"""
+            "True\n",
+        ),
+        "open file flood": Attack(
+            r"""
             files = []
             try:
                 while True:
@@ -430,10 +429,10 @@ ATTACKS = {
             except OSError:
                 print(len(files) < 64)
         """,
-        "True\n",
-    ),
-    "files for the next call": Attack(
-        r"""
+            "True\n",
+        ),
+        "files for the next call": Attack(
+            r"""
             import os
             for folder in ('/tmp', '/dev/shm'):
                 open(folder + '/left', 'w').write('x')
@@ -441,11 +440,11 @@ ATTACKS = {
             open('/tmp/math.py', 'w').write('raise SystemExit')
             print(len(os.listdir('/tmp')))
         """,
-        "3\n",
-    ),
-    # privileges
-    "become root": Attack(
-        r"""
+            "3\n",
+        ),
+        # privileges
+        "become root": Attack(
+            r"""
             import os
             for call in (os.setuid, os.setgid, os.setreuid):
                 try:
@@ -455,10 +454,10 @@ ATTACKS = {
                     print('REFUSED')
             print(os.getuid(), os.getgid())
         """,
-        "(REFUSED\n){3}65534 65534\n",
-    ),
-    "set-user-id programs": Attack(
-        r"""
+            "(REFUSED\n){3}65534 65534\n",
+        ),
+        "set-user-id programs": Attack(
+            r"""
             import subprocess
             for command in (['su', '-c', 'id -u'], ['mount', '--bind', '/tmp', '/usr'], ['umount', '/usr']):
                 try:
@@ -467,35 +466,41 @@ ATTACKS = {
                 except (OSError, subprocess.SubprocessError):
                     print('REFUSED')
         """,
-        "(REFUSED\n){3}",
-    ),
-    "capabilities": Attack(
-        r"""
+            "(REFUSED\n){3}",
+        ),
+        "capabilities": Attack(
+            r"""
             lines = open('/proc/self/status').read().splitlines()
             print([l.split()[1] for l in lines if l.startswith(('CapPrm', 'CapEff', 'CapInh', 'CapAmb', 'NoNewPrivs'))])
         """,
-        r"\['0{16}', '0{16}', '0{16}', '0{16}', '1'\]\n",
-    ),
-    "clone into a user namespace": Attack(
-        "import ctypes, errno\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-        f"print(libc.syscall({CLONE}, 0x10000000 | 17, 0, 0, 0, 0), errno.errorcode[ctypes.get_errno()])\n"
-        f"print(libc.syscall({CLONE3}, 0, 0), errno.errorcode[ctypes.get_errno()])",
-        "-1 EPERM\n-1 ENOSYS\n",
-    ),
-} | {
-    f"system call {name}": Attack(system_call(name), "-1 EPERM\n")
-    for name in (
-        *("bpf", "keyctl", "userfaultfd", "io_uring_setup", "perf_event_open", "unshare", "setns", "mount"),
-        *("pivot_root", "process_vm_readv", "memfd_create", "shmget", "pidfd_getfd", "open_by_handle_at"),
-    )
-}
+            r"\['0{16}', '0{16}', '0{16}', '0{16}', '1'\]\n",
+        ),
+        "clone into a user namespace": Attack(
+            "import ctypes, errno\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+            f"print(libc.syscall({CLONE}, 0x10000000 | 17, 0, 0, 0, 0), errno.errorcode[ctypes.get_errno()])\n"
+            f"print(libc.syscall({CLONE3}, 0, 0), errno.errorcode[ctypes.get_errno()])",
+            "-1 EPERM\n-1 ENOSYS\n",
+        ),
+    }
+    | {
+        f"system call {name}": Attack(system_call(name), "-1 EPERM\n")
+        for name in (
+            *("bpf", "keyctl", "userfaultfd", "io_uring_setup", "perf_event_open", "unshare", "setns", "mount"),
+            *("pivot_root", "process_vm_readv", "memfd_create", "shmget", "pidfd_getfd", "open_by_handle_at"),
+        )
+    }
+)
 
 
 @pytest.fixture(scope="module")
-def attacked(make_sandbox: Callable):
+def sandboxes(make_sandbox: Callable) -> dict[str, SandboxUnderTest]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SECRET_OF_THE_HOST", SECRET)
-        return make_sandbox(timeout_seconds=TIMEOUT, memory_bytes=256 << 20, total_memory_bytes=512 << 20)
+        limits = {"memory_bytes": 256 << 20, "total_memory_bytes": 512 << 20}
+        return {
+            "short": make_sandbox(timeout_seconds=TIMEOUT, **limits),
+            "patient": make_sandbox(timeout_seconds=PATIENT_TIMEOUT, cpu_seconds=60, **limits),
+        }
 
 
 @pytest.fixture(scope="module")
@@ -525,8 +530,12 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack_is_contained_and_the_next_call_answers(name: str, attacked, host: dict[str, str]) -> None:
+def test_attack_is_contained_and_the_next_call_answers(
+    name: str, sandboxes: dict[str, SandboxUnderTest], host: dict[str, str]
+) -> None:
     attack = ATTACKS[name]
+    is_patient = attack.error in ("memory", "locks")
+    attacked = sandboxes["patient" if is_patient else "short"]
     code = textwrap.dedent(attack.code)
     for placeholder, value in host.items():
         code = code.replace(placeholder, value)
@@ -539,7 +548,8 @@ def test_attack_is_contained_and_the_next_call_answers(name: str, attacked, host
         assert (result.timed_out, result.truncated) == (attack.timed_out, attack.truncated), result
         assert (result.error is None) if attack.error is None else (attack.error in (result.error or "")), result
     assert len(result.output) <= OUTPUT_LIMIT + 100
-    assert result.seconds < TIMEOUT + 5
+    # killing sixty busy processes takes a loaded machine its time
+    assert result.seconds < (PATIENT_TIMEOUT if is_patient else TIMEOUT) + 20
 
     honest = attacked.run(
         "import json, math, os\nprint(sum(range(1000)), math.sqrt(4), os.listdir('/tmp'), os.listdir('/dev/shm'))\n"
@@ -549,7 +559,8 @@ def test_attack_is_contained_and_the_next_call_answers(name: str, attacked, host
     assert attacked.processes_left() == 0
 
 
-def test_memory_of_an_earlier_call_can_not_be_searched(attacked) -> None:
+def test_memory_of_an_earlier_call_can_not_be_searched(sandboxes: dict[str, SandboxUnderTest]) -> None:
+    attacked = sandboxes["short"]
     assert attacked.run(f"token = '{SECRET}'\nprint(token)").output == f"{SECRET}\n"
     # the patterns do not match their own text; the second one proves that the search finds what is there: this program
     search = """

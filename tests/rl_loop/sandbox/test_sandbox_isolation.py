@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -76,12 +77,11 @@ def test_missing_preloaded_module_is_named() -> None:
         start(SandboxConfig(preload_modules=("not_installed_anywhere",)))
 
 
-def test_ordinary_user_is_isolated_too() -> None:
-    """As root: become uid 1000 in a view of the machine where the interpreter's folders are open to everybody."""
+def as_ordinary_user() -> list[str]:
+    """As root: a command that becomes uid 1000 where the interpreter's folders are open to everybody."""
     if os.geteuid() != 0:
-        check_isolation()  # this is an ordinary user
-        return
-    needed = [Path(sys.base_prefix), Path(sys.prefix), Path(__file__).parents[3]]
+        return []
+    needed = [Path(sys.base_prefix), Path(sys.prefix), Path(sys.prefix).resolve(), Path(__file__).parents[3]]
     view = ["bwrap", "--dev-bind", "/", "/", "--cap-add", "ALL"]
     opened: set[Path] = set()
     for path in needed:
@@ -94,7 +94,30 @@ def test_ordinary_user_is_isolated_too() -> None:
                 view += ["--dir", str(parent)]
         if any(path.is_relative_to(other) for other in opened):
             view += ["--ro-bind", str(path), str(path)]
-    become = [shutil.which("setpriv") or "setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", sys.executable]
+    return [*view, shutil.which("setpriv") or "setpriv", "--reuid=1000", "--regid=1000", "--clear-groups"]
+
+
+def test_ordinary_user_is_isolated_too() -> None:
+    if os.geteuid() != 0:
+        check_isolation()  # this is an ordinary user
+        return
     code = "import os; print(os.getuid()); " + CHECK
-    result = subprocess.run([*view, *become, "-c", code], capture_output=True, text=True)
+    result = subprocess.run([*as_ordinary_user(), sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("1000\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="the attacks already run as an ordinary user")
+def test_attacks_are_contained_for_an_ordinary_user_too() -> None:
+    attacks = Path(__file__).with_name("test_sandbox_attacks.py")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder}/run", str(attacks)]
+        result = subprocess.run(
+            [*as_ordinary_user(), sys.executable, "-m", "pytest", *options],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"HOME": folder, "TMPDIR": folder},
+            cwd=Path(__file__).parents[3],
+        )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]

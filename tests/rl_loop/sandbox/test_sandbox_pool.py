@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_loop.sandbox import PythonSandbox, SandboxConfig, connection
+from rl_loop.sandbox import PythonSandbox, SandboxConfig, SandboxFailure, SandboxUnavailable, connection
 
 HONEST = "print(sum(range(1000)))"
 
@@ -90,17 +90,22 @@ def test_server_killed_between_calls_costs_no_call(one_worker) -> None:
         assert (result.output, result.error) == ("499500\n", None)
 
 
-def test_server_killed_during_a_call_is_an_error_and_not_run_twice(one_worker, tmp_path: Path) -> None:
+def test_server_killed_during_a_call_is_a_failure_of_the_sandbox_and_not_run_twice(one_worker, tmp_path: Path) -> None:
     server = server_of(one_worker)
-    outcome = []
-    thread = threading.Thread(target=lambda: outcome.append(one_worker.run("import time; time.sleep(4)")))
+    failures: list[SandboxFailure] = []
+
+    def call() -> None:
+        with pytest.raises(SandboxFailure) as failure:
+            one_worker.run("import time; time.sleep(4)")
+        failures.append(failure.value)
+
+    thread = threading.Thread(target=call)
     thread.start()
     assert wait_for(lambda: len(one_worker.processes()) == 5)
     time.sleep(0.2)  # the program has begun: its set-up takes milliseconds
     os.kill(server, signal.SIGKILL)
     thread.join()
-    assert "died" in outcome[0].error
-    assert outcome[0].exit_code == -1
+    assert "died" in str(failures[0])
     assert one_worker.run(HONEST).output == "499500\n"
     assert one_worker.processes_left() == 0
 
@@ -161,8 +166,8 @@ def test_close_answers_running_and_waiting_calls_and_leaves_no_process() -> None
         await asyncio.sleep(0.2)
         begun = time.monotonic()
         await sandbox.close()
-        results = await asyncio.gather(*calls)
-        assert [result.error for result in results] == ["the sandbox was closed"] * 3
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [(type(result), str(result)) for result in results] == [(SandboxFailure, "the sandbox was closed")] * 3
         assert time.monotonic() - begun < 5
         with pytest.raises(RuntimeError, match="not running"):
             await sandbox.run(HONEST)
@@ -198,3 +203,28 @@ def test_sandbox_dies_with_its_owner() -> None:
     owner.stdout.close()
     # process 1 of each namespace is gone, so the kernel has ended all that ran in it
     assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started | inside))
+
+
+def test_a_program_killed_by_the_host_is_a_failure_of_the_sandbox(one_worker) -> None:
+    """As by the kernel when the machine, or the container around it, is out of memory."""
+    call = one_worker.start("import time; time.sleep(4)")
+    assert wait_for(lambda: len(one_worker.processes()) == 5)
+    time.sleep(0.5)
+    servers = one_worker.processes()
+    (program,) = [pid for pid in servers if Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"]
+    os.kill(program, signal.SIGKILL)
+    with pytest.raises(SandboxFailure, match="out of memory"):
+        call.result(10)
+    assert one_worker.run(HONEST).output == "499500\n"
+
+
+def test_a_server_that_can_not_start_is_a_failure_of_the_sandbox(one_worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise SandboxUnavailable("no room")
+
+    monkeypatch.setattr("rl_loop.sandbox.python_sandbox.ServerProcess", fail)
+    os.kill(server_of(one_worker), signal.SIGKILL)
+    with pytest.raises(SandboxFailure, match="no room"):
+        one_worker.run(HONEST)
+    monkeypatch.undo()
+    assert one_worker.run(HONEST).output == "499500\n"

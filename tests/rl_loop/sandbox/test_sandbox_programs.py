@@ -74,6 +74,55 @@ def test_state_does_not_last(python) -> None:
     assert python.run("import math\nprint(math.pi > 3.1, 'left' in globals())").output == "True False\n"
 
 
+def run_in_session(python, code: str, history: list[str]):
+    return python._runner.run(python.sandbox.run(code, history))
+
+
+def test_history_runs_unheard_in_the_same_interpreter(python) -> None:
+    history = ["import os\nx = 40\nprint('no')", "x += 1\nos.system('echo no')", "x += 1\n1 / 0\nx = 0", "x"]
+    result = run_in_session(python, "print(x)", history)
+    assert (result.output, result.exit_code, result.error, result.ended) == ("42\n", 0, None, False)
+
+
+def test_limits_of_output_and_time_are_those_of_one_program_of_a_session(make_sandbox: Callable) -> None:
+    python = make_sandbox(timeout_seconds=8, output_bytes=1000, cpu_seconds=1)
+    # longer than one program may run, with more processor time and more output than one may have
+    history = ["import time\nprint('x' * 900)\ntime.sleep(3)\nend = time.process_time() + 0.4\n"
+               "while time.process_time() < end: pass"] * 3  # fmt: skip
+    result = run_in_session(python, "print('new')", history)
+    assert (result.output, result.error, result.truncated) == ("new\n", None, False)
+    assert result.seconds < 6
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e300", "-1e300"])
+def test_a_program_that_forges_its_progress_gets_no_more_time(seconds: str, make_sandbox: Callable) -> None:
+    forge = f"""
+import ctypes, struct
+for line in open('/proc/self/maps'):
+    if 'rw-s' in line:
+        address = int(line.partition('-')[0], 16)
+        ctypes.memmove(address, struct.pack('=IId', 2, 1, float('{seconds}')), 16)
+        print('forged')
+while True:
+    pass
+"""
+    result = make_sandbox(timeout_seconds=2).run(forge)
+    assert (result.output, result.timed_out, result.ended) == ("forged\n", True, True)
+    assert 0 <= result.seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("print(1)", False), ("1 / 0", False), ("x = = 1", False), ("raise KeyboardInterrupt", False),
+        ("exit()", True), ("import sys; sys.exit(1)", True), ("import os; os._exit(0)", True),
+        ("import ctypes; ctypes.string_at(0)", True),
+    ],
+)  # fmt: skip
+def test_a_result_says_whether_the_interpreter_ended(code: str, ended: bool, python) -> None:
+    assert python.run(code).ended == ended
+
+
 def test_threads_processes_and_files_work(python) -> None:
     code = (
         "import multiprocessing, threading, tempfile\n"

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from rl_loop.sandbox import SandboxUnavailable
-from rl_loop.sandbox.seccomp import DENIED_SYSCALLS, seccomp_filter
+from rl_loop.sandbox.seccomp import ARGUMENT_RULES, DENIED_SYSCALLS, IGNORED_SYSCALLS, seccomp_filter
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -29,14 +29,12 @@ def run_filter(program: bytes, architecture: int, number: int, *arguments: int) 
         position += 1
         if code == 0x20:
             (accumulator,) = struct.unpack_from("<I", data, constant)
+        elif code == 0x54:
+            accumulator &= constant
         elif code == 0x06:
             return constant
         else:
-            taken = {
-                0x15: accumulator == constant,
-                0x35: accumulator >= constant,
-                0x45: bool(accumulator & constant),
-            }[code]
+            taken = {0x15: accumulator == constant, 0x35: accumulator >= constant}[code]
             position += if_true if taken else if_false
 
 
@@ -44,11 +42,35 @@ def run_filter(program: bytes, architecture: int, number: int, *arguments: int) 
 def test_every_listed_call_is_refused_and_others_are_allowed(machine: str, column: int) -> None:
     program = seccomp_filter(machine)
     denied = {numbers[column] for numbers in DENIED_SYSCALLS.values()} - {None}
-    special = {"x86_64": {41, 53, 56, 435}, "aarch64": {198, 199, 220, 435}}[machine]
+    ignored = {numbers[column] for numbers in IGNORED_SYSCALLS.values()}
+    judged = {rule.numbers[column] for rule in ARGUMENT_RULES.values()} | {435}
+    assert not denied & ignored
+    assert not (denied | ignored) & judged
     for number in range(500):
-        if number not in special:
-            expected = refuse(errno.EPERM) if number in denied else ALLOW
+        if number not in judged:
+            expected = refuse(errno.EPERM) if number in denied else refuse(0) if number in ignored else ALLOW
             assert run_filter(program, AUDIT[machine], number) == expected, number
+
+
+@pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
+@pytest.mark.parametrize("name", ARGUMENT_RULES)
+def test_argument_rules_refuse_what_they_name_and_nothing_beside_it(name: str, machine: str, column: int) -> None:
+    rule = ARGUMENT_RULES[name]
+    program = seccomp_filter(machine)
+    for value in range(0, 2048):
+        hit = any(value & wanted == wanted if rule.bits else value == wanted for wanted in rule.values)
+        arguments = [0xFFFF_FFFF] * rule.argument + [value]
+        expected = refuse(rule.error) if hit != rule.others else ALLOW
+        assert run_filter(program, AUDIT[machine], rule.numbers[column], *arguments) == expected, value
+
+
+def test_shared_anonymous_memory_is_refused_and_what_programs_map_is_not() -> None:
+    program, mmap = seccomp_filter("x86_64"), 9
+    private, shared, anonymous, stack, huge = 0x02, 0x01, 0x20, 0x20000, 0x40000
+    assert run_filter(program, AUDIT["x86_64"], mmap, 0, 4096, 3, shared | anonymous) == refuse(errno.EPERM)
+    assert run_filter(program, AUDIT["x86_64"], mmap, 0, 4096, 3, private | anonymous | huge) == refuse(errno.EPERM)
+    for flags in (private | anonymous, private, shared, private | anonymous | stack):
+        assert run_filter(program, AUDIT["x86_64"], mmap, 0, 4096, 3, flags) == ALLOW
 
 
 @pytest.mark.parametrize(("machine", "clone", "socket"), [("x86_64", 56, 41), ("aarch64", 220, 198)])

@@ -1,0 +1,7 @@
+"""What a reward raises when it is not the answer's fault."""
+
+
+class CheckerFailure(RuntimeError):
+    """A checker of answers could not run: it did not start, died, or lacks data that it needs.
+
+    Says nothing about the answer. An episode whose reward raises it has no reward; it must not be counted as wrong."""

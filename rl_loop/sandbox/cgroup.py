@@ -1,0 +1,193 @@
+"""A control group (v2) for each server, where the kernel lets this user make one.
+
+The *base* is a cgroup whose files this user may write: that of ``systemd-run --user --scope -p Delegate=yes``, or, for
+root, any writable cgroup2 mount. Under it every server has a cgroup of its own: the kernel then limits the memory of
+its calls, all that it holds for them included, and gives each server the same weight on the processors.
+
+A cgroup with processes of its own can not divide what it has among children (the rule of no internal processes). A base
+that this process was started in is therefore emptied first: its processes move into a child named MAIN."""
+
+import contextlib
+import os
+import re
+import threading
+import time
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+MAIN = "gptoss-main"
+SERVER_NAME = re.compile(r"gptoss-sandbox-(\d+)-\d+")
+# the kernel hands the memory of dead processes back a moment after they are gone
+REMOVE_SECONDS = 2.0
+WEIGHT = 100  # the kernel's default, and that of MAIN: a server weighs as much as all of the owner's other processes
+
+_base_lock = threading.Lock()
+_numbers = count()
+
+
+def find_base() -> Path | None:
+    """The nearest cgroup at or above this process's own under which servers can be limited, None if there is none.
+
+    Processes of the base are moved into its child MAIN, and ``memory`` and ``cpu`` are enabled for its children."""
+    with _base_lock:
+        own = own_cgroup()
+        if own is None:
+            return None
+        mount, path = own
+        if path.name == MAIN:
+            path = path.parent
+        while path.is_relative_to(mount):
+            if _is_writable(path) and _enable_controllers(path):
+                return path
+            path = path.parent
+        return None
+
+
+@dataclass(frozen=True)
+class Protection:
+    """How the limits of a call's memory and its share of the processors are kept on this machine."""
+
+    memory: str
+    processors: str
+    advice: str  # how to get what is missing; empty if nothing is
+
+
+def describe_protection() -> Protection:
+    """What applies here, for ``gptoss doctor``."""
+    base = find_base()
+    if base is None:
+        return Protection(
+            memory="memory watched ten times a second",
+            processors="processors shared by niceness",
+            advice="for limits that the kernel keeps, start runs in a delegated cgroup (v2): "
+            "systemd-run --user --scope -p Delegate=yes gptoss ...",
+        )
+    memory = f"memory limited by cgroup v2 ({base})"
+    if "cpu" in _enabled(base):
+        return Protection(memory, "processors shared by its weights", advice="")
+    advice = "the cpu controller is not delegated: systemctl edit user@.service, [Service] Delegate=cpu memory pids"
+    return Protection(memory, "processors shared by niceness", advice)
+
+
+def own_cgroup(proc: Path = Path("/proc/self")) -> tuple[Path, Path] | None:
+    """Where cgroup2 is mounted and this process's folder below that, None without the memory controller."""
+    mount = None
+    for line in (proc / "mountinfo").read_text().splitlines():
+        fields, _, source = line.partition(" - ")
+        if source.split()[0] == "cgroup2":
+            mount = Path(fields.split()[4])
+    entries = [line for line in (proc / "cgroup").read_text().splitlines() if line.startswith("0::")]
+    if mount is None or not entries:
+        return None
+    path = mount / entries[0].removeprefix("0::").lstrip("/")
+    try:
+        # a machine that gives the memory controller to cgroup v1 has none here
+        controllers = (mount / "cgroup.controllers").read_text().split()
+    except OSError:
+        return None
+    if "memory" not in controllers or not path.is_dir():
+        return None
+    return mount, path
+
+
+def _is_writable(path: Path) -> bool:
+    files = (path, path / "cgroup.procs", path / "cgroup.subtree_control")
+    return all(os.access(file, os.W_OK) for file in files)
+
+
+def _enable_controllers(base: Path) -> bool:
+    """Let children of ``base`` have memory limits, and processor weights where possible. Whether memory is."""
+    available = (base / "cgroup.controllers").read_text().split()
+    if "memory" not in available:
+        return False
+    for controller in ("memory", "cpu"):
+        if controller not in available or controller in _enabled(base):
+            continue
+        try:
+            _enable(base, controller)
+        except OSError:
+            if controller == "memory":
+                return False
+    return True
+
+
+def _enabled(base: Path) -> list[str]:
+    return (base / "cgroup.subtree_control").read_text().split()
+
+
+def _enable(base: Path, controller: str) -> None:
+    """Raises OSError if the base has processes that can not be moved, or the controller can not be had."""
+    for attempt in range(10):
+        try:
+            _write(base / "cgroup.subtree_control", f"+{controller}")
+            return
+        except OSError:
+            # busy: it has processes of its own. More may be started while they are moved
+            if attempt == 9:
+                raise
+            _move_processes(base, base / MAIN)
+
+
+def _move_processes(source: Path, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    for process in (source / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            _write(target / "cgroup.procs", process)
+
+
+def _write(file: Path, text: str) -> None:
+    with file.open("w") as stream:
+        stream.write(text)
+
+
+class ServerCgroup:
+    """The cgroup of one server and of the calls that it runs, one at a time."""
+
+    def __init__(self, base: Path) -> None:
+        """Make it. Raises OSError."""
+        remove_stale(base)
+        self.path = base / f"gptoss-sandbox-{os.getpid()}-{next(_numbers)}"
+        self.path.mkdir()
+        self.has_cpu_weight = (self.path / "cpu.weight").exists()
+        if self.has_cpu_weight:
+            _write(self.path / "cpu.weight", str(WEIGHT))
+        # for the supervisors, which see no file system with it
+        self.memory_events = os.open(self.path / "memory.events", os.O_RDONLY)
+
+    def joining(self, command: list[str]) -> list[str]:
+        """The command that joins the cgroup before it becomes ``command``, so that no child of it is left outside."""
+        script = 'echo $$ > "$0" && exec "$@"'
+        return ["/bin/sh", "-c", script, str(self.path / "cgroup.procs"), *command]
+
+    def limit_calls(self, total_memory_bytes: int) -> None:
+        """Allow a call ``total_memory_bytes`` on top of what the server, which is ready, has now.
+
+        The program is killed and not the server, because its oom_score_adj is 1000."""
+        if (self.path / "memory.swap.max").exists():
+            _write(self.path / "memory.swap.max", "0")
+        used = int((self.path / "memory.current").read_text())
+        _write(self.path / "memory.max", str(used + total_memory_bytes))
+
+    def remove(self) -> None:
+        """Remove it, after its processes have ended. Safe to repeat."""
+        if self.memory_events >= 0:
+            os.close(self.memory_events)
+            self.memory_events = -1
+        deadline = time.monotonic() + REMOVE_SECONDS
+        while self.path.exists():
+            try:
+                self.path.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    return  # the next server of another process tries again
+                time.sleep(0.01)
+
+
+def remove_stale(base: Path) -> None:
+    """Remove the cgroups of owners that died without doing so."""
+    for path in base.glob("gptoss-sandbox-*"):
+        match = SERVER_NAME.fullmatch(path.name)
+        if match is not None and not Path("/proc", match[1]).exists():
+            with contextlib.suppress(OSError):  # it still has a process
+                path.rmdir()

@@ -1,0 +1,128 @@
+"""Runs that are stopped by a terminal: Ctrl-C once and twice, SIGTERM to the group, and a terminal that is closed."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_loop.run_directory import read_json_lines
+from tests.launch.terminal import Terminal
+
+ROOT = Path(__file__).parents[2]
+TINY = ["model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48", "model.head_size=16"]
+SFT = ["sft", "configs/sft/tiny_retool.yaml", *TINY, "sequences_per_step=16"]
+RL = [
+    "rl",
+    "configs/rl/tiny_retool.yaml",
+    *TINY,
+    "initial_weights=null",
+    "rollout.workers=1",
+    "rollout.tasks_per_step=2",
+    "rollout.samples_per_task=2",
+    "rollout.max_new_tokens_per_turn=32",
+    "tasks.held_out_tasks=2",
+    "evaluate_every=1000",
+]
+STARTED = 240
+"""Seconds: imports, Ray and a trainer, on a machine that does other things too."""
+
+
+def start(kind: str, saved: bool, output: Path) -> Terminal:
+    """A run that goes on for ever, with a checkpoint after every step or with none until it is stopped."""
+    options = [f"output_dir={output}", "name=stopped", "training.steps=100000"]
+    options += [f"training.checkpoint_every={1 if saved else 100000}"]
+    command = [sys.executable, "-m", "launch", *{"sft": SFT, "rl": RL}[kind], *options]
+    return Terminal(command, ROOT, OMP_NUM_THREADS="1")
+
+
+def steps_said(terminal: Terminal, count: int) -> None:
+    terminal.wait_for(rf"step {count}/100000", STARTED)
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    ("sft", False, "INT", ()),
+    ("sft", True, "INT twice", ()),
+    ("sft", True, "TERM", SLOW),
+    ("sft", False, "HUP", ()),
+    ("sft", False, "INT twice", SLOW),
+    ("sft", True, "INT", SLOW),
+    ("sft", False, "TERM", ()),
+    ("sft", True, "HUP", SLOW),
+    ("rl", True, "INT", ()),
+    ("rl", False, "INT twice", ()),
+    ("rl", True, "TERM", ()),
+    ("rl", True, "HUP", SLOW),
+    ("rl", True, "INT twice", SLOW),
+    ("rl", False, "INT", SLOW),
+    ("rl", False, "TERM", SLOW),
+    ("rl", False, "HUP", ()),
+]
+
+
+def name_of(kind: str, saved: bool, how: str) -> str:
+    return f"{kind}-{'after' if saved else 'before'}-the-first-checkpoint-{how.replace(' ', '-')}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "how"),
+    [pytest.param(*case, id=name_of(*case), marks=marks) for *case, marks in CASES],
+)
+def test_a_stopped_run_says_what_it_has_saved_and_leaves_no_process(
+    kind: str, saved: bool, how: str, tmp_path: Path
+) -> None:
+    with start(kind, saved, tmp_path) as terminal:
+        steps_said(terminal, 3)  # the checkpoint of the first is complete when the second one is begun
+        if how.startswith("INT"):
+            terminal.press_ctrl_c()
+        elif how == "TERM":
+            terminal.signal_group(signal.SIGTERM)
+        else:
+            terminal.hang_up()
+        if how == "INT twice":
+            terminal.wait_for("Ctrl-C again stops at once|saved after", 30)
+            terminal.press_ctrl_c()
+        status = terminal.wait(120)
+        left = terminal.processes_left()
+    run = tmp_path / "stopped"
+    said = terminal.said if how != "HUP" else (run / "output.log").read_text()
+    assert status == 128 + getattr(signal, f"SIG{how[:4].strip()}")
+    assert left == []
+    assert "Traceback" not in said
+    assert f"to continue: gptoss {kind} configs/" in said
+    assert "--resume" in said.splitlines()[-1]
+    steps = len(read_json_lines(run / "metrics.jsonl"))
+    checkpoints = run / "checkpoints"
+    assert not list(checkpoints.glob("*.partial"))
+    if how == "INT twice" and "stopped at once" in said:
+        known = r"goes on after step \d+ of 100000" if saved else "begins with step 1 again"
+        assert re.search(rf"stopped at once; \S+ .*{known}", said)
+        return
+    assert f"saved after step {steps} of 100000 in {run}" in said
+    assert (checkpoints / "latest").read_text() == f"step_{steps:06d}"
+
+
+def test_a_run_that_is_stopped_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    with start("rl", False, tmp_path) as terminal:
+        terminal.wait_for("loading the policy", STARTED)
+        terminal.press_ctrl_c()
+        status = terminal.wait(60)
+        left = terminal.processes_left()
+    assert status == 130
+    assert left == []
+    assert "stopped at once; the run had not begun, and nothing was written" in terminal.said
+    assert "Traceback" not in terminal.said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow  # Ray's daemons see to it themselves; only that ours are no longer in its session is new
+def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
+    with start("rl", False, tmp_path) as terminal:
+        steps_said(terminal, 2)
+        terminal.process.kill()
+        terminal.wait(30)
+        assert terminal.processes_left(seconds=30) == []

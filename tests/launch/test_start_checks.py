@@ -1,0 +1,228 @@
+"""What cannot start says so in one line, at once, before torch or Ray, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from converters.names import hf_shapes
+from launch.cluster import ClusterConfig
+from launch.node_checks import busy_ports
+from megatron_gptoss.config import ModelConfig
+from rl_loop.config import RlConfig, load_config
+from rl_loop.start_checks import checkpoint_bytes, checkpoints_at_a_time
+
+ROOT = Path(__file__).parents[2]
+RL, SFT = "configs/rl/tiny_retool.yaml", "configs/sft/tiny_retool.yaml"
+RANDOM = "initial_weights=null"
+PROGRAM = """
+import atexit, sys
+atexit.register(lambda: print("heavy:", sorted({"torch", "ray", "megatron"} & set(sys.modules))))
+from launch.cli import main
+main()
+"""
+
+
+def gptoss(*arguments: str, before: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [*before, sys.executable, "-c", PROGRAM, *arguments]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def seconds_of_children() -> float:
+    """Processor time: how long one waits for it is up to the other tests."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], message: str) -> None:
+    assert result.returncode in (1, 2), result.stdout
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("gptoss: ")
+    assert re.search(message, lines[0]), lines[0]
+    assert result.stdout == "heavy: []\n"
+
+
+def fake_model(path: Path, **changes: object) -> Path:
+    """A Hugging Face directory of the tiny model, or of one that differs from it, with an empty file of weights."""
+    path.mkdir()
+    model = load_config(ROOT / RL, RlConfig).model
+    (path / "config.json").write_text(json.dumps(model.to_hf_config() | changes))
+    (path / "model.safetensors").touch()
+    return path
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def data(path: Path | str) -> list[str]:
+    return [f"tasks.sources.retool.train_path={path}", f"tasks.sources.retool.held_out_path={path}"]
+
+
+GOOD_ROW = '{"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}\n'
+SGLANG = ["rl", RL, RANDOM, "rollout.engine=sglang"]
+PATH = os.environ["PATH"]
+
+# what is missing: (arguments, environment, what is said); FILES is the directory that ``files`` makes
+CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
+    "weights of rl": (["rl", RL, "initial_weights=/none"], {}, "initial_weights: /none is neither.* does not exist"),
+    "weights of sft": (["sft", SFT, "initial_weights=/none"], {}, "initial_weights: /none is neither"),
+    "weights in a model's directory": (["sft", SFT, "initial_weights=FILES/bare"], {}, "neither model.safetensors"),
+    "a shard": (["sft", SFT, "initial_weights=FILES/sharded"], {},
+                r"lacks model-00002-of-00002.safetensors \(1 of 2 files\)"),
+    "the right model": (["sft", SFT, "initial_weights=FILES/other"], {},
+                        "another model.*num_layers is 3 there and 4 here, .*sliding_window is 64 there and 16 here"),
+    "the right Megatron checkpoint": (["rl", RL, "initial_weights=FILES/megatron"], {},
+                                      "another model.*num_layers is 2 there"),
+    "the right model of an evaluation": (["eval", RL, "--weights", "FILES/other"], {},
+                                         "--weights: .*another model.*num_layers is 3 there"),
+    "weights of an evaluation": (["eval", RL, "--weights", "/none"], {}, "--weights: /none is neither"),
+    "something to evaluate": (["eval", RL, RANDOM], {}, "nothing to evaluate: give --weights"),
+    "an endpoint that answers": (["eval", RL, "evaluation.endpoint=http://127.0.0.1:1/v1"], {},
+                                 r"endpoint: nothing answers at http://127.0.0.1:1/v1 \(connection refused\)"),
+    "an endpoint's address": (["eval", RL, "evaluation.endpoint=host:8000"], {}, "is not an address such as"),
+    "SGLang": (SGLANG, {}, "rollout.sglang.python: .* has no SGLang"),
+    "SGLang's interpreter": ([*SGLANG, "rollout.sglang.python=/none/python"], {}, "/none/python is no program"),
+    "bubblewrap": (["rl", RL, RANDOM], {"PATH": "/none"}, "bubblewrap.*install"),
+    "the right to isolate": (["rl", RL, RANDOM], {"PATH": f"FILES/failing:{PATH}"}, "No permissions"),
+    "data": (["sft", SFT, *data("/none.jsonl")], {}, "retool.train_path: /none.jsonl does not exist"),
+    "a file of data": (["sft", SFT, *data("FILES")], {}, "is no file"),
+    "a good row": (["sft", SFT, *data("FILES/rows.jsonl")], {}, "rows.jsonl, line 2: not JSON"),
+    "pass rates": (["rl", RL, RANDOM, *data("FILES/good.jsonl"),
+                    "tasks.sources.retool.pass_rate={episodes: /none}"], {},
+                   "retool.pass_rate.episodes: /none does not exist"),
+    "a Ray that lives": (["sft", SFT], {"RAY_ADDRESS": "127.0.0.1:1"}, "where nothing answers .*unset it"),
+    "an address of Ray": (["sft", SFT], {"RAY_ADDRESS": "cluster"}, "RAY_ADDRESS is 'cluster', not HOST:PORT"),
+    "wandb": (["sft", SFT], {"WANDB_PROJECT": "x"}, "WANDB_PROJECT is set, but wandb is not installed"),
+    "the vocabulary": (["sft", SFT], {"TIKTOKEN_ENCODINGS_BASE": "/none"}, "/none/o200k_base.tiktoken is missing"),
+    "a directory to write in": (["sft", SFT, "output_dir=FILES/rows.jsonl"], {}, "Not a directory"),
+    "a place for a directory": (["sft", SFT, "output_dir=/proc/none"], {}, "cannot create the run directory"),
+    "a file of rl": (["rl", SFT], {}, "is a configuration of `gptoss sft` .*not of `gptoss rl`"),
+    "a file of sft": (["sft", RL], {}, "is a configuration of `gptoss rl` .*not of `gptoss sft`"),
+    "one way to begin": (["sft", SFT, "--resume", "--overwrite"], {}, "exclude each other"),
+    "a run": (["sft", SFT, "--resume"], {}, "there is no run to resume"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``CASES`` name: models, data and programs with something wrong."""
+    files = tmp_path_factory.mktemp("files")
+    sharded = fake_model(files / "sharded")
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    write(sharded / "model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
+    (sharded / "model-00001-of-00002.safetensors").touch()
+    write(files / "bare/config.json", (sharded / "config.json").read_text())
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    fake_model(files / "other", num_hidden_layers=3, sliding_window=64, layer_types=kinds)
+    write(files / "megatron/metadata.json", "{}")
+    write(files / "megatron/gptoss_config.json", ModelConfig(num_layers=2, num_experts=4).model_dump_json())
+    write(files / "rows.jsonl", GOOD_ROW + '{"task_id": \n')
+    write(files / "good.jsonl", GOOD_ROW)
+    write(files / "failing/bwrap", "#!/bin/sh\necho 'bwrap: No permissions' >&2; exit 1\n").chmod(0o755)
+    return files
+
+
+@pytest.mark.parametrize("missing", CASES)
+def test_what_is_missing_is_named_at_once_in_one_line_and_nothing_is_written(
+    missing: str, files: Path, tmp_path: Path
+) -> None:
+    arguments, environment, message = CASES[missing]
+    arguments = [argument.replace("FILES", str(files)) for argument in arguments]
+    environment = {name: value.replace("FILES", str(files)) for name, value in environment.items()}
+    if not any(argument.startswith("output_dir") for argument in arguments):
+        arguments.append(f"output_dir={tmp_path}/runs")
+    before, there = seconds_of_children(), sorted(files.rglob("*"))
+    assert_refused(gptoss(*arguments, **environment), message)
+    assert seconds_of_children() - before < 5
+    assert list(tmp_path.iterdir()) == []
+    assert sorted(files.rglob("*")) == there
+
+
+@contextmanager
+def listening(answer: bytes) -> Iterator[int]:
+    """The port of a server that says ``answer`` to whoever connects."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+def test_another_server_at_the_address_of_ray_is_recognised(tmp_path: Path) -> None:
+    with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        result = gptoss("sft", SFT, f"output_dir={tmp_path}/runs", RAY_ADDRESS=f"127.0.0.1:{port}")
+    assert_refused(result, "where something else than Ray answers")
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_named(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ("bwrap", "--dev-bind", "/", "/", "--size", "6000000", "--tmpfs", str(small))
+    if subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("bubblewrap cannot mount a small file system here")
+    result = gptoss("sft", SFT, f"output_dir={small}/runs", before=mount)
+    assert_refused(result, r"6\.0 MB are free in .*needs \S+ [MG]B for 3 checkpoints of .*keep_checkpoints")
+
+
+def test_a_resume_names_the_run_that_a_mistyped_name_may_mean(tmp_path: Path) -> None:
+    write(tmp_path / "tiny_retool/config.yaml", "name: tiny_retool\n")
+    result = gptoss("sft", SFT, f"output_dir={tmp_path}", "name=tiny_retol", "--resume")
+    assert_refused(result, "tiny_retol: there is no run to resume; did you mean name=tiny_retool")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny_retool"]
+
+
+def test_a_checkpoint_that_is_gone_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    write(tmp_path / "x/checkpoints/latest", "step_000003")
+    assert_refused(
+        gptoss("sft", SFT, f"output_dir={tmp_path}", "name=x", "--resume"), "names step_000003, which is mis"
+    )
+
+
+def test_the_predicted_checkpoint_is_that_of_the_model(tmp_path: Path) -> None:
+    config = load_config(ROOT / RL, RlConfig, ["training.steps=5", "training.checkpoint_every=3"])
+    parameters = sum(math.prod(shape) for shape in hf_shapes(config.model).values())
+    assert config.model.num_parameters == parameters
+    assert checkpoint_bytes(config) == 12 * parameters  # fp32 weights and two moments
+    assert checkpoints_at_a_time(config) == 2
+    critic = config.model_copy(update={"dtype": "bfloat16"})
+    assert checkpoint_bytes(critic) == 14 * parameters  # bf16 weights, fp32 master weights, two moments
+
+
+def test_a_port_of_ray_that_is_taken_is_a_problem_of_the_node(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        cluster = ClusterConfig(kind="local", ray_port=port - 3)
+        assert busy_ports(cluster) == [f"port {port} is in use, cluster.ray_port is {port - 3}"]
+        cluster_file = write(tmp_path / "cluster.yaml", f"kind: local\nray_port: {port - 3}\nmin_free_disk: 0\n")
+        result = gptoss("launch", SFT, "--sft", "--cluster", str(cluster_file), f"output_dir={tmp_path}/runs")
+    assert f"cluster.ray_port: port {port} is in use" in result.stderr
+    assert not (tmp_path / "runs").exists()
+    assert busy_ports(ClusterConfig(kind="local")) == []
+
+
+def test_a_launch_says_at_once_what_the_run_would_miss(tmp_path: Path) -> None:
+    cluster_file = write(tmp_path / "cluster.yaml", "kind: local\nmin_free_disk: 0\n")
+    arguments = ["launch", SFT, "--sft", "--cluster", str(cluster_file), f"output_dir={tmp_path}/runs"]
+    assert_refused(gptoss(*arguments, WANDB_PROJECT="x", XDG_STATE_HOME=str(tmp_path)), "wandb is not installed")
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.yaml"]

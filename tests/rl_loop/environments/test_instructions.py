@@ -1,0 +1,195 @@
+"""Instruction following: rows as IFEval and IFBench publish them, and checkers that lack what they need."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_loop import arithmetic
+from rl_loop.environments import RewardConfig, TaskFileError
+from rl_loop.environments import instructions as module
+from rl_loop.environments.base import final
+from rl_loop.environments.instructions import (
+    NLTK_DATA,
+    InstructionEnvironment,
+    InstructionOptions,
+    _capital_words,
+    _check,
+    _ifbench,
+    _registries,
+)
+from rl_loop.environments.task_file import TaskData
+from rl_loop.rewards import CheckerFailure
+
+SENTENCES = "length_constraints:number_sentences"
+CAPITALS = "change_case:capital_word_frequency"
+
+
+def row(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"key": 1, "prompt": "Write about tea.", "instruction_id_list": [name], "kwargs": [arguments]}
+
+
+def tasks_of(path: Path, rows: list[dict[str, Any]], **options: Any) -> TaskData:
+    path.write_text("".join(json.dumps(record) + "\n" for record in rows))
+    return TaskData(str(path), "instructions", InstructionEnvironment, InstructionOptions(**options))
+
+
+def reward(record: dict[str, Any], answer: str) -> float:
+    task = InstructionEnvironment.from_record(record, "t", InstructionOptions())
+    assert task is not None
+    environment = InstructionEnvironment(task, arithmetic.interpret, RewardConfig())
+    return asyncio.run(environment.step([final(answer)])).reward
+
+
+@pytest.fixture
+def without_nltk_data(monkeypatch, tmp_path: Path) -> None:
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    module._registries()[0][SENTENCES]  # the registry is there before the data is not
+    from if_verifiable.ifeval import instructions_util
+
+    instructions_util._get_sentence_tokenizer.cache_clear()
+
+
+@pytest.fixture
+def with_nltk_data(monkeypatch, tmp_path: Path) -> None:
+    """A model of sentences that knows no abbreviation, in the files that NLTK reads."""
+    import nltk
+    from if_verifiable.ifeval import instructions_util
+
+    place = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    place.mkdir(parents=True)
+    for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
+        (place / name).write_text("")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    instructions_util._get_sentence_tokenizer.cache_clear()
+    yield
+    instructions_util._get_sentence_tokenizer.cache_clear()
+
+
+def test_a_row_whose_checker_lacks_data_is_an_error_that_says_how_to_get_it(tmp_path, without_nltk_data) -> None:
+    rows = [row("punctuation:no_comma"), row(SENTENCES, num_sentences=2, relation="at least")]
+    with pytest.raises(TaskFileError, match=r"line 2: length_constraints:number_sentences .*nltk.downloader punkt_tab"):
+        tasks_of(tmp_path / "ifeval.jsonl", rows)
+    assert len(tasks_of(tmp_path / "ifeval.jsonl", rows, skip_unavailable=True)) == 1
+
+
+def test_a_checker_that_loses_its_data_fails_and_is_not_unmet(without_nltk_data) -> None:
+    with pytest.raises(CheckerFailure, match="punkt_tab"):
+        _check([SENTENCES, {"num_sentences": 2, "relation": "at least"}], "One. Two.", "")
+
+
+def test_with_its_data_sentences_are_counted(with_nltk_data) -> None:
+    record = row(SENTENCES, num_sentences=3, relation="at least")
+    assert reward(record, "One here. Two here. Three here.") == 1.0
+    assert reward(record, "One here. Two here.") == -1.0
+
+
+def test_all_checkers_that_read_data_of_nltk_are_known() -> None:
+    reading = re.compile(r"word_tokenize|pos_tag|count_stopwords|\bcount_sentences\(|sent_tokenize|nltk\.corpus")
+    registries = {**_ifbench(), **_registries()[0]}
+    found = {name for name, checker in registries.items() if reading.search(inspect.getsource(checker))}
+    assert found == {*NLTK_DATA, CAPITALS}
+
+
+def test_no_checker_fails_for_want_of_something(without_nltk_data) -> None:
+    """The class of fault: an exception of the checker, on any text, that counts as not met."""
+    random.seed(0)
+    text = "This is a NOTE about tea. It has two sentences, and * a list\n* of points.\n\nA second PARAGRAPH ends it."
+    for name, kind in {**_registries()[0]}.items():
+        if name in NLTK_DATA or name == "combination:repeat_prompt":
+            continue
+        checker = kind(name)
+        checker.build_description()
+        arguments = checker.get_instruction_args() or {}
+        module._meets(module._checker(name, arguments, "Write."), name, text)
+
+
+def test_importing_ifbench_downloads_nothing(monkeypatch) -> None:
+    import nltk
+
+    def download(*arguments: Any, **settings: Any) -> None:
+        raise AssertionError("nothing is downloaded behind the user's back")
+
+    monkeypatch.setattr(nltk, "download", download)
+    _ifbench.cache_clear()
+    assert "words:start_verb" in _ifbench()
+    assert nltk.download is download
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("NASA and the U.S. ARMY.", 3),
+        ("I CAN'T. Then she WON'T!", 5),
+        ("I CAN'T go", 3),
+        ('He said "STOP." Then I went.', 2),
+        ("none here", 0),
+        ("A B.C. X-RAY 5 É", 4),
+        ("", 0),
+    ],
+)
+def test_words_of_capital_letters_are_counted_without_data(without_nltk_data, text: str, count: int) -> None:
+    assert _capital_words(text) == count
+
+
+def test_words_of_capital_letters_are_counted_as_nltk_counts_them(with_nltk_data) -> None:
+    from nltk import word_tokenize
+
+    words = ["CAN'T", "NASA", "U.S.", "MR.", "e.g.", "I", "WE'LL", "it's", "IT'S", "dog", "A.", "O'NEIL", "(NASA)"]
+    words += ['"YES"', "'NO'", "INC.", "3.", "X-RAY", "GIMME", "CANNOT", "P.M."]
+    marks = ["", "", "", ".", "!", "?", "...", '."', ".)", "?!", ",", ";", ":"]
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(rng.choice(words) + rng.choice(marks) + rng.choice([" ", "  ", "\n"]) for _ in range(8))
+        assert _capital_words(text) == sum(word.isupper() for word in word_tokenize(text)), text
+
+
+@pytest.mark.parametrize("letter", ["#", "!"])
+def test_a_letter_that_is_none_is_counted_as_the_prompt_asks(letter: str) -> None:
+    """IFEval 1122 and 1129: the checker draws a random letter instead."""
+    record = row("keywords:letter_frequency", letter=letter, let_frequency=4, let_relation="at least")
+    for _ in range(20):
+        assert reward(record, f"tea {letter * 4}") == 1.0
+        assert reward(record, "abcdefghijklmnopqrstuvwxyz" * 4) == -1.0
+
+
+def test_what_a_row_leaves_out_is_drawn_by_the_row_and_not_by_chance() -> None:
+    record = row("keywords:letter_frequency", let_frequency=1, let_relation="at least")
+    for letter in "aeiouxyz":
+        assert len({reward(record, letter * 3) for _ in range(10)}) == 1
+
+
+def test_what_precedes_a_marker_of_thoughts_counts() -> None:
+    """Answers come from the channel ``final``: there are no thoughts in them to be taken out."""
+    assert reward(row("punctuation:no_comma"), "first, second </think> third") == -1.0
+    assert reward(row("keywords:existence", keywords=["first"]), "first </think> second") == 1.0
+    assert reward(row("keywords:existence", keywords=["first"]), "<think> first") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({**row("punctuation:no_comma"), "kwargs": []}, "'kwargs' must be a list with an entry for each constraint"),
+        ({**row("punctuation:no_comma"), "kwargs": [3]}, "'kwargs' must be a list of objects"),
+        ({**row("punctuation:no_comma"), "instruction_id_list": "x"}, "'instruction_id_list' must be a list"),
+        ({**row("punctuation:no_comma"), "prompt": None}, "'prompt' must be text"),
+        (row("punctuation:no_colons"), "neither IFEval nor IFBench has a constraint 'punctuation:no_colons'"),
+    ],
+)
+def test_a_row_that_is_none_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(TaskFileError, match=f"line 1: .*{re.escape(message)}"):
+        tasks_of(tmp_path / "ifeval.jsonl", [record])
+
+
+def test_unknown_checkers_are_named_when_the_configuration_is_read() -> None:
+    with pytest.raises(ValueError, match="no prompts are composed with length_constraints:number_sentences"):
+        InstructionOptions(checkers=[SENTENCES])

@@ -1,0 +1,205 @@
+"""math-verify in processes of its own: limits, deaths, and what stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from rl_loop.rewards import CheckerFailure, math_answer, math_verify_pool
+from rl_loop.rewards.math_verify_pool import MathVerifyPool
+
+# each computes for minutes inside C or sympy
+SLOW = [r"\binom{10^{9}}{5\cdot 10^{8}}", "(x+1)^{5000}", "9^{9^{9^{9}}}"]
+
+
+@pytest.fixture
+def pool() -> Iterator[MathVerifyPool]:
+    found = MathVerifyPool(seconds=1.0)
+    assert found.equivalent("1/2", "0.5")
+    yield found
+    found.close()
+
+
+def own_processes(pool: MathVerifyPool) -> list[psutil.Process]:
+    assert pool._server is not None
+    server = psutil.Process(pool._server.pid)
+    return [server, *server.children()]
+
+
+def wait_for(condition, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_an_answer_that_computes_for_ever_is_wrong_and_the_next_one_is_compared(pool, slow: str) -> None:
+    assert not pool.equivalent(slow, "4")
+    assert pool.equivalent("x+1", "1+x")
+
+
+def test_sixteen_slow_expressions_delay_no_other_answer() -> None:
+    pool = MathVerifyPool(seconds=0.5)
+    assert pool.equivalent("1/2", "0.5")
+    with ThreadPoolExecutor(16) as threads:
+        slow = [threads.submit(pool.equivalent, SLOW[i % len(SLOW)], "4") for i in range(16)]
+        wait_for(lambda: len(own_processes(pool)) > 16)
+        began = time.monotonic()
+        assert pool.equivalent("x+1", "1+x")
+        waited = time.monotonic() - began
+        assert not any(future.result() for future in slow)
+        # in a queue behind them it would come last; beside them it gets its share of the cores
+        assert waited < (time.monotonic() - began) / 2
+    pool.close()
+
+
+def test_slow_expressions_beyond_the_number_of_workers_are_all_judged() -> None:
+    pool = MathVerifyPool(seconds=0.2, workers=2)
+    with ThreadPoolExecutor(7) as threads:
+        slow = [threads.submit(pool.equivalent, SLOW[0], "4") for _ in range(6)]
+        assert threads.submit(pool.equivalent, "x+1", "1+x").result()
+        assert not any(future.result() for future in slow)
+    pool.close()
+
+
+def test_answers_on_the_event_loop_are_judged_beside_slow_ones(monkeypatch) -> None:
+    pool = MathVerifyPool(seconds=0.5)
+    monkeypatch.setattr(math_answer, "equivalent", pool.equivalent)
+
+    async def main() -> tuple[bool, int]:
+        assert await math_answer.judge(r"\boxed{x+1}", "1+x")
+        slow = [asyncio.create_task(math_answer.judge(rf"\boxed{{{SLOW[0]}}}", "4")) for _ in range(16)]
+        await asyncio.sleep(0.1)
+        honest = await math_answer.judge(r"\boxed{x+2}", "2+x")
+        unfinished = sum(not task.done() for task in slow)
+        assert not any(await asyncio.gather(*slow))
+        return honest, unfinished
+
+    honest, unfinished = asyncio.run(main())
+    pool.close()
+    assert honest
+    assert unfinished > 8
+
+
+def test_an_idle_process_that_died_does_not_make_the_next_answer_wrong(pool) -> None:
+    for worker in own_processes(pool)[1:]:
+        worker.kill()
+        wait_for(lambda w=worker: not w.is_running())
+    assert pool.equivalent("x+1", "1+x")
+
+
+def test_a_server_that_died_is_started_again(pool) -> None:
+    for process in own_processes(pool):
+        process.kill()
+    assert pool.equivalent("x+1", "1+x")
+
+
+def test_a_process_that_is_killed_at_work_is_replaced_and_the_answer_judged_again() -> None:
+    pool = MathVerifyPool(seconds=60.0)
+    assert pool.equivalent("1/2", "0.5")
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(pool.equivalent, SLOW[0], "4")
+        for death in range(2):
+            wait_for(lambda: any(child.cpu_times().user > 0.3 for child in own_processes(pool)[1:]))
+            (worker,) = own_processes(pool)[1:]
+            worker.kill()
+            wait_for(lambda w=worker: not w.is_running() or w.status() == psutil.STATUS_ZOMBIE)
+            if death == 0:
+                assert not slow.done(), "one death is nobody's fault"
+        with pytest.raises(CheckerFailure, match="died twice"):
+            slow.result()
+    assert pool.equivalent("x+1", "1+x")
+    pool.close()
+
+
+def test_a_checker_that_cannot_start_is_a_failure_of_the_checker_and_says_why(monkeypatch) -> None:
+    pool = MathVerifyPool()
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    monkeypatch.setattr(math_verify_pool.sys, "executable", "/nowhere/python")
+    with pytest.raises(CheckerFailure, match=r"math-verify does not start.*/nowhere/python"):
+        pool.equivalent("x+1", "1+x")
+
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    with pytest.raises(CheckerFailure, match=r"math-verify does not start: .*encodings"):
+        pool.equivalent("x+1", "1+x")
+
+    monkeypatch.undo()
+    assert pool.equivalent("x+1", "1+x")
+    pool.close()
+
+
+def test_memory_is_bounded(pool) -> None:
+    assert not pool.equivalent("+".join(f"10^{{{99_000 + i}}}" for i in range(100)) + "+2^{2^{33}}", "4")
+    assert pool.equivalent("x+1", "1+x")
+
+
+def test_no_process_is_left(pool) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        busy = [threads.submit(pool.equivalent, SLOW[0], "4") for _ in range(3)]
+        wait_for(lambda: len(own_processes(pool)) > 3)
+        watched = own_processes(pool)
+        pool.close()
+        for future in busy:
+            with contextlib.suppress(CheckerFailure):
+                assert not future.result()
+    pool.close()
+    wait_for(lambda: not any(process.is_running() for process in watched))
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_one_that_asked(end: signal.Signals) -> None:
+    code = (
+        "import threading, time\n"
+        "from rl_loop.rewards.math_verify_pool import equivalent\n"
+        "assert equivalent('x+1', '1+x')\n"
+        f"threading.Thread(target=equivalent, args=({SLOW[0]!r}, '4')).start()\n"
+        "time.sleep(0.2)\n"
+        "print('asked', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    asker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert asker.stdout is not None
+    assert asker.stdout.readline() == "asked\n"
+    left = psutil.Process(asker.pid).children(recursive=True)
+    assert len(left) >= 2
+    asker.send_signal(end)
+    asker.communicate()
+    wait_for(lambda: not any(process.is_running() for process in left))
+
+
+def test_ctrl_c_in_a_terminal_leaves_the_checker_alone(pool) -> None:
+    for process in own_processes(pool):
+        process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    before = {process.pid for process in own_processes(pool)}
+    assert pool.equivalent("x+1", "1+x")
+    assert before & {process.pid for process in own_processes(pool)} == before
+
+
+def test_many_threads_are_answered_each_their_own(pool) -> None:
+    wrong: list[int] = []
+
+    def ask(i: int) -> None:
+        for j in range(20):
+            number = 100 * i + j
+            if not pool.equivalent(f"x+{number}", f"{number}+x") or pool.equivalent(f"x+{number}", f"{number + 1}+x"):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

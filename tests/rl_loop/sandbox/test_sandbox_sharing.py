@@ -1,0 +1,123 @@
+"""What calls share: processors and memory, without and with a cgroup."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+import time
+from collections.abc import Callable
+
+from tests.rl_loop.sandbox.conftest import SandboxUnderTest
+
+SPINNERS = textwrap.dedent("""
+    import os, time
+    for _ in range(30):
+        if os.fork() == 0:
+            try:
+                os.setsid()
+            except PermissionError:
+                pass
+            while True:
+                pass
+    time.sleep(60)
+""")
+# about 0.3 s of one processor, alone
+HONEST = "import time\nwhile time.process_time() < 0.3:\n    pass\nprint('done')"
+
+
+def seconds_of(sandbox: SandboxUnderTest) -> float:
+    result = sandbox.run(HONEST)
+    assert result.output == "done\n", result
+    return result.seconds
+
+
+def test_a_neighbour_of_thirty_spinners_still_gets_its_share(make_sandbox: Callable) -> None:
+    neighbour = make_sandbox(timeout_seconds=30, cpu_seconds=30)
+    spinning = SandboxUnderTest(neighbour.sandbox.config.model_copy(update={"timeout_seconds": 25.0}))
+    try:
+        alone = statistics.median(seconds_of(neighbour) for _ in range(3))
+        call = spinning.start(SPINNERS)
+        time.sleep(1)  # two looks at which they are seen to be busy
+        beside = statistics.median(seconds_of(neighbour) for _ in range(3))
+        assert not call.done()
+    finally:
+        spinning.close()
+    # 4 s and more, 13 times as long, where every process has the same weight
+    assert beside < 4 * alone, (beside, alone)
+
+
+def test_a_call_with_busy_tasks_is_made_so_nice_that_they_weigh_as_one(make_sandbox: Callable) -> None:
+    code = """
+        import os, time
+        for _ in range(12):
+            if os.fork() == 0:
+                while True:
+                    pass
+        time.sleep(3)
+        print(os.getpriority(os.PRIO_PROCESS, 0))
+    """
+    quiet = "import os, time; time.sleep(0.5); print(os.getpriority(os.PRIO_PROCESS, 0))"
+    sandbox = make_sandbox(timeout_seconds=30, cpu_seconds=30, use_cgroup=False)
+    before = int(sandbox.run(quiet).output)
+    niceness = int(sandbox.run(textwrap.dedent(code)).output)
+    # 1.25 ** 12 is 14.6
+    assert before < 10
+    assert 9 <= niceness <= 13
+    assert int(sandbox.run(quiet).output) == before
+
+
+def test_memory_that_forked_readers_share_is_counted_once(make_sandbox: Callable) -> None:
+    sandbox = make_sandbox(timeout_seconds=30, memory_bytes=256 << 20, total_memory_bytes=256 << 20, use_cgroup=False)
+    code = """
+        import os, time
+        block = bytearray(b'x') * (100 << 20)
+        readers = []
+        for _ in range(6):
+            if (reader := os.fork()) == 0:
+                total = sum(block[::4096])
+                time.sleep(2)
+                os._exit(0)
+            readers.append(reader)
+        for reader in readers:
+            os.waitpid(reader, 0)
+        print('read')
+    """
+    result = sandbox.run(textwrap.dedent(code))
+    assert (result.output, result.error) == ("read\n", None)
+
+
+def test_children_that_borrow_their_parents_memory_are_not_counted_twice(make_sandbox: Callable) -> None:
+    sandbox = make_sandbox(timeout_seconds=60, memory_bytes=256 << 20, total_memory_bytes=256 << 20, use_cgroup=False)
+    code = """
+        import subprocess, time
+        block = bytearray(b'x') * (160 << 20)
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            subprocess.run(['/usr/bin/true'], check=True)
+        print('ran')
+    """
+    result = sandbox.run(textwrap.dedent(code))
+    assert (result.output, result.error) == ("ran\n", None)
+
+
+def test_honest_users_of_files_and_locks_still_work(make_sandbox: Callable) -> None:
+    code = """
+        import os, shutil, sqlite3, subprocess, tempfile
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, 'data.sqlite')
+            with sqlite3.connect(path) as first, sqlite3.connect(path) as second:
+                first.execute('create table numbers (n)')
+                first.executemany('insert into numbers values (?)', [(n,) for n in range(10)])
+                first.commit()
+                print(second.execute('select sum(n) from numbers').fetchone())
+            child = f"import sqlite3; print(sqlite3.connect({path!r}).execute('select max(n) from numbers').fetchone())"
+            print(subprocess.run(['python3', '-c', child], capture_output=True, text=True).stdout, end='')
+            shutil.copy2(path, path + '.copy')
+            print(os.path.getsize(path) == os.path.getsize(path + '.copy'))
+        os.sync()
+        with open('/dev/zero', 'rb') as zero, open('/dev/null', 'wb') as null:
+            null.write(zero.read(10))
+        print(open('/proc/self/status').readline().split()[0], len(open('/dev/urandom', 'rb').read(4)))
+    """
+    result = make_sandbox().run(textwrap.dedent(code))
+    assert result.output == "(45,)\n(9,)\nTrue\nName: 4\n", result

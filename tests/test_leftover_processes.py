@@ -1,0 +1,82 @@
+"""The suite notices processes that its tests leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.leftover_processes import RUN
+
+ROOT = Path(__file__).parents[1]
+
+CARELESS = """
+import subprocess, sys
+from pathlib import Path
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
+
+def test_one_ends_what_it_starts():
+    subprocess.Popen(SLEEP).kill()
+
+def test_one_leaves_a_process():
+    child = subprocess.Popen(SLEEP, start_new_session=True)
+    (Path(__file__).parent / "pid").write_text(str(child.pid))
+"""
+
+
+def run_suite(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_inner.py").write_text(code)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", RUN))}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.leftover_processes", *options, "test_inner.py"],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder for an inner suite that need not wait for what will not end."""
+    (tmp_path / "conftest.py").write_text(
+        "from tests import leftover_processes\nleftover_processes.GRACE_SECONDS = 0.5\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two workers"])
+def test_a_process_that_a_test_leaves_fails_the_run_and_is_ended(options: tuple[str, ...], quick: Path) -> None:
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])  # of this run, not the inner
+    try:
+        done = run_suite(quick, CARELESS, *options)
+        assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+        assert "2 passed" in done.stdout
+        pid = int((quick / "pid").read_text())
+        assert f"process {pid} of test_inner.py::test_one_leaves_a_process (call): " in done.stdout
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two workers"])
+def test_a_suite_that_leaves_nothing_passes(options: tuple[str, ...], quick: Path) -> None:
+    clean = CARELESS.partition("def test_one_leaves")[0] + (
+        "def test_a_helper_that_ends_with_its_parent():\n"
+        "    import multiprocessing\n"
+        "    process = multiprocessing.get_context('forkserver').Process(target=print)\n"
+        "    process.start()\n"
+        "    process.join()\n"
+    )
+    done = run_suite(quick, clean, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "left behind" not in done.stdout

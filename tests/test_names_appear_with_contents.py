@@ -1,0 +1,50 @@
+"""Whoever gives something a name by renaming it has put its contents on the disk first, or says why that is not needed.
+
+Otherwise a power cut leaves a name that stands for an empty or shortened file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
+SYNCING = {"fsync", "sync_directory", "sync_names", "write_atomically"}
+NOT_NEEDED = {
+    "kernels/gptoss_kernels/mxfp4/cpu.py:_built_library": "a library that is cut short does not load",
+    "megatron_gptoss/checkpoint.py:_clean_up_after_a_crash": "the checkpoint was on the disk under its earlier name",
+    "converters/hf_directory.py:_write_shards": "in a directory that is synced before it gets its name",
+}
+
+
+def called(function: ast.AST) -> set[str]:
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return {call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls}
+
+
+def renaming(source: str) -> Iterator[tuple[str, set[str]]]:
+    """Functions that rename, and what they call."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = called(node)
+            of_os = "os.replace" in ast.unparse(node) or "shutil.move" in ast.unparse(node)
+            if of_os or names & {"rename", "renames"}:
+                yield node.name, names
+
+
+def test_contents_are_on_the_disk_before_a_rename_shows_them() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{name}": names
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*.py")
+        for name, names in renaming(path.read_text())
+    }
+    assert {"megatron_gptoss/checkpoint.py:_publish", "converters/new_directory.py:new_directory"} < set(found)
+    unsafe = {place for place, names in found.items() if not names & SYNCING}
+    assert unsafe == set(NOT_NEEDED)
+
+
+def test_a_function_that_only_renames_is_noticed() -> None:
+    [(name, names)] = renaming("def publish(a, b):\n    a.write_text('x')\n    a.rename(b)\n")
+    assert name == "publish" and not names & SYNCING
