@@ -64,7 +64,7 @@ class Shape:
         return (CHUNK.get(kernel, tile) + tile - 1) // tile * tile
 
     def held_keys(self, chunk: int) -> int:
-        """Keys that such a kernel holds for a chunk of positions, as held.cuh computes it."""
+        """Keys that such a kernel holds for a chunk of positions, as resident_keys.cuh computes it."""
         end = chunk - TILE_ROWS // self.group + self._skipped + self.key_steps * 48
         return max(self.halo + chunk, (end + 7) // 8 * 8)
 

@@ -1,73 +1,122 @@
-// dK, dV and dsinks of causal attention, within a window or full. A block of four warps owns KEYS keys of one kv head; rows of Q
-// and dO pass by TMA, WAVE (positions x heads) at a time.
-// Grid: items of 64 keys * kv heads, blocks of 128 threads. Sums run in a fixed order, nothing is added from outside.
+// dK, dV and the sinks' gradient of causal attention, full or within a window.
+//
+// Who owns what   A block owns KEYS keys of one kv head and writes their dK and dV: warp w has keys
+//                 16w to 16w + 15. Rows of Q and dO of all query heads of that kv head pass, a step
+//                 of STEP_ROWS rows (POSITIONS positions times GROUP heads) at a time, group after
+//                 group. Sums run in a fixed order and nothing is added from outside: same bits
+//                 every time.
+// Grid            items (of KEYS positions) times kv heads, kv heads fastest; 128 threads.
+// Shared memory   STAGES stages of Q and dO, which come by TMA; K; per stage the rows' statistics;
+//                 a barrier per stage. V is in the last stage until that is first filled, and dK
+//                 and dV are staged in the first two tiles at the end.
+// Registers       V as left operand, dK and dV (64 columns each), and of the current step P^T (64
+//                 rows) and dP^T (32 rows at a time).
+//
+// Everything is transposed against the kernels that own rows: the products' rows are the keys.
+//     S^T = K Q^T      P^T = exp(S^T - LSE)      dV += P^T dO
+//     dP^T = V dO^T    dS^T = P^T (dP^T - delta)  dK += dS^T Q
+// LSE and delta belong to columns here; the kernel for dQ, which runs before, has written them.
+//
+// Of a lane's accumulators, element e of block j is key lane / 4 + 8 (e >> 1) of its warp's, and
+// row 8j + 2 (lane & 3) + (e & 1) of the step.
 #include "tma.cuh"
 
-constexpr int STAGES = 4, AHEAD = STAGES - 2;      // steps that are on their way; one is used up late
-constexpr int KEYS = 64, WAVE = 64;
-constexpr int WIDTH = WINDOW ? WINDOW : 1 << 30;    // keys that a row sees
+constexpr int KEYS = 64;
+constexpr int STEP_ROWS = 64;
+constexpr int HALF_ROWS = STEP_ROWS / 2;
+constexpr int POSITIONS = STEP_ROWS / GROUP;        // of a step
 constexpr int HEADS_PER_KV = GROUP * GROUPS;
-constexpr int POSITIONS = WAVE / GROUP;
-constexpr u32 OWN_BYTES = KEYS * ROW_BYTES, WAVE_BYTES = WAVE * ROW_BYTES, STAGE_BYTES = 2 * WAVE_BYTES;
-constexpr u32 STATS_BYTES = WAVE * 8;              // (LSE * log2(e), delta) of each row
-constexpr int PASS = THREADS / CHUNKS;             // rows that the block copies at once
-struct Item { int start, end, first, unused; };    // sequence [start, end), this block's first key
+constexpr int WIDTH = WINDOW ? WINDOW : 1 << 30;    // keys that a row sees
 
-// The block's keys and values on their way to shared memory; zeros after the sequence.
-__device__ __forceinline__ void load_keys(u32 own_k, u32 own_v, const bf16* k, const bf16* v, const Item& item, int kv_head,
-                                          int kv_heads, int thread) {
-    const int row = thread / CHUNKS, c = thread % CHUNKS;
+// Of the stages, one is in use, one may still be read by the products of the step before, and AHEAD
+// are on their way.
+constexpr int STAGES = 4;
+constexpr int AHEAD = STAGES - 2;
+
+constexpr u32 KEYS_BYTES = KEYS * ROW_BYTES;
+constexpr u32 ROWS_BYTES = STEP_ROWS * ROW_BYTES;
+constexpr u32 STAGE_BYTES = 2 * ROWS_BYTES;         // Q, then dO
+constexpr u32 STATS_BYTES = STEP_ROWS * 8;          // LSE * log2(e) of each row, then delta of each
+
+// One block's keys of one sequence; window.py:_items makes the table.
+struct Item {
+    int start, end;  // the sequence is positions [start, end)
+    int first;       // the block's first key
+    int unused;
+};
+
+// -- loading --------------------------------------------------------------------------------------
+
+// Begin to copy the block's keys and values; zeros after the sequence.
+__device__ __forceinline__ void load_keys(u32 tile_k, u32 tile_v, const bf16* k, const bf16* v,
+                                          const Item& item, int kv_head, int kv_heads, int thread) {
+    constexpr int PASS = THREADS / CHUNKS;  // rows that the block copies at once
+    const int row = thread / CHUNKS;
+    const int c = thread % CHUNKS;
     const bf16* source_k = k + ((long long)(item.first + row) * kv_heads + kv_head) * D + c * 8;
     const bf16* source_v = v + (source_k - k);
 #pragma unroll
     for (int i = 0; i < KEYS / PASS; i++) {
         const long long ahead = (long long)i * PASS * kv_heads * D;
         const bool inside = item.first + row + i * PASS < item.end;
-        copy16(own_k + chunk_address(row, c) + i * PASS * ROW_BYTES, source_k + ahead, inside);
-        copy16(own_v + chunk_address(row, c) + i * PASS * ROW_BYTES, source_v + ahead, inside);
+        const u32 offset = chunk_address(row, c) + i * PASS * ROW_BYTES;
+        cp_async_16(tile_k + offset, source_k + ahead, inside);
+        cp_async_16(tile_v + offset, source_v + ahead, inside);
     }
 }
-// The order of rows. In full attention they are visited from the last one down, with a window from a place that neighbouring
-// blocks share and round about: so blocks read the same rows at the same time.
+
+// Begin to copy the statistics of a step's rows: half of the threads copy LSE, half delta.
+__device__ __forceinline__ void fetch_stats(u32 target, const float2* row_stats, int position,
+                                            int head0, int heads, int end, int thread) {
+    const int which = thread / STEP_ROWS;  // 0: LSE, 1: delta
+    const int p = position + thread % STEP_ROWS / GROUP;
+    const float2* stats = row_stats + (long long)p * heads + head0 + thread % GROUP;
+    cp_async_4(target + thread * 4, (const float*)stats + which, p < end);
+}
+
+// Load LSE * log2(e) of this lane's two columns of block j of a half step. `stats` points at its
+// first column of the step; STEP_ROWS * 4 bytes further on the same gives delta.
+__device__ __forceinline__ float2 load_stats(u32 stats, int half, int j) {
+    return shared_load2f(stats + half * (HALF_ROWS * 4) + j * 32);
+}
+
+// -- the order of the steps -----------------------------------------------------------------------
+//
+// Neighbouring blocks of a sequence need mostly the same rows. They find them in L2 if they visit
+// them at the same time, so the order is chosen by the place in the sequence and not by the block.
+//
+// Full attention: from the sequence's last rows, which all of its blocks need, down to the block's.
+// Window: upwards from the first step whose number in the sequence is a multiple of PERIOD, to the
+// block's last rows, and then from its first ones on. PERIOD is the steps that one block visits,
+// rounded up to whole blocks. A block near the end of the sequence may have no such step; it begins
+// with its first rows.
+
+// Which of a block's steps is the first one.
 __device__ __forceinline__ int first_step(const Item& item, int steps) {
     if (!WINDOW) return steps - 1;
     constexpr int PERIOD = (KEYS + WINDOW - 1 + KEYS - 1) / KEYS * KEYS / POSITIONS;
-    const int rotation = (PERIOD - (item.first - item.start) / POSITIONS % PERIOD) % PERIOD;
+    const int own_step = (item.first - item.start) / POSITIONS;
+    const int rotation = (PERIOD - own_step % PERIOD) % PERIOD;
     return rotation < steps ? rotation : 0;
 }
+
+// The position of the step after the one at `position`; `last` is where the block's rows end.
 __device__ __forceinline__ int following(int position, const Item& item, int last) {
     if (!WINDOW) return position - POSITIONS;
     return position + POSITIONS < last ? position + POSITIONS : item.first;
 }
-// The statistics of a step's rows on their way, LSE first: half of the threads copy LSE, half delta.
-__device__ __forceinline__ void fetch_stats(u32 target, const float2* row_stats, int position, int head0, int heads, int end,
-                                            int thread) {
-    const int p = position + thread % WAVE / GROUP;
-    const float2* of_row = row_stats + (long long)p * heads + head0 + thread % GROUP;
-    copy4(target + thread * 4, (const float*)of_row + thread / WAVE, p < end);
-}
-// The items' shares of the sinks' gradient are summed on the side, in a fixed order. A C++ pointer to the four warps' sums would
-// keep the compiler from using uniform registers in all that follows, hence their address.
-__device__ __forceinline__ void sum_shares(float* grad_sinks, const float* shares, int share_count, int heads, int thread,
-                                           u32 sums) {
-    for (int head = blockIdx.x; head < heads; head += gridDim.x) {
-        float sum = 0.f;
-        for (int i = thread; i < share_count; i += THREADS) sum += shares[(long long)i * heads + head];
-#pragma unroll
-        for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-        shared_store4(sums + 4 * (thread >> 5), __float_as_uint(sum));
-        __syncthreads();
-        const float4 four = shared_load4f(sums);
-        if (thread == 0) grad_sinks[head] = four.x + four.y + four.z + four.w;
-        __syncthreads();
-    }
-}
-// LSE * log2(e), or delta one WAVE on, of the two columns of 8j to 8j + 7 of a half that this lane has; from its first on.
-__device__ __forceinline__ float2 load_stats(u32 stats, int half, int j) { return shared_load2f(stats + half * 128 + j * 32); }
-// Scores of half of a step become probabilities. `distance` is from this lane's first key to the position of its first column
-// of the step; if `masked`, rows before a key, or too far behind it to see it, get 0.
-template <bool masked> __device__ __forceinline__ void half_probabilities(float (&x)[8][4], u32 stats, int half,
-                                                                          float scale_log2, int distance) {
+
+// -- one step -------------------------------------------------------------------------------------
+//
+// A step is computed in two halves of 32 rows, because dP and dS of a whole one do not fit into the
+// registers beside S, dK and dV.
+
+// Turn the scores of half a step into probabilities, in place. `distance` is from this lane's first
+// key to the position of its first column of the step. If `masked`, rows before a key, and rows too
+// far behind it to see it, get 0: a negative distance is a huge number as u32.
+template <bool masked>
+__device__ __forceinline__ void half_probabilities(float (&x)[8][4], u32 stats, int half,
+                                                   float scale_log2, int distance) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float2 lse = load_stats(stats, half, j);
@@ -75,151 +124,217 @@ template <bool masked> __device__ __forceinline__ void half_probabilities(float 
         for (int e = 0; e < 4; e++) {
             float& value = x[half * 4 + j][e];
             value = exp2_approx(fmaf(value, scale_log2, -(e & 1 ? lse.y : lse.x)));
-            const int further = (half * 32 + j * 8) / GROUP + (GROUP == 1 ? e & 1 : 0) - (e >> 1) * 8;
+
+            // this element's distance beyond `distance`: columns count in heads first
+            const int columns = (half * HALF_ROWS + j * 8) / GROUP + (GROUP == 1 ? e & 1 : 0);
+            const int further = columns - (e >> 1) * 8;
             if (masked && (u32)(distance + further) >= (u32)WIDTH) value = 0.f;
         }
     }
 }
-// dS = P (dP - delta) of half of a step as a left operand; dp is overwritten.
-__device__ __forceinline__ void half_score_gradients(u32 (&ds)[2][4], const float (&p)[8][4], float (&dp)[4][4], int half,
-                                                     u32 stats) {
+
+// Compute dS = P (dP - delta) of half a step as a left operand; dp is overwritten.
+__device__ __forceinline__ void half_score_gradients(u32 (&ds)[2][4], const float (&p)[8][4],
+                                                     float (&dp)[4][4], int half, u32 stats) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const float2 delta = load_stats(stats + WAVE * 4, half, j);
+        const float2 delta = load_stats(stats + STEP_ROWS * 4, half, j);
 #pragma unroll
-        for (int e = 0; e < 4; e++) dp[j][e] = p[half * 4 + j][e] * (dp[j][e] - (e & 1 ? delta.y : delta.x));
+        for (int e = 0; e < 4; e++)
+            dp[j][e] = p[half * 4 + j][e] * (dp[j][e] - (e & 1 ? delta.y : delta.x));
         pack_columns(ds, j, dp[j]);
     }
 }
-// P of half of a step as a left operand.
+
+// P of half a step as a left operand.
 __device__ __forceinline__ void pack_half(u32 (&packed)[2][4], const float (&p)[8][4], int half) {
 #pragma unroll
     for (int j = 0; j < 4; j++) pack_columns(packed, j, p[half * 4 + j]);
 }
-// Accumulated dK (times scale) and dV of this warp's sixteen keys, by way of shared memory that all warps are done with.
-__device__ __forceinline__ void store_keys(bf16* grad_k, bf16* grad_v, const float (&dk)[8][4], const float (&dv)[8][4],
-                                           float scale, u32 own, const Item& item, int kv_head, int kv_heads, int warp,
+
+// -- results --------------------------------------------------------------------------------------
+
+// Store accumulated dK (times scale) and dV of this warp's sixteen keys. They go through shared
+// memory, which all warps are done with by then, so that whole rows of 128 bytes are written.
+__device__ __forceinline__ void store_keys(bf16* grad_k, bf16* grad_v, const float (&dk)[8][4],
+                                           const float (&dv)[8][4], float scale, u32 staging,
+                                           const Item& item, int kv_head, int kv_heads, int warp,
                                            int lane) {
-    const u32 mine = own + warp * 16 * ROW_BYTES;
+    const u32 warp_rows = staging + warp * 16 * ROW_BYTES;
     __syncthreads();
-    stage(mine, dk, scale, scale, lane);
-    stage(mine + OWN_BYTES, dv, 1.f, 1.f, lane);
+    stage_rows(warp_rows, dk, scale, scale, lane);
+    stage_rows(warp_rows + KEYS_BYTES, dv, 1.f, 1.f, lane);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < CHUNKS / 2; i++) {
-        const int r = i * (32 / CHUNKS) + lane / CHUNKS, p = item.first + warp * 16 + r;
-        const u32 address = mine + chunk_address(r, lane % CHUNKS);
+        const int row = i * (32 / CHUNKS) + lane / CHUNKS;
+        const int p = item.first + warp * 16 + row;
+        const u32 address = warp_rows + chunk_address(row, lane % CHUNKS);
         if (p < item.end) {
             const long long target = ((long long)p * kv_heads + kv_head) * D + lane % CHUNKS * 8;
             *(uint4*)(grad_k + target) = shared_load16(address);
-            *(uint4*)(grad_v + target) = shared_load16(address + OWN_BYTES);
+            *(uint4*)(grad_v + target) = shared_load16(address + KEYS_BYTES);
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
-backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k, const bf16* __restrict__ v,
-            const float2* __restrict__ row_stats, const __grid_constant__ TensorMap map_grad, bf16* __restrict__ grad_k,
-            bf16* __restrict__ grad_v, const Item* __restrict__ items, const float* __restrict__ shares, int share_count,
-            float* __restrict__ grad_sinks, int heads, float scale, float scale_log2) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    const u32 stages = shared_address(memory);                 // per stage Q, dO; later dK, dV
-    const u32 own = stages + STAGES * STAGE_BYTES;             // K of these keys
-    const u32 own_v = own - STAGE_BYTES;                       // V, before that stage's first use
-    const u32 stats = own + OWN_BYTES;                         // per stage LSE * log2(e) of each row, then delta
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-    const int kv_heads = heads / HEADS_PER_KV, kv_head = blockIdx.x % kv_heads;
-    const Item item = items[blockIdx.x / kv_heads];
-    const int last = WINDOW ? min(item.first + KEYS + WINDOW - 1, item.end) : item.end;   // no row from here on sees the keys
-    const int steps = (last - item.first + POSITIONS - 1) / POSITIONS;
-    const int from = item.first + first_step(item, steps) * POSITIONS;
+// Sum the items' shares of the sinks' gradient, [share_count, heads], in a fixed order, while K and
+// V are on their way. Block b has heads b, b + gridDim.x, ... `sums` is shared memory for the four
+// warps' sums, by address: a C++ pointer here would keep the compiler from using uniform registers
+// in all that follows.
+__device__ __forceinline__ void sum_shares(float* grad_sinks, const float* shares, int share_count,
+                                           int heads, int thread, u32 sums) {
+    for (int head = blockIdx.x; head < heads; head += gridDim.x) {
+        float sum = 0.f;
+        for (int i = thread; i < share_count; i += THREADS)
+            sum += shares[(long long)i * heads + head];
+#pragma unroll
+        for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        shared_store4(sums + 4 * (thread >> 5), __float_as_uint(sum));
+        __syncthreads();
+        const float4 of_warps = shared_load4f(sums);
+        if (thread == 0) grad_sinks[head] = of_warps.x + of_warps.y + of_warps.z + of_warps.w;
+        __syncthreads();
+    }
+}
 
-    load_keys(own, own_v, k, v, item, kv_head, kv_heads, thread);
-    commit();
-    Ring<STAGES> ring(stages, stats + STAGES * STATS_BYTES);
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k,
+            const bf16* __restrict__ v, const float2* __restrict__ row_stats,
+            const __grid_constant__ TensorMap map_grad, bf16* __restrict__ grad_k,
+            bf16* __restrict__ grad_v, const Item* __restrict__ items,
+            const float* __restrict__ shares, int share_count, float* __restrict__ grad_sinks,
+            int heads, float scale, float scale_log2) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const u32 stages = shared_address(memory);
+    const u32 tile_k = stages + STAGES * STAGE_BYTES;
+    const u32 tile_v = tile_k - STAGE_BYTES;  // the last stage, until its first use
+    const u32 stats = tile_k + KEYS_BYTES;
+    const u32 barriers = stats + STAGES * STATS_BYTES;
+
+    const int thread = threadIdx.x;
+    const int warp = thread >> 5;
+    const int lane = thread & 31;
+    const int kv_heads = heads / HEADS_PER_KV;
+    const int kv_head = blockIdx.x % kv_heads;
+    const Item item = items[blockIdx.x / kv_heads];
+
+    // Positions item.first to `last` see the keys, in the order that first_step() and following()
+    // give.
+    const int last = WINDOW ? min(item.first + KEYS + WINDOW - 1, item.end) : item.end;
+    const int steps = (last - item.first + POSITIONS - 1) / POSITIONS;
+    const int begin = item.first + first_step(item, steps) * POSITIONS;
+
+    load_keys(tile_k, tile_v, k, v, item, kv_head, kv_heads, thread);
+    cp_async_commit();
+    Ring<STAGES> ring(stages, barriers);
     sum_shares(grad_sinks, shares, share_count, heads, thread, stats);
-    int head0 = kv_head * HEADS_PER_KV, left, ahead;           // steps to fetch, position of the next
+
+    // Fetch the next step of the current group, if there is one: Q and dO by TMA, the statistics by
+    // cp.async. Commits a group in any case, so that counting groups counts steps.
+    int head0 = kv_head * HEADS_PER_KV;
+    int steps_to_fetch, next_position;
     auto fetch = [&]() {
-        if (left > 0) {
-            fetch_stats(stats + ring.next * STATS_BYTES, row_stats, ahead, head0, heads, item.end, thread);
-            ring.fetch(&map_q, &map_grad, head0, ahead);
-            ahead = following(ahead, item, last);
-            left--;
+        if (steps_to_fetch > 0) {
+            const u32 target = stats + ring.next * STATS_BYTES;
+            fetch_stats(target, row_stats, next_position, head0, heads, item.end, thread);
+            ring.fetch(&map_q, &map_grad, head0, next_position);
+            next_position = following(next_position, item, last);
+            steps_to_fetch--;
         }
-        commit();
+        cp_async_commit();
     };
-    left = steps, ahead = from;
-    __syncthreads();                                           // the barriers are there
+
+    steps_to_fetch = steps;
+    next_position = begin;
+    __syncthreads();  // the ring's barriers are there
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) fetch();
-    wait<AHEAD>();                                             // K, V
+
+    cp_async_wait<AHEAD>();  // for K and V, the first group
     publish_shared();
     __syncthreads();
     u32 value[KSTEPS][4];
-    load_left(value, own_v + warp * 16 * ROW_BYTES + lane_rows(lane));
-    float dk[8][4], dv[8][4];                                  // set by the first products
+    load_left_operand(value, tile_v + warp * 16 * ROW_BYTES + left_operand_address(lane));
+
+    float dk[8][4], dv[8][4];  // set by the first step's products
+    bool add = false;          // to what dk and dv hold
     const int key0 = item.first + warp * 16;
-    const u64 key = describe(own);
-    bool add = false;                                          // to what dk and dv hold
+    const u64 key = tile_descriptor(tile_k);
 #pragma unroll 1
     for (int group = 0; group < GROUPS; group++) {
         if (group) {
+            // the next group of heads over the same positions, once all stages are used up
             head0 += GROUP;
-            finish<0>(dv, dk);
-            __syncthreads();                                   // all stages are used up
-            left = steps, ahead = from;
+            finish_products<0>(dv, dk);
+            __syncthreads();
+            steps_to_fetch = steps;
+            next_position = begin;
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) fetch();
         }
-        int p0 = from;
+
+        int p0 = begin;
         for (int t = 0; t < steps; t++, p0 = following(p0, item, last)) {
-            wait<AHEAD - 1>();
-            __syncthreads();                                   // step t's statistics have landed, and step t - 2 is used up
+            // After this barrier step t's statistics are there for all warps, and all are done with
+            // step t - 2: its stage is the one that the next fetch fills.
+            cp_async_wait<AHEAD - 1>();
+            __syncthreads();
             fetch();
             ring.wait();
             if (p0 + POSITIONS > item.end) {
                 zero_rows(ring.tiles(), (item.end - p0) * GROUP, thread);
                 __syncthreads();
             }
-            const u64 rows_q = describe(ring.tiles()), rows_g = rows_q + (WAVE_BYTES >> 4);
-            const u32 step_stats = stats + (lane & 3) * 8 + ring.number * STATS_BYTES;
-            constexpr u32 HALF = 32 * ROW_BYTES >> 4;          // the step's second 32 rows, in a descriptor
+
+            const u64 rows_q = tile_descriptor(ring.tiles());
+            const u64 rows_grad = rows_q + (ROWS_BYTES >> 4);
+            constexpr u32 HALF = descriptor_rows(HALF_ROWS);  // to the step's second half
+            const u32 step_stats = stats + (lane & 3) * 8 + ring.current * STATS_BYTES;
             float x[8][4], dp[4][4];
             u32 p[2][4], ds[2][4];
-            // from this lane's first key to the position of its first column
+
+            // Rows after all of this warp's keys, and near enough to see all of them, need no mask.
             const int distance = p0 + 2 * (lane & 3) / GROUP - key0 - (lane >> 2);
             auto probabilities = [&](int half) {
-                const int first = p0 + half * 32 / GROUP, final = p0 + (half * 32 + 31) / GROUP;
+                const int first = p0 + half * HALF_ROWS / GROUP;
+                const int final = p0 + (half * HALF_ROWS + HALF_ROWS - 1) / GROUP;
                 if (first >= key0 + 15 && (!WINDOW || final - key0 < WINDOW))
                     half_probabilities<false>(x, step_stats, half, scale_log2, distance);
                 else half_probabilities<true>(x, step_stats, half, scale_log2, distance);
             };
-            // The last step's products end before S begins, else the compiler runs all products one by one: there are not
-            // enough registers for dS beside S. Within a step one half's products run beside the other's probabilities.
-            finish<0>(dv, dk);
+
+            // The last step's products end before S begins. Otherwise the compiler runs all
+            // products one by one: there are not enough registers for dS beside S. Within a step
+            // the products of one half run beside the probabilities of the other.
+            finish_products<0>(dv, dk);
             warpgroup_fence();
-            begin_rows(x, key, rows_q);
-            begin_rows(dp, value, rows_g);
-            finish<1>(x);
+            begin_ABt(x, key, rows_q);           // S, both halves
+            begin_ABt(dp, value, rows_grad);     // dP, first half
+            finish_products<1>(x);
             probabilities(0);
-            finish<0>(dp);
+            finish_products<0>(dp);
+
             pack_half(p, x, 0);
-            begin_inner(dv, p, rows_g, add);
+            begin_AB(dv, p, rows_grad, add);
             half_score_gradients(ds, x, dp, 0, step_stats);
-            begin_inner(dk, ds, rows_q, add);
+            begin_AB(dk, ds, rows_q, add);
+
             warpgroup_fence();
-            begin_rows(dp, value, rows_g + HALF);
+            begin_ABt(dp, value, rows_grad + HALF);  // dP, second half
             probabilities(1);
-            warpgroup_wait<1>();                               // P and dS of the first half are used up
+            warpgroup_wait<1>();                 // P and dS of the first half have been read
             pack_half(p, x, 1);
-            begin_inner(dv, p, rows_g + HALF, true);
-            finish<1>(dp);
+            begin_AB(dv, p, rows_grad + HALF, true);
+            finish_products<1>(dp);
             half_score_gradients(ds, x, dp, 1, step_stats);
-            begin_inner(dk, ds, rows_q + HALF, true);
+            begin_AB(dk, ds, rows_q + HALF, true);
+
             add = true;
             ring.advance();
         }
     }
-    finish<0>(dv, dk);
+
+    finish_products<0>(dv, dk);
     store_keys(grad_k, grad_v, dk, dv, scale, stages, item, kv_head, kv_heads, warp, lane);
 }

@@ -1,69 +1,109 @@
-// dQ, per row (LSE * log2(e), delta), and each item's share of dsinks, of full causal attention, as in window_backward_q.cu.
-// Grid: items (8 positions with 8 heads to a tile) * heads / GROUP, blocks of 128 threads.
-#include "stream.cuh"
+// dQ of full causal attention; per row (LSE * log2(e), delta) for backward_kv, and each item's
+// share of the sinks' gradient.
+//
+// Who owns what   A block owns one tile of 64 rows (query_tile.cuh) and writes their dQ and
+//                 statistics, and its own line of the shares. Nothing is added to from two sides.
+// Grid            items (of TILE positions) times groups of heads; 128 threads.
+// Shared memory   two stages of K and V, which come by TMA; the tiles of Q and dO; two barriers.
+//                 The tile of O is in the second stage until that is first filled: delta has been
+//                 taken from it by then. The shares are summed where Q was.
+// Registers       dQ of the tile, and of the current step P and dP, which becomes dS.
+// What waits      Two stages are enough, because dQ's product of step t - 1 is finished before the
+//                 barrier after which step t + 1 is fetched into its stage.
+//
+// delta is rowsum(dO * O). O has been rounded to bf16, which matters where dP - delta is a small
+// difference: rows with few keys. The sum of P dP is the same number without O's rounding. It is
+// known only after the last step; so it goes to the statistics (for dK), and to dQ where one step
+// is all.
+#include "streamed_keys.cuh"
 #include "tma.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-full_backward_q(const bf16* __restrict__ q, const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
-                const float* __restrict__ sinks, const bf16* __restrict__ o, const float* __restrict__ lse,
-                const bf16* __restrict__ grad_o, bf16* __restrict__ grad_q, float2* __restrict__ row_stats,
-                float* __restrict__ grad_sinks, const Item* __restrict__ items, int heads, float scale, float scale_log2) {
+full_backward_q(const bf16* __restrict__ q, const __grid_constant__ TensorMap map_k,
+                const __grid_constant__ TensorMap map_v, const float* __restrict__ sinks,
+                const bf16* __restrict__ o, const float* __restrict__ lse,
+                const bf16* __restrict__ grad_o, bf16* __restrict__ grad_q,
+                float2* __restrict__ row_stats, float* __restrict__ grad_sinks,
+                const Item* __restrict__ items, int heads, float scale, float scale_log2) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const u32 stages = shared_address(memory);                 // K, V of two steps
-    const u32 tile = stages + 2 * STAGE_BYTES, tile_grad = tile + TILE_BYTES;          // Q (later shares of dsinks), dO
-    const u32 tile_out = stages + STAGE_BYTES;                                         // O, before that stage's first use
-    const Place at(items, heads);
-    const WarpRows mine(heads, at);
-    const int row_position = at.item.first + at.row_position;
+    const u32 stages = shared_address(memory);
+    const u32 tile_q = stages + 2 * STAGE_BYTES;
+    const u32 tile_grad = tile_q + TILE_BYTES;
+    const u32 barriers = tile_q + 2 * TILE_BYTES;
+    const u32 tile_out = stages + STAGE_BYTES;  // until that stage's first use
 
-    mine.load(tile, q, at.item.first, at.item.end, heads);
-    mine.load(tile_grad, grad_o, at.item.first, at.item.end, heads);
-    mine.load(tile_out, o, at.item.first, at.item.end, heads);
-    commit();
-    const int last = (min(at.item.first + TILE, at.item.end) - at.item.start - 1) / KEYS;
-    Ring<2> ring(stages, tile + 2 * TILE_BYTES);
-    ring.fetch(&map_k, &map_v, at.kv_head, at.item.start);
-    float row_lse[2], d[2], exact[2] = {};                     // exact: the sum of P dP, which is delta
-    load_lse(row_lse, lse, row_position, at.row_head, at.item.end, heads);
-    wait<0>();
-    __syncwarp();
-    row_deltas(d, tile_grad, tile_out, at.warp, at.lane);
-    const u64 query = describe(tile), grad = describe(tile_grad);
-    float dq[8][4];                                            // set by the first products
+    const Work work(items, heads);
+    const WarpRows warp_rows(heads, work);
+    const int row_position = work.item.first + work.row_position;
+
+    warp_rows.load(tile_q, q, work.item.first, work.item.end, heads);
+    warp_rows.load(tile_grad, grad_o, work.item.first, work.item.end, heads);
+    warp_rows.load(tile_out, o, work.item.first, work.item.end, heads);
+    cp_async_commit();
+    const int last = (min(work.item.first + TILE, work.item.end) - work.item.start - 1) / KEYS;
+    Ring<2> ring(stages, barriers);
+    ring.fetch(&map_k, &map_v, work.kv_head, work.item.start);
+
+    float row_lse[2], delta[2];
+    float sum_p_dp[2] = {};
+    load_lse(row_lse, lse, row_position, work.row_head, work.item.end, heads);
+    cp_async_wait<0>();
+    __syncwarp();  // a warp reads only rows that it has loaded itself
+    row_deltas(delta, tile_grad, tile_out, work.warp, work.lane);
+
+    const u64 query = tile_descriptor(tile_q);
+    const u64 grad = tile_descriptor(tile_grad);
+    float dq[8][4];  // set by the first step's products
     publish_shared();
     for (int t = 0; t <= last; t++) {
-        finish<0>(dq);                                         // the last step's products
-        __syncthreads();                                       // step t - 1 is used up
-        const int key0 = at.item.start + t * KEYS;
-        if (t < last) ring.fetch(&map_k, &map_v, at.kv_head, key0 + KEYS);
+        // After this barrier all warps are done with step t - 1 (and, at first, with O): the next
+        // step may come into its stage.
+        finish_products<0>(dq);
+        __syncthreads();
+        const int key0 = work.item.start + t * KEYS;
+        if (t < last) ring.fetch(&map_k, &map_v, work.kv_head, key0 + KEYS);
+
         ring.wait();
-        if (key0 + KEYS > at.item.end) {
-            zero_rows(ring.tiles(), at.item.end - key0, at.thread);
+        if (key0 + KEYS > work.item.end) {
+            zero_rows(ring.tiles(), work.item.end - key0, work.thread);
             __syncthreads();
         }
-        const u64 rows_k = describe(ring.tiles()), rows_v = rows_k + (KEY_BYTES >> 4);
+
+        // S = Q K^T and dP = dO V^T. The probabilities are computed while dP is under way.
+        const u64 rows_k = tile_descriptor(ring.tiles());
+        const u64 rows_v = rows_k + (KEY_BYTES >> 4);
         float x[8][4], dp[8][4];
         warpgroup_fence();
-        begin_rows(x, query, rows_k);
-        begin_rows(dp, grad, rows_v);
-        finish<1>(x);
+        begin_ABt(x, query, rows_k);
+        begin_ABt(dp, grad, rows_v);
+        finish_products<1>(x);
         row_probabilities(x, scale_log2, row_lse);
-        if (t == last) hide_later(x, 0.f, row_position, key0, at.lane);
-        finish<0>(dp);
-        add_products(exact, x, dp);
+        if (t == last) mask_later_keys(x, 0.f, row_position, key0, work.lane);
+        finish_products<0>(dp);
+
+        add_products(sum_p_dp, x, dp);
         if (last == 0)
 #pragma unroll
-            for (int h = 0; h < 2; h++) d[h] = quad_sum(exact[h]);   // with few keys dP - delta is a small difference
+            for (int h = 0; h < 2; h++) delta[h] = quad_sum(sum_p_dp[h]);
+
         u32 ds[4][4];
-        score_gradients(ds, x, dp, d);
-        begin_inner(dq, ds, rows_k, t > 0);
+        score_gradients(ds, x, dp, delta);
+        begin_AB(dq, ds, rows_k, t > 0);  // dQ += dS K
         ring.advance();
     }
-    float sink_share = 0.f, sink = sinks[at.row_head] * LOG2E;
+
+    float sink_share = 0.f;
+    const float sink = sinks[work.row_head] * LOG2E;
 #pragma unroll
-    for (int h = 0; h < 2; h++) exact[h] = quad_sum(exact[h]);
-    store_stats(row_stats, sink_share, row_lse, exact, sink, row_position, at.row_head, at.item.end, heads, at.lane);
-    finish<0>(dq);
-    store_rows(grad_q, dq, {scale, scale}, row_position, at.row_head, at.item.end, heads, at.lane);
-    sum_shares(grad_sinks + (long long)at.number * heads + at.head0, (float*)(memory + 2 * STAGE_BYTES), sink_share, at.thread);
+    for (int h = 0; h < 2; h++) sum_p_dp[h] = quad_sum(sum_p_dp[h]);
+    const int end = work.item.end;
+    store_stats(row_stats, sink_share, row_lse, sum_p_dp, sink, row_position, work.row_head, end,
+                heads, work.lane);
+
+    finish_products<0>(dq);
+    store_rows(grad_q, dq, {scale, scale}, row_position, work.row_head, end, heads, work.lane);
+
+    float* shares = (float*)(memory + 2 * STAGE_BYTES);  // where Q was
+    float* target = grad_sinks + (long long)work.number * heads + work.head0;
+    sum_shares(target, shares, sink_share, work.thread);
 }

@@ -1,110 +1,231 @@
-// Building blocks of our kernels: asynchronous copies, swizzled shared tiles, m16n8k16 products.
-// Compiled at run time with these set: HEAD_SIZE, GROUP (query heads packed into a tile, all of one kv head: 1, 2, 4
-// or 8), GROUPS (of that size per kv head); WINDOW (keys a query sees, itself included;
-// 0 for all before it).
+// Building blocks that every kernel here uses: shared-memory tiles, asynchronous copies, m16n8k16
+// products and conversions between their register layouts.
+//
+// Compiled at run time by NVRTC (window.py) with these macros:
+//   HEAD_SIZE  elements of one head's vector; 64
+//   GROUP      query heads packed into one tile, all of the same kv head: 1, 2, 4 or 8
+//   GROUPS     groups of that size per kv head, so a kv head serves GROUP * GROUPS query heads
+//   WINDOW     keys that a query sees, itself included; 0 for all keys up to the query
+//   CHUNK      positions of one block, in the window's forward and dQ kernels only
+//
+// Words used throughout:
+//   position   index of a token in the packed [tokens, heads, D] tensors
+//   row        one query head at one position; row r of a tile is position r / GROUP of the tile
+//              and head r % GROUP of the group, because all heads of a group share their keys
+//   step       the keys (forward, dQ) or the rows (dK and dV) that one round of products takes
+//
+// Scores are kept in units of log2: the softmax is exp2(score * scale * log2(e) - LSE * log2(e)),
+// so that the multiplication by log2(e) costs nothing beside the one by the scale.
 #pragma once
 
 typedef unsigned int u32;
-typedef unsigned short bf16;
+typedef unsigned short bf16;  // as bits: arithmetic is done in fp32 or by the tensor cores
 
-constexpr int THREADS = 128;        // of every block
+constexpr int THREADS = 128;   // threads of every block: four warps, one Hopper warpgroup
 constexpr int D = HEAD_SIZE;
-constexpr int CHUNKS = D / 8;       // 16-byte chunks of a row
-constexpr int KSTEPS = D / 16;      // k steps of a product over the head size
+constexpr int CHUNKS = D / 8;  // of 16 bytes in a row of a tile: the unit of copies and swizzles
+constexpr int KSTEPS = D / 16; // products over the head size take 16 elements at a time
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// -- shared-memory tiles --------------------------------------------------------------------------
+//
+// A tile is rows of D bf16 elements. Chunk c of row r is stored at chunk c ^ swizzle(r). With plain
+// rows of 128 bytes, eight rows' chunks c would lie in the same four banks; swizzled, the eight
+// addresses that ldmatrix reads at once cover all 32 banks. For D = 64 this is the hardware's own
+// 128-byte swizzle (address bits 4-6 xor bits 7-9), which wgmma and TMA use, too.
+//
+// Tiles start at multiples of 1024 bytes, because that hardware swizzle looks at absolute
+// addresses.
+//
+// A chunk's number is in the address bits just below the row's. Hence
+//     address(row, c ^ x) == address(row, c) ^ (x << 4),
+// and a loop over the head size moves an address by xor with a constant instead of computing it
+// anew.
 
-// A shared tile is rows of D elements, addressed in bytes. 16-byte chunk c of a row sits at chunk c ^ bits of the row, so
-// that eight neighbouring rows fall into different banks; the chunk's bits lie below the row's, hence: the address of chunk
-// c ^ x is the address of chunk c, xor x * 16. Tiles start at multiples of 1024 bytes.
 constexpr int ROW_BYTES = D * 2;
-__device__ __forceinline__ int swizzle(int row) { return CHUNKS >= 8 ? row & 7 : (row >> 1) & (CHUNKS - 1); }
-__device__ __forceinline__ u32 chunk_address(int row, int c) { return row * ROW_BYTES + ((c ^ swizzle(row)) << 4); }
 
-// 16 bytes to shared memory, zeros when not inside (the source is not read then).
-__device__ __forceinline__ void copy16(u32 to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0));
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return (u32)__cvta_generic_to_shared(pointer);
 }
-__device__ __forceinline__ void copy4(u32 to, const void* from, bool inside) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0));
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
-template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-__device__ __forceinline__ void load4(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+__device__ __forceinline__ int swizzle(int row) {
+    return CHUNKS >= 8 ? row & 7 : (row >> 1) & (CHUNKS - 1);
 }
-// Where this lane points ldmatrix inside sixteen tile rows, for k (or n) = 0; step s is at address ^ (s << 5).
-// Left operand (rows are rows), and right operand whose inner dimension is the rows (loaded transposed):
-__device__ __forceinline__ u32 lane_rows(int lane) { return chunk_address(lane & 15, lane >> 4); }
-// Right operand for tile^T (sixteen tile rows become columns): r[0..1] serve columns 0-7, r[2..3] columns 8-15.
-__device__ __forceinline__ u32 lane_columns(int lane) {
-    return chunk_address((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+
+// Byte offset of chunk c of a row from the start of its tile.
+__device__ __forceinline__ u32 chunk_address(int row, int c) {
+    return row * ROW_BYTES + ((c ^ swizzle(row)) << 4);
 }
-// Sixteen tile rows as a left operand, from where lane_rows() points.
-__device__ __forceinline__ void load_left(u32 (&left)[KSTEPS][4], u32 address) {
-#pragma unroll
-    for (int s = 0; s < KSTEPS; s++) load4(left[s], address ^ (s << 5));
+
+// -- asynchronous copies from global to shared memory (cp.async) ----------------------------------
+
+// Copy 16 bytes. Where `inside` is false, zeros are written and the source is not read.
+__device__ __forceinline__ void cp_async_16(u32 to, const void* from, bool inside) {
+    const int bytes_read = inside ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 ::"r"(to), "l"(from), "r"(bytes_read));
 }
+
+__device__ __forceinline__ void cp_async_4(u32 to, const void* from, bool inside) {
+    const int bytes_read = inside ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 ::"r"(to), "l"(from), "r"(bytes_read));
+}
+
+// Close a group of this thread's copies; groups finish in order.
+__device__ __forceinline__ void cp_async_commit() {
+    asm volatile("cp.async.commit_group;");
+}
+
+// Wait until at most N of this thread's groups are under way. Other threads' copies need a barrier.
+template <int N> __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// -- plain loads and stores of shared memory ------------------------------------------------------
+//
+// By address and not by C++ pointer: generic pointers into shared memory cost address registers.
+
 __device__ __forceinline__ uint4 shared_load16(u32 address) {
     uint4 r;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "r"(address)
+                 : "memory");
     return r;
 }
+
 __device__ __forceinline__ float4 shared_load4f(u32 address) {
     float4 r;
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(address) : "memory");
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w)
+                 : "r"(address)
+                 : "memory");
     return r;
 }
+
 __device__ __forceinline__ float2 shared_load2f(u32 address) {
     float2 r;
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(address) : "memory");
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
+                 : "=f"(r.x), "=f"(r.y)
+                 : "r"(address)
+                 : "memory");
     return r;
 }
+
 __device__ __forceinline__ void shared_zero16(u32 address) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(address), "r"(0) : "memory");
 }
+
 __device__ __forceinline__ void shared_store4(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+
+// -- m16n8k16 products ----------------------------------------------------------------------------
+//
+// Register layouts ("Matrix Fragments for mma.m16n8k16" in the PTX manual). With g = lane / 4 and
+// i = lane % 4, that is eight groups ("quads") of four neighbouring lanes:
+//   accumulator c[4]   c[0], c[1]: row g, columns 2i and 2i + 1;  c[2], c[3]: row g + 8, same
+//   columns left operand a[4]  words of two bf16. a[0]: row g, k 2i and 2i + 1;  a[1]: row g + 8;
+//                      a[2], a[3]: the same rows, k + 8
+//   right operand b[2] b[0]: column g, k 2i and 2i + 1;  b[1]: k + 8
+//
+// So a lane holds two rows, g ("upper", h = 0) and g + 8 ("lower", h = 1); element e of an
+// accumulator belongs to row e >> 1 of these and column e & 1. A row lives in the four lanes of a
+// quad. wgmma's accumulators have the same layout, sixteen rows to each of its four warps.
+
+// Load four 8 x 8 matrices; lane l points at row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
 }
-__device__ __forceinline__ u32 pack(float low, float high) {
+
+// Where a lane points ldmatrix in sixteen rows of a tile to load them as a left operand: its four
+// matrices are (rows 0-7, chunk 0), (rows 8-15, chunk 0), (rows 0-7, chunk 1), (rows 8-15, chunk
+// 1). This is for k step 0; step s is two chunks per step further, at address ^ (s << 5).
+__device__ __forceinline__ u32 left_operand_address(int lane) {
+    return chunk_address(lane & 15, lane >> 4);
+}
+
+// The same to load sixteen rows as the columns of a right operand, so that the product is with the
+// tile transposed: r[0] and r[1] serve columns 0-7, r[2] and r[3] columns 8-15.
+__device__ __forceinline__ u32 right_operand_address(int lane) {
+    return chunk_address((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+}
+
+// Load sixteen rows of a tile as a left operand, from where left_operand_address() points.
+__device__ __forceinline__ void load_left_operand(u32 (&left)[KSTEPS][4], u32 address) {
+#pragma unroll
+    for (int s = 0; s < KSTEPS; s++) ldmatrix_x4(left[s], address ^ (s << 5));
+}
+
+// c += a b
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two fp32 numbers as one word of bf16, rounded to nearest even.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
-// Columns 8j to 8j + 7 of an accumulator as words of a left operand.
-template <int N> __device__ __forceinline__ void pack_columns(u32 (&left)[N][4], int j, const float (&c)[4]) {
-    left[j / 2][j % 2 * 2] = pack(c[0], c[1]);
-    left[j / 2][j % 2 * 2 + 1] = pack(c[2], c[3]);
+
+// Columns 8j to 8j + 7 of an accumulator as words of a left operand. They are half of its k step
+// j / 2, and the two layouts above agree lane by lane: no data moves between lanes.
+template <int N>
+__device__ __forceinline__ void pack_columns(u32 (&left)[N][4], int j, const float (&c)[4]) {
+    left[j / 2][j % 2 * 2] = pack_bf16(c[0], c[1]);
+    left[j / 2][j % 2 * 2 + 1] = pack_bf16(c[2], c[3]);
 }
+
+// Store a warp's accumulators, sixteen rows of D columns, as bf16 into sixteen rows of a shared
+// tile, each lane's two rows times a factor.
+__device__ __forceinline__ void stage_rows(u32 rows, const float (&c)[CHUNKS][4], float upper,
+                                           float lower, int lane) {
+    const u32 address = rows + chunk_address(lane >> 2, 0) + 4 * (lane & 3);
+#pragma unroll
+    for (int n = 0; n < CHUNKS; n++) {
+        shared_store4(address ^ (n << 4), pack_bf16(c[n][0] * upper, c[n][1] * upper));
+        shared_store4((address ^ (n << 4)) + 8 * ROW_BYTES,
+                      pack_bf16(c[n][2] * lower, c[n][3] * lower));
+    }
+}
+
+// -- arithmetic -----------------------------------------------------------------------------------
+
 __device__ __forceinline__ float exp2_approx(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
+
 __device__ __forceinline__ float log2_approx(float x) {
     float r;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
-// A row lives in four neighbouring lanes.
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+// Reductions over a row, which is in the four lanes of a quad; all four get the result.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
+
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
-// Word n of lane l of four neighbouring lanes becomes word l of lane n.
+
+// Transpose a 4 x 4 matrix of words held by a quad: word n of lane i becomes word i of lane n.
+// First the 2 x 2 blocks are transposed, then the blocks change places.
 __device__ __forceinline__ void transpose_quad(u32 (&w)[4], int lane) {
 #pragma unroll
     for (int n = 0; n < 4; n += 2) {
@@ -119,15 +240,6 @@ __device__ __forceinline__ void transpose_quad(u32 (&w)[4], int lane) {
         else w[n + 2] = other;
     }
 }
-template <int N> struct Constant { static constexpr int value = N; };
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-// A 16-row accumulator to sixteen rows of a shared tile, as bf16.
-__device__ __forceinline__ void stage(u32 rows, const float (&c)[CHUNKS][4], float upper, float lower, int lane) {
-    const u32 address = rows + chunk_address(lane >> 2, 0) + 4 * (lane & 3);
-#pragma unroll
-    for (int n = 0; n < CHUNKS; n++) {
-        shared_store4(address ^ (n << 4), pack(c[n][0] * upper, c[n][1] * upper));
-        shared_store4((address ^ (n << 4)) + 8 * ROW_BYTES, pack(c[n][2] * lower, c[n][3] * lower));
-    }
-}
+// A number as a type: a generic lambda called with one is compiled for it, as a template would be.
+template <int N> struct Constant { static constexpr int value = N; };

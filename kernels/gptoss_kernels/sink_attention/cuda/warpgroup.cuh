@@ -1,96 +1,166 @@
-// Hopper's warpgroup products (wgmma, sm_90a): four warps, 64 rows x 64 columns x 16 deep, right operand in shared memory.
-// Tiles are as in tile.cuh with D = 64, which is the hardware's 128-byte swizzle.
+// Hopper's warpgroup products (wgmma, sm_90a): c[64, N] += a[64, 16] b[16, N] by four warps
+// together.
+//
+// The right operand b is read from shared memory, the left operand a from shared memory or
+// registers, the accumulators c are in registers: warp w has rows 16w to 16w + 15, in the layout of
+// tile.cuh with N / 8 blocks of 8 columns. Tiles are those of tile.cuh with D = 64, whose swizzle
+// is the hardware's 128-byte swizzle.
+//
+// The products run asynchronously, beside whatever the warps execute in the meantime:
+//   1. warpgroup_fence() before the first product after the registers of a or c were touched;
+//   2. the products, then warpgroup_commit(): they are one group, and groups finish in order;
+//   3. finish_products<N>(c...) before c is read, or a's registers are written again.
+// Between 2 and 3 the compiler must not touch those registers. It cannot know, hence
+// fence_accumulators(). If it runs out of registers it serializes all products instead (ptxas says
+// so); then the kernel is still right, but slow.
 #pragma once
 #include "tile.cuh"
 
 typedef unsigned long long u64;
 
-// Descriptor of a tile of 128-byte rows: eight-row groups 1024 bytes apart, 128-byte swizzle.
-__device__ __forceinline__ u64 describe(u32 tile) {
-    return (u64)((tile & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+// -- descriptors and fences -----------------------------------------------------------------------
+
+// Describe a tile of 128-byte rows in the way wgmma takes it ("Matrix Descriptor" in the PTX
+//   manual): bits 0-13   address / 16
+//   bits 16-29  leading dimension offset / 16; not used with this swizzle, 1 by convention
+//   bits 32-45  stride offset / 16: from eight rows to the next eight, 1024 bytes
+//   bits 62-63  1: 128-byte swizzle
+// The tile starts at a multiple of eight rows, so the swizzle's pattern starts with it. Addresses
+// are in the low bits: descriptor + n is the tile n * 16 bytes further on. Moving along a row by 16
+// elements is + 2, by whole rows n * ROW_BYTES >> 4 (n a multiple of eight).
+__device__ __forceinline__ u64 tile_descriptor(u32 tile) {
+    const u64 address = (tile & 0x3ffff) >> 4;
+    const u64 leading_offset = (u64)1 << 16;
+    const u64 stride_offset = (u64)(1024 >> 4) << 32;
+    const u64 swizzle_128_bytes = (u64)1 << 62;
+    return address | leading_offset | stride_offset | swizzle_128_bytes;
 }
-__device__ __forceinline__ void warpgroup_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// In descriptors: how far a number of rows is.
+constexpr u32 descriptor_rows(int rows) { return rows * ROW_BYTES >> 4; }
+
+__device__ __forceinline__ void warpgroup_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void warpgroup_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Wait until at most N groups are under way.
 template <int N> __device__ __forceinline__ void warpgroup_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// What cp.async wrote becomes visible to the tensor cores; follow with a barrier.
-__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-#define ACCUMULATORS(c)                                                                                                     \
-    "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), \
-    "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), \
-    "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), \
-    "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3])
-#define ACCUMULATOR_NAMES                                                                           \
-    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24," \
-    "%25,%26,%27,%28,%29,%30,%31}"
+// Make shared memory that this thread wrote (also by cp.async) visible to the tensor cores and TMA,
+// which access it through another path, the "async proxy". Follow with a barrier, so that it holds
+// for what all threads wrote.
+__device__ __forceinline__ void publish_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
-// c (+)= rows of left (k step s) times rows of right, transposed: both tiles have the inner dimension along a row.
-__device__ __forceinline__ void warpgroup_rows(float (&c)[8][4], u64 left, u64 right, bool add) {
+// -- accumulators as operands of asm --------------------------------------------------------------
+
+#define ACCUMULATOR_BLOCK(c, j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
+
+#define ACCUMULATORS_32(c)                                                          \
+    ACCUMULATOR_BLOCK(c, 0), ACCUMULATOR_BLOCK(c, 1), ACCUMULATOR_BLOCK(c, 2),      \
+    ACCUMULATOR_BLOCK(c, 3)
+#define ACCUMULATORS_48(c) ACCUMULATORS_32(c), ACCUMULATOR_BLOCK(c, 4), ACCUMULATOR_BLOCK(c, 5)
+#define ACCUMULATORS_64(c) ACCUMULATORS_48(c), ACCUMULATOR_BLOCK(c, 6), ACCUMULATOR_BLOCK(c, 7)
+
+#define NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define NAMES_24 NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define NAMES_32 NAMES_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+
+// Pin accumulators to this place of the program. The tensor cores write them behind the compiler's
+// back: no read of c moves up before this point.
+__device__ __forceinline__ void fence_accumulators(float (&c)[4][4]) {
+    asm volatile("" : ACCUMULATORS_32(c)::"memory");
+}
+
+__device__ __forceinline__ void fence_accumulators(float (&c)[6][4]) {
+    asm volatile("" : ACCUMULATORS_48(c)::"memory");
+}
+
+__device__ __forceinline__ void fence_accumulators(float (&c)[8][4]) {
+    asm volatile("" : ACCUMULATORS_64(c)::"memory");
+}
+
+// Wait until at most N groups of products are under way; the accumulators named here are among
+// those that are done and may be read from here on.
+template <int N, class... C> __device__ __forceinline__ void finish_products(C&... c) {
+    warpgroup_wait<N>();
+    (fence_accumulators(c), ...);
+}
+
+// -- single products, 16 deep ---------------------------------------------------------------------
+//
+// Named for what they compute: ABt is a times b transposed, both with the inner dimension along the
+// rows of their tiles (scores: rows of Q times rows of K); AB has the inner dimension across the
+// rows of b's tile (output: P times V). The number is N. With `add` false, c is overwritten.
+//
+// The immediate operands at the end of the instructions are: factor of a, factor of b (1 or -1),
+// then for each operand in shared memory whether it is transposed.
+
+__device__ __forceinline__ void wgmma_ABt_64(float (&c)[8][4], u64 a, u64 b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " ACCUMULATOR_NAMES ", %32, %33, p, 1, 1, 0, 0;}"
-                 : ACCUMULATORS(c) : "l"(left), "l"(right), "r"((int)add));
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                 "{" NAMES_32 "}, %32, %33, p, 1, 1, 0, 0;}"
+                 : ACCUMULATORS_64(c)
+                 : "l"(a), "l"(b), "r"((int)add));
 }
-// c (+)= left (registers) times sixteen rows of right: the rows are the inner dimension.
-__device__ __forceinline__ void warpgroup_inner(float (&c)[8][4], const u32 (&left)[4], u64 right, bool add = true) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " ACCUMULATOR_NAMES
-                 ", {%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
-                 : ACCUMULATORS(c)
-                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"((int)add));
-}
-#define ACCUMULATORS_48(c)                                                                                                  \
-    "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), \
-    "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), \
-    "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3])
-// c (+)= left (registers) times 48 rows of right, transposed.
-__device__ __forceinline__ void warpgroup_rows_48(float (&c)[6][4], const u32 (&left)[4], u64 right, bool add) {
+
+__device__ __forceinline__ void wgmma_ABt_48(float (&c)[6][4], const u32 (&a)[4], u64 b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %29, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23}, "
-                 "{%24,%25,%26,%27}, %28, p, 1, 1, 0;}"
-                 : ACCUMULATORS_48(c) : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"((int)add));
+                 "{" NAMES_24 "}, {%24,%25,%26,%27}, %28, p, 1, 1, 0;}"
+                 : ACCUMULATORS_48(c)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
-__device__ __forceinline__ void settle(float (&c)[6][4]) { asm volatile("" : ACCUMULATORS_48(c)::"memory"); }
-#define ACCUMULATORS_32(c)                                                                                                  \
-    "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), \
-    "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3])
-// c (+)= left (registers) times 32 rows of right, transposed.
-__device__ __forceinline__ void warpgroup_rows_32(float (&c)[4][4], const u32 (&left)[4], u64 right, bool add) {
+
+__device__ __forceinline__ void wgmma_ABt_32(float (&c)[4][4], const u32 (&a)[4], u64 b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
-                 : ACCUMULATORS_32(c) : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"((int)add));
+                 "{" NAMES_16 "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
+                 : ACCUMULATORS_32(c)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
-__device__ __forceinline__ void settle(float (&c)[4][4]) { asm volatile("" : ACCUMULATORS_32(c)::"memory"); }
-// Whole products over the head size, begun after a fence: c = rows of left times rows of right, transposed.
-__device__ __forceinline__ void begin_rows(float (&c)[8][4], u64 left, u64 right) {
+
+__device__ __forceinline__ void wgmma_AB_64(float (&c)[8][4], const u32 (&a)[4], u64 b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                 "{" NAMES_32 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
+                 : ACCUMULATORS_64(c)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+
+// -- whole products, begun as one group -----------------------------------------------------------
+
+// c = a b^T over the head size, begun; the caller has fenced.
+__device__ __forceinline__ void begin_ABt(float (&c)[8][4], u64 a, u64 b) {
 #pragma unroll
-    for (int s = 0; s < KSTEPS; s++) warpgroup_rows(c, left + 2 * s, right + 2 * s, s > 0);
+    for (int s = 0; s < KSTEPS; s++) wgmma_ABt_64(c, a + 2 * s, b + 2 * s, s > 0);
     warpgroup_commit();
 }
-__device__ __forceinline__ void begin_rows(float (&c)[6][4], const u32 (&left)[KSTEPS][4], u64 right) {
+
+__device__ __forceinline__ void begin_ABt(float (&c)[6][4], const u32 (&a)[KSTEPS][4], u64 b) {
 #pragma unroll
-    for (int s = 0; s < KSTEPS; s++) warpgroup_rows_48(c, left[s], right + 2 * s, s > 0);
+    for (int s = 0; s < KSTEPS; s++) wgmma_ABt_48(c, a[s], b + 2 * s, s > 0);
     warpgroup_commit();
 }
-__device__ __forceinline__ void begin_rows(float (&c)[4][4], const u32 (&left)[KSTEPS][4], u64 right) {
+
+__device__ __forceinline__ void begin_ABt(float (&c)[4][4], const u32 (&a)[KSTEPS][4], u64 b) {
 #pragma unroll
-    for (int s = 0; s < KSTEPS; s++) warpgroup_rows_32(c, left[s], right + 2 * s, s > 0);
+    for (int s = 0; s < KSTEPS; s++) wgmma_ABt_32(c, a[s], b + 2 * s, s > 0);
     warpgroup_commit();
 }
-// Values that the tensor cores write behind the compiler's back: nothing reads c before this point.
-__device__ __forceinline__ void settle(float (&c)[8][4]) { asm volatile("" : ACCUMULATORS(c)::"memory"); }
-// A whole product over 16 N rows of right, begun: c (+)= left times them.
-template <int N> __device__ __forceinline__ void begin_inner(float (&c)[8][4], const u32 (&left)[N][4], u64 right, bool add) {
+
+// c (+)= a b over 16 N rows of b's tile, begun; fences by itself.
+template <int N>
+__device__ __forceinline__ void begin_AB(float (&c)[8][4], const u32 (&a)[N][4], u64 b, bool add) {
     warpgroup_fence();
 #pragma unroll
-    for (int s = 0; s < N; s++) warpgroup_inner(c, left[s], right + s * (16 * ROW_BYTES >> 4), add || s > 0);
+    for (int s = 0; s < N; s++) wgmma_AB_64(c, a[s], b + s * descriptor_rows(16), add || s > 0);
     warpgroup_commit();
-}
-// Waits until no more than N products are under way; the results of the others may be read from here on.
-template <int N, class... C> __device__ __forceinline__ void finish(C&... c) {
-    warpgroup_wait<N>();
-    (settle(c), ...);
 }

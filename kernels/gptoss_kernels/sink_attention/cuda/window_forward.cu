@@ -1,70 +1,105 @@
-// O and LSE of sliding-window attention with sinks, with Hopper's warpgroup products: a row's scores are all in registers
-// at once, so the softmax takes one pass. Grid: items * heads / GROUP blocks of 128 threads.
-#include "held.cuh"
+// O and LSE of sliding-window attention with sinks.
+//
+// Who owns what   A block owns CHUNK positions of one sequence for one group of heads and writes
+//                 their O and LSE, a tile of 64 rows after the other. A warp owns 16 rows of each
+//                 tile.
+// Grid            items (of CHUNK positions) times groups of heads; 128 threads.
+// Shared memory   K and V of all keys that the chunk sees (resident_keys.cuh), loaded once; the
+//                 tile of Q, each warp's rows loaded by the warp itself.
+// Registers       Q of the tile as left operand; all scores of a row at once, STEPS x 48 columns,
+//                 so the softmax takes one pass and no rescaling; O of the tile.
+// What waits      Only the first tile needs a block-wide barrier, for the keys. Afterwards the
+//                 warps run through their rows without waiting for each other; while a tile is
+//                 computed from registers, the warp's next rows of Q are on their way to the same
+//                 place.
+#include "resident_keys.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16* __restrict__ v,
-                      const float* __restrict__ sinks, bf16* __restrict__ o, float* __restrict__ lse,
-                      const Item* __restrict__ items, int heads, float scale_log2) {
+               const float* __restrict__ sinks, bf16* __restrict__ o, float* __restrict__ lse,
+               const Item* __restrict__ items, int heads, float scale_log2) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const u32 keys = shared_address(memory);                   // K, then V
-    const u32 tile = keys + 2 * HELD_BYTES;                    // Q
-    const Place at(items, heads);
-    const WarpRows mine(heads, at);
-    const int end = min(at.item.first + CHUNK, at.item.end);
-    const float sink = sinks[at.row_head] * LOG2E;
+    const u32 keys = shared_address(memory);  // K, then V
+    const u32 tile_q = keys + 2 * RESIDENT_BYTES;
 
-    mine.load(tile, q, at.item.first, at.item.end, heads);
-    hold_keys(keys, k, v, at);
-    commit();
-    for (int p0 = at.item.first; p0 < end; p0 += TILE) {
-        wait<0>();
+    const Work work(items, heads);
+    const WarpRows warp_rows(heads, work);
+    const int end = min(work.item.first + CHUNK, work.item.end);
+    const float sink = sinks[work.row_head] * LOG2E;
+
+    warp_rows.load(tile_q, q, work.item.first, work.item.end, heads);
+    load_resident_keys(keys, k, v, work);
+    cp_async_commit();
+
+    for (int p0 = work.item.first; p0 < end; p0 += TILE) {
+        // The keys are every warp's, the rows each warp's own.
+        cp_async_wait<0>();
         publish_shared();
-        if (p0 == at.item.first) __syncthreads();              // the keys are every warp's, the rows each warp's own
+        if (p0 == work.item.first) __syncthreads();
         else __syncwarp();
-        u32 query[KSTEPS][4];
-        load_left(query, tile + at.warp * WARP_ROWS * ROW_BYTES + lane_rows(at.lane));
-        __syncwarp();
-        if (p0 + TILE < end) mine.load(tile, q, p0 + TILE, at.item.end, heads);
-        commit();
 
-        const int first_key = p0 - HALO + SKIP;
-        const u64 rows_k = describe(keys + (p0 - at.item.first + SKIP) * ROW_BYTES), rows_v = rows_k + (HELD_BYTES >> 4);
+        // Q to registers; then its place is free for the next tile's rows.
+        u32 query[KSTEPS][4];
+        const u32 warp_rows_q = tile_q + work.warp * WARP_ROWS * ROW_BYTES;
+        load_left_operand(query, warp_rows_q + left_operand_address(work.lane));
+        __syncwarp();
+        if (p0 + TILE < end) warp_rows.load(tile_q, q, p0 + TILE, work.item.end, heads);
+        cp_async_commit();
+
+        // S = Q K^T of all steps.
+        const int first_key = p0 + FIRST_KEY;
+        const u64 rows_k = tile_descriptor(keys + (p0 - work.item.first + SKIP) * ROW_BYTES);
+        const u64 rows_v = rows_k + (RESIDENT_BYTES >> 4);
         float x[STEPS][6][4];
         warpgroup_fence();
 #pragma unroll
-        for (int t = 0; t < STEPS; t++) begin_rows(x[t], query, rows_k + t * (STEP * ROW_BYTES >> 4));
-        float highest[2] = {fmaxf(sink, -1e30f), fmaxf(sink, -1e30f)}, total[2] = {};
+        for (int t = 0; t < STEPS; t++) begin_ABt(x[t], query, rows_k + t * descriptor_rows(STEP));
+
+        // A sink of -inf, which is no sink, must not make the maximum -inf: -inf - -inf is NaN.
+        float row_max[2] = {fmaxf(sink, -1e30f), fmaxf(sink, -1e30f)};
+        float row_sum[2] = {};
         warpgroup_wait<0>();
+
+        // Hide what a row does not see. In the interior of a sequence most blocks of eight columns
+        // are visible to the whole tile, which is known at compile time.
 #pragma unroll
         for (int t = 0; t < STEPS; t++) {
-            settle(x[t]);
+            fence_accumulators(x[t]);
             const int key0 = first_key + t * STEP;
             auto hide = [&](auto interior) {
+                constexpr bool is_interior = decltype(interior)::value;
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const int p = p0 + at.row_position + h * 8 / GROUP, distance = p - key0 - 2 * (at.lane & 3);
-                    const u32 reach = decltype(interior)::value ? WINDOW : reach_of(at.item, p);
+                    const int p = p0 + work.row_position + h * ROW_DISTANCE;
+                    const int distance = p - key0 - 2 * (work.lane & 3);
+                    const u32 reach = is_interior ? WINDOW : visible_reach(work.item, p);
 #pragma unroll
                     for (int j = 0; j < 6; j++)
 #pragma unroll
-                        for (int e = 0; e < 2; e++)
-                            if (!(decltype(interior)::value && all_see(t * STEP + j * 8)) && (u32)(distance - j * 8 - e) >= reach)
+                        for (int e = 0; e < 2; e++) {
+                            if (is_interior && all_rows_see(t * STEP + j * 8)) continue;
+                            if ((u32)(distance - j * 8 - e) >= reach)
                                 x[t][j][2 * h + e] = -infinity();
+                        }
                 }
             };
-            if (first_key >= at.item.start) hide(Constant<1>());
+            if (first_key >= work.item.start) hide(Constant<1>());
             else hide(Constant<0>());
         }
+
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float most = -infinity();
+            float scores_max = -infinity();
 #pragma unroll
             for (int t = 0; t < STEPS; t++)
 #pragma unroll
-                for (int j = 0; j < 6; j++) most = fmaxf(most, fmaxf(x[t][j][2 * h], x[t][j][2 * h + 1]));
-            highest[h] = fmaxf(highest[h], quad_max(most) * scale_log2);
+                for (int j = 0; j < 6; j++)
+                    scores_max = fmaxf(scores_max, fmaxf(x[t][j][2 * h], x[t][j][2 * h + 1]));
+            row_max[h] = fmaxf(row_max[h], quad_max(scores_max) * scale_log2);
         }
+
+        // O = P V, step by step: a step's products run while the next one's exponentials are
+        // computed.
         float out[8][4] = {};
         u32 p[STEPS * 3][4];
 #pragma unroll
@@ -73,24 +108,28 @@ window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf1
             for (int j = 0; j < 6; j++) {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    x[t][j][e] = exp2_approx(fmaf(x[t][j][e], scale_log2, -highest[e >> 1]));
-                    total[e >> 1] += x[t][j][e];
+                    x[t][j][e] = exp2_approx(fmaf(x[t][j][e], scale_log2, -row_max[e >> 1]));
+                    row_sum[e >> 1] += x[t][j][e];
                 }
                 pack_columns(p, t * 6 + j, x[t][j]);
             }
             warpgroup_fence();
 #pragma unroll
-            for (int s = 3 * t; s < 3 * t + 3; s++) warpgroup_inner(out, p[s], rows_v + s * (16 * ROW_BYTES >> 4));
+            for (int s = 3 * t; s < 3 * t + 3; s++)
+                wgmma_AB_64(out, p[s], rows_v + s * descriptor_rows(16), true);
             warpgroup_commit();
         }
+
+        // The sink joins the sum last; it has no value, so O only gets smaller by it.
         float sum[2], inverse[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            sum[h] = quad_sum(total[h]) + exp2_approx(sink - highest[h]);
+            sum[h] = quad_sum(row_sum[h]) + exp2_approx(sink - row_max[h]);
             inverse[h] = 1.f / sum[h];
         }
-        store_lse(lse, highest, sum, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
-        finish<0>(out);
-        store_rows(o, out, inverse, p0 + at.row_position, at.row_head, at.item.end, heads, at.lane);
+        const int position = p0 + work.row_position;
+        store_lse(lse, row_max, sum, position, work.row_head, work.item.end, heads, work.lane);
+        finish_products<0>(out);
+        store_rows(o, out, inverse, position, work.row_head, work.item.end, heads, work.lane);
     }
 }
