@@ -28,7 +28,7 @@ from gptoss_kernels.sink_attention import sink_attention
 from gptoss_kernels.sink_attention.layout import packed_layout
 from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
 from megatron_gptoss.context_parallel import balanced_layout, candidates, context_parallel_attention
-from megatron_gptoss.context_parallel.choose import H200, AttentionShape
+from megatron_gptoss.context_parallel.cost_model import H200, AttentionShape
 
 HEADS, KV_HEADS, HEAD_SIZE = 64, 8, 64
 SCALE = HEAD_SIZE**-0.5
@@ -59,7 +59,7 @@ class Layer:
         self.layout = balanced_layout((0, *accumulate(lengths)), size)
         self.cu_seqlens = torch.tensor(self.layout.offsets, dtype=torch.int32, device="cuda")
         generator = torch.Generator("cuda").manual_seed(0)
-        part = self.layout.part(dist.get_rank() % size).cuda()
+        part = self.layout.rank_tokens(dist.get_rank() % size).cuda()
 
         def normal(heads: int) -> torch.Tensor:
             row = torch.empty(part.numel(), heads, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
@@ -141,7 +141,7 @@ def correctness(groups: dict[int, Any]) -> list[dict[str, Any]]:
         for size in (1, 2, 4):
             for scheme in ("",) if size == 1 else ("all_to_all", "halo" if window else "all_gather"):
                 layer = Layer(UNEVEN, window, size, groups[size], scheme)
-                part = layer.layout.part(dist.get_rank() % size).cuda()
+                part = layer.layout.rank_tokens(dist.get_rank() % size).cuda()
                 *local, dsinks = layer()
                 if size > 1:
                     dist.all_reduce(dsinks, group=groups[size])

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gptoss_kernels.sink_attention.flash import Kernels
+from gptoss_kernels.sink_attention.flash import PlainKernels
 
 
 @functools.cache
-def flash4_kernels() -> Kernels:
+def flash4_kernels() -> PlainKernels:
     """flash-attn-4's kernels without their native sink."""
     import flash_attn.cute.interface as interface
 
@@ -25,4 +25,4 @@ def flash4_kernels() -> Kernels:
         dq, dk, dv = interface._flash_attn_bwd(q, k, v, o, grad_o, lse, causal=causal, **options)[:3]
         return dq, dk, dv
 
-    return Kernels(forward, backward, unlimited=None)
+    return PlainKernels(forward, backward, unbounded=None)

@@ -19,8 +19,8 @@ from plain_flash4 import flash4_kernels
 from timing import interleaved
 
 from gptoss_kernels.sink_attention import flash, sink_attention
-from gptoss_kernels.sink_attention.api import SinkAttention
-from gptoss_kernels.sink_attention.dispatch import SHORT_MEAN, choose, why_not
+from gptoss_kernels.sink_attention.autograd import SinkAttention
+from gptoss_kernels.sink_attention.dispatch import SHORT_MEAN, ShapeClass, choose_backend, unsupported_reason
 from gptoss_kernels.sink_attention.layout import Segments
 from gptoss_kernels.sink_attention.validation import check_arguments
 
@@ -76,12 +76,13 @@ def measure(lengths: list[int], window: int | None) -> dict[str, dict[str, float
 
     def run_folded() -> torch.Tensor:
         segments = Segments(cu_seqlens, cu_seqlens, longest, longest)
-        settings = flash4_kernels(), segments, window, HEAD_SIZE**-0.5
-        return SinkAttention.apply(q, k, v, sinks, flash.FOLDED, *settings)[0]
+        passes = flash.folded_passes(flash4_kernels(), segments, window, HEAD_SIZE**-0.5)
+        return SinkAttention.apply(q, k, v, sinks, passes)[0]
 
+    shape = ShapeClass(q.device, q.dtype, HEADS, KV_HEADS, HEAD_SIZE, window)
     calls: dict[str, Callable[[], torch.Tensor]] = {}
     for backend in ("short" if window is None else "window", "flash4", "flash3"):
-        reason = why_not(backend, q.device, q.dtype, HEADS, KV_HEADS, HEAD_SIZE, window)
+        reason = unsupported_reason(backend, shape)
         if reason is None:
             calls[backend] = lambda backend=backend: run(backend)
         else:
@@ -108,12 +109,12 @@ def measure(lengths: list[int], window: int | None) -> dict[str, dict[str, float
 def host_overhead(calls: int = 2000) -> float:
     """Microseconds that argument checks and the choice of a backend take per call."""
     q, k, v, sinks, _, cu_seqlens = inputs([512] * 4)
-    shape = q.device, q.dtype, HEADS, KV_HEADS, HEAD_SIZE, 128
     for _ in range(2):  # the first pass warms the caches
         start = time.perf_counter()
         for _ in range(calls):
             layout = check_arguments(q, k, v, sinks, cu_seqlens, 512, 128, None)
-            choose(*shape, layout.mean_length <= SHORT_MEAN)
+            shape = ShapeClass(q.device, q.dtype, HEADS, KV_HEADS, HEAD_SIZE, 128)
+            choose_backend(shape, short=layout.mean_length <= SHORT_MEAN)
         elapsed = time.perf_counter() - start
     return elapsed / calls * 1e6
 

@@ -103,7 +103,7 @@ class PackedBatch:
         if size == 1:
             return self
         layout = self.context_layout_over(size)
-        part = layout.part(rank).to(self.input_ids.device)
+        part = layout.rank_tokens(rank).to(self.input_ids.device)
         per_token = self._tensors()
         del per_token["cu_seqlens"]
         return replace(self, context_layout=layout, **{name: value[part] for name, value in per_token.items()})

@@ -1,9 +1,12 @@
-"""The activation inside one GPT-OSS expert, clamped SwiGLU times the router's probability, each way in one pass.
+"""The activation inside one GPT-OSS expert: clamped SwiGLU times the router's probability.
 
-    out = p * gate * sigmoid(1.702 gate) * (up + 1),   gate = min(x_gate, limit),  up = clamp(x_up, -limit, limit)
+    out = p * gate * sigmoid(1.702 gate) * (up + 1)
+    gate = min(x_gate, limit),  up = clamp(x_up, -limit, limit)
 
-Unfused, the clamps, the gate and the product with an fp32 probability write seven times the bytes. On CUDA this is
-one Triton kernel forward and one backward, computed in fp32; elsewhere the same formula in torch."""
+Unfused, the clamps, the gate and the product with an fp32 probability write seven times the bytes. On
+CUDA this is one Triton kernel forward and one backward, computed in fp32; elsewhere the same formula
+in torch.
+"""
 
 # Triton reads parameter annotations as its own
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -13,10 +16,16 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ALPHA = 1.702
+"""Slope of the gate's sigmoid, which makes it close to GELU (arXiv 1606.08415)."""
 BLOCK = 1024
+"""Columns that a program takes at a time."""
+
+# Grid of both kernels: tokens. A row of x holds WIDTH gates, then WIDTH ups; a row of out WIDTH values.
+# The clamps are comparisons and not min and max, which would turn NaN into a number.
 
 
 @triton.jit
@@ -28,6 +37,7 @@ def _forward_kernel(x, probs, out, limit, WIDTH: tl.constexpr, BLOCK: tl.constex
         inside = column < WIDTH
         gate = tl.load(x + row * 2 * WIDTH + column, mask=inside).to(tl.float32)
         up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside).to(tl.float32)
+
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         value = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0) * p
@@ -36,60 +46,90 @@ def _forward_kernel(x, probs, out, limit, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _backward_kernel(
-    x, probs, grad, grad_x, grad_probs, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALPHA: tl.constexpr
+    x,
+    probs,
+    grad,
+    grad_x,
+    grad_probs,
+    limit,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALPHA: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     p = tl.load(probs + row).to(tl.float32)
-    share = tl.zeros([BLOCK], tl.float32)
+    share = tl.zeros([BLOCK], tl.float32)  # of the probability's gradient, per column
     for start in tl.static_range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < WIDTH
         x_gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         x_up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(grad + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+
         gate = tl.where(x_gate > limit, limit, x_gate)
         up = tl.where(x_up > limit, limit, tl.where(x_up < -limit, -limit, x_up))
         sigmoid = tl.sigmoid(ALPHA * gate)
         swish = gate * sigmoid
         share += g * swish * (up + 1.0)
+
         # a clamped input has no gradient
         to_gate = g * p * (up + 1.0) * (sigmoid + ALPHA * swish * (1.0 - sigmoid))
         to_gate = tl.where(x_gate > limit, 0.0, to_gate)
         to_up = tl.where((x_up > limit) | (x_up < -limit), 0.0, g * p * swish)
-        tl.store(grad_x + row * 2 * WIDTH + column, to_gate.to(grad_x.dtype.element_ty), mask=inside)
-        tl.store(grad_x + row * 2 * WIDTH + WIDTH + column, to_up.to(grad_x.dtype.element_ty), mask=inside)
+
+        gate_target = grad_x + row * 2 * WIDTH + column
+        tl.store(gate_target, to_gate.to(grad_x.dtype.element_ty), mask=inside)
+        tl.store(gate_target + WIDTH, to_up.to(grad_x.dtype.element_ty), mask=inside)
     tl.store(grad_probs + row, tl.sum(share, 0).to(grad_probs.dtype.element_ty))
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, limit: float) -> torch.Tensor:
-        x, probs = x.contiguous(), probs.contiguous()
-        rows, width = x.shape[0], x.shape[1] // 2
+    def forward(ctx: Any, x: Tensor, probs: Tensor, limit: float) -> Tensor:
+        x = x.contiguous()
+        probs = probs.contiguous()
+        rows = x.shape[0]
+        width = x.shape[1] // 2
         out = x.new_empty(rows, width)
         if rows:
             with torch.cuda.device(x.device):
                 _forward_kernel[(rows,)](x, probs, out, limit, width, BLOCK, ALPHA)
+
         ctx.save_for_backward(x, probs)
         ctx.limit = limit
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, probs = ctx.saved_tensors
-        rows, width = x.shape[0], x.shape[1] // 2
-        grad, grad_x, grad_probs = grad.contiguous(), torch.empty_like(x), torch.empty_like(probs)
+        rows = x.shape[0]
+        width = x.shape[1] // 2
+        grad = grad.contiguous()
+        grad_x = torch.empty_like(x)
+        grad_probs = torch.empty_like(probs)
         if rows:
             with torch.cuda.device(x.device):
                 _backward_kernel[(rows,)](x, probs, grad, grad_x, grad_probs, ctx.limit, width, BLOCK, ALPHA)
         return grad_x, grad_probs, None
 
 
-def clamped_swiglu(x: torch.Tensor, probs: torch.Tensor, limit: float) -> torch.Tensor:
-    """x: [tokens, 2 * width], gates before ups, biases added; probs: [tokens] -> [tokens, width] in x's dtype."""
+def clamped_swiglu(x: Tensor, probs: Tensor, limit: float) -> Tensor:
+    """Compute the activation; differentiable in x and probs.
+
+    Args:
+        x: [tokens, 2 * width], gates before ups, biases added.
+        probs: [tokens], the router's.
+        limit: of the clamps.
+
+    Returns:
+        [tokens, width] in x's dtype.
+    """
     if x.is_cuda:
         return _ClampedSwiGLU.apply(x, probs, limit)
-    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+
+    compute = torch.promote_types(x.dtype, torch.float32)
+    gate, up = x.to(compute).chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1.0) * probs[:, None]).to(x.dtype)

@@ -1,6 +1,14 @@
-"""Attention over tokens that several ranks share, built around ``sink_attention`` and exact with sinks."""
+"""Attention over tokens that several ranks share, built around ``sink_attention``, exact with sinks."""
 
-from megatron_gptoss.context_parallel.choose import AttentionShape, Machine, candidates, context_parallel_attention
+from megatron_gptoss.context_parallel.attention import context_parallel_attention
+from megatron_gptoss.context_parallel.cost_model import AttentionShape, Machine, candidates
 from megatron_gptoss.context_parallel.layout import ContextLayout, balanced_layout
 
-__all__ = ["AttentionShape", "ContextLayout", "Machine", "balanced_layout", "candidates", "context_parallel_attention"]
+__all__ = [
+    "AttentionShape",
+    "ContextLayout",
+    "Machine",
+    "balanced_layout",
+    "candidates",
+    "context_parallel_attention",
+]

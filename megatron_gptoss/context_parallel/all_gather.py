@@ -1,7 +1,8 @@
-"""Full layers at any number of ranks: each fetches the keys and values before its tokens, a few kv heads at a time.
+"""Full layers at any number of ranks: each fetches the keys and values before its tokens.
 
-Only sequences that several ranks hold travel, while the kv heads before them are computed; dK and dV go home in fp32,
-to be summed there in the order of the ranks."""
+A few kv heads are gathered at a time, while the ones before them are computed. Only sequences that
+several ranks hold travel. dK and dV go home in fp32, to be summed there in the order of the ranks.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
-from gptoss_kernels.sink_attention.passes import Segments, attention_backward, attention_forward
+from gptoss_kernels.sink_attention.functional import (
+    AttentionSettings,
+    attention_backward,
+    attention_forward,
+)
+from gptoss_kernels.sink_attention.layout import Segments
 from megatron_gptoss.context_parallel.layout import ContextLayout
 
 GATHERED_BYTES = 34 << 20
@@ -27,130 +34,234 @@ class GatherPlan:
     shared: int
     """This rank's tokens of sequences that others hold too; its other tokens attend locally."""
     split: Segments
-    """Per run of those: its tokens, and all tokens of the sequence up to its end."""
+    """Per span of those: its tokens, and all tokens of the sequence up to its end."""
     keys: Tensor
-    """int64: where these stand among the gathered tokens."""
+    """int64: where these are among the gathered tokens."""
     whole: Segments
     """The sequences that this rank holds alone."""
 
 
-def _plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
-    share, contributed, shared = layout.tokens_per_rank, max(layout.shared), layout.shared[rank]
-    whole = [run for run in layout.runs[rank] if layout.is_whole(run)]
-    split = [run for run in layout.runs[rank] if not layout.is_whole(run)]
-    places = [layout.inverse[layout.row_indices(run._replace(start=0))] for run in split]
-    keys = torch.cat([*places, torch.empty(0, dtype=torch.int64)])
-    lengths = [run.end for run in whole]
-    return GatherPlan(
-        contributed=contributed,
-        shared=shared,
-        split=Segments.of([run.end - run.start for run in split], [run.end for run in split], device),
-        keys=(keys // share * contributed + keys % share).to(device),
-        whole=Segments.of(lengths, lengths, device),
-    )
+@dataclass(frozen=True)
+class HeadGroup:
+    """Heads that are gathered and computed together."""
+
+    kv_heads: slice
+    heads: slice
+    """The query heads that share these kv heads."""
 
 
 def head_groups(tokens: int, kv_heads: int, bytes_per_token_and_head: int) -> list[slice]:
-    """Which kv heads are gathered together: at least two groups, so that there is something to overlap with."""
+    """Choose which kv heads are gathered together.
+
+    At least two groups where there are two kv heads, so that there is something to overlap with.
+
+    Args:
+        tokens: gathered from all ranks.
+        kv_heads: of the layer.
+        bytes_per_token_and_head: of a key and a value.
+    """
     most = max(1, GATHERED_BYTES // max(1, tokens * bytes_per_token_and_head))
-    width = max(d for d in range(1, kv_heads + 1) if kv_heads % d == 0 and (d == 1 or d <= min(most, kv_heads // 2)))
-    return [slice(i, i + width) for i in range(0, kv_heads, width)]
-
-
-class _Gathered:
-    """Keys and values of one group of kv heads on their way from all ranks."""
-
-    def __init__(self, k: Tensor, v: Tensor, heads: slice, plan: GatherPlan, group: Any) -> None:
-        local = torch.stack((k[: plan.contributed, heads], v[: plan.contributed, heads]), dim=1)
-        self.everyone = local.new_empty(group.size() * len(local), *local.shape[1:])
-        self.work = dist.all_gather_into_tensor(self.everyone, local, group=group, async_op=True)
-        self.keys = plan.keys
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """[keys, group's kv heads, head_size] each, in the order of ``plan.split``."""
-        self.work.wait()
-        picked_k, picked_v = (self.everyone[:, i].index_select(0, self.keys) for i in (0, 1))
-        del self.everyone
-        return picked_k, picked_v
+    widest = min(most, kv_heads // 2)
+    widths = [width for width in range(1, kv_heads + 1) if kv_heads % width == 0]
+    width = max(width for width in widths if width == 1 or width <= widest)
+    return [slice(first, first + width) for first in range(0, kv_heads, width)]
 
 
 class AllGatherAttention(torch.autograd.Function):
-    """Full causal attention of this rank's tokens: O like q. ``settings``: window (None), scale and backend."""
+    """Computes full causal attention of this rank's tokens: O like q."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, layout: ContextLayout, group: Any, *settings: Any
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        layout: ContextLayout,
+        group: ProcessGroup,
+        settings: AttentionSettings,
     ) -> Tensor:
-        where = layout, group.rank(), q.device
-        plan = layout.cached(("gather", *where[1:]), lambda: _plan(*where))
+        plan = _cached_plan(layout, group.rank(), q.device)
         o = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        groups = _groups(q, k, plan, group)
-        coming = _Gathered(k, v, groups[0][0], plan, group) if groups else None
+
+        # The first keys and values are under way while this rank's own sequences are computed.
+        gathering = _GatheredHeads(q, k, v, plan, group)
         if plan.shared < len(q):
             own = slice(plan.shared, None)
-            o[own], lse[own] = attention_forward(q[own], k[own], v[own], sinks, plan.whole, *settings)
-        for i, (_, heads) in enumerate(groups):
-            keys, values = coming.wait()  # type: ignore[union-attr]
-            coming = _Gathered(k, v, groups[i + 1][0], plan, group) if i + 1 < len(groups) else None
-            if plan.shared:
-                part = slice(0, plan.shared), heads
-                o[part], lse[part] = attention_forward(q[part], keys, values, sinks[heads], plan.split, *settings)
+            o[own], lse[own] = attention_forward(q[own], k[own], v[own], sinks, plan.whole, settings)
+
+        for head_group, keys, values in gathering:
+            # A rank that shares nothing still takes part in the gathers.
+            if plan.shared == 0:
+                continue
+            heads = head_group.heads
+            rows = (slice(0, plan.shared), heads)
+            o[rows], lse[rows] = attention_forward(q[rows], keys, values, sinks[heads], plan.split, settings)
+
         ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.arguments = plan, group, settings
+        ctx.plan = plan
+        ctx.group = group
+        ctx.settings = settings
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
-        plan, group, settings = ctx.arguments
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        plan: GatherPlan = ctx.plan
+        group: ProcessGroup = ctx.group
+        settings: AttentionSettings = ctx.settings
+
+        dq = torch.empty_like(q)
+        dk = torch.empty_like(k)
+        dv = torch.empty_like(v)
         dsinks = torch.zeros_like(sinks, dtype=lse.dtype)
-        groups = _groups(q, k, plan, group)
-        coming = _Gathered(k, v, groups[0][0], plan, group) if groups else None
+
+        gathering = _GatheredHeads(q, k, v, plan, group)
         if plan.shared < len(q):
             own = slice(plan.shared, None)
-            saved = q[own], k[own], v[own], sinks, o[own], lse[own]
-            grads = attention_backward(saved, grad_o[own], plan.whole, *settings)
-            dq[own], dk[own], dv[own] = grads[:3]
-            dsinks += grads[3]
-        leaving: tuple[Any, Tensor, slice] | None = None
-        for i, (kv_heads, heads) in enumerate(groups):
-            keys, values = coming.wait()  # type: ignore[union-attr]
-            coming = _Gathered(k, v, groups[i + 1][0], plan, group) if i + 1 < len(groups) else None
-            home = torch.zeros(group.size() * plan.contributed, 2, *keys.shape[1:], dtype=lse.dtype, device=q.device)
+            saved = (q[own], k[own], v[own], sinks, o[own], lse[own])
+            dq[own], dk[own], dv[own], own_dsinks = attention_backward(saved, grad_o[own], plan.whole, settings)
+            dsinks += own_dsinks
+
+        returning: _ReturningGradients | None = None
+        for head_group, keys, values in gathering:
+            gathered_shape = (group.size() * plan.contributed, 2, *keys.shape[1:])
+            partial = torch.zeros(gathered_shape, dtype=lse.dtype, device=q.device)
             if plan.shared:
-                part = slice(0, plan.shared), heads
-                saved = q[part], keys, values, sinks[heads], o[part], lse[part]
-                grads = attention_backward(saved, grad_o[part], plan.split, *settings)
-                dq[part] = grads[0]
-                # at most two runs of a rank see a key: the sum does not depend on the order
-                home.index_add_(0, plan.keys, torch.stack(grads[1:3], dim=1).to(home.dtype))
-                dsinks[heads] += grads[3]
-                del saved
+                heads = head_group.heads
+                rows = (slice(0, plan.shared), heads)
+                saved = (q[rows], keys, values, sinks[heads], o[rows], lse[rows])
+                dq[rows], dkeys, dvalues, group_dsinks = attention_backward(saved, grad_o[rows], plan.split, settings)
+                # at most two spans of a rank see a key: the sum does not depend on the order
+                both = torch.stack((dkeys, dvalues), dim=1).to(partial.dtype)
+                partial.index_add_(0, plan.keys, both)
+                dsinks[heads] += group_dsinks
+                del saved, dkeys, dvalues, both
+
+            # Before more is sent, free the keys and take in the gradients of the group before.
             del keys, values
-            if leaving is not None:
-                _arrive(*leaving, dk, dv, plan)
-            received = torch.empty_like(home)
-            leaving = dist.all_to_all_single(received, home, group=group, async_op=True), received, kv_heads
-        if leaving is not None:
-            _arrive(*leaving, dk, dv, plan)
-        return dq, dk, dv, dsinks.to(sinks.dtype), None, None, None, None, None
+            if returning is not None:
+                returning.add_up(dk, dv, plan)
+            returning = _ReturningGradients(partial, head_group.kv_heads, group)
+        if returning is not None:
+            returning.add_up(dk, dv, plan)
+
+        return dq, dk, dv, dsinks.to(sinks.dtype), None, None, None
 
 
-def _groups(q: Tensor, k: Tensor, plan: GatherPlan, group: Any) -> list[tuple[slice, slice]]:
-    """The groups of kv heads and the query heads that go with each; none when no sequence is shared."""
-    if not plan.contributed:
+class _GatheredHeads:
+    """Iterates over the groups of kv heads with their keys and values, one gather ahead.
+
+    Creating it starts the first gather; asking for a group waits for it and starts the next one. It
+    holds no keys that it has given out, so that the caller can free them.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: GatherPlan, group: ProcessGroup) -> None:
+        self.k = k
+        self.v = v
+        self.plan = plan
+        self.group = group
+        self.remaining = _head_groups_of(q, k, plan, group)
+        self.pending = self._start_next()
+
+    def __iter__(self) -> "_GatheredHeads":
+        return self
+
+    def __next__(self) -> tuple[HeadGroup, Tensor, Tensor]:
+        """Return the group, its keys and its values, [keys, kv heads, head_size] as in plan.split."""
+        if self.pending is None:
+            raise StopIteration
+
+        head_group, gather = self.pending
+        keys, values = gather.wait()
+        self.pending = self._start_next()
+        return head_group, keys, values
+
+    def _start_next(self) -> "tuple[HeadGroup, _Gather] | None":
+        if not self.remaining:
+            return None
+
+        head_group = self.remaining.pop(0)
+        return head_group, _Gather(self.k, self.v, head_group.kv_heads, self.plan, self.group)
+
+
+class _Gather:
+    """Keys and values of one group of kv heads on their way from all ranks."""
+
+    def __init__(self, k: Tensor, v: Tensor, heads: slice, plan: GatherPlan, group: ProcessGroup) -> None:
+        rows = slice(0, plan.contributed)
+        local = torch.stack((k[rows, heads], v[rows, heads]), dim=1)
+        self.everyone = local.new_empty(group.size() * len(local), *local.shape[1:])
+        self.work = dist.all_gather_into_tensor(self.everyone, local, group=group, async_op=True)
+        self.keys = plan.keys
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values, [keys, group's kv heads, head_size] each, as in ``plan.split``."""
+        self.work.wait()
+        keys = self.everyone[:, 0].index_select(0, self.keys)
+        values = self.everyone[:, 1].index_select(0, self.keys)
+        del self.everyone
+        return keys, values
+
+
+class _ReturningGradients:
+    """Gradients of one group of kv heads on their way to the ranks whose keys they are."""
+
+    def __init__(self, partial: Tensor, kv_heads: slice, group: ProcessGroup) -> None:
+        """Send ``partial`` [ranks * contributed, 2, kv heads, head_size], dK and dV, to its owners."""
+        self.received = torch.empty_like(partial)
+        self.kv_heads = kv_heads
+        self.work = dist.all_to_all_single(self.received, partial, group=group, async_op=True)
+
+    def add_up(self, dk: Tensor, dv: Tensor, plan: GatherPlan) -> None:
+        """Add up what all ranks computed for this rank's keys and values, in the order of the ranks."""
+        self.work.wait()
+        by_rank = self.received.view(-1, plan.contributed, *self.received.shape[1:])
+        total = by_rank.sum(0)[: plan.shared]
+        dk[: plan.shared, self.kv_heads] = total[:, 0]
+        dv[: plan.shared, self.kv_heads] = total[:, 1]
+
+
+def _head_groups_of(q: Tensor, k: Tensor, plan: GatherPlan, group: ProcessGroup) -> list[HeadGroup]:
+    """Return the groups of heads in order; none when no sequence is shared."""
+    if plan.contributed == 0:
         return []
-    per_kv = q.shape[1] // k.shape[1]
-    row_bytes = 2 * k.shape[2] * k.element_size()
-    found = head_groups(group.size() * plan.contributed, k.shape[1], row_bytes)
-    return [(heads, slice(heads.start * per_kv, heads.stop * per_kv)) for heads in found]
+
+    kv_heads, head_size = k.shape[1:]
+    heads_per_kv = q.shape[1] // kv_heads
+    bytes_per_token_and_head = 2 * head_size * k.element_size()
+    slices = head_groups(group.size() * plan.contributed, kv_heads, bytes_per_token_and_head)
+    return [HeadGroup(kv_heads=kv, heads=slice(kv.start * heads_per_kv, kv.stop * heads_per_kv)) for kv in slices]
 
 
-def _arrive(work: Any, received: Tensor, heads: slice, dk: Tensor, dv: Tensor, plan: GatherPlan) -> None:
-    """Add up what all ranks computed for this rank's keys and values."""
-    work.wait()
-    total = received.view(-1, plan.contributed, *received.shape[1:]).sum(0)[: plan.shared]
-    dk[: plan.shared, heads], dv[: plan.shared, heads] = total[:, 0], total[:, 1]
+def _cached_plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
+    return layout.cached(("gather", rank, device), lambda: _plan(layout, rank, device))
+
+
+def _plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
+    contributed = max(layout.shared)
+    whole = [span for span in layout.spans[rank] if layout.is_whole(span)]
+    split = [span for span in layout.spans[rank] if not layout.is_whole(span)]
+
+    # Where the keys of each split span are: in `order`, and from there among the gathered tokens, of
+    # which each rank's first are `contributed` apart and not `tokens_per_rank`.
+    places = [layout.inverse[layout.row_indices(span._replace(start=0))] for span in split]
+    keys = torch.cat([*places, torch.empty(0, dtype=torch.int64)])
+    owner = keys // layout.tokens_per_rank
+    local = keys % layout.tokens_per_rank
+    gathered_keys = owner * contributed + local
+
+    whole_lengths = [span.tokens for span in whole]
+    return GatherPlan(
+        contributed=contributed,
+        shared=layout.shared[rank],
+        split=Segments.from_lengths(
+            query_lengths=[span.tokens for span in split],
+            key_lengths=[span.end for span in split],
+            device=device,
+        ),
+        keys=gathered_keys.to(device),
+        whole=Segments.from_lengths(whole_lengths, whole_lengths, device),
+    )

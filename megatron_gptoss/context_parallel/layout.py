@@ -1,7 +1,9 @@
 """Which context-parallel rank holds which tokens of a packed row (docs/architecture.md).
 
-Mirrored chunks of long sequences are equal work (arXiv 2411.01783). Positions travel with the tokens, so nothing
-depends on the order."""
+Long sequences are cut into chunks, and a rank gets a chunk from the front and its mirror image from
+the back: with causal attention that is equal work (arXiv 2411.01783). Short ones stay whole.
+Positions travel with the tokens, so nothing depends on the order.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,22 +12,30 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-WHOLE = (2, 4, 8, 16)
-"""Sequences longer than the n-th part of a rank's tokens are cut; the first n that balances the work is taken."""
-IMBALANCE = 1.02
+CUT_FRACTIONS = (2, 4, 8, 16)
+"""Sequences longer than the n-th part of a rank's tokens are cut; the first n that balances the work
+is taken."""
+MAX_IMBALANCE = 1.02
 """Work of the busiest rank over the mean that is good enough."""
 
 
-class Run(NamedTuple):
-    """Consecutive tokens of one sequence on one rank: positions start to end of sequence number ``sequence``."""
+class Span(NamedTuple):
+    """Consecutive tokens of one sequence on one rank: positions start to end of the sequence."""
 
     sequence: int
+    """Its number in the row."""
     start: int
     end: int
 
     @property
-    def work(self) -> int:
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.end - self.start
+
+    @property
+    def pairs(self) -> int:
         """Pairs of a query and a key in causal attention."""
         return (self.end * (self.end + 1) - self.start * (self.start + 1)) // 2
 
@@ -36,8 +46,9 @@ class ContextLayout:
 
     offsets: tuple[int, ...]
     """Where each sequence starts in the row, and the row's tokens."""
-    runs: tuple[tuple[Run, ...], ...]
-    """Per rank, in the order in which it holds them; runs of sequences that others also hold come first."""
+    spans: tuple[tuple[Span, ...], ...]
+    """Per rank, in the order in which it holds them; spans of sequences that others also hold come
+    first."""
     shared: tuple[int, ...]
     """Per rank how many of its tokens belong to sequences that several ranks hold."""
     plans: dict[Any, Any] = field(default_factory=dict, compare=False)
@@ -45,120 +56,196 @@ class ContextLayout:
 
     @property
     def size(self) -> int:
-        return len(self.runs)
+        """Number of ranks."""
+        return len(self.spans)
 
     @property
     def tokens_per_rank(self) -> int:
+        """Tokens that each rank holds."""
         return self.offsets[-1] // self.size
-
-    @cached_property
-    def order(self) -> torch.Tensor:
-        """int64 [tokens]: for rank 0's tokens, then rank 1's and so on, where each stands in the row."""
-        return torch.cat([self.row_indices(run) for runs in self.runs for run in runs])
-
-    @cached_property
-    def inverse(self) -> torch.Tensor:
-        """int64 [tokens]: for each token of the row, where it stands in ``order``."""
-        return torch.empty_like(self.order).index_copy_(0, self.order, torch.arange(len(self.order)))
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest sequence."""
         return max(end - start for start, end in pairwise(self.offsets))
 
+    @cached_property
+    def order(self) -> Tensor:
+        """int64 [tokens]: for rank 0's tokens, then rank 1's and so on, where each is in the row."""
+        return torch.cat([self.row_indices(span) for spans in self.spans for span in spans])
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """int64 [tokens]: for each token of the row, where it is in ``order``."""
+        return torch.empty_like(self.order).index_copy_(0, self.order, torch.arange(len(self.order)))
+
     def cached[T](self, key: Any, make: Callable[[], T]) -> T:
-        """``make()`` of the first call with this key."""
+        """Return ``make()`` of the first call with this key."""
         if key not in self.plans:
             self.plans[key] = make()
         return self.plans[key]
 
-    def row_indices(self, run: Run) -> torch.Tensor:
-        return torch.arange(run.start, run.end) + self.offsets[run.sequence]
+    def row_indices(self, span: Span) -> Tensor:
+        """Return where the span's tokens are in the row, int64."""
+        return torch.arange(span.start, span.end) + self.offsets[span.sequence]
 
-    def is_whole(self, run: Run) -> bool:
-        """Whether no other rank holds tokens of the run's sequence."""
-        return run.end - run.start == self.offsets[run.sequence + 1] - self.offsets[run.sequence]
+    def is_whole(self, span: Span) -> bool:
+        """Tell whether no other rank holds tokens of the span's sequence."""
+        sequence_tokens = self.offsets[span.sequence + 1] - self.offsets[span.sequence]
+        return span.tokens == sequence_tokens
 
-    def part(self, rank: int) -> torch.Tensor:
-        """int64 [tokens / size]: which tokens of the row a rank holds."""
-        return self.order[rank * self.tokens_per_rank : (rank + 1) * self.tokens_per_rank]
+    def rank_tokens(self, rank: int) -> Tensor:
+        """Return which tokens of the row a rank holds, int64 [tokens / size]."""
+        first = rank * self.tokens_per_rank
+        return self.order[first : first + self.tokens_per_rank]
 
     def pairs(self, rank: int, window: int | None = None) -> int:
-        """Pairs of a query and a key that a rank computes in one layer."""
-        total = sum(run.work for run in self.runs[rank])
+        """Count the pairs of a query and a key that a rank computes in one layer."""
+        total = sum(span.pairs for span in self.spans[rank])
         if window is None:
             return total
-        # beyond the window a query sees `window` keys: take off what lies further back
-        return total - sum(Run(0, max(0, r.start - window), max(0, r.end - window)).work for r in self.runs[rank])
+
+        # Beyond the window a query sees `window` keys: take off what lies further back. It is what the
+        # queries would see if they stood `window` positions earlier.
+        invisible = 0
+        for span in self.spans[rank]:
+            earlier = span._replace(start=max(0, span.start - window), end=max(0, span.end - window))
+            invisible += earlier.pairs
+        return total - invisible
 
 
 @lru_cache(maxsize=16)
 def balanced_layout(offsets: tuple[int, ...], size: int) -> ContextLayout:
-    """Share out a row over ``size`` ranks. Raises ValueError when its tokens are no multiple of ``size``."""
+    """Share out a row over ``size`` ranks: equally many tokens each, about equal work.
+
+    Args:
+        offsets: where each sequence starts in the row, and the row's tokens.
+        size: number of context-parallel ranks.
+
+    Raises:
+        ValueError: when the tokens are no multiple of ``size``.
+    """
     tokens = offsets[-1]
     if tokens % size:
         raise ValueError(
-            f"{tokens} packed tokens cannot be shared out equally over {size} context-parallel ranks; pad the row to "
-            f"{-(-tokens // size) * size} tokens (align={size}) or use a context-parallel size that divides {tokens}"
+            f"{tokens} packed tokens cannot be shared out equally over {size} context-parallel "
+            f"ranks; pad the row to {-(-tokens // size) * size} tokens (align={size}) or use a "
+            f"context-parallel size that divides {tokens}"
         )
-    for whole in WHOLE:
-        layout = _share_out(offsets, size, whole)
+
+    for fraction in CUT_FRACTIONS:
+        layout = _share_out(offsets, size, fraction)
         work = [layout.pairs(rank) for rank in range(size)]
-        if max(work) * size <= IMBALANCE * sum(work):
+        if max(work) * size <= MAX_IMBALANCE * sum(work):
             break
     return layout
 
 
-def _share_out(offsets: tuple[int, ...], size: int, whole: int) -> ContextLayout:
-    share = offsets[-1] // size
+class _Ranks:
+    """What has been given to each rank so far."""
+
+    def __init__(self, size: int) -> None:
+        self.spans: list[list[Span]] = [[] for _ in range(size)]
+        self.tokens = [0] * size
+        self.pairs = [0] * size
+
+    def give(self, rank: int, *spans: Span) -> None:
+        """Give spans to a rank."""
+        self.spans[rank] += spans
+        self.tokens[rank] += sum(span.tokens for span in spans)
+        self.pairs[rank] += sum(span.pairs for span in spans)
+
+    def by_tokens(self) -> list[int]:
+        """Order the ranks by tokens, the one with the fewest first."""
+        return sorted(range(len(self.spans)), key=lambda rank: self.tokens[rank])
+
+    def by_tokens_then_work(self) -> list[int]:
+        """Order the ranks by tokens, and where these are equal by work."""
+        return sorted(range(len(self.spans)), key=lambda rank: (self.tokens[rank], self.pairs[rank]))
+
+    def least_busy_with_room(self, tokens: int, capacity: int) -> int | None:
+        """Return the rank with the least work to which ``tokens`` more can go; None without one."""
+        fitting = [rank for rank, held in enumerate(self.tokens) if held + tokens <= capacity]
+        if not fitting:
+            return None
+        return min(fitting, key=lambda rank: (self.pairs[rank], self.tokens[rank]))
+
+
+def _share_out(offsets: tuple[int, ...], size: int, fraction: int) -> ContextLayout:
+    """Share out the sequences, the longest first, cutting those above a rank's tokens / fraction."""
+    capacity = offsets[-1] // size
     lengths = [end - start for start, end in pairwise(offsets)]
-    held: list[list[Run]] = [[] for _ in range(size)]
-    load, work = [0] * size, [0] * size
+    longest_first = sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence])
 
-    def give(rank: int, *runs: Run) -> None:
-        held[rank] += runs
-        load[rank] += sum(run.end - run.start for run in runs)
-        work[rank] += sum(run.work for run in runs)
-
-    for sequence in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    ranks = _Ranks(size)
+    for sequence in longest_first:
         length = lengths[sequence]
-        if length * whole > share and size > 1:
-            chunks = list(_chunks(sequence, length, 2 * size))
-            pairs = [(chunks[i], chunks[-1 - i]) for i in range(size)]
-            # pairs differ by a token at most: the longer ones go where fewer tokens are, so ranks never do by more
-            pairs.sort(key=lambda pair: -sum(run.end - run.start for run in pair))
-            for rank, pair in zip(sorted(range(size), key=lambda r: (load[r], work[r])), pairs, strict=True):
-                give(rank, *pair)
+        if length * fraction > capacity and size > 1:
+            _give_mirrored_chunks(ranks, sequence, length)
             continue
-        fitting = [rank for rank in range(size) if load[rank] + length <= share]
-        if fitting:
-            give(min(fitting, key=lambda r: (work[r], load[r])), Run(sequence, 0, length))
+
+        rank = ranks.least_busy_with_room(length, capacity)
+        if rank is not None:
+            ranks.give(rank, Span(sequence, 0, length))
             continue
+
+        # It fits nowhere as a whole: fill up one rank after the other.
         start = 0
-        for rank in sorted(range(size), key=lambda r: load[r]):
-            end = min(length, start + share - load[rank])
-            give(rank, Run(sequence, start, end))
+        for rank in ranks.by_tokens():
+            end = min(length, start + capacity - ranks.tokens[rank])
+            ranks.give(rank, Span(sequence, start, end))
             start = end
-    runs, shared = zip(*(_in_order(part, lengths) for part in held), strict=True)
-    return ContextLayout(offsets, runs, shared)
+
+    ordered = [_in_order(spans, lengths) for spans in ranks.spans]
+    return ContextLayout(
+        offsets=offsets,
+        spans=tuple(spans for spans, _ in ordered),
+        shared=tuple(shared for _, shared in ordered),
+    )
 
 
-def _chunks(sequence: int, length: int, count: int) -> Iterator[Run]:
+def _give_mirrored_chunks(ranks: _Ranks, sequence: int, length: int) -> None:
+    """Give every rank a chunk from the front of a sequence and its mirror image from the back."""
+    size = len(ranks.spans)
+    chunks = list(_chunks(sequence, length, 2 * size))
+    pairs = [(chunks[i], chunks[-1 - i]) for i in range(size)]
+
+    # Pairs differ by a token at most: the longer ones go where fewer tokens are, so that ranks never
+    # differ by more.
+    pairs.sort(key=lambda pair: -sum(span.tokens for span in pair))
+    for rank, pair in zip(ranks.by_tokens_then_work(), pairs, strict=True):
+        ranks.give(rank, *pair)
+
+
+def _chunks(sequence: int, length: int, count: int) -> Iterator[Span]:
+    """Cut a sequence into ``count`` spans, the first of which are a token longer if need be."""
     base, longer = divmod(length, count)
     start = 0
     for i in range(count):
         end = start + base + (i < longer)
-        yield Run(sequence, start, end)
+        yield Span(sequence, start, end)
         start = end
 
 
-def _in_order(held: list[Run], lengths: list[int]) -> tuple[tuple[Run, ...], int]:
-    """Sequences that others hold too first, in order of position; adjacent runs become one, empty ones go."""
-    runs: list[Run] = []
-    for run in sorted(held, key=lambda r: (r.end - r.start == lengths[r.sequence], r.sequence, r.start)):
-        if run.start == run.end:
+def _in_order(spans: list[Span], lengths: list[int]) -> tuple[tuple[Span, ...], int]:
+    """Order a rank's spans: of sequences that others hold too first, then by position.
+
+    Adjacent spans become one, empty ones go. Returns the spans and the tokens of the shared ones.
+    """
+
+    def is_whole(span: Span) -> bool:
+        return span.tokens == lengths[span.sequence]
+
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda span: (is_whole(span), span.sequence, span.start)):
+        if span.tokens == 0:
             continue
-        if runs and runs[-1].sequence == run.sequence and runs[-1].end == run.start:
-            run = runs.pop()._replace(end=run.end)
-        runs.append(run)
-    shared = [run.end - run.start for run in runs if run.end - run.start < lengths[run.sequence]]
-    return tuple(runs), sum(shared)
+
+        previous = merged[-1] if merged else None
+        if previous and previous.sequence == span.sequence and previous.end == span.start:
+            merged[-1] = previous._replace(end=span.end)
+        else:
+            merged.append(span)
+
+    shared = sum(span.tokens for span in merged if not is_whole(span))
+    return tuple(merged), shared

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from benchmarks.plain_flash4 import flash4_kernels
 from gptoss_kernels.sink_attention import flash, sink_attention
-from gptoss_kernels.sink_attention.api import SinkAttention
-from gptoss_kernels.sink_attention.dispatch import why_not
+from gptoss_kernels.sink_attention.autograd import SinkAttention
+from gptoss_kernels.sink_attention.dispatch import ShapeClass, choose_backend, unsupported_reason
 from gptoss_kernels.sink_attention.layout import Segments, packed_layout
 from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
 from gptoss_kernels.sink_attention.window import window_backward, window_forward
@@ -37,8 +37,8 @@ def run(backend, q, k, v, sinks, grad_o, cu_seqlens, window):
     longest = packed_layout(cu_seqlens).longest
     if backend == "folded":
         segments = Segments(cu_seqlens, cu_seqlens, longest, longest)
-        settings = flash4_kernels(), segments, window, q.shape[2] ** -0.5
-        out, lse = SinkAttention.apply(*leaves, flash.FOLDED, *settings)
+        passes = flash.folded_passes(flash4_kernels(), segments, window, q.shape[2] ** -0.5)
+        out, lse = SinkAttention.apply(*leaves, passes)
     else:
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
         out, lse = sink_attention(*leaves, **packing, window=window, backend=backend, return_lse=True)
@@ -69,7 +69,7 @@ OURS = pytest.mark.parametrize(("backend", "window"), [("window", 128), ("short"
 def need(backend, window):
     name = "flash4" if backend == "folded" else backend
     device = torch.device("cuda", torch.cuda.current_device())
-    reason = why_not(name, device, torch.bfloat16, 64, 8, 64, window)
+    reason = unsupported_reason(name, ShapeClass(device, torch.bfloat16, 64, 8, 64, window))
     if reason:
         pytest.skip(reason)
 
@@ -238,13 +238,13 @@ def test_inputs_need_not_be_contiguous():
 
 
 def test_auto_takes_our_kernels_for_window_layers_and_short_sequences():
-    from gptoss_kernels.sink_attention.dispatch import choose
-
     device = torch.device("cuda", torch.cuda.current_device())
-    assert choose(device, torch.bfloat16, 64, 8, 64, 128, short=False) == "window"
-    assert choose(device, torch.bfloat16, 64, 8, 64, None, short=True) == "short"
-    assert choose(device, torch.bfloat16, 64, 8, 64, None, short=False) != "short"
-    assert choose(device, torch.float32, 64, 8, 64, 128, short=False) == "reference"
+    windowed = ShapeClass(device, torch.bfloat16, 64, 8, 64, 128)
+    full = windowed._replace(window=None)
+    assert choose_backend(windowed, short=False) == "window"
+    assert choose_backend(full, short=True) == "short"
+    assert choose_backend(full, short=False) != "short"
+    assert choose_backend(windowed._replace(dtype=torch.float32), short=False) == "reference"
 
 
 def test_bf16_sinks_are_taken_and_get_a_bf16_gradient():

@@ -12,7 +12,7 @@ from gptoss_kernels import nvrtc
 from gptoss_kernels.nvrtc import compile_cubin
 from gptoss_kernels.sink_attention import window
 from gptoss_kernels.sink_attention.layout import PackedLayout
-from gptoss_kernels.sink_attention.window import SOURCES, Shape, _items, defines
+from gptoss_kernels.sink_attention.window import SOURCES, KernelShape, _items, macros
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA has no NVRTC")
 
@@ -30,13 +30,14 @@ FULL_KERNELS = ["full_forward", "full_backward_q", "backward_kv"]
 )
 def test_a_kernel_compiles_for_every_group_of_heads_and_is_cached(name, heads_per_kv, window, monkeypatch, tmp_path):
     monkeypatch.setenv("GPTOSS_KERNELS_CACHE", str(tmp_path))
-    source, macros = SOURCES / f"{name}.cu", defines(name, Shape(heads_per_kv, window))
-    first = compile_cubin(source, macros, "sm_90a")
+    source = SOURCES / f"{name}.cu"
+    defines = macros(name, KernelShape(heads_per_kv, window))
+    first = compile_cubin(source, defines, "sm_90a")
     assert first[:4] == b"\x7fELF"
     cached = list(tmp_path.glob("*.cubin"))
     assert len(cached) == 1 and cached[0].read_bytes() == first
     cached[0].write_bytes(b"from the cache")
-    assert compile_cubin(source, macros, "sm_90a") == b"from the cache"
+    assert compile_cubin(source, defines, "sm_90a") == b"from the cache"
 
 
 def test_a_source_that_does_not_compile_shows_the_compilers_message(tmp_path):
@@ -51,7 +52,7 @@ def test_a_source_that_does_not_compile_shows_the_compilers_message(tmp_path):
     [("full_forward", 4), ("full_backward_q", 4), ("backward_kv", 3)],
 )
 def test_as_many_blocks_as_registers_allow_find_room_in_shared_memory(name, blocks):
-    assert blocks * (Shape(8, None).shared_bytes(name) + 1024) <= 228 * 1024
+    assert blocks * (KernelShape(8, None).shared_bytes(name) + 1024) <= 228 * 1024
 
 
 def test_items_of_the_longest_sequence_come_first_and_stay_together():

@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 
 from gptoss_kernels.sink_attention import sink_attention
 from megatron_gptoss.config import ModelConfig, ParallelConfig
-from megatron_gptoss.context_parallel import AttentionShape, Machine, balanced_layout, candidates
-from megatron_gptoss.context_parallel.choose import choose_scheme, context_parallel_attention
+from megatron_gptoss.context_parallel import (
+    AttentionShape,
+    Machine,
+    balanced_layout,
+    candidates,
+    context_parallel_attention,
+)
+from megatron_gptoss.context_parallel.cost_model import choose_scheme
 from tests.distributed import free_port, run_distributed
 
 H200 = Machine(bandwidth=300e9, rate=525e12)
@@ -36,16 +42,16 @@ def layout_of(lengths: list[int], ranks: int) -> Any:
 def test_every_token_is_on_one_rank_and_every_rank_has_equally_many(lengths: list[int], ranks: int) -> None:
     layout = layout_of(lengths, ranks)
     tokens = layout.offsets[-1]
-    assert all(len(layout.part(rank)) == tokens // ranks for rank in range(ranks))
+    assert all(len(layout.rank_tokens(rank)) == tokens // ranks for rank in range(ranks))
     assert torch.equal(layout.order.sort().values, torch.arange(tokens))
     assert torch.equal(layout.order[layout.inverse], torch.arange(tokens))
-    for rank, runs in enumerate(layout.runs):
-        assert torch.equal(torch.cat([layout.row_indices(run) for run in runs]), layout.part(rank))
-        for before, after in pairwise(runs):
+    for rank, spans in enumerate(layout.spans):
+        assert torch.equal(torch.cat([layout.row_indices(span) for span in spans]), layout.rank_tokens(rank))
+        for before, after in pairwise(spans):
             assert before.sequence != after.sequence or before.end < after.start, "in order, and not adjacent"
-        whole = [r.end - r.start == layout.offsets[r.sequence + 1] - layout.offsets[r.sequence] for r in runs]
+        whole = [s.end - s.start == layout.offsets[s.sequence + 1] - layout.offsets[s.sequence] for s in spans]
         assert whole == sorted(whole), "shared sequences come first"
-        assert layout.shared[rank] == sum(r.end - r.start for r, alone in zip(runs, whole, strict=True) if not alone)
+        assert layout.shared[rank] == sum(s.end - s.start for s, alone in zip(spans, whole, strict=True) if not alone)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -73,7 +79,7 @@ def test_short_sequences_stay_whole_and_need_no_communication() -> None:
 def test_work_in_a_window_counts_the_keys_that_it_shows() -> None:
     layout = layout_of([50, 3, 47], 2)
     for rank in range(2):
-        pairs = sum(min(p + 1, 8) for run in layout.runs[rank] for p in range(run.start, run.end))
+        pairs = sum(min(p + 1, 8) for span in layout.spans[rank] for p in range(span.start, span.end))
         assert layout.pairs(rank, 8) == pairs
 
 
@@ -119,7 +125,7 @@ def compare_schemes(rank: int, ranks: int) -> dict[str, float]:
         sizes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
         q, k, v, grad_o = (torch.randn(tokens, heads, HEAD_SIZE) for heads in sizes)
         sinks = torch.randn(HEADS)
-        cu_seqlens, part = torch.tensor(layout.offsets), layout.part(rank)
+        cu_seqlens, part = torch.tensor(layout.offsets), layout.rank_tokens(rank)
         for window, scheme in CASES:
             whole = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
             out = sink_attention(*whole, cu_seqlens=cu_seqlens, max_seqlen=layout.longest, window=window)

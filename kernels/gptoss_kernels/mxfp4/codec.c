@@ -1,55 +1,83 @@
-/* MXFP4 <-> bf16 on one core. Tables come from the caller, so that the arithmetic is written once, in Python. */
+/* MXFP4 <-> bf16 on one core. cpu.py makes the tables, so that the arithmetic is written once.
+ *
+ * A block is 32 values: 16 bytes of two e2m1 codes each (value 2j in the low nibble of byte j, value
+ * 2j + 1 in the high one) and one scale byte. Numbers are bf16 bits here, and nothing is multiplied:
+ * dequantizing looks a byte up, quantizing compares magnitudes with limits. */
 #include <stddef.h>
 #include <stdint.h>
 
+enum {
+    VALUES = 32,               /* of a block */
+    BYTES = 16,                /* of a block */
+    MAGNITUDE = 0x7fff,        /* a bf16 number without its sign */
+    BF16_INFINITY = 0x7f80,    /* magnitudes from here on are Inf and NaN */
+    MANTISSA = 0x7f,
+    MANTISSA_OF_1_5 = 0x40,
+    CODE_SIGN = 8,
+};
+
 /* pairs[scale][byte]: the two bf16 values of a byte, the low nibble's in the low half. */
-void mxfp4_dequantize(const uint8_t *restrict blocks, const uint8_t *restrict scales, const uint32_t *restrict pairs,
-                      uint32_t *restrict out, size_t count) {
+void mxfp4_dequantize(const uint8_t *restrict blocks, const uint8_t *restrict scales,
+                      const uint32_t *restrict pairs, uint32_t *restrict out, size_t count) {
     for (size_t n = 0; n < count; n++) {
         const uint32_t *table = pairs + (size_t)scales[n] * 256;
-        for (int j = 0; j < 16; j++) out[n * 16 + j] = table[blocks[n * 16 + j]];
+        for (int j = 0; j < BYTES; j++) out[n * BYTES + j] = table[blocks[n * BYTES + j]];
     }
 }
 
 /* A magnitude's code is the number of limits it reaches: bf16 magnitudes order like their bits. */
-static inline void encode(const uint16_t *restrict x, const uint16_t *restrict limits, uint16_t *restrict code) {
-    for (int i = 0; i < 32; i++) {
-        uint16_t a = x[i] & 0x7fff;
-        uint16_t c = 0;
-        for (int j = 0; j < 7; j++) c += a >= limits[j];
-        code[i] = c | ((x[i] >> 12) & 8);
+static inline void encode(const uint16_t *restrict x, const uint16_t *restrict limits,
+                          uint16_t *restrict code) {
+    for (int i = 0; i < VALUES; i++) {
+        uint16_t magnitude = x[i] & MAGNITUDE;
+        uint16_t reached = 0;
+        for (int j = 0; j < 7; j++) reached += magnitude >= limits[j];
+        code[i] = reached | ((x[i] >> 12) & CODE_SIGN);
     }
 }
 
-/* limits[scale][7], values[scale][16]: bf16 bits. hint may be NULL. Returns the first block with NaN or Inf, or -1. */
-ptrdiff_t mxfp4_quantize(const uint16_t *restrict x, const uint8_t *restrict hint, const uint16_t *restrict limits,
-                         const uint16_t *restrict values, uint8_t *restrict blocks, uint8_t *restrict scales,
-                         size_t count) {
-    for (size_t n = 0; n < count; n++, x += 32, blocks += 16) {
-        uint16_t code[32], amax = 0;
-        for (int i = 0; i < 32; i++) {
-            uint16_t a = x[i] & 0x7fff;
-            amax = a > amax ? a : amax;
+/* The scale 2^ceil(log2(amax / 6)) of a block, as a biased exponent.
+ *
+ * amax = 1.m * 2^(e - 127) and 6 = 1.5 * 2^2, hence the exponent is e - 127 - 2, and one more when
+ * 1.m > 1.5. It is never below the least normal number's; a block of zeros gets scale 0. */
+static inline int scale_of(uint16_t amax) {
+    if (!amax) return 0;
+    int scale = (amax >> 7) - 2 + ((amax & MANTISSA) > MANTISSA_OF_1_5);
+    return scale < 1 ? 1 : scale;
+}
+
+/* limits[scale][8] (the last one unused) and values[scale][16] are bf16 bits. hint may be NULL.
+ * Returns the first block with NaN or Inf, or -1. */
+ptrdiff_t mxfp4_quantize(const uint16_t *restrict x, const uint8_t *restrict hint,
+                         const uint16_t *restrict limits, const uint16_t *restrict values,
+                         uint8_t *restrict blocks, uint8_t *restrict scales, size_t count) {
+    for (size_t n = 0; n < count; n++, x += VALUES, blocks += BYTES) {
+        uint16_t amax = 0;
+        for (int i = 0; i < VALUES; i++) {
+            uint16_t magnitude = x[i] & MAGNITUDE;
+            amax = magnitude > amax ? magnitude : amax;
         }
-        if (amax >= 0x7f80) return (ptrdiff_t)n;
+        if (amax >= BF16_INFINITY) return (ptrdiff_t)n;
+
+        /* Keep the hint where it gives back every bit of the block. */
+        uint16_t code[VALUES];
         int kept = 0;
         if (hint) {
             const uint16_t *value = values + (size_t)hint[n] * 16;
             encode(x, limits + (size_t)hint[n] * 8, code);
             unsigned wrong = 0;
-            for (int i = 0; i < 32; i++) wrong |= value[code[i]] ^ x[i];
+            for (int i = 0; i < VALUES; i++) wrong |= value[code[i]] ^ x[i];
             kept = !wrong;
             scales[n] = hint[n];
         }
+
         if (!kept) {
-            /* amax = 1.m * 2^(e-127); ceil(log2(amax / 6)) = e - 127 - 2 + (1.m > 1.5), never below the least normal */
-            int scale = (amax >> 7) - 2 + ((amax & 127) > 64);
-            if (scale < 1) scale = 1;
-            if (!amax) scale = 0;
+            int scale = scale_of(amax);
             scales[n] = (uint8_t)scale;
             encode(x, limits + (size_t)scale * 8, code);
         }
-        for (int j = 0; j < 16; j++) blocks[j] = (uint8_t)(code[2 * j] | code[2 * j + 1] << 4);
+
+        for (int j = 0; j < BYTES; j++) blocks[j] = (uint8_t)(code[2 * j] | code[2 * j + 1] << 4);
     }
     return -1;
 }

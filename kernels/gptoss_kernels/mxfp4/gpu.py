@@ -1,4 +1,8 @@
-"""The GPU path, in Triton. Same bits as the CPU path for every finite input."""
+"""The GPU path, in Triton. Same bits as the CPU path for every finite input.
+
+A program takes ROWS blocks of 32 values. e2m1 is a sign, two bits of exponent and one of mantissa:
+codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and bit 3 is the sign.
+"""
 
 # Triton reads parameter annotations as its own
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -8,13 +12,18 @@ import os
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+ROWS = 128
+"""Blocks of 32 values that a program takes."""
 
 
 @triton.jit
 def _decode(code, exponent_bits):
-    """e2m1 code and the scale as fp32 bits -> bf16."""
+    """Turn an e2m1 code, with its scale as fp32 bits, into bf16 bits."""
     magnitude = code & 7
-    # 0, 0.5 are subnormal in e2m1; the others are (1 + m/2) * 2^(e-1), placed straight into fp32's fields
+    # 0 and 0.5 are subnormal in e2m1. The others are (1 + m / 2) * 2^(e - 1): their three bits go
+    # straight into fp32's fields, the exponent 126 higher.
     normal = ((magnitude + 252) << 22).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
     scale = exponent_bits.to(tl.float32, bitcast=True)
@@ -26,24 +35,36 @@ def _decode(code, exponent_bits):
 def _dequantize_kernel(blocks, scales, out, count, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
-    byte = tl.load(blocks + row[:, None] * 16 + tl.arange(0, 16)[None, :], mask=inside[:, None], other=0).to(tl.int32)
+    source = blocks + row[:, None] * 16 + tl.arange(0, 16)[None, :]
+    byte = tl.load(source, mask=inside[:, None], other=0).to(tl.int32)
     scale = tl.load(scales + row, mask=inside, other=127).to(tl.int32)
-    # 2^(scale-127) as fp32 bits; scale 0 is the subnormal 2^-127
+
+    # 2^(scale - 127) as fp32 bits; scale 0 is the subnormal 2^-127
     bits = tl.where(scale == 0, 0x00400000, scale << 23)[:, None]
     pair = tl.join(_decode(byte & 15, bits), _decode(byte >> 4, bits))
     values = tl.reshape(pair, (ROWS, 32)).to(tl.bfloat16, bitcast=True)
-    tl.store(out + row[:, None] * 32 + tl.arange(0, 32)[None, :], values, mask=inside[:, None])
+    target = out + row[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(target, values, mask=inside[:, None])
 
 
 @triton.jit
 def _encode(magnitudes, scale):
-    """Words of two bf16 magnitudes, their row's scale -> two codes 0..8 (8: too large), and whether both are exact.
+    """Turn words of two bf16 magnitudes into two codes each, and tell whether both are exact.
 
-    With e the exponent of the scaled magnitude x, clamped to 0..2, the e2m1 numbers near x are 2^(e-1) apart. Adding
-    1.5 * 2^(e+6) in bf16 rounds x to a multiple of that, ties to even, and leaves that in the sum's low bits."""
+    Codes are 0 to 8; 8 means too large. Both halves of a word are computed at once.
+
+    With e the exponent of the scaled magnitude x, clamped to 0..2, the e2m1 numbers near x are
+    2^(e - 1) apart. Adding 1.5 * 2^(e + 6), the anchor, in bf16 rounds x to a multiple of that, ties to
+    even: bf16's mantissa of 7 bits ends there. The multiple is in the sum's low bits, and the code is
+    that plus 2e. Subtracting the anchor again gives the rounded number, and scaled back the value that
+    the code stands for.
+    """
     # 2^(127 - scale) and its inverse, subnormal at the ends, in both halves
     factor = tl.where(scale >= 254, 0x0040, (254 - scale) << 7) * 0x10001
     inverse = tl.where(scale == 0, 0x0040, scale << 7) * 0x10001
+    # bf16 pairs: 0x8000 is -0 (x * factor + -0 keeps the sign of 0), 0x3F80 is 1, 0x4080 is 4, 0x4100
+    # is 8. binade is 2^e: the bits of x's exponent between those of 1 and 4. Adding 0x0340 to its
+    # bits makes 1.5 * 2^(e + 6): 6 exponents higher, and the mantissa's first bit.
     codes, values = tl.inline_asm_elementwise(
         """{
         .reg .b32 x, binade, anchor, zero, one, four, eight;
@@ -83,9 +104,11 @@ def _quantize_kernel(pairs, hint, blocks, scales, count, HINT: tl.constexpr, ROW
     where = row[:, None] * 16 + tl.arange(0, 16)[None, :]
     word = tl.load(pairs + where, mask=inside[:, None], other=0)
     magnitudes = word & 0x7FFF7FFF
+
     if HINT:
         scale = tl.load(hint + row, mask=inside, other=0).to(tl.int32)
         codes, exact = _encode(magnitudes, scale)
+        # keep a hint that gives back every bit of its row
         keep = tl.min(exact.to(tl.int32), 1)
         if tl.min(keep, 0) == 0:
             fresh = _round_up_scale(magnitudes)
@@ -94,6 +117,8 @@ def _quantize_kernel(pairs, hint, blocks, scales, count, HINT: tl.constexpr, ROW
     else:
         scale = _round_up_scale(magnitudes)
         codes, _ = _encode(magnitudes, scale)
+
+    # signs from bit 15 of each half to bit 3 of its code; then both codes into one byte
     codes |= (word >> 12) & 0x00080008
     tl.store(blocks + where, (codes | (codes >> 12)).to(tl.uint8), mask=inside[:, None])
     tl.store(scales + row, scale.to(tl.uint8), mask=inside)
@@ -101,30 +126,41 @@ def _quantize_kernel(pairs, hint, blocks, scales, count, HINT: tl.constexpr, ROW
 
 @triton.jit
 def _round_up_scale(magnitudes):
-    """2^ceil(log2(amax / 6)) of every row, as a biased exponent."""
+    """Compute 2^ceil(log2(amax / 6)) of every row as a biased exponent; codec.c derives it."""
     amax = tl.max(tl.maximum(magnitudes & 0xFFFF, magnitudes >> 16), 1)
     scale = tl.maximum((amax >> 7) - 2 + ((amax & 127) > 64).to(tl.int32), 1)
     return tl.where(amax == 0, 0, scale)
 
 
-ROWS = 128
-
-
-def dequantize(blocks: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Contiguous CUDA tensors as checked by the public function."""
+def dequantize(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Convert MXFP4 to bf16; contiguous CUDA tensors as checked by the public function."""
     count = scales.numel()
-    if count:
-        with torch.cuda.device(blocks.device):
-            _dequantize_kernel[(triton.cdiv(count, ROWS),)](blocks, scales, out, count, ROWS)
+    if count == 0:
+        return
+
+    grid = (triton.cdiv(count, ROWS),)
+    with torch.cuda.device(blocks.device):
+        _dequantize_kernel[grid](blocks, scales, out, count, ROWS)
 
 
-def quantize(x: torch.Tensor, scale_hint: torch.Tensor | None, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-    """Contiguous CUDA tensors as checked by the public function."""
-    if os.environ.get("GPTOSS_KERNELS_DEBUG") == "1" and not bool(torch.isfinite(x).all()):
+def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tensor) -> None:
+    """Convert bf16 to MXFP4; contiguous CUDA tensors as checked by the public function.
+
+    Raises:
+        ValueError: with GPTOSS_KERNELS_DEBUG=1, when x holds NaN or Inf.
+    """
+    debug = os.environ.get("GPTOSS_KERNELS_DEBUG") == "1"
+    if debug and not bool(torch.isfinite(x).all()):
         raise ValueError("x holds NaN or Inf")
+
     count = scales.numel()
-    if count:
-        with torch.cuda.device(x.device):
-            hint = scales if scale_hint is None else scale_hint
-            grid = (triton.cdiv(count, ROWS),)
-            _quantize_kernel[grid](x.view(torch.int32), hint, blocks, scales, count, scale_hint is not None, ROWS)
+    if count == 0:
+        return
+
+    # Without a hint the kernel does not read that argument, but it must be a pointer.
+    has_hint = scale_hint is not None
+    hint = scale_hint if has_hint else scales
+    pairs = x.view(torch.int32)
+    grid = (triton.cdiv(count, ROWS),)
+    with torch.cuda.device(x.device):
+        _quantize_kernel[grid](pairs, hint, blocks, scales, count, has_hint, ROWS)

@@ -2,12 +2,15 @@
 
 window   our kernels for sliding-window layers: they win every such case, whatever the lengths.
 short    our kernels for full attention: they win where sequences average SHORT_MEAN tokens or less.
-flash4   wins full attention over longer ones on Hopper, and takes windows and head sizes that our kernels do not.
+flash4   wins full attention over longer ones on Hopper, and takes windows and head sizes that our
+         kernels do not.
 flash3   is second there, by the price of the sink's extra pass.
-reference serves everything else: CPUs, fp32 and fp64, GPUs without any of the above."""
+reference serves everything else: CPUs, fp32 and fp64, GPUs without any of the above.
+"""
 
 import functools
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -16,64 +19,101 @@ from gptoss_kernels.sink_attention import flash, window
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "reference", "window", "short", "flash3", "flash4")
+FLASH_MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
+"""The module that brings each FlashAttention backend."""
+FLASH_HEAD_SIZES = (64, 96, 128)
 SHORT_MEAN = 1024
-"""Mean sequence length (``PackedLayout.mean_length``) in tokens up to which our kernels serve full attention."""
+"""Mean sequence length (``PackedLayout.mean_length``) in tokens up to which our kernels serve full
+attention."""
+
+
+class ShapeClass(NamedTuple):
+    """What the choice of a backend depends on, but for the lengths of the sequences."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_size: int
+    window: int | None
 
 
 @functools.cache
-def choose(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, width: int | None, short: bool
-) -> str:
-    """The backend for a shape class; logged once for each. ``short``: the mean length is at most SHORT_MEAN."""
-    order = ("window", "short", "flash4", "flash3") if short else ("window", "flash4", "flash3")
-    refusals = {name: why_not(name, device, dtype, heads, kv_heads, head_size, width) for name in order}
-    chosen = next((name for name, reason in refusals.items() if reason is None), "reference")
-    text = f"{dtype} on {device}, heads {heads}/{kv_heads}, head size {head_size}, window {width}"
-    text += ", short sequences" if short else ""
-    if chosen == "reference" and device.type == "cuda" and dtype == torch.bfloat16:
-        logger.warning("sink attention for %s takes the slow reference: %s", text, refusals)
+def choose_backend(shape: ShapeClass, short: bool) -> str:
+    """Choose the backend for a shape class, and log the choice once for each.
+
+    Args:
+        shape: the layer and its tensors.
+        short: whether the mean length is at most SHORT_MEAN.
+    """
+    order = ["window", "flash4", "flash3"]
+    if short:
+        order.insert(1, "short")
+    reasons = {backend: unsupported_reason(backend, shape) for backend in order}
+    supported = [backend for backend in order if reasons[backend] is None]
+    chosen = supported[0] if supported else "reference"
+
+    text = (
+        f"{shape.dtype} on {shape.device}, heads {shape.heads}/{shape.kv_heads}, "
+        f"head size {shape.head_size}, window {shape.window}"
+    )
+    if short:
+        text += ", short sequences"
+    if chosen == "reference" and shape.device.type == "cuda" and shape.dtype == torch.bfloat16:
+        logger.warning("sink attention for %s takes the slow reference: %s", text, reasons)
     else:
         logger.info("sink attention for %s takes %s", text, chosen)
     return chosen
 
 
 @functools.cache
-def why_not(
-    backend: str, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, width: int | None
-) -> str | None:
-    """Why a backend cannot take a shape class; None when it can."""
+def unsupported_reason(backend: str, shape: ShapeClass) -> str | None:
+    """Say why a backend cannot take a shape class; None when it can."""
     if backend == "reference":
         return None
-    if device.type != "cuda":
-        return f"{backend} needs a CUDA device, the tensors are on {device}"
-    if dtype != torch.bfloat16:
-        return f"{backend} takes bf16, q is {dtype}"
+    if shape.device.type != "cuda":
+        return f"{backend} needs a CUDA device, the tensors are on {shape.device}"
+    if shape.dtype != torch.bfloat16:
+        return f"{backend} takes bf16, q is {shape.dtype}"
+
     if backend in ("window", "short"):
-        if (width is None) != (backend == "short"):
-            return f"window is {width}: backend window takes windows, backend short takes None"
-        return window.why_not(device, heads // kv_heads, head_size, width)
-    module = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}[backend]
+        takes_windows = backend == "window"
+        has_window = shape.window is not None
+        if takes_windows != has_window:
+            return f"window is {shape.window}: backend window takes windows, backend short takes None"
+        heads_per_kv = shape.heads // shape.kv_heads
+        return window.unsupported_reason(shape.device, heads_per_kv, shape.head_size, shape.window)
+
+    module = FLASH_MODULES[backend]
     if not flash.installed(module):
         return f"{module} is not installed"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_device_capability(shape.device)
     if major < 9:
         return f"{backend} needs compute capability 9.0, this is {major}.{minor}"
-    if head_size not in (64, 96, 128):
-        return f"{backend} takes head sizes 64, 96 and 128, q has {head_size}"
+    if shape.head_size not in FLASH_HEAD_SIZES:
+        return f"{backend} takes head sizes 64, 96 and 128, q has {shape.head_size}"
     return None
 
 
 def describe() -> str:
-    """What is available here, one line per backend: for a diagnosis command."""
+    """Describe what is available here, one line per backend: for a diagnosis command."""
     lines = ["sink attention backends, in the order auto tries them for 64/8 heads of size 64 in bf16:"]
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    for name, width in (("window", 128), ("short", None), ("flash4", None), ("flash3", None), ("reference", None)):
-        reason = why_not(name, device, torch.bfloat16, 64, 8, 64, width)
-        lines.append(f"  {name:10s}{'available' if reason is None else 'no: ' + reason}")
-    for layers, width, short in (
-        ("window 128 layers", 128, True),
-        (f"full layers, sequences averaging up to {SHORT_MEAN} tokens,", None, True),
-        ("full layers, longer sequences,", None, False),
-    ):
-        lines.append(f"  {layers} take {choose(device, torch.bfloat16, 64, 8, 64, width, short)}")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    windowed = ShapeClass(device, torch.bfloat16, heads=64, kv_heads=8, head_size=64, window=128)
+    full = windowed._replace(window=None)
+
+    backends = {"window": windowed, "short": full, "flash4": full, "flash3": full, "reference": full}
+    for backend, shape in backends.items():
+        reason = unsupported_reason(backend, shape)
+        status = "available" if reason is None else f"no: {reason}"
+        lines.append(f"  {backend:10s}{status}")
+
+    choices = {
+        "window 128 layers": choose_backend(windowed, short=True),
+        f"full layers, sequences averaging up to {SHORT_MEAN} tokens,": choose_backend(full, short=True),
+        "full layers, longer sequences,": choose_backend(full, short=False),
+    }
+    lines += [f"  {layers} take {backend}" for layers, backend in choices.items()]
     return "\n".join(lines)

@@ -6,11 +6,17 @@ For head h with sink logit s, over the allowed keys j of query i::
     delta_i = dO_i . O_i                           dS_ij = P_ij (dO_i . V_j - delta_i)
     ds      = -sum_i exp(s - LSE_i) delta_i
 
-The sink takes probability and carries no value, so the usual backward holds with the sink-aware LSE and O.
+The sink takes probability and carries no value, so the usual backward holds with the sink-aware LSE
+and O.
 
-Sequences are cut into tiles of QUERY_BLOCK rows. Tiles that see the same number of keys are computed together as one
-batched product, so a pack of many short sequences costs a handful of calls; keys are visited in chunks with an online
-softmax, so memory stays bounded however long a sequence is."""
+Sequences are cut into tiles of QUERY_BLOCK rows. Tiles that see the same number of keys are computed
+together as one batched product, so a pack of many short sequences costs a handful of calls; keys are
+visited in chunks with an online softmax, so memory stays bounded however long a sequence is.
+
+Dimensions inside: ``tiles``, ``kv_heads``, ``group`` (query heads per kv head), ``QUERY_BLOCK`` rows,
+``keys`` of a chunk. A tile's rows of all heads of a group stand below each other in the products, as
+``group * QUERY_BLOCK`` rows that share their keys.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptoss_kernels.sink_attention.layout import PackedLayout, Saved
+from gptoss_kernels.sink_attention.autograd import Gradients, SavedTensors
+from gptoss_kernels.sink_attention.layout import PackedLayout
 
 QUERY_BLOCK = 32
 """Rows of a tile."""
@@ -38,37 +45,70 @@ class TileBatch:
     row_valid: Tensor | None
     """[tiles, QUERY_BLOCK] bool, None when every row is real"""
     chunks: list[tuple[Tensor, Tensor]]
-    """per chunk of keys: [tiles, keys] int64, and [tiles, QUERY_BLOCK, keys] bool that is True where hidden"""
+    """Per chunk of keys: [tiles, keys] int64, and [tiles, QUERY_BLOCK, keys] bool that is True where
+    hidden"""
+
+
+@dataclass
+class TilePlan:
+    """The tiles of a packing, one entry per tile; int64 on the CPU."""
+
+    starts: Tensor
+    """First row."""
+    ends: Tensor
+    """End of its sequence: rows from there on are not real."""
+    key_blocks: Tensor
+    """How many QUERY_BLOCKs of keys it sees, its own rows included; none begins before the sequence."""
 
 
 def reference_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, layout: PackedLayout, window: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    layout: PackedLayout,
+    window: int | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """O like q [tokens, heads, head_size], and LSE [tokens, heads]; accumulates in fp32, in fp64 for fp64 inputs."""
+    """Compute O like q [tokens, heads, head_size], and LSE [tokens, heads].
+
+    Accumulates in fp32, in fp64 for fp64 inputs; LSE has that dtype.
+    """
     compute = torch.promote_types(q.dtype, torch.float32)
     tokens, heads, head_size = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
+
     o = torch.empty_like(q)
     lse = torch.empty(tokens, heads, dtype=compute, device=q.device)
     sink = sinks.to(compute).view(1, kv_heads, group, 1, 1)
+
     for batch in _tile_batches(layout, window, heads, q.device):
         tiles = len(batch.rows)
         query = _gather(q, batch.rows, compute, kv_heads).mul_(scale)
+
+        # The sink is as a key seen before the first chunk: exp(sink - highest) = 1 is in the total.
         highest = sink.expand(tiles, kv_heads, group, QUERY_BLOCK, 1)
         total = torch.ones_like(highest)
         out: Any = None
         for columns, hidden in batch.chunks:
             scores = _scores(query, _gather(k, columns, compute, kv_heads), hidden, group)
-            new = torch.maximum(highest, scores.amax(-1, keepdim=True))
+            new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
             # a sink of -inf with no visible key in this chunk would give inf - inf
-            new = new.clamp_min(torch.finfo(compute).min)
-            decay = (highest - new).exp_()
-            p = scores.sub_(new).exp_()
+            new_highest = new_highest.clamp_min(torch.finfo(compute).min)
+
+            decay = (highest - new_highest).exp_()
+            p = scores.sub_(new_highest).exp_()
             total = total * decay + p.sum(-1, keepdim=True)
-            part = p.view(tiles, kv_heads, group * QUERY_BLOCK, -1) @ _gather(v, columns, compute, kv_heads)
-            out = part if out is None else out.mul_(decay.reshape(tiles, kv_heads, -1, 1)).add_(part)
-            highest = new
+
+            value = _gather(v, columns, compute, kv_heads)
+            chunk_out = p.view(tiles, kv_heads, group * QUERY_BLOCK, -1) @ value
+            if out is None:
+                out = chunk_out
+            else:
+                out = out.mul_(decay.reshape(tiles, kv_heads, -1, 1)).add_(chunk_out)
+            highest = new_highest
+
         out = out.view(tiles, kv_heads, group, QUERY_BLOCK, head_size) / total
         _scatter(o, batch, out)
         _scatter(lse.unsqueeze(-1), batch, highest + total.log())
@@ -76,105 +116,159 @@ def reference_forward(
 
 
 def reference_backward(
-    saved: Saved, grad_o: Tensor, layout: PackedLayout, window: int | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the sinks, each in its input's dtype."""
+    saved: SavedTensors, grad_o: Tensor, layout: PackedLayout, window: int | None, scale: float
+) -> Gradients:
+    """Compute the gradients of q, k, v and the sinks, each in its input's dtype.
+
+    The formulas are at the top of this file. ``saved``: q, k, v, sinks, O and LSE.
+    """
     q, k, v, sinks, o, lse = saved
     compute = lse.dtype
     heads, head_size = q.shape[1:]
     kv_heads = k.shape[1]
     group = heads // kv_heads
+
     delta = torch.einsum("thd,thd->th", o.to(compute), grad_o.to(compute))
     grad_sinks = -(torch.exp(sinks.to(compute) - lse) * delta).sum(0)
     grad_q = torch.empty_like(q)
     grad_k = torch.zeros(k.shape, dtype=compute, device=k.device)
     grad_v = torch.zeros_like(grad_k)
+
     for batch in _tile_batches(layout, window, heads, q.device):
         tiles = len(batch.rows)
         query = _gather(q, batch.rows, compute, kv_heads).mul_(scale)
-        row_lse = _gather(lse.unsqueeze(-1), batch.rows, compute, kv_heads).view(tiles, kv_heads, group, -1, 1)
+        row_lse = _gather(lse.unsqueeze(-1), batch.rows, compute, kv_heads)
+        row_lse = row_lse.view(tiles, kv_heads, group, -1, 1)
         row_delta = _gather(delta.unsqueeze(-1), batch.rows, compute, kv_heads)
         grad_out = _gather(grad_o, batch.rows, compute, kv_heads)
+
+        # Rows that are not real are copies of the last token: they must not count twice.
         if batch.row_valid is not None:
-            for rows in (row_delta, grad_out):
-                rows.view(tiles, kv_heads, group, QUERY_BLOCK, -1).mul_(batch.row_valid[:, None, None, :, None])
+            valid = batch.row_valid[:, None, None, :, None]
+            for x in (row_delta, grad_out):
+                x.view(tiles, kv_heads, group, QUERY_BLOCK, -1).mul_(valid)
+
         dq: Any = None
         for columns, hidden in batch.chunks:
             key = _gather(k, columns, compute, kv_heads)
-            p = _scores(query, key, hidden, group).sub_(row_lse).exp_().view(tiles, kv_heads, group * QUERY_BLOCK, -1)
-            flat = columns.reshape(-1)
+            value = _gather(v, columns, compute, kv_heads)
+            p = _scores(query, key, hidden, group).sub_(row_lse).exp_()
+            p = p.view(tiles, kv_heads, group * QUERY_BLOCK, -1)
+
             dv = p.transpose(-1, -2) @ grad_out
-            grad_v.index_add_(0, flat, dv.transpose(1, 2).reshape(-1, kv_heads, head_size))
-            ds = grad_out @ _gather(v, columns, compute, kv_heads).transpose(-1, -2)
+            _add_at(grad_v, columns, dv)
+
+            ds = grad_out @ value.transpose(-1, -2)
             ds.sub_(row_delta).mul_(p)
             dk = ds.transpose(-1, -2) @ query
-            grad_k.index_add_(0, flat, dk.transpose(1, 2).reshape(-1, kv_heads, head_size))
-            part = ds @ key
-            dq = part if dq is None else dq.add_(part)
-        _scatter(grad_q, batch, dq.mul_(scale).view(tiles, kv_heads, group, QUERY_BLOCK, head_size))
+            _add_at(grad_k, columns, dk)
+
+            chunk_dq = ds @ key
+            if dq is None:
+                dq = chunk_dq
+            else:
+                dq = dq.add_(chunk_dq)
+
+        dq = dq.mul_(scale).view(tiles, kv_heads, group, QUERY_BLOCK, head_size)
+        _scatter(grad_q, batch, dq)
+
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks.to(sinks.dtype)
 
 
-def _gather(x: Tensor, index: Tensor, dtype: torch.dtype, kv_heads: int) -> Tensor:
-    """[tokens, heads, d] at [tiles, n] -> contiguous [tiles, kv_heads, heads per kv head * n, d]."""
-    tiles, n = index.shape
-    picked = x.index_select(0, index.reshape(-1)).view(tiles, n, kv_heads, -1, x.shape[-1])
-    out = torch.empty(tiles, kv_heads, picked.shape[3], n, x.shape[-1], dtype=dtype, device=x.device)
-    return out.copy_(picked.permute(0, 2, 3, 1, 4)).view(tiles, kv_heads, -1, x.shape[-1])
-
-
 def _scores(query: Tensor, key: Tensor, hidden: Tensor, group: int) -> Tensor:
-    """[tiles, kv_heads, group, QUERY_BLOCK, keys], -inf where hidden."""
+    """Compute [tiles, kv_heads, group, QUERY_BLOCK, keys] scores, -inf where hidden."""
     tiles, kv_heads = query.shape[:2]
     scores = (query @ key.transpose(-1, -2)).view(tiles, kv_heads, group, QUERY_BLOCK, -1)
     return scores.masked_fill_(hidden[:, None, None], -torch.inf)
 
 
+def _gather(x: Tensor, index: Tensor, dtype: torch.dtype, kv_heads: int) -> Tensor:
+    """Pick tokens: [tokens, heads, d] at [tiles, n] -> [tiles, kv_heads, heads / kv_heads * n, d].
+
+    The result is contiguous and may be written to.
+    """
+    tiles, n = index.shape
+    d = x.shape[-1]
+    picked = x.index_select(0, index.reshape(-1)).view(tiles, n, kv_heads, -1, d)
+
+    out = torch.empty(tiles, kv_heads, picked.shape[3], n, d, dtype=dtype, device=x.device)
+    return out.copy_(picked.permute(0, 2, 3, 1, 4)).view(tiles, kv_heads, -1, d)
+
+
 def _scatter(target: Tensor, batch: TileBatch, values: Tensor) -> None:
-    """target [tokens, heads, d] at the batch's valid rows = values [tiles, kv_heads, group, QUERY_BLOCK, d]."""
+    """Write [tiles, kv_heads, group, QUERY_BLOCK, d] to the valid rows of target [tokens, heads, d]."""
     rows = batch.rows.reshape(-1)
-    values = values.permute(0, 3, 1, 2, 4).reshape(len(rows), target.shape[1], -1).to(target.dtype)
+    values = values.permute(0, 3, 1, 2, 4).reshape(len(rows), target.shape[1], -1)
+    values = values.to(target.dtype)
+
     if batch.row_valid is not None:
         keep = batch.row_valid.reshape(-1)
-        rows, values = rows[keep], values[keep]
+        rows = rows[keep]
+        values = values[keep]
     target.index_copy_(0, rows, values)
 
 
+def _add_at(target: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Add [tiles, kv_heads, keys, d] at ``columns`` [tiles, keys] to target [tokens, kv_heads, d]."""
+    kv_heads, d = target.shape[1:]
+    target.index_add_(0, columns.reshape(-1), values.transpose(1, 2).reshape(-1, kv_heads, d))
+
+
 def _tile_batches(layout: PackedLayout, window: int | None, heads: int, device: torch.device) -> Iterator[TileBatch]:
-    """Cut the packing into tiles, group them by extent, yield batches of at most SCORES_PER_BATCH scores."""
+    """Group the packing's tiles by extent; yield batches of at most SCORES_PER_BATCH scores."""
     if window is not None and window >= layout.longest:
         window = None
+
     plan_key = ("reference", window)
     if plan_key not in layout.plans:
         layout.plans[plan_key] = _tile_plan(layout, window)
-    starts, last, blocks = layout.plans[plan_key]
-    step = torch.arange(QUERY_BLOCK)
-    for extent in blocks.unique().tolist():
-        members = (blocks == extent).nonzero().squeeze(1)
-        keys = extent * QUERY_BLOCK
-        per_batch = max(1, SCORES_PER_BATCH // (heads * QUERY_BLOCK * min(keys, KEY_CHUNK)))
-        for tile in members.split(per_batch):
-            rows = starts[tile, None] + step
-            valid = rows < last[tile, None]
-            top = starts[tile] + QUERY_BLOCK
-            chunks = []
-            for begin in range(0, keys, KEY_CHUNK):
-                end = min(begin + KEY_CHUNK, keys)
-                columns = (top - keys)[:, None] + torch.arange(begin, end)
-                hidden = columns[:, None, :] > rows[:, :, None]
-                if window is not None:
-                    hidden |= columns[:, None, :] <= rows[:, :, None] - window
-                chunks.append((columns.clamp_(0, layout.tokens - 1).to(device), hidden.to(device)))
-            all_valid = bool(valid.all())
-            yield TileBatch(
-                rows.clamp_(max=layout.tokens - 1).to(device), None if all_valid else valid.to(device), chunks
-            )
+    plan = layout.plans[plan_key]
+
+    for key_blocks in plan.key_blocks.unique().tolist():
+        members = (plan.key_blocks == key_blocks).nonzero().squeeze(1)
+        keys = key_blocks * QUERY_BLOCK
+        scores_per_tile = heads * QUERY_BLOCK * min(keys, KEY_CHUNK)
+        tiles_per_batch = max(1, SCORES_PER_BATCH // scores_per_tile)
+        for tiles in members.split(tiles_per_batch):
+            yield _tile_batch(plan, tiles, keys, layout.tokens, window, device)
 
 
-def _tile_plan(layout: PackedLayout, window: int | None) -> tuple[Tensor, ...]:
-    """Per tile: first row, one-past-last token of its sequence, blocks of keys it sees (none before the sequence)."""
+def _tile_batch(
+    plan: TilePlan,
+    tiles: Tensor,
+    keys: int,
+    tokens: int,
+    window: int | None,
+    device: torch.device,
+) -> TileBatch:
+    """Make the index tensors of the plan's ``tiles`` [tiles], which see ``keys`` keys each."""
+    starts = plan.starts[tiles]
+    rows = starts[:, None] + torch.arange(QUERY_BLOCK)
+    valid = rows < plan.ends[tiles, None]
+
+    # The keys end with the tile's own rows.
+    first_keys = starts + QUERY_BLOCK - keys
+    chunks = []
+    for begin in range(0, keys, KEY_CHUNK):
+        end = min(begin + KEY_CHUNK, keys)
+        columns = first_keys[:, None] + torch.arange(begin, end)
+        hidden = columns[:, None, :] > rows[:, :, None]
+        if window is not None:
+            hidden |= columns[:, None, :] <= rows[:, :, None] - window
+        chunks.append((columns.clamp_(0, tokens - 1).to(device), hidden.to(device)))
+
+    row_valid = None
+    if not bool(valid.all()):
+        row_valid = valid.to(device)
+    return TileBatch(rows.clamp_(max=tokens - 1).to(device), row_valid, chunks)
+
+
+def _tile_plan(layout: PackedLayout, window: int | None) -> TilePlan:
+    """Cut the packing into tiles of QUERY_BLOCK rows, from each sequence's start on."""
     start, end, number = layout.pieces(QUERY_BLOCK)
-    blocks = number + 1
+    key_blocks = number + 1
     if window is not None:
-        blocks = blocks.clamp(max=(window - 1 + QUERY_BLOCK - 1) // QUERY_BLOCK + 1)
-    return start + number * QUERY_BLOCK, end, blocks
+        earlier_keys = window - 1
+        earlier_blocks = (earlier_keys + QUERY_BLOCK - 1) // QUERY_BLOCK
+        key_blocks = key_blocks.clamp(max=earlier_blocks + 1)
+    return TilePlan(starts=start + number * QUERY_BLOCK, ends=end, key_blocks=key_blocks)

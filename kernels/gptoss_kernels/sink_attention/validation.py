@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch import Tensor
 
 from gptoss_kernels.sink_attention.layout import PackedLayout, packed_layout
 
@@ -10,37 +11,28 @@ FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_arguments(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    cu_seqlens: Tensor,
     max_seqlen: int,
     window: int | None,
     scale: float | None,
 ) -> PackedLayout:
-    """Raises ValueError naming the argument; returns the packing that ``cu_seqlens`` describes."""
-    if q.dim() != 3 or q.dtype not in FLOATING:
-        raise ValueError(f"q must be a floating point [tokens, heads, head_size], got {q.dtype} {list(q.shape)}")
-    tokens, heads, head_size = q.shape
-    for name, x in (("k", k), ("v", v)):
-        if x.dim() != 3 or x.shape[0] != tokens or x.shape[2] != head_size:
-            raise ValueError(f"{name} must be [{tokens}, kv_heads, {head_size}] like q, got {list(x.shape)}")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
-    if k.shape[1] != v.shape[1]:
-        raise ValueError(f"v has {v.shape[1]} kv heads, k has {k.shape[1]}")
-    if k.shape[1] == 0 or heads % k.shape[1]:
-        raise ValueError(f"k has {k.shape[1]} kv heads, which does not divide the {heads} heads of q")
-    if sinks.dim() != 1 or sinks.shape[0] != heads or sinks.dtype not in FLOATING:
-        raise ValueError(f"sinks must be a floating point [{heads}], got {sinks.dtype} {list(sinks.shape)}")
-    if sinks.device != q.device:
-        raise ValueError(f"sinks are on {sinks.device}, q on {q.device}")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be None or a positive int (it counts the query itself), got {window!r}")
+    """Check the arguments of ``sink_attention`` and read the packing that ``cu_seqlens`` describes.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    _check_queries_and_keys(q, k, v)
+    _check_sinks(sinks, q)
+    _check_window(window)
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be positive and finite, got {scale!r}")
+
     layout = packed_layout(cu_seqlens)
+    tokens = q.shape[0]
     if layout.tokens != tokens:
         raise ValueError(f"cu_seqlens ends at {layout.tokens}, q has {tokens} tokens")
     if max_seqlen < layout.longest:
@@ -48,8 +40,48 @@ def check_arguments(
     return layout
 
 
-def check_finite(**tensors: torch.Tensor) -> None:
-    """Debug mode: raises ValueError naming the first tensor that holds NaN or Inf."""
+def _check_queries_and_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dim() != 3 or q.dtype not in FLOATING:
+        raise ValueError(f"q must be a floating point [tokens, heads, head_size], got {q.dtype} {list(q.shape)}")
+    tokens, heads, head_size = q.shape
+
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != 3 or x.shape[0] != tokens or x.shape[2] != head_size:
+            raise ValueError(f"{name} must be [{tokens}, kv_heads, {head_size}] like q, got {list(x.shape)}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
+
+    kv_heads = k.shape[1]
+    if kv_heads != v.shape[1]:
+        raise ValueError(f"v has {v.shape[1]} kv heads, k has {kv_heads}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} kv heads, which does not divide the {heads} heads of q")
+
+
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    heads = q.shape[1]
+    if sinks.dim() != 1 or sinks.shape[0] != heads or sinks.dtype not in FLOATING:
+        raise ValueError(f"sinks must be a floating point [{heads}], got {sinks.dtype} {list(sinks.shape)}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks are on {sinks.device}, q on {q.device}")
+
+
+def _check_window(window: int | None) -> None:
+    if window is None:
+        return
+
+    # bool is an int to Python, but True as a window is a mistake.
+    is_int = isinstance(window, int) and not isinstance(window, bool)
+    if not is_int or window < 1:
+        raise ValueError(f"window must be None or a positive int (it counts the query itself), got {window!r}")
+
+
+def check_finite(**tensors: Tensor) -> None:
+    """Check that no tensor holds NaN or Inf, for the debug mode: this waits for the stream.
+
+    Raises:
+        ValueError: naming the first tensor that does.
+    """
     for name, x in tensors.items():
         bad = ~torch.isfinite(x)
         if bool(bad.any()):

@@ -1,10 +1,16 @@
 """Our own kernels for Hopper: CUDA C++ with warpgroup products, native sink, forward and backward.
 
-For sliding-window layers, and for full attention over short packed sequences. Query heads that share a kv head are
-packed into one tile: with 8 heads a tile is 8 positions, so little work is lost where the causal triangle or the window
-ends. For O and dQ of a window, a block holds every key that its tiles see in shared memory; in full attention the keys
-pass. The backward pass runs as two kernels that each own what they write (dQ; dK and dV): no atomics, so the result is
-deterministic, and every tile is aligned to its sequence's start, so a sequence has the same bits in every pack."""
+For sliding-window layers, and for full attention over short packed sequences. Query heads that share
+a kv head are packed into one tile: with 8 heads a tile is 8 positions, so little work is lost where
+the causal triangle or the window ends. For O and dQ of a window, a block holds every key that its
+tiles see in shared memory; in full attention the keys pass. The backward pass runs as two kernels
+that each own what they write (dQ; dK and dV): no atomics, so the result is deterministic, and every
+tile is aligned to its sequence's start, so a sequence has the same bits in every pack.
+
+The kernels are in cuda/; each .cu file says at its top who owns what and what waits for what. This
+module computes the same sizes (``KernelShape``), makes their tables of work (``_items``) and launches
+them.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -14,170 +20,286 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import nvrtc
-from gptoss_kernels.sink_attention.layout import PackedLayout, Saved
+from gptoss_kernels.sink_attention.autograd import Gradients, SavedTensors
+from gptoss_kernels.sink_attention.layout import PackedLayout
 
 SOURCES = Path(__file__).parent / "cuda"
 THREADS = 128
 TILE_ROWS = 64
 """Positions x heads of a tile."""
 CHUNK = {"window_forward": 64, "window_backward_q": 40}
-"""Positions that one thread block of a row-owning kernel takes, in whole tiles, all their keys in shared memory."""
+"""Positions that one thread block of a row-owning kernel takes, in whole tiles, all their keys in
+shared memory. As many as leave room for three blocks on a multiprocessor."""
 KEYS = 64
 """Keys that one thread block of the dK, dV kernel owns."""
 STAGES = {"backward_kv": 4, "full_backward_q": 2, "full_forward": 3}
 """Pairs of tiles that pass (Q and dO, or K and V) which a block holds."""
+STEP_KEYS = 48
+"""Keys of one product in the window's row-owning kernels."""
+MAX_KEY_STEPS = 3
+"""Such products per tile at most: the forward pass keeps all scores of a row in registers."""
 LOG2_E = 1.4426950408889634
 HEAD_SIZE = 64
 """The row of 128 bytes that the tiles' swizzle is made for."""
+TILE_BYTES = TILE_ROWS * HEAD_SIZE * 2
 
 
 @dataclass(frozen=True)
-class Shape:
+class KernelShape:
     """What a kernel is compiled for."""
 
     heads_per_kv: int
+    """Query heads per kv head."""
     window: int | None
-    """None for full attention."""
+    """Keys that a query sees; None for full attention."""
 
     @property
     def group(self) -> int:
         """Heads packed into a tile: the largest of 8, 4, 2, 1 that divides the heads of a kv head."""
-        return next(g for g in (8, 4, 2, 1) if self.heads_per_kv % g == 0)
+        return next(size for size in (8, 4, 2, 1) if self.heads_per_kv % size == 0)
+
+    @property
+    def tile_positions(self) -> int:
+        """Positions of a tile."""
+        return TILE_ROWS // self.group
 
     @property
     def halo(self) -> int:
-        """Keys held before a chunk."""
-        return ((self.window or 1) - 1 + 15) // 16 * 16
+        """Keys held before a chunk: HALO of resident_keys.cuh."""
+        earlier_keys = (self.window or 1) - 1
+        return _round_up(earlier_keys, 16)
 
     @property
     def key_steps(self) -> int:
-        """Products of 48 keys that a tile takes in the row-owning kernels."""
-        return (self.halo - self._skipped + TILE_ROWS // self.group + 47) // 48
+        """Products of STEP_KEYS keys that a tile takes: STEPS of resident_keys.cuh."""
+        keys = self.halo - self._skipped_keys + self.tile_positions
+        return _ceil_divide(keys, STEP_KEYS)
 
     @property
-    def _skipped(self) -> int:
+    def _skipped_keys(self) -> int:
+        """Keys of the halo that no row sees: SKIP of resident_keys.cuh."""
         return (self.halo - (self.window or 1) + 1) // 8 * 8
 
     def chunk(self, kernel: str) -> int:
         """Positions of a block of a row-owning kernel."""
-        tile = TILE_ROWS // self.group
-        return (CHUNK.get(kernel, tile) + tile - 1) // tile * tile
+        return _round_up(CHUNK.get(kernel, self.tile_positions), self.tile_positions)
 
-    def held_keys(self, chunk: int) -> int:
-        """Keys that such a kernel holds for a chunk of positions, as resident_keys.cuh computes it."""
-        end = chunk - TILE_ROWS // self.group + self._skipped + self.key_steps * 48
-        return max(self.halo + chunk, (end + 7) // 8 * 8)
+    def resident_keys(self, chunk: int) -> int:
+        """Keys that such a kernel holds for a chunk of positions: RESIDENT_KEYS of resident_keys.cuh."""
+        last_tile = chunk - self.tile_positions
+        last_step_end = last_tile + self._skipped_keys + self.key_steps * STEP_KEYS
+        return max(self.halo + chunk, _round_up(last_step_end, 8))
 
     def shared_bytes(self, kernel: str) -> int:
-        tile = TILE_ROWS * HEAD_SIZE * 2
-        if stages := STAGES.get(kernel):
-            besides = {"backward_kv": TILE_ROWS * 8 + 8, "full_backward_q": 8}.get(kernel, 0)  # 8: a barrier
-            return stages * (2 * tile + besides) + (2 if kernel == "full_backward_q" else 1) * tile
+        """Dynamic shared memory that a block of a kernel uses, in the order that its source lists."""
+        barrier_bytes = 8
+        if kernel == "full_forward":
+            return STAGES[kernel] * 2 * TILE_BYTES + TILE_BYTES
+        if kernel == "full_backward_q":
+            return STAGES[kernel] * (2 * TILE_BYTES + barrier_bytes) + 2 * TILE_BYTES
+        if kernel == "backward_kv":
+            row_stats_bytes = TILE_ROWS * 8
+            return STAGES[kernel] * (2 * TILE_BYTES + row_stats_bytes + barrier_bytes) + TILE_BYTES
+
+        # the window's row-owning kernels: K and V, then the tiles of Q, or of Q, dO and O, and shares
+        key_bytes = 2 * self.resident_keys(self.chunk(kernel)) * HEAD_SIZE * 2
         tiles = 1 if kernel == "window_forward" else 3
-        return 2 * self.held_keys(self.chunk(kernel)) * HEAD_SIZE * 2 + tiles * tile + 256
+        return key_bytes + tiles * TILE_BYTES + 256
 
 
-def why_not(device: torch.device, heads_per_kv: int, head_size: int, window: int | None) -> str | None:
-    """Why the window kernels cannot take these bf16 shapes on this GPU; None when they can."""
+def unsupported_reason(device: torch.device, heads_per_kv: int, head_size: int, window: int | None) -> str | None:
+    """Say why our kernels cannot take these bf16 shapes on this GPU; None when they can."""
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         return f"our own kernels are for Hopper (compute capability 9.0), {device} has {capability}"
     if head_size != HEAD_SIZE:
         return f"q has head size {head_size}, our own kernels take {HEAD_SIZE}"
-    # the window's forward keeps all scores of a row in registers
-    if window is not None and Shape(heads_per_kv, window).key_steps > 3:
+    if window is not None and KernelShape(heads_per_kv, window).key_steps > MAX_KEY_STEPS:
         return f"window {window} is too long for the window kernels with {heads_per_kv} query heads per kv head"
     return None
 
 
 def window_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, layout: PackedLayout, window: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    layout: PackedLayout,
+    window: int | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """O like q and LSE [tokens, heads] fp32, from bf16 q, k, v."""
-    q, k, v = _dense(q), _dense(k), _dense(v)
+    """Compute O like q and LSE [tokens, heads] fp32 from bf16 q, k, v; window None for full attention."""
+    q, k, v = (_dense(x) for x in (q, k, v))
     heads = q.shape[1]
+    shape = KernelShape(heads // k.shape[1], window)
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    shape = Shape(heads // k.shape[1], window)
-    name = "full_forward" if window is None else "window_forward"
-    items, count = _items(layout, shape.chunk(name), q.device, "keys" if window is None else None)
+
+    if window is None:
+        name = "full_forward"
+        order = "keys"
+    else:
+        # A window is the same work everywhere but at a sequence's start.
+        name = "window_forward"
+        order = None
+    items, count = _items(layout, shape.chunk(name), q.device, order)
     if count:
-        rows = q, k, v, sinks.float(), o, lse, items, heads, scale * LOG2_E
-        _kernel(name, shape, q.device)(count * heads // shape.group, THREADS, *rows)
+        launch = _kernel(name, shape, q.device)
+        blocks = count * heads // shape.group
+        launch(blocks, THREADS, q, k, v, sinks.float(), o, lse, items, heads, scale * LOG2_E)
     return o, lse
 
 
 def window_backward(
-    saved: Saved, grad_o: Tensor, layout: PackedLayout, window: int | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the sinks."""
+    saved: SavedTensors, grad_o: Tensor, layout: PackedLayout, window: int | None, scale: float
+) -> Gradients:
+    """Compute the gradients of q, k, v and the sinks; window None for full attention.
+
+    The kernel for dQ also writes what the one for dK and dV needs: per row LSE and delta, and per item
+    a share of the sinks' gradient.
+    """
     q, k, v, sinks, o, lse = saved
     q, k, v, o, lse, grad_o = (_dense(x) for x in (q, k, v, o, lse, grad_o))
     heads = q.shape[1]
-    shape = Shape(heads // k.shape[1], window)
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    shape = KernelShape(heads // k.shape[1], window)
+
+    if window is None:
+        row_kernel = "full_backward_q"
+        row_order = "sequence"
+        key_order = "queries"
+    else:
+        row_kernel = "window_backward_q"
+        row_order = None
+        key_order = None
+    items, count = _items(layout, shape.chunk(row_kernel), q.device, row_order)
+
+    grad_q = torch.empty_like(q)
+    grad_k = torch.empty_like(k)
+    grad_v = torch.empty_like(v)
+    grad_sinks = torch.empty(heads, dtype=torch.float32, device=q.device)
+    if count == 0:
+        return grad_q, grad_k, grad_v, grad_sinks.zero_().to(sinks.dtype)
+
     row_stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
-    name = "full_backward" if window is None else "window_backward"
-    items, count = _items(layout, shape.chunk(f"{name}_q"), q.device, "sequence" if window is None else None)
-    grad_sinks = (torch.empty if count else torch.zeros)(heads, dtype=torch.float32, device=q.device)
-    if count:
-        shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
-        passing = (k, v) if window is not None else (_tiles(k, 1), _tiles(v, 1))
-        rows = q, *passing, sinks.float(), o, lse, grad_o, grad_q, row_stats, shares, items, heads, scale
-        rows = rows if window is not None else (*rows, scale * LOG2_E)
-        _kernel(f"{name}_q", shape, q.device)(count * heads // shape.group, THREADS, *rows)
-        keys, key_count = _items(layout, KEYS, q.device, "queries" if window is None else None)
-        passing = _tiles(q, shape.group), _tiles(grad_o, shape.group)
-        columns = passing[0], k, v, row_stats, passing[1], grad_k, grad_v, keys, shares, count, grad_sinks, heads
-        _kernel("backward_kv", shape, q.device)(key_count * k.shape[1], THREADS, *columns, scale, scale * LOG2_E)
+    shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
+    blocks = count * heads // shape.group
+    launch = _kernel(row_kernel, shape, q.device)
+    inputs = (sinks.float(), o, lse, grad_o)
+    outputs = (grad_q, row_stats, shares)
+    if window is None:
+        maps = (_tensor_map(k, heads=1), _tensor_map(v, heads=1))
+        scales = (scale, scale * LOG2_E)
+        launch(blocks, THREADS, q, *maps, *inputs, *outputs, items, heads, *scales)
+    else:
+        launch(blocks, THREADS, q, k, v, *inputs, *outputs, items, heads, scale)
+
+    items, item_count = _items(layout, KEYS, q.device, key_order)
+    _kernel("backward_kv", shape, q.device)(
+        item_count * k.shape[1],
+        THREADS,
+        _tensor_map(q, heads=shape.group),
+        k,
+        v,
+        row_stats,
+        _tensor_map(grad_o, heads=shape.group),
+        grad_k,
+        grad_v,
+        items,
+        shares,
+        count,
+        grad_sinks,
+        heads,
+        scale,
+        scale * LOG2_E,
+    )
     return grad_q, grad_k, grad_v, grad_sinks.to(sinks.dtype)
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Contiguous, from a multiple of 16 bytes on, which copies of 16 bytes and TMA need and views may not have."""
+    """Return x contiguous and at a multiple of 16 bytes, copied where it is not.
+
+    Copies of 16 bytes and TMA need that, and a view may not have it.
+    """
     x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    if x.data_ptr() % 16:
+        return x.clone()
+    return x
 
 
-def _tiles(x: Tensor, heads: int) -> nvrtc.TensorMap:
-    """What a kernel takes of a tensor whose tiles, of so many heads, pass by TMA."""
+def _tensor_map(x: Tensor, heads: int) -> nvrtc.TensorMap:
+    """Describe x for a kernel whose tiles, of so many heads, come by TMA."""
     return nvrtc.tensor_map(x, (TILE_ROWS // heads, heads))
 
 
 def _items(layout: PackedLayout, length: int, device: torch.device, order: str | None) -> tuple[Tensor, int]:
-    """[items, 4] int32: sequence start, sequence end, first position of the item, 0. An item is `length` positions.
+    """Make the table of a kernel's items, ``length`` positions of one sequence each.
 
-    Items of unequal work are sorted, so that the longest start first and the multiprocessors end together: by most
-    "keys" or "queries", or by the longest "sequence", whose items then read its keys at the same time."""
+    Items of unequal work are sorted, so that the longest start first and the multiprocessors end
+    together.
+
+    Args:
+        order: None for the order of the positions; "keys" or "queries": those that see, or are seen
+            by, most first; "sequence": those of the longest sequence first, which then read its keys
+            at the same time, and among them the last ones first, which see most.
+
+    Returns:
+        [items, 4] int32 on the device, (sequence start, sequence end, the item's first position, 0),
+        and the number of items.
+    """
     key = ("items", length, device, order)
     if key not in layout.plans:
-        start, end, number = layout.pieces(length)
-        before = number * length
-        table = torch.stack((start, end, start + before, torch.zeros_like(start)), 1)
-        if order:
-            work = {"keys": before, "queries": end - start - before, "sequence": end - start}[order]
-            if order == "sequence":  # and in it the last items, which see most keys
-                table, work = table.flip(0), work.flip(0)
-            table = table[work.argsort(descending=True, stable=True)]
+        table = _item_table(layout, length, order)
         # from pinned memory: a copy from elsewhere would wait until the GPU has done what is queued
-        host = torch.empty(table.shape, dtype=torch.int32, pin_memory=device.type == "cuda").copy_(table)
-        layout.plans[key] = host.to(device, non_blocking=True), len(table)
+        host = torch.empty(table.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        host.copy_(table)
+        layout.plans[key] = (host.to(device, non_blocking=True), len(table))
     return layout.plans[key]
 
 
+def _item_table(layout: PackedLayout, length: int, order: str | None) -> Tensor:
+    """Make the table of ``_items`` as int64 on the CPU."""
+    start, end, number = layout.pieces(length)
+    before = number * length
+    table = torch.stack((start, end, start + before, torch.zeros_like(start)), 1)
+    if order is None:
+        return table
+
+    if order == "keys":
+        work = before
+    elif order == "queries":
+        work = end - start - before
+    else:
+        # The sort is stable: turned round, a sequence's last items come first.
+        table = table.flip(0)
+        work = (end - start).flip(0)
+    return table[work.argsort(descending=True, stable=True)]
+
+
 @functools.cache
-def _kernel(name: str, shape: Shape, device: torch.device) -> nvrtc.Kernel:
-    cubin = nvrtc.compile_cubin(SOURCES / f"{name}.cu", defines(name, shape), nvrtc.architecture(device))
+def _kernel(name: str, shape: KernelShape, device: torch.device) -> nvrtc.Kernel:
+    """Compile and load a kernel, once per process."""
+    source = SOURCES / f"{name}.cu"
+    cubin = nvrtc.compile_cubin(source, macros(name, shape), nvrtc.architecture(device))
     with torch.cuda.device(device):
         return nvrtc.Kernel(cubin, name, shape.shared_bytes(name))
 
 
-def defines(name: str, shape: Shape) -> dict[str, int]:
-    """The macros that the sources are compiled with."""
-    macros = {
+def macros(name: str, shape: KernelShape) -> dict[str, int]:
+    """Return the macros that a kernel's source is compiled with; tile.cuh explains them."""
+    values = {
         "HEAD_SIZE": HEAD_SIZE,
         "GROUP": shape.group,
         "GROUPS": shape.heads_per_kv // shape.group,
-        "WINDOW": shape.window or 0,  # full attention does without
+        "WINDOW": shape.window or 0,
     }
-    return macros | ({"CHUNK": shape.chunk(name)} if name in CHUNK else {})
+    if name in CHUNK:
+        values["CHUNK"] = shape.chunk(name)
+    return values
+
+
+def _ceil_divide(value: int, divisor: int) -> int:
+    return (value + divisor - 1) // divisor
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return _ceil_divide(value, multiple) * multiple

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from gptoss_kernels.sink_attention.dispatch import why_not
-from gptoss_kernels.sink_attention.passes import Segments, attention_backward, attention_forward
+from gptoss_kernels.sink_attention.dispatch import ShapeClass, unsupported_reason
+from gptoss_kernels.sink_attention.functional import AttentionSettings, attention_backward, attention_forward
+from gptoss_kernels.sink_attention.layout import Segments
 
 QUERIES, KEYS = [5, 40, 1, 7, 3], [9, 40, 33, 7, 100]
+FULL = AttentionSettings(window=None, scale=0.3)
 
 
 def dense(leaves: list[torch.Tensor], queries: list[int], keys: list[int], scale: float) -> torch.Tensor:
@@ -39,10 +43,10 @@ def test_queries_see_all_keys_up_to_their_own_place() -> None:
     q, k, v, sinks, grad_o = inputs(4, 2, 8, QUERIES, KEYS)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
     want = dense(leaves, QUERIES, KEYS, 0.3)
-    segments = Segments.of(QUERIES, KEYS, torch.device("cpu"))
-    o, lse = attention_forward(q, k, v, sinks, segments, None, 0.3, "auto")
+    segments = Segments.from_lengths(QUERIES, KEYS, torch.device("cpu"))
+    o, lse = attention_forward(q, k, v, sinks, segments, FULL)
     torch.testing.assert_close(o, want.detach())
-    grads = attention_backward((q, k, v, sinks, o, lse), grad_o, segments, None, 0.3, "auto")
+    grads = attention_backward((q, k, v, sinks, o, lse), grad_o, segments, FULL)
     for got, exact in zip(grads, torch.autograd.grad(want, leaves, grad_o), strict=True):
         torch.testing.assert_close(got, exact)
 
@@ -50,23 +54,21 @@ def test_queries_see_all_keys_up_to_their_own_place() -> None:
 def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_gradient() -> None:
     length, near = 60, 25
     q, k, v, sinks, grad_o = inputs(4, 2, 8, [length], [length])
-    whole = Segments.of([length], [length], q.device)
-    o, lse = attention_forward(q, k, v, sinks, whole, None, 0.3, "auto")
-    dq, dk, dv, dsinks = attention_backward((q, k, v, sinks, o, lse), grad_o, whole, None, 0.3, "auto")
+    whole = Segments.from_lengths([length], [length], q.device)
+    o, lse = attention_forward(q, k, v, sinks, whole, FULL)
+    dq, dk, dv, dsinks = attention_backward((q, k, v, sinks, o, lse), grad_o, whole, FULL)
     # the last `near` tokens among themselves: exact shares of dQ, and all of their own dK and dV
     last = slice(length - near, None)
-    part = Segments.of([near], [near], q.device)
-    shares = attention_backward(
-        (q[last], k[last], v[last], sinks, o[last], lse[last]), grad_o[last], part, None, 0.3, "auto"
-    )
+    part = Segments.from_lengths([near], [near], q.device)
+    shares = attention_backward((q[last], k[last], v[last], sinks, o[last], lse[last]), grad_o[last], part, FULL)
     torch.testing.assert_close(shares[1], dk[last])
     torch.testing.assert_close(shares[2], dv[last])
     assert not torch.allclose(shares[0], dq[last])  # the earlier keys' share is missing, as it should
     # the sink's gradient comes from the rows, whichever keys they were given
     first = slice(0, length - near)
-    rest = Segments.of([length - near], [length - near], q.device)
+    rest = Segments.from_lengths([length - near], [length - near], q.device)
     saved = q[first], k[first], v[first], sinks, o[first], lse[first]
-    others = attention_backward(saved, grad_o[first], rest, None, 0.3, "auto")
+    others = attention_backward(saved, grad_o[first], rest, FULL)
     torch.testing.assert_close(shares[3] + others[3], dsinks)
 
 
@@ -74,36 +76,39 @@ def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_grad
 @pytest.mark.parametrize("backend", ["flash4", "window"])
 def test_gpu_backends_are_within_bf16_of_the_reference(backend: str) -> None:
     window = 128 if backend == "window" else None
-    reason = why_not(backend, torch.device("cuda", 0), torch.bfloat16, 64, 8, 64, window)
+    reason = unsupported_reason(backend, ShapeClass(torch.device("cuda", 0), torch.bfloat16, 64, 8, 64, window))
     if reason:
         pytest.skip(reason)
     keys = [1000, 129, 2048, 77]
     queries = keys if window else [300, 129, 64, 1]
     q, k, v, sinks, grad_o = (x.bfloat16() for x in inputs(64, 8, 64, queries, keys, "cuda"))
-    segments = Segments.of(queries, keys, q.device)
-    o, lse = attention_forward(q, k, v, sinks, segments, window, 0.125, backend)
-    got = o, lse, *attention_backward((q, k, v, sinks, o, lse), grad_o, segments, window, 0.125, backend)
+    segments = Segments.from_lengths(queries, keys, q.device)
+    settings = AttentionSettings(window=window, scale=0.125, backend=backend)
+    reference = replace(settings, backend="reference")
+    o, lse = attention_forward(q, k, v, sinks, segments, settings)
+    got = o, lse, *attention_backward((q, k, v, sinks, o, lse), grad_o, segments, settings)
     exact = [x.double() for x in (q, k, v, sinks)]
-    o, lse = attention_forward(*exact, segments, window, 0.125, "reference")
-    want = o, lse, *attention_backward((*exact, o, lse), grad_o.double(), segments, window, 0.125, "reference")
+    o, lse = attention_forward(*exact, segments, reference)
+    want = o, lse, *attention_backward((*exact, o, lse), grad_o.double(), segments, reference)
     for name, bound, x, y in zip(("o", "lse", "q", "k", "v", "s"), [3e-3] * 5 + [1e-2], got, want, strict=True):
         assert (x.double() - y).norm() / y.norm() < bound, name
 
 
 @pytest.mark.gpu
 def test_a_slice_of_the_heads_needs_no_copy_first() -> None:
-    reason = why_not("flash4", torch.device("cuda", 0), torch.bfloat16, 64, 8, 64, None)
+    reason = unsupported_reason("flash4", ShapeClass(torch.device("cuda", 0), torch.bfloat16, 64, 8, 64, None))
     if reason:
         pytest.skip(reason)
     queries, keys = [300, 64], [1000, 64]
     q, k, v, sinks, grad_o = (x.bfloat16() for x in inputs(64, 8, 64, queries, keys, "cuda"))
-    segments = Segments.of(queries, keys, q.device)
-    o, lse = attention_forward(q, k, v, sinks, segments, None, 0.125, "flash4")
+    segments = Segments.from_lengths(queries, keys, q.device)
+    settings = AttentionSettings(window=None, scale=0.125, backend="flash4")
+    o, lse = attention_forward(q, k, v, sinks, segments, settings)
     heads, kv_heads = slice(16, 32), slice(2, 4)
     part = q[:, heads], k[:, kv_heads].contiguous(), v[:, kv_heads].contiguous(), sinks[heads]
-    part_o, part_lse = attention_forward(*part, segments, None, 0.125, "flash4")
+    part_o, part_lse = attention_forward(*part, segments, settings)
     assert torch.equal(part_o, o[:, heads])
-    whole = attention_backward((q, k, v, sinks, o, lse), grad_o, segments, None, 0.125, "flash4")
-    grads = attention_backward((*part, part_o, part_lse), grad_o[:, heads], segments, None, 0.125, "flash4")
+    whole = attention_backward((q, k, v, sinks, o, lse), grad_o, segments, settings)
+    grads = attention_backward((*part, part_o, part_lse), grad_o[:, heads], segments, settings)
     for x, y in zip(grads, (whole[0][:, heads], whole[1][:, kv_heads], whole[2][:, kv_heads]), strict=False):
         assert (x.double() - y.double()).norm() / y.double().norm() < 3e-3
