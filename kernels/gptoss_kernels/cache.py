@@ -1,4 +1,4 @@
-"""Where compiled kernels and tuning results are kept between processes, and how a file appears whole."""
+"""Where compiled kernels and tuning results are kept, and how a file appears whole."""
 
 import os
 import threading

@@ -1,7 +1,7 @@
 """CUDA C++ compiled at run time with torch's NVRTC; cubins are kept in the cache directory.
 
-No CUDA toolkit is needed. Compiling needs no GPU, so a wrong kernel is found on any machine that has
-torch for CUDA.
+No CUDA toolkit is needed. Compiling needs no GPU, so a wrong kernel is found on any machine that
+has torch for CUDA.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ TENSOR_MAP_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor with its CUtensorMap, by which the TMA of sm_90 copies boxes: an argument of a Kernel.
+    """A tensor with its CUtensorMap, by which TMA copies boxes of it: an argument of a Kernel.
 
     The map holds the tensor's address, so the two travel together.
     """
@@ -42,7 +42,7 @@ class Kernel:
     """One compiled function, launched on torch's current stream."""
 
     def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
-        """Load the function ``name`` of ``cubin``; a block uses ``shared_bytes`` of dynamic memory."""
+        """Load the function ``name`` of ``cubin``; blocks use ``shared_bytes`` of memory."""
         torch.cuda.current_stream()  # creates the context that the module is loaded into
         driver = _driver()
         self.name = name
@@ -62,8 +62,8 @@ class Kernel:
     def __call__(self, blocks: int, threads: int, *arguments: "torch.Tensor | int | float | TensorMap") -> None:
         """Launch a one-dimensional grid.
 
-        Tensors are passed as pointers, ints as int, floats as float, a ``tensor_map``'s encoding by
-        value.
+        Tensors are passed as pointers, ints as int, floats as float, a ``tensor_map``'s encoding
+        by value.
         """
         values = [_as_ctypes(argument) for argument in arguments]
         addresses = [ctypes.addressof(value) for value in values]
@@ -93,10 +93,10 @@ def _as_ctypes(argument: "torch.Tensor | int | float | TensorMap") -> Any:
 
 
 def tensor_map(tensor: torch.Tensor, box: tuple[int, int]) -> TensorMap:
-    """Describe a contiguous bf16 tensor [tokens, heads, 64] for copies of (positions, heads) boxes.
+    """Describe a contiguous bf16 [tokens, heads, 64] for copies of (positions, heads) boxes.
 
-    The tensor starts at a multiple of 16 bytes. Rows land in shared memory in the 128-byte swizzle,
-    zeros where a box passes the tensor's end.
+    The tensor starts at a multiple of 16 bytes. Rows land in shared memory in the 128-byte
+    swizzle, zeros where a box passes the tensor's end.
 
     Raises:
         RuntimeError: when the driver refuses.
@@ -104,8 +104,8 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, int]) -> TensorMap:
     return TensorMap(tensor, _encode(tensor.data_ptr(), tensor.shape, box))
 
 
-# Safe to keep when memory is freed and given out again: an encoded map depends on nothing but these
-# arguments.
+# Safe to keep when memory is freed and given out again: an encoded map depends on nothing but
+# these arguments.
 @functools.lru_cache(maxsize=1024)
 def _encode(address: int, shape: torch.Size, box: tuple[int, int]) -> ctypes.Array[ctypes.c_char]:
     """Encode a CUtensorMap. The driver lists dimensions from the innermost to the outermost."""

@@ -1,8 +1,8 @@
 """Rotary embedding of queries and keys in one Triton pass; unfused it moves eight times the bytes.
 
-A channel of a head's first half and the same channel of its second half are a pair (x1, x2), which is
-rotated by its token's angle: (x1 cos - x2 sin, x2 cos + x1 sin). The backward pass of a rotation is
-the rotation by the opposite angle, so nothing but cos and sin is kept.
+A channel of a head's first half and the same channel of its second half are a pair (x1, x2), which
+is rotated by its token's angle: (x1 cos - x2 sin, x2 cos + x1 sin). The backward pass of a
+rotation is the rotation by the opposite angle, so nothing but cos and sin is kept.
 """
 
 # Triton reads parameter annotations as its own

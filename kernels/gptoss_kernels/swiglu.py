@@ -3,9 +3,9 @@
     out = p * gate * sigmoid(1.702 gate) * (up + 1)
     gate = min(x_gate, limit),  up = clamp(x_up, -limit, limit)
 
-Unfused, the clamps, the gate and the product with an fp32 probability write seven times the bytes. On
-CUDA this is one Triton kernel forward and one backward, computed in fp32; elsewhere the same formula
-in torch.
+Unfused, the clamps, the gate and the product with an fp32 probability write seven times the bytes.
+On CUDA this is one Triton kernel forward and one backward, computed in fp32; elsewhere the same
+formula in torch.
 """
 
 # Triton reads parameter annotations as its own
@@ -24,8 +24,8 @@ ALPHA = 1.702
 BLOCK = 1024
 """Columns that a program takes at a time."""
 
-# Grid of both kernels: tokens. A row of x holds WIDTH gates, then WIDTH ups; a row of out WIDTH values.
-# The clamps are comparisons and not min and max, which would turn NaN into a number.
+# Grid of both kernels: tokens. A row of x holds WIDTH gates, then WIDTH ups; a row of out WIDTH
+# values. The clamps are comparisons and not min and max, which would turn NaN into a number.
 
 
 @triton.jit

@@ -15,12 +15,12 @@ from torch import Tensor
 BLOCK = 2048
 """Columns that a program takes at a time."""
 
-# In both kernels the block holds columns `first` to `first + columns` of the vocabulary, and a score
-# is a logit times the inverse temperature.
+# In both kernels the block holds columns `first` to `first + columns` of the vocabulary, and a
+# score is a logit times the inverse temperature.
 
 
-# Grid: tokens. `statistics` is [4, tokens]: peak, sum of exp(score - peak), sum of that times score,
-# score of the label.
+# Grid: tokens. `statistics` is [4, tokens]: peak, sum of exp(score - peak), sum of that times
+# score, score of the label.
 @triton.jit
 def _accumulate_kernel(
     logits,
@@ -60,8 +60,8 @@ def _accumulate_kernel(
         tl.store(statistics + 3 * tokens + row, score)
 
 
-# Grid: tokens, blocks of BLOCK columns. `row_statistics` is [4, tokens]: log normalizer, entropy, and
-# the incoming gradients of the log-probability and the entropy.
+# Grid: tokens, blocks of BLOCK columns. `row_statistics` is [4, tokens]: log normalizer, entropy,
+# and the incoming gradients of the log-probability and the entropy.
 @triton.jit
 def _gradient_kernel(
     logits,
@@ -119,8 +119,8 @@ def gradient(
     Args:
         logits: [tokens, columns] fp32.
         labels: [tokens] int64, in the whole vocabulary.
-        row_statistics: [4, tokens] fp32: the log normalizer, the entropy, and the incoming gradients
-            of log-prob and entropy.
+        row_statistics: [4, tokens] fp32: the log normalizer, the entropy, and the incoming
+            gradients of log-prob and entropy.
         first: the block's first column in the vocabulary.
         temperature: a score is a logit divided by it.
         out: [tokens, columns], of any floating dtype.

@@ -1,4 +1,4 @@
-"""Attention over tokens that several ranks share, built around ``sink_attention``, exact with sinks."""
+"""Attention over tokens that several ranks share: exact, sinks included."""
 
 from megatron_gptoss.context_parallel.attention import context_parallel_attention
 from megatron_gptoss.context_parallel.cost_model import AttentionShape, Machine, candidates

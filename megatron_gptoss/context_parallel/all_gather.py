@@ -154,8 +154,8 @@ class AllGatherAttention(torch.autograd.Function):
 class _GatheredHeads:
     """Iterates over the groups of kv heads with their keys and values, one gather ahead.
 
-    Creating it starts the first gather; asking for a group waits for it and starts the next one. It
-    holds no keys that it has given out, so that the caller can free them.
+    Creating it starts the first gather; asking for a group waits for it and starts the next one.
+    It holds no keys that it has given out, so that the caller can free them.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: GatherPlan, group: ProcessGroup) -> None:
@@ -170,7 +170,7 @@ class _GatheredHeads:
         return self
 
     def __next__(self) -> tuple[HeadGroup, Tensor, Tensor]:
-        """Return the group, its keys and its values, [keys, kv heads, head_size] as in plan.split."""
+        """Return a group, its keys and its values, [keys, kv heads, head_size] as plan.split."""
         if self.pending is None:
             raise StopIteration
 
@@ -198,7 +198,7 @@ class _Gather:
         self.keys = plan.keys
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values, [keys, group's kv heads, head_size] each, as in ``plan.split``."""
+        """Return keys and values, [keys, group's kv heads, head_size] as in ``plan.split``."""
         self.work.wait()
         keys = self.everyone[:, 0].index_select(0, self.keys)
         values = self.everyone[:, 1].index_select(0, self.keys)
@@ -210,13 +210,13 @@ class _ReturningGradients:
     """Gradients of one group of kv heads on their way to the ranks whose keys they are."""
 
     def __init__(self, partial: Tensor, kv_heads: slice, group: ProcessGroup) -> None:
-        """Send ``partial`` [ranks * contributed, 2, kv heads, head_size], dK and dV, to its owners."""
+        """Send dK and dV, [ranks * contributed, 2, kv heads, head_size], to the keys' owners."""
         self.received = torch.empty_like(partial)
         self.kv_heads = kv_heads
         self.work = dist.all_to_all_single(self.received, partial, group=group, async_op=True)
 
     def add_up(self, dk: Tensor, dv: Tensor, plan: GatherPlan) -> None:
-        """Add up what all ranks computed for this rank's keys and values, in the order of the ranks."""
+        """Add up what all ranks computed for this rank's keys, in the order of the ranks."""
         self.work.wait()
         by_rank = self.received.view(-1, plan.contributed, *self.received.shape[1:])
         total = by_rank.sum(0)[: plan.shared]
@@ -245,8 +245,8 @@ def _plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
     whole = [span for span in layout.spans[rank] if layout.is_whole(span)]
     split = [span for span in layout.spans[rank] if not layout.is_whole(span)]
 
-    # Where the keys of each split span are: in `order`, and from there among the gathered tokens, of
-    # which each rank's first are `contributed` apart and not `tokens_per_rank`.
+    # Where the keys of each split span are: in `order`, and from there among the gathered tokens,
+    # of which each rank's first are `contributed` apart and not `tokens_per_rank`.
     places = [layout.inverse[layout.row_indices(span._replace(start=0))] for span in split]
     keys = torch.cat([*places, torch.empty(0, dtype=torch.int64)])
     owner = keys // layout.tokens_per_rank

@@ -1,7 +1,7 @@
 """Sequence <-> heads: ranks trade their tokens of all heads for all tokens of their heads.
 
-This is done around one attention call (arXiv 2309.14509). The gathered tokens are put into the order
-of the row on the way in, and back into the ranks' order on the way out.
+This is done around one attention call (arXiv 2309.14509). The gathered tokens are put into the
+order of the row on the way in, and back into the ranks' order on the way out.
 """
 
 import math
@@ -36,7 +36,8 @@ def all_to_all_attention(
         ValueError: when the heads are no multiple of the ranks.
     """
     size = group.size()
-    heads, kv_heads = q.shape[1], k.shape[1]
+    heads = q.shape[1]
+    kv_heads = k.shape[1]
     if heads % size:
         raise ValueError(f"all-to-all needs heads that divide: {heads} heads over {size} context-parallel ranks")
 
@@ -91,7 +92,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, group: ProcessGroup, layout: ContextLayout) -> Tensor:
-    """Trade [tokens / size, heads, d] in a rank's order for [tokens, heads / size, d] in the row's."""
+    """Trade [tokens / size, heads, d], rank's order, for [tokens, heads / size, d], row's."""
     tokens, _, head_size = x.shape
     by_rank = x.view(tokens, group.size(), -1, head_size).transpose(0, 1).contiguous()
     received = torch.empty_like(by_rank)

@@ -55,8 +55,8 @@ def context_parallel_attention(
         machine: what the cost model knows of the hardware.
 
     Returns:
-        O like q, differentiable in q, k, v and sinks. The gradient of the sinks is this rank's share:
-        adding it up over the group gives the whole, once.
+        O like q, differentiable in q, k, v and sinks. The gradient of the sinks is this rank's
+        share: adding it up over the group gives the whole, once.
 
     Raises:
         ValueError: when ``scheme`` cannot serve such a layer.

@@ -16,7 +16,7 @@ BORDER_SECONDS = 8e-5
 WINDOW_RATE = 0.44
 """Operations per second of window layers relative to full ones."""
 PREFIX_RATE = 0.89
-"""Of full attention whose queries are the end of a longer range of keys, relative to whole sequences."""
+"""The same of full attention whose queries are the end of a longer range of keys."""
 REORDERING = 500e9
 """Bytes per second at which all-to-all brings tokens and heads into order, on both sides of every
 message."""
@@ -72,7 +72,7 @@ class SchemeCost:
 
 
 def candidates(layout: ContextLayout, shape: AttentionShape, window: int | None, machine: Machine) -> list[SchemeCost]:
-    """Estimate what each scheme that can serve such a layer would cost; the one to take comes first."""
+    """Estimate what each scheme that can serve such a layer would cost; the best comes first."""
     costs = []
     if shape.heads % layout.size == 0:
         costs.append(_all_to_all_cost(layout, shape, window, machine))
@@ -90,7 +90,7 @@ def candidates(layout: ContextLayout, shape: AttentionShape, window: int | None,
 
 
 def _all_to_all_cost(layout: ContextLayout, shape: AttentionShape, window: int | None, machine: Machine) -> SchemeCost:
-    """Ranks trade tokens for heads, forward and backward: q and O, and k and v, with their gradients."""
+    """Ranks trade tokens for heads: q, O, k and v forward, their gradients backward."""
     size = layout.size
     pairs = sum(layout.pairs(rank, window) for rank in range(size)) / size
 

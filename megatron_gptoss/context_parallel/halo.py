@@ -1,13 +1,13 @@
 """Window layers: a rank fetches only the window - 1 tokens before each of its spans.
 
-However long the spans are, that is all that their rows see of other ranks' tokens (the *halo*). Every
-span is computed by itself, without waiting; then its first window - 1 rows, which lack keys, are
-computed once more together with their halo (the *border*), and replace the rows of the first pass.
-docs/architecture.md describes the passes.
+However long the spans are, that is all that their rows see of other ranks' tokens (the *halo*).
+Every span is computed by itself, without waiting; then its first window - 1 rows, which lack keys,
+are computed once more together with their halo (the *border*), and replace the rows of the first
+pass. docs/architecture.md describes the passes.
 
-In the backward pass the rows hold O and LSE over all of their keys, so each of the two passes gives
-the exact share of the keys that it is given. The sink enters every row's softmax once, and its
-gradient comes from the one backward pass over all rows.
+In the backward pass the rows hold O and LSE over all of their keys, so each of the two passes
+gives the exact share of the keys that it is given. The sink enters every row's softmax once, and
+its gradient comes from the one backward pass over all rows.
 """
 
 import functools
@@ -80,8 +80,8 @@ class HaloAttention(torch.autograd.Function):
         sent = torch.stack((k[plan.sent], v[plan.sent]), dim=1)
         work = dist.all_to_all_single(received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True)
 
-        # The large pass over all spans is queued before the small border, which waits for the halo on
-        # a stream of its own.
+        # The large pass over all spans is queued before the small border, which waits for the halo
+        # on a stream of its own.
         border_stream = _forked_stream(q.device)
         o, lse = attention_forward(q, k, v, sinks, plan.spans, settings)
         border: tuple[Tensor, ...] = ()
@@ -113,8 +113,8 @@ class HaloAttention(torch.autograd.Function):
         settings: AttentionSettings = ctx.settings
         grad_o = grad_o.contiguous()
 
-        # The border first, on a stream of its own: its gradients have the way home before them while
-        # the large pass runs.
+        # The border first, on a stream of its own: its gradients have the way home before them
+        # while the large pass runs.
         returned = q.new_empty(len(plan.sent), 2, *k.shape[1:])
         border_dq = None
         border_stream = _forked_stream(q.device)
@@ -134,8 +134,8 @@ class HaloAttention(torch.autograd.Function):
         saved = (q, k, v, sinks, o, lse)
         dq, dk, dv, dsinks = attention_backward(saved, grad_o, plan.spans, settings)
 
-        # The border's pass saw all keys of its rows, so its dQ replaces the other's. The halo's keys
-        # were also seen by other rows of their own rank, so their gradients are added.
+        # The border's pass saw all keys of its rows, so its dQ replaces the other's. The halo's
+        # keys were also seen by other rows of their own rank, so their gradients are added.
         _join(border_stream)
         if border_dq is not None:
             dq.index_copy_(0, plan.local_rows, border_dq[plan.border_rows])
@@ -176,7 +176,8 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
     share = layout.tokens_per_rank
     lengths = [span.tokens for span in layout.spans[rank]]
 
-    # What each rank needs, as places in `layout.order`: `place // share` is the rank that holds it.
+    # What each rank needs, as places in `layout.order`: `place // share` is the rank that holds
+    # it.
     needed = [_halo_tokens(layout, other, window) for other in range(layout.size)]
     sent = [tokens[tokens // share == rank] - rank * share for tokens in needed]
     owners = needed[rank] // share
@@ -233,8 +234,8 @@ def _concatenate(indices: list[Tensor]) -> Tensor:
 def _forked_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return a second stream for small kernels that must not queue behind large ones.
 
-    None on a CPU, where nothing waits. What is allocated within belongs to that stream; every later
-    fork waits for the first stream, so nothing is reused too early.
+    None on a CPU, where nothing waits. What is allocated within belongs to that stream; every
+    later fork waits for the first stream, so nothing is reused too early.
     """
     if device.type != "cuda":
         return None

@@ -1,7 +1,7 @@
 """Which context-parallel rank holds which tokens of a packed row (docs/architecture.md).
 
-Long sequences are cut into chunks, and a rank gets a chunk from the front and its mirror image from
-the back: with causal attention that is equal work (arXiv 2411.01783). Short ones stay whole.
+Long sequences are cut into chunks, and a rank gets a chunk from the front and its mirror image
+from the back: with causal attention that is equal work (arXiv 2411.01783). Short ones stay whole.
 Positions travel with the tokens, so nothing depends on the order.
 """
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 CUT_FRACTIONS = (2, 4, 8, 16)
-"""Sequences longer than the n-th part of a rank's tokens are cut; the first n that balances the work
-is taken."""
+"""Sequences longer than the n-th part of a rank's tokens are cut; the first n that balances the
+work is taken."""
 MAX_IMBALANCE = 1.02
 """Work of the busiest rank over the mean that is good enough."""
 
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """The split of one row. The same on every rank: all of it follows from ``offsets`` and ``size``."""
+    """The split of one row; the same on every rank, as it follows from ``offsets`` and ``size``."""
 
     offsets: tuple[int, ...]
     """Where each sequence starts in the row, and the row's tokens."""
@@ -71,7 +71,7 @@ class ContextLayout:
 
     @cached_property
     def order(self) -> Tensor:
-        """int64 [tokens]: for rank 0's tokens, then rank 1's and so on, where each is in the row."""
+        """int64 [tokens]: where rank 0's tokens, then rank 1's and so on, are in the row."""
         return torch.cat([self.row_indices(span) for spans in self.spans for span in spans])
 
     @cached_property
@@ -105,8 +105,8 @@ class ContextLayout:
         if window is None:
             return total
 
-        # Beyond the window a query sees `window` keys: take off what lies further back. It is what the
-        # queries would see if they stood `window` positions earlier.
+        # Beyond the window a query sees `window` keys: take off what lies further back. It is what
+        # the queries would see if they stood `window` positions earlier.
         invisible = 0
         for span in self.spans[rank]:
             earlier = span._replace(start=max(0, span.start - window), end=max(0, span.end - window))
@@ -164,7 +164,7 @@ class _Ranks:
         return sorted(range(len(self.spans)), key=lambda rank: (self.tokens[rank], self.pairs[rank]))
 
     def least_busy_with_room(self, tokens: int, capacity: int) -> int | None:
-        """Return the rank with the least work to which ``tokens`` more can go; None without one."""
+        """Return the rank with the least work that has room for ``tokens`` more; else None."""
         fitting = [rank for rank, held in enumerate(self.tokens) if held + tokens <= capacity]
         if not fitting:
             return None
@@ -172,7 +172,7 @@ class _Ranks:
 
 
 def _share_out(offsets: tuple[int, ...], size: int, fraction: int) -> ContextLayout:
-    """Share out the sequences, the longest first, cutting those above a rank's tokens / fraction."""
+    """Share out the sequences, the longest first; cut those above a rank's tokens / fraction."""
     capacity = offsets[-1] // size
     lengths = [end - start for start, end in pairwise(offsets)]
     longest_first = sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence])
@@ -210,8 +210,8 @@ def _give_mirrored_chunks(ranks: _Ranks, sequence: int, length: int) -> None:
     chunks = list(_chunks(sequence, length, 2 * size))
     pairs = [(chunks[i], chunks[-1 - i]) for i in range(size)]
 
-    # Pairs differ by a token at most: the longer ones go where fewer tokens are, so that ranks never
-    # differ by more.
+    # Pairs differ by a token at most: the longer ones go where fewer tokens are, so that ranks
+    # never differ by more.
     pairs.sort(key=lambda pair: -sum(span.tokens for span in pair))
     for rank, pair in zip(ranks.by_tokens_then_work(), pairs, strict=True):
         ranks.give(rank, *pair)

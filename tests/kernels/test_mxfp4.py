@@ -1,4 +1,4 @@
-"""MXFP4 against Hugging Face's dequantisation and an independent quantiser."""
+"""MXFP4 against Hugging Face's dequantization and an independent quantizer."""
 
 import subprocess
 import sys

@@ -22,8 +22,8 @@ def dequantize(blocks: Tensor, scales: Tensor, out: Tensor | None = None) -> Ten
         out: [..., n * 32] bf16, contiguous, to write into.
 
     Returns:
-        [..., n * 32] bf16. Exact for scales up to 252; above, bf16 overflows to infinity. Zeros keep
-        their sign.
+        [..., n * 32] bf16. Exact for scales up to 252; above, bf16 overflows to infinity. Zeros
+        keep their sign.
 
     Raises:
         ValueError: naming the argument whose dtype, shape or device does not fit.
@@ -52,17 +52,19 @@ def dequantize(blocks: Tensor, scales: Tensor, out: Tensor | None = None) -> Ten
 
 
 def quantize(x: Tensor, scale_hint: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Convert bf16 to MXFP4: scale 2 ** ceil(log2(amax / 6)), values to nearest, ties to the even code.
+    """Convert bf16 to MXFP4.
+
+    The scale is 2 ** ceil(log2(amax / 6)); values go to the nearest code, ties to the even one.
 
     Args:
         x: [..., n * 32] bf16, finite.
         scale_hint: [..., n] uint8, the scales ``x`` was dequantized with. Where such a scale
-            reproduces the block's bf16 bits exactly it is kept, so an unchanged checkpoint comes back
-            byte for byte; elsewhere it is recomputed.
+            reproduces the block's bf16 bits exactly it is kept, so an unchanged checkpoint comes
+            back byte for byte; elsewhere it is recomputed.
 
     Returns:
-        blocks [..., n, 16] uint8 and scales [..., n] uint8, as ``dequantize`` takes them. The sign of
-        zero is kept.
+        blocks [..., n, 16] uint8 and scales [..., n] uint8, as ``dequantize`` takes them. The sign
+        of zero is kept.
 
     Raises:
         ValueError: naming the argument, also when x holds NaN or Inf (on a GPU only with

@@ -1,7 +1,7 @@
 """The CPU path: a small C library, built with the system's compiler on first use.
 
-The built library is kept in the cache directory. All tables that it works with are made here, so that
-the arithmetic of MXFP4 is written once, in Python.
+The built library is kept in the cache directory. All tables that it works with are made here, so
+that the arithmetic of MXFP4 is written once, in Python.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """e2m1 by code; bit 3 is the sign."""
 MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Between neighbouring magnitudes. A tie goes to the even code: up at the second, fourth and sixth."""
+"""Between neighbouring magnitudes. A tie goes to the even code: up at the 2nd, 4th and 6th."""
 SCALES = 256
 EXPONENT_BIAS = 127
 """Of a scale: it stands for 2 ** (scale - 127)."""
@@ -50,7 +50,7 @@ def _pair_table(values: Tensor) -> Tensor:
 
 
 def _limit_table() -> Tensor:
-    """Make [256 scales, 8] int16 with unsigned bf16 bits: the least magnitude whose code is above j.
+    """Make [256 scales, 8] int16 as bf16 bits: the least magnitude whose code is above j.
 
     Column 7 is unused. Every midpoint times a scale is a bf16 number (the least, 2 ** -129, is a
     subnormal) or beyond the largest one.
@@ -58,8 +58,8 @@ def _limit_table() -> Tensor:
     midpoints = torch.tensor(MIDPOINTS, dtype=torch.float64, device="cpu").expand(SCALES, 7)
     bits = torch.ldexp(midpoints, _exponents()).to(torch.bfloat16).view(torch.int16).clone()
 
-    # A tie goes to the even code: for an even j the midpoint itself still has code j, and the limit
-    # is the next number.
+    # A tie goes to the even code: for an even j the midpoint itself still has code j, and the
+    # limit is the next number.
     bits[:, 0::2] += 1
 
     limits = torch.full((SCALES, 8), 0x7FFF, dtype=torch.int16, device="cpu")
@@ -67,8 +67,9 @@ def _limit_table() -> Tensor:
     return limits
 
 
-# Made while the module is imported, which happens once whatever the threads: C reads these tables through their
-# addresses, so there must never be a second copy that can be freed. They take 0.3 MB and 1 ms.
+# Made while the module is imported, which happens once whatever the threads: C reads these tables
+# through their addresses, so there must never be a second copy that can be freed. They take 0.3 MB
+# and 1 ms.
 VALUE_TABLE = _value_table()
 PAIR_TABLE = _pair_table(VALUE_TABLE)
 LIMIT_TABLE = _limit_table()
@@ -94,8 +95,9 @@ def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tenso
 class TensorPointer(ctypes.c_void_p):
     """The ctypes argument type of a pointer to a tensor's data; functions take the tensor itself.
 
-    None is NULL. Whoever calls a C function holds its arguments until it returns, so that the memory
-    cannot be freed while C reads it. An address taken before the call would not keep its tensor alive.
+    None is NULL. Whoever calls a C function holds its arguments until it returns, so that the
+    memory cannot be freed while C reads it. An address taken before the call would not keep its
+    tensor alive.
     """
 
     @classmethod
@@ -160,7 +162,7 @@ def _build(command: list[str], path: Path) -> None:
 
 
 def _processor() -> bytes:
-    """Return what -march=native depends on: a cache on a shared disk may serve different machines."""
+    """Return what -march=native depends on: a shared cache may serve different machines."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()[:40]
     telling = [line for line in lines if line.startswith(("flags", "Features", "model"))]
     return "\n".join(telling).encode()

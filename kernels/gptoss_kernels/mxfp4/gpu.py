@@ -54,17 +54,18 @@ def _encode(magnitudes, scale):
     Codes are 0 to 8; 8 means too large. Both halves of a word are computed at once.
 
     With e the exponent of the scaled magnitude x, clamped to 0..2, the e2m1 numbers near x are
-    2^(e - 1) apart. Adding 1.5 * 2^(e + 6), the anchor, in bf16 rounds x to a multiple of that, ties to
-    even: bf16's mantissa of 7 bits ends there. The multiple is in the sum's low bits, and the code is
-    that plus 2e. Subtracting the anchor again gives the rounded number, and scaled back the value that
-    the code stands for.
+    2^(e - 1) apart. Adding 1.5 * 2^(e + 6), the anchor, in bf16 rounds x to a multiple of that,
+    ties to even: bf16's mantissa of 7 bits ends there. The multiple is in the sum's low bits, and
+    the code is that plus 2e. Subtracting the anchor again gives the rounded number, and scaled back
+    the value that the code stands for.
     """
     # 2^(127 - scale) and its inverse, subnormal at the ends, in both halves
     factor = tl.where(scale >= 254, 0x0040, (254 - scale) << 7) * 0x10001
     inverse = tl.where(scale == 0, 0x0040, scale << 7) * 0x10001
-    # bf16 pairs: 0x8000 is -0 (x * factor + -0 keeps the sign of 0), 0x3F80 is 1, 0x4080 is 4, 0x4100
-    # is 8. binade is 2^e: the bits of x's exponent between those of 1 and 4. Adding 0x0340 to its
-    # bits makes 1.5 * 2^(e + 6): 6 exponents higher, and the mantissa's first bit.
+
+    # bf16 pairs: 0x8000 is -0 (x * factor + -0 keeps the sign of 0), 0x3F80 is 1, 0x4080 is 4,
+    # 0x4100 is 8. binade is 2^e: the bits of x's exponent between those of 1 and 4. Adding 0x0340
+    # to its bits makes 1.5 * 2^(e + 6): 6 exponents higher, and the mantissa's first bit.
     codes, values = tl.inline_asm_elementwise(
         """{
         .reg .b32 x, binade, anchor, zero, one, four, eight;
@@ -93,6 +94,8 @@ def _encode(magnitudes, scale):
         is_pure=True,
         pack=1,
     )
+
+    # exact: the value that the code stands for is x, and x was not too large
     return codes, ((values ^ magnitudes) | (codes & 0x00080008)) == 0
 
 

@@ -42,9 +42,9 @@ def sink_attention(
         k, v: [tokens, kv_heads, head_size], same dtype and device as q; heads is a multiple of
             kv_heads.
         sinks: [heads], any floating dtype.
-        cu_seqlens: [sequences + 1] int32 or int64 offsets of the packed sequences, from 0 to tokens.
-            Read back to the host when first seen: keep one tensor per packing and pass it to every
-            layer.
+        cu_seqlens: [sequences + 1] int32 or int64 offsets of the packed sequences, from 0 to
+            tokens. Read back to the host when first seen: keep one tensor per packing and pass it
+            to every layer.
         max_seqlen: at least the longest sequence.
         window: keys a query sees, itself included; None for all earlier ones.
         scale: of the scores; head_size ** -0.5 when None.
@@ -86,7 +86,7 @@ def sink_attention(
 
 
 def _resolve_backend(backend: str, shape: ShapeClass, layout: PackedLayout) -> str:
-    """Name the backend to use: the wanted one if it can take the shape, or the choice for "auto"."""
+    """Name the backend: the wanted one if it can take the shape, or the choice for "auto"."""
     if backend == "auto":
         return choose_backend(shape, short=layout.mean_length <= SHORT_MEAN)
 
@@ -102,9 +102,11 @@ def _resolve_backend(backend: str, shape: ShapeClass, layout: PackedLayout) -> s
 def _bound_passes(backend: str, layout: PackedLayout, window: int | None, scale: float) -> AttentionPasses:
     """Return the passes of a backend of this package for one packing, window and scale."""
     if backend in ("window", "short"):
-        forward, backward = window_forward, window_backward
+        forward = window_forward
+        backward = window_backward
     else:
-        forward, backward = reference_forward, reference_backward
+        forward = reference_forward
+        backward = reference_backward
 
     return AttentionPasses(
         forward=partial(forward, layout=layout, window=window, scale=scale),

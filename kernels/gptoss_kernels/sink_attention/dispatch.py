@@ -1,7 +1,8 @@
-"""Which backend "auto" takes. The order of the rules is what docs/performance.md measured on an H200.
+"""Which backend "auto" takes; the order is what docs/performance.md measured on an H200.
 
 window   our kernels for sliding-window layers: they win every such case, whatever the lengths.
-short    our kernels for full attention: they win where sequences average SHORT_MEAN tokens or less.
+short    our kernels for full attention: they win where sequences average SHORT_MEAN tokens or
+         less.
 flash4   wins full attention over longer ones on Hopper, and takes windows and head sizes that our
          kernels do not.
 flash3   is second there, by the price of the sink's extra pass.

@@ -1,4 +1,4 @@
-"""Fold a sink into the output of any attention that returns its log-sum-exp; and the sink's gradient.
+"""Fold a sink into any attention that returns its log-sum-exp; and the sink's gradient.
 
 With O', LSE' of plain attention and sink logit s: LSE = log(exp(LSE') + exp(s)) and
 O = O' * exp(LSE' - LSE). The plain backward pass called with that O and LSE gives the exact dQ, dK

@@ -1,7 +1,7 @@
 """FlashAttention adapters: FlashAttention-3 without a patch, flash-attn-4 with its learnable sink.
 
-FlashAttention-3 knows no sink: it is folded in (see epilogue.py). ``benchmarks/plain_flash4.py`` does
-the same with flash-attn-4 without its native sink, which is how this is tested where
+FlashAttention-3 knows no sink: it is folded in (see epilogue.py). ``benchmarks/plain_flash4.py``
+does the same with flash-attn-4 without its native sink, which is how this is tested where
 FlashAttention-3 is not installed.
 """
 
@@ -20,7 +20,7 @@ from gptoss_kernels.sink_attention.layout import Segments
 
 @dataclass(frozen=True)
 class PlainKernels:
-    """Causal packed attention without a sink; ``options`` are the scale, the packing and the window."""
+    """Causal packed attention without a sink; ``options``: scale, packing and window."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     """(q, k, v, causal, **options) -> O, LSE [heads, tokens] fp32"""
@@ -32,7 +32,7 @@ class PlainKernels:
 
 def folded_passes(kernels: PlainKernels, segments: Segments, window: int | None, scale: float) -> AttentionPasses:
     """Bind ``folded_forward`` and ``folded_backward`` to one packing, window and scale."""
-    bound = {"kernels": kernels, "segments": segments, "window": window, "scale": scale}
+    bound: dict[str, Any] = {"kernels": kernels, "segments": segments, "window": window, "scale": scale}
     return AttentionPasses(
         forward=functools.partial(folded_forward, **bound),
         backward=functools.partial(folded_backward, **bound),
@@ -49,7 +49,7 @@ def folded_forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute O [tokens, heads, head_size] and LSE [tokens, heads] with kernels that know no sink."""
+    """Compute O [tokens, heads, head_size] and LSE [tokens, heads] with sink-free kernels."""
     from gptoss_kernels.sink_attention.epilogue import fold_sink
 
     options = packing_options(segments, window, kernels.unbounded)
@@ -68,8 +68,8 @@ def folded_backward(
 ) -> Gradients:
     """Compute the gradients of q, k, v and the sinks with kernels that know no sink.
 
-    They are exact: the plain backward pass takes its probabilities from O and LSE, and these hold the
-    sink.
+    They are exact: the plain backward pass takes its probabilities from O and LSE, and these hold
+    the sink.
     """
     from gptoss_kernels.sink_attention.epilogue import sink_gradient
 
@@ -92,7 +92,7 @@ def flash4_sink_attention(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run flash-attn-4, sink and autograd included: O [tokens, heads, head_size], LSE [tokens, heads]."""
+    """Run flash-attn-4 with its sink and autograd: O like q, LSE [tokens, heads]."""
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     options = packing_options(segments, window)
@@ -135,10 +135,11 @@ def packing_options(segments: Segments, window: int | None, unbounded: int | Non
 
     ``unbounded`` is how the package writes a window without a bound.
     """
-    if window is None:
-        left, right = unbounded, unbounded
-    else:
-        left, right = window - 1, 0
+    left = unbounded
+    right = unbounded
+    if window is not None:
+        left = window - 1
+        right = 0
 
     return {
         "cu_seqlens_q": segments.cu_seqlens_q,

@@ -50,7 +50,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention without autograd.
 
-    Backends other than flash4 take unequal ranges by padding the queries to the length of the keys.
+    Backends other than flash4 take unequal ranges by padding the queries to the keys' length.
 
     Args:
         q: [queries, heads, head_size]
@@ -60,10 +60,11 @@ def attention_forward(
         settings: window, scale and backend.
 
     Returns:
-        O like q, and LSE [queries, heads], natural logarithm with the sink in it, fp32 (fp64 for fp64
-        inputs).
+        O like q, and LSE [queries, heads], natural logarithm with the sink in it, fp32 (fp64 for
+        fp64 inputs).
     """
-    window, scale = settings.window, settings.scale
+    window = settings.window
+    scale = settings.scale
     backend = settings.backend_for(q, k)
 
     if backend == "flash4":
@@ -101,14 +102,15 @@ def attention_backward(
     """Compute the gradients of q, k, v and the sinks.
 
     Args:
-        saved: q, k, v, sinks, and O and LSE of the forward pass over all keys, which may be more than
-            k and v are.
+        saved: q, k, v, sinks, and O and LSE of the forward pass over all keys, which may be more
+            than k and v are.
         grad_o: dO, like O.
         segments: which queries see which keys.
         settings: window, scale and backend.
     """
     q, k, v, sinks, o, lse = saved
-    window, scale = settings.window, settings.scale
+    window = settings.window
+    scale = settings.scale
     backend = settings.backend_for(q, k)
 
     if backend == "flash4":

@@ -1,4 +1,4 @@
-"""How sequences are packed: read from ``cu_seqlens`` once, then shared by every layer of a step."""
+"""How sequences are packed: read from ``cu_seqlens`` once, shared by every layer of a step."""
 
 import functools
 import weakref
@@ -75,9 +75,8 @@ class Segments:
     def from_lengths(cls, query_lengths: list[int], key_lengths: list[int], device: torch.device) -> "Segments":
         """Make segments of so many queries and keys each, with their offsets on ``device``."""
         cu_seqlens_q = _offsets(query_lengths, device)
-        if key_lengths == query_lengths:
-            cu_seqlens_k = cu_seqlens_q
-        else:
+        cu_seqlens_k = cu_seqlens_q
+        if key_lengths != query_lengths:
             cu_seqlens_k = _offsets(key_lengths, device)
 
         return cls(
@@ -92,8 +91,8 @@ def _offsets(lengths: list[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
-# By id of the cu_seqlens tensor. The weak reference tells whether the id is still that tensor's, and
-# the version whether its contents are still those that were read.
+# By id of the cu_seqlens tensor. The weak reference tells whether the id is still that tensor's,
+# and the version whether its contents are still those that were read.
 _layouts: dict[int, tuple[weakref.ref, int, PackedLayout]] = {}
 
 

@@ -1,21 +1,22 @@
-"""Attention with sinks in plain torch: any device, any floating dtype, forward and analytic backward.
+"""Attention with sinks in plain torch, forward and analytic backward: any device, any dtype.
 
 For head h with sink logit s, over the allowed keys j of query i::
 
-    LSE_i   = log(sum_j exp(S_ij) + exp(s))        P_ij = exp(S_ij - LSE_i)        O_i = sum_j P_ij V_j
-    delta_i = dO_i . O_i                           dS_ij = P_ij (dO_i . V_j - delta_i)
+    LSE_i   = log(sum_j exp(S_ij) + exp(s))   P_ij = exp(S_ij - LSE_i)   O_i = sum_j P_ij V_j
+    delta_i = dO_i . O_i                      dS_ij = P_ij (dO_i . V_j - delta_i)
     ds      = -sum_i exp(s - LSE_i) delta_i
 
-The sink takes probability and carries no value, so the usual backward holds with the sink-aware LSE
-and O.
+The sink takes probability and carries no value, so the usual backward holds with the sink-aware
+LSE and O.
 
-Sequences are cut into tiles of QUERY_BLOCK rows. Tiles that see the same number of keys are computed
-together as one batched product, so a pack of many short sequences costs a handful of calls; keys are
-visited in chunks with an online softmax, so memory stays bounded however long a sequence is.
+Sequences are cut into tiles of QUERY_BLOCK rows. Tiles that see the same number of keys are
+computed together as one batched product, so a pack of many short sequences costs a handful of
+calls; keys are visited in chunks with an online softmax, so memory stays bounded however long a
+sequence is.
 
-Dimensions inside: ``tiles``, ``kv_heads``, ``group`` (query heads per kv head), ``QUERY_BLOCK`` rows,
-``keys`` of a chunk. A tile's rows of all heads of a group stand below each other in the products, as
-``group * QUERY_BLOCK`` rows that share their keys.
+Dimensions inside: ``tiles``, ``kv_heads``, ``group`` (query heads per kv head), ``QUERY_BLOCK``
+rows, ``keys`` of a chunk. A tile's rows of all heads of a group stand below each other in the
+products, as ``group * QUERY_BLOCK`` rows that share their keys.
 """
 
 from collections.abc import Iterator
@@ -33,20 +34,20 @@ QUERY_BLOCK = 32
 KEY_CHUNK = 4096
 """Most keys of one product; longer rows use the online softmax."""
 SCORES_PER_BATCH = 1 << 20
-"""Most scores held at once (4 MB in fp32), unless one tile with one chunk of keys already has more."""
+"""Most scores held at once (4 MB in fp32), unless one tile with one chunk of keys has more."""
 
 
 @dataclass
 class TileBatch:
-    """Tiles of equal extent. Index tensors point into the packed tokens; clamped entries are masked."""
+    """Tiles of equal extent. Indices are of packed tokens; clamped entries are masked."""
 
     rows: Tensor
     """[tiles, QUERY_BLOCK] int64"""
     row_valid: Tensor | None
     """[tiles, QUERY_BLOCK] bool, None when every row is real"""
     chunks: list[tuple[Tensor, Tensor]]
-    """Per chunk of keys: [tiles, keys] int64, and [tiles, QUERY_BLOCK, keys] bool that is True where
-    hidden"""
+    """Per chunk of keys: [tiles, keys] int64, and [tiles, QUERY_BLOCK, keys] bool that is True
+    where hidden"""
 
 
 @dataclass
@@ -58,7 +59,7 @@ class TilePlan:
     ends: Tensor
     """End of its sequence: rows from there on are not real."""
     key_blocks: Tensor
-    """How many QUERY_BLOCKs of keys it sees, its own rows included; none begins before the sequence."""
+    """How many QUERY_BLOCKs of keys it sees, its own rows included."""
 
 
 def reference_forward(
@@ -87,7 +88,7 @@ def reference_forward(
         tiles = len(batch.rows)
         query = _gather(q, batch.rows, compute, kv_heads).mul_(scale)
 
-        # The sink is as a key seen before the first chunk: exp(sink - highest) = 1 is in the total.
+        # The sink is like a key before the first chunk: exp(sink - highest) = 1 is in the total.
         highest = sink.expand(tiles, kv_heads, group, QUERY_BLOCK, 1)
         total = torch.ones_like(highest)
         out: Any = None
@@ -103,10 +104,9 @@ def reference_forward(
 
             value = _gather(v, columns, compute, kv_heads)
             chunk_out = p.view(tiles, kv_heads, group * QUERY_BLOCK, -1) @ value
-            if out is None:
-                out = chunk_out
-            else:
-                out = out.mul_(decay.reshape(tiles, kv_heads, -1, 1)).add_(chunk_out)
+            if out is not None:
+                chunk_out = out.mul_(decay.reshape(tiles, kv_heads, -1, 1)).add_(chunk_out)
+            out = chunk_out
             highest = new_highest
 
         out = out.view(tiles, kv_heads, group, QUERY_BLOCK, head_size) / total
@@ -164,10 +164,9 @@ def reference_backward(
             _add_at(grad_k, columns, dk)
 
             chunk_dq = ds @ key
-            if dq is None:
-                dq = chunk_dq
-            else:
-                dq = dq.add_(chunk_dq)
+            if dq is not None:
+                chunk_dq = dq.add_(chunk_dq)
+            dq = chunk_dq
 
         dq = dq.mul_(scale).view(tiles, kv_heads, group, QUERY_BLOCK, head_size)
         _scatter(grad_q, batch, dq)
@@ -196,7 +195,7 @@ def _gather(x: Tensor, index: Tensor, dtype: torch.dtype, kv_heads: int) -> Tens
 
 
 def _scatter(target: Tensor, batch: TileBatch, values: Tensor) -> None:
-    """Write [tiles, kv_heads, group, QUERY_BLOCK, d] to the valid rows of target [tokens, heads, d]."""
+    """Write [tiles, kv_heads, group, QUERY_BLOCK, d] to valid rows of target [tokens, heads, d]."""
     rows = batch.rows.reshape(-1)
     values = values.permute(0, 3, 1, 2, 4).reshape(len(rows), target.shape[1], -1)
     values = values.to(target.dtype)
@@ -209,7 +208,7 @@ def _scatter(target: Tensor, batch: TileBatch, values: Tensor) -> None:
 
 
 def _add_at(target: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add [tiles, kv_heads, keys, d] at ``columns`` [tiles, keys] to target [tokens, kv_heads, d]."""
+    """Add [tiles, kv_heads, keys, d] at [tiles, keys] ``columns`` of [tokens, kv_heads, d]."""
     kv_heads, d = target.shape[1:]
     target.index_add_(0, columns.reshape(-1), values.transpose(1, 2).reshape(-1, kv_heads, d))
 

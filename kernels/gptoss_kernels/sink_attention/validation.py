@@ -20,7 +20,7 @@ def check_arguments(
     window: int | None,
     scale: float | None,
 ) -> PackedLayout:
-    """Check the arguments of ``sink_attention`` and read the packing that ``cu_seqlens`` describes.
+    """Check the arguments of ``sink_attention``; return the packing of ``cu_seqlens``.
 
     Raises:
         ValueError: naming the argument.

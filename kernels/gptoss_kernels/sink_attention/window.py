@@ -1,15 +1,15 @@
 """Our own kernels for Hopper: CUDA C++ with warpgroup products, native sink, forward and backward.
 
-For sliding-window layers, and for full attention over short packed sequences. Query heads that share
-a kv head are packed into one tile: with 8 heads a tile is 8 positions, so little work is lost where
-the causal triangle or the window ends. For O and dQ of a window, a block holds every key that its
-tiles see in shared memory; in full attention the keys pass. The backward pass runs as two kernels
-that each own what they write (dQ; dK and dV): no atomics, so the result is deterministic, and every
-tile is aligned to its sequence's start, so a sequence has the same bits in every pack.
+For sliding-window layers, and for full attention over short packed sequences. Query heads that
+share a kv head are packed into one tile: with 8 heads a tile is 8 positions, so little work is
+lost where the causal triangle or the window ends. For O and dQ of a window, a block holds every key
+that its tiles see in shared memory; in full attention the keys pass. The backward pass runs as two
+kernels that each own what they write (dQ; dK and dV): no atomics, so the result is deterministic,
+and every tile is aligned to its sequence's start, so a sequence has the same bits in every pack.
 
 The kernels are in cuda/; each .cu file says at its top who owns what and what waits for what. This
-module computes the same sizes (``KernelShape``), makes their tables of work (``_items``) and launches
-them.
+module computes the same sizes (``KernelShape``), makes their tables of work (``_items``) and
+launches them.
 """
 
 import functools
@@ -55,7 +55,7 @@ class KernelShape:
 
     @property
     def group(self) -> int:
-        """Heads packed into a tile: the largest of 8, 4, 2, 1 that divides the heads of a kv head."""
+        """Heads packed into a tile: the largest of 8, 4, 2, 1 that divides ``heads_per_kv``."""
         return next(size for size in (8, 4, 2, 1) if self.heads_per_kv % size == 0)
 
     @property
@@ -85,13 +85,13 @@ class KernelShape:
         return _round_up(CHUNK.get(kernel, self.tile_positions), self.tile_positions)
 
     def resident_keys(self, chunk: int) -> int:
-        """Keys that such a kernel holds for a chunk of positions: RESIDENT_KEYS of resident_keys.cuh."""
+        """Keys held for a chunk of positions: RESIDENT_KEYS of resident_keys.cuh."""
         last_tile = chunk - self.tile_positions
         last_step_end = last_tile + self._skipped_keys + self.key_steps * STEP_KEYS
         return max(self.halo + chunk, _round_up(last_step_end, 8))
 
     def shared_bytes(self, kernel: str) -> int:
-        """Dynamic shared memory that a block of a kernel uses, in the order that its source lists."""
+        """Dynamic shared memory of a block of a kernel, as its source lists it."""
         barrier_bytes = 8
         if kernel == "full_forward":
             return STAGES[kernel] * 2 * TILE_BYTES + TILE_BYTES
@@ -101,7 +101,7 @@ class KernelShape:
             row_stats_bytes = TILE_ROWS * 8
             return STAGES[kernel] * (2 * TILE_BYTES + row_stats_bytes + barrier_bytes) + TILE_BYTES
 
-        # the window's row-owning kernels: K and V, then the tiles of Q, or of Q, dO and O, and shares
+        # The window's row-owning kernels: K and V, then tiles of Q (and dO and O), then shares.
         key_bytes = 2 * self.resident_keys(self.chunk(kernel)) * HEAD_SIZE * 2
         tiles = 1 if kernel == "window_forward" else 3
         return key_bytes + tiles * TILE_BYTES + 256
@@ -128,7 +128,7 @@ def window_forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute O like q and LSE [tokens, heads] fp32 from bf16 q, k, v; window None for full attention."""
+    """Compute O like q and LSE [tokens, heads] fp32 from bf16; window None for full attention."""
     q, k, v = (_dense(x) for x in (q, k, v))
     heads = q.shape[1]
     shape = KernelShape(heads // k.shape[1], window)
@@ -155,8 +155,8 @@ def window_backward(
 ) -> Gradients:
     """Compute the gradients of q, k, v and the sinks; window None for full attention.
 
-    The kernel for dQ also writes what the one for dK and dV needs: per row LSE and delta, and per item
-    a share of the sinks' gradient.
+    The kernel for dQ also writes what the one for dK and dV needs: per row LSE and delta, and per
+    item a share of the sinks' gradient.
     """
     q, k, v, sinks, o, lse = saved
     q, k, v, o, lse, grad_o = (_dense(x) for x in (q, k, v, o, lse, grad_o))
@@ -238,18 +238,18 @@ def _items(layout: PackedLayout, length: int, device: torch.device, order: str |
     together.
 
     Args:
-        order: None for the order of the positions; "keys" or "queries": those that see, or are seen
-            by, most first; "sequence": those of the longest sequence first, which then read its keys
-            at the same time, and among them the last ones first, which see most.
+        order: None for the order of the positions; "keys" or "queries": those that see, or are
+            seen by, most first; "sequence": those of the longest sequence first, which then read
+            its keys at the same time, and among them the last ones first, which see most.
 
     Returns:
-        [items, 4] int32 on the device, (sequence start, sequence end, the item's first position, 0),
-        and the number of items.
+        [items, 4] int32 on the device, (sequence start, sequence end, the item's first position,
+        0), and the number of items.
     """
     key = ("items", length, device, order)
     if key not in layout.plans:
         table = _item_table(layout, length, order)
-        # from pinned memory: a copy from elsewhere would wait until the GPU has done what is queued
+        # From pinned memory: a copy from elsewhere waits until the GPU has done what is queued.
         host = torch.empty(table.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         host.copy_(table)
         layout.plans[key] = (host.to(device, non_blocking=True), len(table))
