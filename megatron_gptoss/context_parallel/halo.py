@@ -176,8 +176,7 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
     share = layout.tokens_per_rank
     lengths = [span.tokens for span in layout.spans[rank]]
 
-    # What each rank needs, as places in `layout.order`: `place // share` is the rank that holds
-    # it.
+    # What each rank needs, as places in `layout.order`; place // share is the rank that holds it.
     needed = [_halo_tokens(layout, other, window) for other in range(layout.size)]
     sent = [tokens[tokens // share == rank] - rank * share for tokens in needed]
     owners = needed[rank] // share
