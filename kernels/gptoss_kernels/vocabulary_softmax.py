@@ -56,8 +56,8 @@ def _accumulate_kernel(
 
     label = tl.load(labels + row) - first
     if (label >= 0) & (label < columns):
-        score = tl.load(source + label) * inverse_temperature
-        tl.store(statistics + 3 * tokens + row, score)
+        label_score = statistics + 3 * tokens + row
+        tl.store(label_score, tl.load(source + label) * inverse_temperature)
 
 
 # Grid: tokens, blocks of BLOCK columns. `row_statistics` is [4, tokens]: log normalizer, entropy,
