@@ -150,7 +150,7 @@ def test_an_error_of_an_actor_is_one_line_and_leaves_the_earlier_run_as_it_is(tm
     (line,) = result.stderr.splitlines()
     assert re.match(rf"gptoss: {re.escape(str(damaged))}/model\.safetensors.*", line)
     assert line.endswith(f"the traceback is in {tmp_path}/x/error.log")
-    assert "TrainerWorker" in (tmp_path / "x/error.log").read_text()
+    assert "TrainerProcess" in (tmp_path / "x/error.log").read_text()
     assert (tmp_path / "x/metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
