@@ -155,15 +155,15 @@ def evaluate(
 ) -> None:
     """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by category."""
     config = load_config(path, RlConfig, overrides)
+    from rl_loop.scores import read_evaluation
     from rl_loop.start_checks import check_what_an_evaluation_needs
 
+    earlier = read_evaluation(baseline) if baseline is not None else []
     file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
     check_what_an_evaluation_needs(config, weights, file)
     from launch.evaluation_table import print_evaluation
     from rl_loop.evaluation import evaluate as run_evaluation
-    from rl_loop.scores import read_evaluation
 
-    earlier = read_evaluation(baseline) if baseline is not None else []
     print_evaluation(run_evaluation(config, weights, file), earlier)
     print(f"episodes: {file}")
 

@@ -9,8 +9,11 @@ import pytest
 
 from megatron_gptoss.packing import Sample
 from rl_loop.engine_report import gap_table
-from rl_loop.engines.sglang_config import SglangConfig
+from rl_loop.engines.sglang_config import MOE_CONFIGS, SglangConfig
 from rl_loop.harmony import Harmony
+
+MOE = {"SGLANG_MOE_CONFIG_DIR": str(MOE_CONFIGS)}
+"""What every server is told."""
 
 
 def test_gaps_are_shown_by_position_and_class_of_sampled_tokens_only(full: Harmony) -> None:
@@ -46,8 +49,10 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
     assert (pairs["--host"], pairs["--port"]) == ("10.0.0.1", "3100")
     assert {"--incremental-streaming-output", "--enable-return-routed-experts", "--enable-memory-saver"} <= set(words)
     assert "--enable-deterministic-inference" not in words
-    assert settings.environment == {}
-    assert SglangConfig(weight_sync="nccl").environment == {"NCCL_CUMEM_ENABLE": "1"}, "as the trainer's NCCL has it"
+    assert settings.environment == MOE
+    assert SglangConfig(weight_sync="nccl").environment == MOE | {"NCCL_CUMEM_ENABLE": "1"}, (
+        "as the trainer's NCCL has it"
+    )
     with pytest.raises(ValueError, match="colocated needs weight_sync cuda_ipc"):
         SglangConfig(colocated=True)
 
@@ -57,5 +62,5 @@ def test_a_deterministic_server_runs_no_kernel_that_depends_on_other_requests() 
     settings = SglangConfig(deterministic=True, weight_sync="disk", env={"OTHER": "1"})
     words = settings.command(0, Path("/model"), "bfloat16", routed_experts=True, seed=7)("10.0.0.1", 3100)
     assert {"--enable-deterministic-inference", "--disable-radix-cache"} <= set(words)
-    assert settings.environment == {variable: "false", "OTHER": "1"}
+    assert settings.environment == MOE | {variable: "false", "OTHER": "1"}
     assert SglangConfig(deterministic=True, env={variable: "true"}).environment[variable] == "true", "the user's word"

@@ -190,7 +190,9 @@ def test_a_dynamically_sampled_run_skips_no_task_and_continues_after_a_cut(stale
 
 
 def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path: Path) -> None:
-    settings = config(tmp_path, "rollout.purification={}", "rollout.max_new_tokens_per_turn=200")
+    options = ["rollout.purification={}", "rollout.max_new_tokens_per_turn=200"]
+    without_routes = ["rollout.routed_experts=false", "algorithm.routing_replay=none"]
+    settings = config(tmp_path, *options, *without_routes)
 
     def outcome(requests: Callable[[RlLoop], list[GroupRequest]]) -> Trajectory:
         harmony = TaskSource(settings).harmony

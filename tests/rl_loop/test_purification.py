@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,7 @@ class Output:
     output: str
     exit_code: int = 0
     error: str | None = None
+    ended: bool = False
 
 
 def think(harmony: Harmony, thought: str, code: str) -> list[int]:
@@ -44,8 +46,8 @@ def episode(
 ) -> tuple[Trajectory, ScriptedEngine, list[str]]:
     engine, programs = ScriptedEngine(turns), []
 
-    async def execute(code: str) -> Output:
-        programs.append(code)
+    async def execute(code: str, history: Sequence[str] = ()) -> Output:
+        programs.append("\n".join([*history, code]))
         return Output("391\n") if code.endswith("print(17*23)") else Output("SyntaxError\n", 1)
 
     environment = ReToolEnvironment(TASK, execute, RewardConfig())
@@ -141,8 +143,8 @@ def test_the_world_is_set_back_before_the_new_call(tiny: Harmony) -> None:
     assert programs[2].count("print(17*23)") == 2  # the history and the new call; the failed one left no trace
     environment = ReToolEnvironment(TASK, None, RewardConfig())  # type: ignore[arg-type]
     state = environment.save_state()
-    environment._history, environment.added = "x", 1  # type: ignore[attr-defined]
+    environment._history, environment.added = ("x",), 1  # type: ignore[attr-defined]
     environment.restore_state(state)
-    assert environment._history == ""
+    assert environment._history == ()
     assert not hasattr(environment, "added")
     assert environment.task is TASK
