@@ -109,7 +109,7 @@ def test_a_killed_rank_of_a_heterogeneous_job_is_the_first_error_within_a_minute
     )  # fmt: skip
     assert len(ray_actors("RolloutWorker", run, "n3")) == 2
 
-    (rank,) = ray_actors("TrainerWorker", run, "n2")
+    (rank,) = ray_actors("TrainerProcess", run, "n2")
     rank.kill()
     began = time.monotonic()
     lab.until(lambda: lab.outcomes(run) and not lab.state("killed"), "the job to end", seconds=60)
