@@ -29,6 +29,11 @@ RAY_SETTINGS = {
 }
 """Environment of every Ray that we start, here and on the nodes of a job; what the user has set is kept."""
 
+OPENMP_SPIN_COUNT = "1000"
+"""Rounds that a thread of OpenMP waits busily for the others before it sleeps. libgomp's default, milliseconds, makes
+a trainer with a thread per core nine times as slow when another program has one of the cores: the others spin on what
+the waiting thread would need. A thousand cost nothing where nobody else runs (docs/performance.md)."""
+
 # (field of Ray's RayParams, name under which the agent publishes that port for the raylet)
 AGENT_PORTS = (
     ("metrics_agent_port", "METRICS_AGENT_PORT_NAME"),
@@ -72,6 +77,14 @@ def ray_environment() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in RAY_SETTINGS.items()}
 
 
+def local_environment() -> dict[str, str]:
+    """The environment of a Ray on this machine, which others may use at the same time: a laptop's processors."""
+    environment = ray_environment()
+    if "OMP_WAIT_POLICY" not in os.environ:
+        environment["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
+    return environment
+
+
 def start_local_ray(
     num_cpus: int | None = None, object_store_bytes: int = 512 << 20, seconds: float = START_SECONDS
 ) -> None:
@@ -80,7 +93,7 @@ def start_local_ray(
     ``num_cpus`` None means all processors. Raises RayStartError if it is not up after ``seconds``."""
     import ray
 
-    os.environ.update(ray_environment())
+    os.environ.update(local_environment())
     with patient_start(seconds):
         ray.init(
             address="local",

@@ -142,3 +142,17 @@ def test_nothing_starts_a_ray_but_ray_session() -> None:
     files = [path for folder in ("rl_loop", "launch", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     starting = {str(path.relative_to(ROOT)) for path in files if "ray.init(" in path.read_text()}
     assert starting - own == set()
+
+
+def test_threads_of_a_local_ray_do_not_spin_for_long_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With libgomp's default, a busy loop beside two threads made the demo's SFT nine times as slow."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert ray_session.local_environment()["GOMP_SPINCOUNT"] == "1000"
+
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert ray_session.local_environment()["GOMP_SPINCOUNT"] == "7"
+
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "GOMP_SPINCOUNT" not in ray_session.local_environment()
