@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_loop import ray_session
+
 ROOT = Path(__file__).parents[2]
 
 HOLD = """
