@@ -21,8 +21,14 @@ RUN = "GPTOSS_TEST_RUN"
 GRACE_SECONDS = 20.0
 """For processes that are ending, such as those of Ray after ``ray.shutdown``."""
 
-END_WITH_PARENT = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "torch_shm_manager")
-"""Helpers of Python and torch that live as long as the process that started them; another process looks for those."""
+END_WITH_PARENT = (
+    "multiprocessing.forkserver",
+    "multiprocessing.resource_tracker",
+    "multiprocessing.spawn",  # Megatron's writer of checkpoints, which waits for the next one
+    "torch_shm_manager",
+    "rl_loop.rewards.math_verify_server",  # one for all answers of a process
+)
+"""Helpers that live as long as the process that started them; another process looks for those afterwards."""
 
 
 @dataclass(frozen=True)
