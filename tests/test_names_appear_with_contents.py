@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
 SYNCING = {"fsync", "sync_directory", "sync_names", "write_atomically"}
 NOT_NEEDED = {
-    "kernels/gptoss_kernels/mxfp4/cpu.py:_built_library": "a library that is cut short does not load",
+    "kernels/gptoss_kernels/mxfp4/cpu.py:_build": "a library that is cut short does not load",
     "megatron_gptoss/checkpoint.py:_clean_up_after_a_crash": "the checkpoint was on the disk under its earlier name",
     "converters/hf_directory.py:_write_shards": "in a directory that is synced before it gets its name",
 }
