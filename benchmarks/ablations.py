@@ -39,11 +39,12 @@ from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig
-from rl_loop.config import RlConfig, SftConfig, load_config
-from rl_loop.engines.transformers_engine import TransformersEngine
-from rl_loop.run_directory import metric_curve, read_json_lines
-from rl_loop.tasks import TaskSource
-from rl_loop.trainer_worker import TrainerWorker
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.engines.embedded.engine import TransformersEngine
+from rl_loop.tasks.source import TaskSource
+from rl_loop.tracking.run_directory import metric_curve, read_json_lines
+from rl_loop.trainer.worker import TrainerWorker
 
 NO_CORRECTION = ["algorithm.correction.weight=none"]
 SEQUENCE = ["algorithm.correction.weight=sequence_tis", "algorithm.correction.veto=1e-4"]

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl_loop.placed import end_with_parent
+from rl_loop.cluster.placement import end_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 GPTOSS = [sys.executable, "-c", "from launch.cli import main; main()"]

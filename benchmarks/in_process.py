@@ -8,18 +8,19 @@ from typing import Any
 import torch
 
 from megatron_gptoss import distributed
-from rl_loop.config import RlConfig, dump_config
+from rl_loop.config.load import dump_config
+from rl_loop.config.run import RlConfig
+from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.protocol import RolloutEngine
-from rl_loop.interrupt import Interrupt
+from rl_loop.lifecycle.interrupt import Interrupt
 from rl_loop.loop import RlLoop
-from rl_loop.metrics import MetricsWriter
-from rl_loop.rollout_pool import GroupRequest
-from rl_loop.rollout_worker import RolloutWorker
+from rl_loop.rollout.pool import GroupRequest
+from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.run import Session
-from rl_loop.run_directory import Start, start_run
-from rl_loop.tasks import TaskSource
-from rl_loop.trainer_worker import TrainerWorker
-from rl_loop.trajectory import TrajectoryGroup
+from rl_loop.tasks.source import TaskSource
+from rl_loop.tracking.metrics import MetricsWriter
+from rl_loop.tracking.run_directory import Start, start_run
+from rl_loop.trainer.worker import TrainerWorker
 
 
 class LocalRollouts:

@@ -32,10 +32,11 @@ GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
 
 
 def episodes(count: int = 1024) -> list[int]:
-    from rl_loop.demonstrations import DemonstrationConfig, demonstrate
+    from rl_loop.config.training import DemonstrationConfig
     from rl_loop.environments import environment_class
-    from rl_loop.harmony import Harmony, PromptConfig
-    from rl_loop.vocabulary import GptOssVocabulary
+    from rl_loop.harmony.codec import Harmony, PromptConfig
+    from rl_loop.harmony.vocabulary import GptOssVocabulary
+    from rl_loop.tasks.demonstrations import demonstrate
 
     harmony, lengths = Harmony(GptOssVocabulary(), PromptConfig()), []
     for name in ("retool", "gsm8k", "instructions", "incident"):
@@ -49,7 +50,7 @@ def episodes(count: int = 1024) -> list[int]:
 
 
 def documents() -> list[int]:
-    from rl_loop.vocabulary import GptOssVocabulary
+    from rl_loop.harmony.vocabulary import GptOssVocabulary
 
     vocabulary, lengths = GptOssVocabulary(), []
     library = Path(sysconfig.get_paths()["stdlib"])

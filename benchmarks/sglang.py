@@ -34,13 +34,13 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import Sample, pack, unpack
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.trainer import Scorer, alignment
+from rl_loop.cluster.placement import free_port
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
-from rl_loop.engines.sglang_client import SglangClient
-from rl_loop.engines.sglang_config import SglangConfig
-from rl_loop.engines.sglang_engine import SglangEngine, score_on
-from rl_loop.engines.sglang_server import ServerState, SglangServer
-from rl_loop.engines.weight_sender import SyncPlan, send_weights
-from rl_loop.placed import free_port
+from rl_loop.engines.sglang.client import SglangClient
+from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.engine import SglangEngine, score_on
+from rl_loop.engines.sglang.server import ServerState, SglangServer
+from rl_loop.engines.sglang.weight_sender import SyncPlan, send_weights
 
 
 class Bench:

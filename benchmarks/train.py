@@ -158,7 +158,7 @@ class ExpertLoad:
 def measure_steps(step: Callable[[], Any], count: int, tokens_per_gpu: int, flops: float, ceiling: float) -> dict:
     times = []
     for i in range(count):
-        if i == 2:  # as rl_loop.trainer_worker does
+        if i == 2:  # as rl_loop.trainer.worker does
             gc.collect()
             gc.freeze()
         torch.cuda.synchronize()

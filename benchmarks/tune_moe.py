@@ -1,6 +1,6 @@
 """Finds the fastest settings of SGLang's Triton mixture-of-experts kernel for GPT-OSS.
 
-    python benchmarks/tune_moe.py --shapes 32x2880 32x1440 128x720 --out rl_loop/engines/sglang_moe_configs
+    python benchmarks/tune_moe.py --shapes 32x2880 32x1440 128x720 --out rl_loop/engines/sglang/moe_configs
 
 Runs in SGLang's Python environment, on the GPU that the settings are for; nothing of this project is imported.
 

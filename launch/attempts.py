@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rl_loop.run_directory import RunDirectory, atomic_write_text, read_json, write_json
+from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json, write_json
 
 
 class Result(StrEnum):

@@ -14,11 +14,13 @@ import typer.core
 from typer import Argument, Option
 
 from converters.errors import ConversionError
-from rl_loop.config import ConfigError, RlConfig, RunConfig, SftConfig, load_config
-from rl_loop.environments import TaskFileError
-from rl_loop.run_directory import RunDirectoryError, RunWriteError
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.harmony.vocabulary import VocabularyUnavailable
 from rl_loop.sandbox import SandboxUnavailable
-from rl_loop.vocabulary import VocabularyUnavailable
+from rl_loop.tasks.task_file import TaskFileError
+from rl_loop.tracking.run_directory import RunDirectoryError, RunWriteError
 
 
 class ErrorsInOneLine(typer.core.TyperGroup):
@@ -39,7 +41,7 @@ class ErrorsInOneLine(typer.core.TyperGroup):
 
 def print_failure(error: Exception, directory: Path | None = None) -> None:
     """One line on standard error; a traceback, if it helps, in ``directory``."""
-    from rl_loop.failures import explain
+    from rl_loop.lifecycle.failures import explain
 
     known: tuple[type[BaseException], ...] = (
         ConfigError, ConversionError, RunDirectoryError, RunWriteError, SandboxUnavailable, TaskFileError,
@@ -155,14 +157,14 @@ def evaluate(
 ) -> None:
     """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by category."""
     config = load_config(path, RlConfig, overrides)
-    from rl_loop.scores import read_evaluation
-    from rl_loop.start_checks import check_what_an_evaluation_needs
+    from rl_loop.evaluation.statistics import read_evaluation
+    from rl_loop.lifecycle.start_checks import check_what_an_evaluation_needs
 
     earlier = read_evaluation(baseline) if baseline is not None else []
     file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
     check_what_an_evaluation_needs(config, weights, file)
     from launch.evaluation_table import print_evaluation
-    from rl_loop.evaluation import evaluate as run_evaluation
+    from rl_loop.evaluation.evaluate import evaluate as run_evaluation
 
     print_evaluation(run_evaluation(config, weights, file), earlier)
     print(f"episodes: {file}")
@@ -199,7 +201,7 @@ def doctor(
     """Check that this machine has everything a run needs, and say what to do where it does not."""
     if engine is not None:
         config = load_config(engine, RlConfig, overrides)
-        from rl_loop.engine_report import engine_report
+        from rl_loop.evaluation.engine_comparison import engine_report
 
         print(engine_report(config))
         return

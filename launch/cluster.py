@@ -8,7 +8,8 @@ from omegaconf import OmegaConf
 from pydantic import Field, StringConstraints, model_validator
 
 from megatron_gptoss.config import StrictModel
-from rl_loop.config import ConfigError, read_yaml, validated
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import read_yaml, validated
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]*$")]
 TimeLimit = Annotated[str, StringConstraints(pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")]

@@ -118,11 +118,15 @@ def check_transformer_engine() -> Finding:
 def check_harmony() -> Finding:
     """The same command as the set-up runs: finds or fetches the vocabulary file and checks its hash."""
     version = importlib.metadata.version("openai-harmony")
-    command = [sys.executable, "-m", "rl_loop.o200k"]
+    command = [sys.executable, "-m", "rl_loop.harmony.o200k"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     last = (run.stdout if run.returncode == 0 else run.stderr).strip().rpartition("\n")[2]
     if run.returncode != 0:
-        return Status.MISSING, f"openai-harmony {version}, no o200k vocabulary", last or "run python -m rl_loop.o200k"
+        return (
+            Status.MISSING,
+            f"openai-harmony {version}, no o200k vocabulary",
+            last or "run python -m rl_loop.harmony.o200k",
+        )
     return Status.OK, f"openai-harmony {version} {last}".strip(), ""
 
 

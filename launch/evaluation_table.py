@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_loop.scores import compare, scores
+from rl_loop.evaluation.statistics import compare, scores
 
 
 def print_evaluation(records: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> None:

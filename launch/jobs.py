@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from rl_loop.config import ConfigError
+from rl_loop.config.errors import ConfigError
 
 ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"}
 

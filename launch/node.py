@@ -26,11 +26,12 @@ from launch.attempts import Attempt, Outcome, Result, decide, earlier_outcomes, 
 from launch.cluster import ClusterConfig, load_cluster
 from launch.node_checks import check_node, odd_ones_out, slow_ones
 from launch.placement import place
-from rl_loop.config import RlConfig, RunConfig, SftConfig, load_config
-from rl_loop.interrupt import EXIT_STATUSES
-from rl_loop.placed import end_with_parent, free_port
-from rl_loop.ray_session import ray_environment
-from rl_loop.run_directory import RunDirectory, read_json, write_json
+from rl_loop.cluster.placement import end_with_parent, free_port
+from rl_loop.cluster.ray_session import ray_environment
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.lifecycle.interrupt import EXIT_STATUSES
+from rl_loop.tracking.run_directory import RunDirectory, read_json, write_json
 
 POLL_SECONDS = 0.5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SIGTERM: preempted or cancelled; SIGUSR1: the time limit is near
@@ -287,7 +288,7 @@ def ray_command(node: NodeProgram, head: dict[str, Any]) -> list[str]:
     """``ray start`` for this node."""
     cluster, address = node.cluster, node_address()
     command = [
-        sys.executable, "-m", "rl_loop.ray_session", "start", "--block", "--disable-usage-stats",
+        sys.executable, "-m", "rl_loop.cluster.ray_session", "start", "--block", "--disable-usage-stats",
         f"--node-ip-address={address}", f"--node-name={node.name}",
         f"--num-cpus={cluster.cpus_per_node or os.cpu_count()}", f"--num-gpus={cluster.gpus_per_node}",
         f"--resources={json.dumps(node.plan.resources())}", f"--temp-dir={node.scratch}",

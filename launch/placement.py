@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from launch.cluster import ClusterConfig
-from rl_loop.config import ConfigError, RunConfig
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.run import RunConfig
 
 
 @dataclass
@@ -17,7 +18,7 @@ class NodePlan:
     free_gpus: int = 0
 
     def resources(self) -> dict[str, int]:
-        """The custom Ray resources that bring the actors here; see ``rl_loop.placed``."""
+        """The custom Ray resources that bring the actors here; see ``rl_loop.cluster.placement``."""
         roles = {"trainer_rank": self.ranks, "sglang_server": self.servers, "rollout_worker": self.workers}
         return {f"{role}_{index}": 1 for role, indices in roles.items() for index in indices}
 

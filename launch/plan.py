@@ -6,7 +6,7 @@ from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.context_parallel import AttentionShape, Machine, balanced_layout, candidates
 from megatron_gptoss.memory import describe_layout, layouts_that_fit
 from megatron_gptoss.performance import MATMUL_CEILING, StepTime, forward_flops, predict_step
-from rl_loop.config import RlConfig, RunConfig
+from rl_loop.config.run import RlConfig, RunConfig
 
 
 def full_row(config: RunConfig) -> list[int]:

@@ -9,7 +9,8 @@ from typing import Any
 from launch.cluster import SBATCH_FIELDS, ClusterConfig
 from launch.jobs import ClusterError, script, sections, shell
 from launch.node_checks import busy_ports
-from rl_loop.config import ConfigError, RunConfig
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.run import RunConfig
 
 
 @dataclass

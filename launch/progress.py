@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from rl_loop.metrics import Name
+from rl_loop.tracking.metrics import Name
 
 # Metric -> (label, how a value is written), in reading order.
 SHOWN: dict[str, tuple[str, str]] = {

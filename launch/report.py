@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rl_loop.metrics import Name
-from rl_loop.run_directory import (
+from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.run_directory import (
     RunDirectory,
     RunDirectoryError,
     atomic_write_bytes,

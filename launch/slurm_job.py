@@ -10,7 +10,8 @@ from nemo_run.core.frontend.console.api import CONSOLE
 
 from launch.cluster import SBATCH_FIELDS, ClusterConfig
 from launch.snapshot import JOB_FOLDER, write_snapshot
-from rl_loop.config import RunConfig, dump_config
+from rl_loop.config.load import dump_config
+from rl_loop.config.run import RunConfig
 
 CODE = "/nemo_run/code"  # where the snapshot lies in a container; without one nemo-run puts the real path in its place
 

@@ -5,7 +5,7 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-from rl_loop.config import ConfigError
+from rl_loop.config.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[1]
 JOB_FOLDER = ".gptoss"  # in the snapshot: the configurations of the job and ``git.txt``

@@ -12,10 +12,12 @@ from launch.jobs import ACTIVE, Launch, known_launches, query, registry
 from launch.placement import describe, place
 from launch.preflight import check_before_queue, is_path
 from launch.snapshot import JOB_FOLDER, write_snapshot
-from rl_loop.config import ConfigError, RlConfig, RunConfig, dump_config
-from rl_loop.resume import changes_since
-from rl_loop.run_directory import RunDirectory
-from rl_loop.start_checks import check_what_a_run_needs
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import dump_config
+from rl_loop.config.run import RlConfig, RunConfig
+from rl_loop.lifecycle.resume import changes_since
+from rl_loop.lifecycle.start_checks import check_what_a_run_needs
+from rl_loop.tracking.run_directory import RunDirectory
 
 
 def on_cluster[Config: RunConfig](config: Config, cluster: ClusterConfig) -> Config:

@@ -4,9 +4,9 @@ A transposed square weight, a missing bias, a sink that did not arrive or a tens
 check of names and shapes and shows up here at once."""
 
 from megatron_gptoss.packing import Sample
-from rl_loop.config import RlConfig
-from rl_loop.rollout_pool import RolloutPool
-from rl_loop.trainer_group import TrainerGroup
+from rl_loop.config.run import RlConfig
+from rl_loop.rollout.pool import RolloutPool
+from rl_loop.trainer.group import TrainerGroup
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
 """Where the configuration does not say: nats per token."""

@@ -9,10 +9,10 @@ import torch
 from converters.hf_directory import tokenizer_and_generation, write_hf_directory
 from converters.read_back import check_weights
 from megatron_gptoss.packing import Sample
-from rl_loop.config import RunConfig
-from rl_loop.harmony import Harmony
-from rl_loop.tasks import TaskSource
-from rl_loop.trainer_group import TrainerGroup
+from rl_loop.config.run import RunConfig
+from rl_loop.harmony.codec import Harmony
+from rl_loop.tasks.source import TaskSource
+from rl_loop.trainer.group import TrainerGroup
 
 COMPARED_PROMPTS = 32
 COMPARED_TOKENS = 64

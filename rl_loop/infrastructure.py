@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rl_loop.trajectory import Trajectory, TrajectoryGroup
+    from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 COMPONENTS = ("engine", "sandbox", "tool", "checker", "environment")
 """What can fail: the names under which invalid episodes are counted."""

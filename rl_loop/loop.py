@@ -13,19 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_loop import batch
-from rl_loop.ablation import engine_weights
+from rl_loop.ablations.engine_weights import engine_weights
 from rl_loop.canary import check_canary
-from rl_loop.config import RlConfig
-from rl_loop.evaluation import evaluation_figures, held_out_requests
+from rl_loop.config.run import RlConfig
+from rl_loop.data import samples as batch
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.evaluation.evaluate import evaluation_figures, held_out_requests
 from rl_loop.infrastructure import InfrastructureOutage
-from rl_loop.metrics import Name, StepMetrics
-from rl_loop.rollout_pool import GroupRequest, RolloutsAbandoned
+from rl_loop.rollout.pool import GroupRequest, RolloutsAbandoned
 from rl_loop.run import Session
-from rl_loop.run_directory import episode_record, metric_curve, read_json_lines
-from rl_loop.signal_watch import SignalWatch
-from rl_loop.trainer_worker import RlUpdates
-from rl_loop.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.tracking.metrics import Name, StepMetrics
+from rl_loop.tracking.run_directory import episode_record, metric_curve, read_json_lines
+from rl_loop.tracking.signal_watch import SignalWatch
+from rl_loop.trainer.worker import RlUpdates
 
 DRIFT_STEPS = 10
 """Steps at the start of a run that later ones are compared with."""

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rl_loop.config import RlConfig, RunConfig, SftConfig, TrainingConfig, check_reward_parts, dump_config
-from rl_loop.interrupt import Interrupt, SeparateSessions
-from rl_loop.metrics import MetricsWriter, Name, StepMetrics
-from rl_loop.ray_session import RayStartError, ray_session
-from rl_loop.resume import Change, changes_since, write_config
-from rl_loop.run_directory import (
+from rl_loop.cluster.ray_session import RayStartError, ray_session
+from rl_loop.config.load import dump_config
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig, check_reward_parts
+from rl_loop.config.training import TrainingConfig
+from rl_loop.lifecycle.interrupt import Interrupt, SeparateSessions
+from rl_loop.lifecycle.resume import Change, changes_since, write_config
+from rl_loop.lifecycle.start_checks import check_what_a_run_needs
+from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.tracking.run_directory import (
     LEASE_SECONDS,
     RunDirectory,
     Start,
@@ -24,12 +27,11 @@ from rl_loop.run_directory import (
     read_json_lines,
     start_run,
 )
-from rl_loop.start_checks import check_what_a_run_needs
 
 if TYPE_CHECKING:
-    from rl_loop.rollout_pool import RolloutPool
-    from rl_loop.tasks import TaskSource
-    from rl_loop.trainer_group import TrainerGroup
+    from rl_loop.rollout.pool import RolloutPool
+    from rl_loop.tasks.source import TaskSource
+    from rl_loop.trainer.group import TrainerGroup
 
 
 class Progress(Protocol):
@@ -152,7 +154,7 @@ def _session(config: RunConfig, show: ProgressFactory, how: Start) -> Iterator[S
         check_what_a_run_needs(config)
         for change in changes:
             print(f"{config.name}: --resume changes {change}", flush=True)
-        from rl_loop.tasks import TaskSource  # imports torch, which a mistake should not wait for
+        from rl_loop.tasks.source import TaskSource  # imports torch, which a mistake should not wait for
 
         tasks = TaskSource(config)  # which may find mistakes in files: before weights are loaded
         if isinstance(config, RlConfig):
@@ -161,7 +163,7 @@ def _session(config: RunConfig, show: ProgressFactory, how: Start) -> Iterator[S
             resumed = trainer.resume() if how.may_resume else None
             state = resumed or {"step": 0, "seconds": 0.0}
             run = _begin(config, how, changes, state["step"])
-            from rl_loop.observers import step_listeners
+            from rl_loop.tracking.metric_sinks import step_listeners
 
             with show(config.name, config.training.steps, state["step"]) as progress:
                 listeners = [progress.step, *step_listeners(config)]
@@ -176,8 +178,8 @@ def _session(config: RunConfig, show: ProgressFactory, how: Start) -> Iterator[S
 @contextmanager
 def _actors(config: RunConfig, interrupt: Interrupt) -> Iterator[tuple["TrainerGroup", "RolloutPool | None"]]:
     """Ray, with the trainer's ranks ready and the rollout workers on their way."""
-    from rl_loop.rollout_pool import RolloutPool
-    from rl_loop.trainer_group import TrainerGroup
+    from rl_loop.rollout.pool import RolloutPool
+    from rl_loop.trainer.group import TrainerGroup
 
     with SeparateSessions() as daemons, ray_session():
         daemons.all_started()
@@ -224,7 +226,7 @@ def run_sft(
 
 def _sft_steps(config: SftConfig, session: Session) -> None:
     """All steps that are left. Raises Interrupted."""
-    from rl_loop.batch import optimizer_metrics  # imports torch, which _session has done by now
+    from rl_loop.data.samples import optimizer_metrics  # imports torch, which _session has done by now
 
     for step in range(session.state["step"], config.training.steps):
         started = time.monotonic()
@@ -319,12 +321,12 @@ def user_errors() -> tuple[type[BaseException], ...]:
     from megatron_gptoss.checkpoint import CheckpointError
     from rl_loop.canary import CanaryError
     from rl_loop.engines.completions import EndpointError
-    from rl_loop.environments import TaskFileError
+    from rl_loop.harmony.vocabulary import VocabularyUnavailable
     from rl_loop.infrastructure import InfrastructureOutage
-    from rl_loop.rank_start import RankStartError
     from rl_loop.sandbox import SandboxUnavailable
-    from rl_loop.trainer_group import RankDied
-    from rl_loop.vocabulary import VocabularyUnavailable
+    from rl_loop.tasks.task_file import TaskFileError
+    from rl_loop.trainer.group import RankDied
+    from rl_loop.trainer.rank_start import RankStartError
 
     ours = ConversionError, CheckpointError, CanaryError, TaskFileError, SandboxUnavailable, VocabularyUnavailable
     return *ours, EndpointError, InfrastructureOutage, RankDied, RankStartError, RayStartError

@@ -74,4 +74,4 @@ if [ "$(cat $stamp 2>/dev/null)" != "$key" ] || ! .venv/bin/python -c '' 2>/dev/
 fi
 
 # The vocabulary file that openai-harmony needs; cached outside the checkout and checked by its hash each time.
-.venv/bin/python -m rl_loop.o200k >/dev/null || die "the o200k vocabulary for Harmony could not be set up; see the message above"
+.venv/bin/python -m rl_loop.harmony.o200k >/dev/null || die "the o200k vocabulary for Harmony could not be set up; see the message above"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_loop.placed import free_port as free_port
+from rl_loop.cluster.placement import free_port as free_port
 
 
 def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 480) -> list[Any]:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rl_loop.placed import end_with_parent
+from rl_loop.cluster.placement import end_with_parent
 from tests.leftover_processes import RUN
 
 LOAD = "GPTOSS_TEST_LOAD"

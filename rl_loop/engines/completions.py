@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import torch
 
+from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
-from rl_loop.trajectory import FinishReason
 
 
 class EndpointError(RuntimeError):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.infrastructure import EngineFault
-from rl_loop.trajectory import FinishReason, WeightVersionSpan
 
 if TYPE_CHECKING:  # configurations import this package, and reading one must not take seconds
     import torch

@@ -11,7 +11,7 @@ from rl_loop.environments.base import (
     UnknownTool,
 )
 from rl_loop.environments.registry import ENVIRONMENTS, environment_class, make_environment
-from rl_loop.environments.task_file import TaskFileError
+from rl_loop.tasks.task_file import TaskFileError
 
 __all__ = [
     "ENVIRONMENTS", "Environment", "EnvironmentOptions", "RewardConfig", "Script", "StepResult", "Task",

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from rl_loop.harmony import BuiltinTool, ParsedMessage, PythonTool, Tool, ToolOutput
+from rl_loop.harmony.codec import BuiltinTool, ParsedMessage, PythonTool, Tool, ToolOutput
 from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.sandbox import ExecutionResult
 
@@ -21,7 +21,7 @@ class Task:
     """One problem. JSON-serialisable."""
 
     task_id: str
-    messages: list[dict[str, Any]]  # the prompt: a conversation as rl_loop.conversation describes it
+    messages: list[dict[str, Any]]  # the prompt: a conversation as rl_loop.harmony.conversation describes it
     ground_truth: str
     environment: str = "retool"  # a name in ``registry.ENVIRONMENTS``, or ``module:Class``
     # whatever the environment needs besides. "category", if given, is a row of the evaluation's table.
@@ -129,7 +129,7 @@ class Environment:
 
     def prompt(self) -> list[dict[str, Any]]:
         """The messages that the agent starts from, such as {"role": "user", "content": text}: a conversation as
-        ``rl_loop.conversation`` describes it."""
+        ``rl_loop.harmony.conversation`` describes it."""
         return self.task.messages
 
     def tools(self) -> Sequence[Tool]:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from rl_loop.environments import base
 from rl_loop.environments.base import Script, StepResult, Task, ToolError, function_call
-from rl_loop.harmony import Tool
+from rl_loop.harmony.codec import Tool
 
 USERS = ("ana", "ben", "cleo", "dan", "eva", "finn", "gus", "hana", "ivo", "jil")
 DOMAINS = ("mail-pay.example", "cdn-fix.example", "hr-docs.example", "it-help.example", "my-bill.example")

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from rl_loop import arithmetic
-from rl_loop.environments import base
+from rl_loop.environments import arithmetic, base
 from rl_loop.environments.base import Script, StepResult, Task, ToolError, final, text_in, think
-from rl_loop.harmony import ParsedMessage, PythonTool
+from rl_loop.harmony.codec import ParsedMessage, PythonTool
 from rl_loop.rewards.math_answer import is_number, judge, last_boxed, normalised
 from rl_loop.sandbox import ExecutionResult
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_loop.config import SftConfig, load_config
-from rl_loop.run_directory import locked_run
+from rl_loop.config.load import load_config
+from rl_loop.config.run import SftConfig
+from rl_loop.tracking.run_directory import locked_run
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +91,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from launch.cli import app as main
-from rl_loop.config import *
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
 with suppress(SystemExit):
     {doing}
 heavy = {{'torch', 'ray', 'transformers', 'megatron', 'matplotlib'}} & set(sys.modules)

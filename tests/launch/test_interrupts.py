@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_loop.run_directory import read_json_lines
+from rl_loop.tracking.run_directory import read_json_lines
 from tests.launch.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]

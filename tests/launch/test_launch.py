@@ -21,8 +21,10 @@ from launch.node import node_address
 from launch.node_checks import check_node, odd_ones_out, slow_ones
 from launch.placement import place
 from launch.preflight import Partition, seconds
-from rl_loop.config import ConfigError, RlConfig, load_config
-from rl_loop.run_directory import read_json
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.tracking.run_directory import read_json
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -194,12 +196,12 @@ def test_the_retry_budget_ends_when_nothing_moves(
 
 RAY_ERROR = """step 1/3  reward 0.1
 Traceback (most recent call last):
-  File "rl_loop/trainer_worker.py", line 80, in ready
+  File "rl_loop/trainer/worker.py", line 80, in ready
 KeyError: 'handled'
 Traceback (most recent call last):
   File "launch/__main__.py", line 5, in <module>
 ray.exceptions.RayTaskError(ValueError): ray::TrainerWorker.rl_step() (pid=7, ip=10.0.0.2)
-  File "rl_loop/trainer_worker.py", line 80, in rl_step
+  File "rl_loop/trainer/worker.py", line 80, in rl_step
 ValueError: no token to learn from
 first on trainer rank 3 on n2 (pid 7)
 """

@@ -13,7 +13,8 @@ from launch.plan import attention_plan, step_plan
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.memory import fits, layouts_that_fit, memory_plan, parameters_per_gpu, worst_stage
 from megatron_gptoss.packing import Sample, pack
-from rl_loop.config import RlConfig, SftConfig, load_config
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig, SftConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = CONFIGS / "rl/tiny_retool.yaml"

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from launch.progress import TrainingProgress, clock
-from rl_loop.metrics import Name
+from rl_loop.tracking.metrics import Name
 
 VALUES = {Name.REWARD: 0.5, Name.TOKENS_PER_SECOND: 1234.0, Name.LOGPROB_GAP: 2e-6, Name.CLIP_FRACTION: 0.0}
 

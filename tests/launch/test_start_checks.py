@@ -20,8 +20,9 @@ from converters.names import hf_shapes
 from launch.cluster import ClusterConfig
 from launch.node_checks import busy_ports
 from megatron_gptoss.config import ModelConfig
-from rl_loop.config import RlConfig, load_config
-from rl_loop.start_checks import checkpoint_bytes, checkpoints_at_a_time
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.lifecycle.start_checks import checkpoint_bytes, checkpoints_at_a_time
 
 ROOT = Path(__file__).parents[2]
 RL, SFT = "configs/rl/tiny_retool.yaml", "configs/sft/tiny_retool.yaml"

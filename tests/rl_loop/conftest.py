@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rl_loop.arithmetic import vocabulary_text
-from rl_loop.harmony import Harmony, PromptConfig
-from rl_loop.vocabulary import GptOssVocabulary, TinyVocabulary
+from rl_loop.environments.arithmetic import vocabulary_text
+from rl_loop.harmony.codec import Harmony, PromptConfig
+from rl_loop.harmony.vocabulary import GptOssVocabulary, TinyVocabulary
 
 SHORT_PROMPT = PromptConfig(
     model_identity=None, knowledge_cutoff=None, reasoning_effort=None, channels=False, python_tool=False

@@ -1,4 +1,4 @@
-"""openai-harmony as the reference for rendering and parsing: nothing here calls ``rl_loop.harmony``'s own code.
+"""openai-harmony as the reference for rendering and parsing: nothing here calls ``rl_loop.harmony.codec``'s own code.
 
 Legal turns are rendered by openai-harmony, and what a sampled turn means is read from the text of its tokens with
 regular expressions and from openai-harmony's parser."""
@@ -18,8 +18,8 @@ from openai_harmony import (
     Role,
 )
 
-from rl_loop.harmony import ParsedMessage
-from rl_loop.vocabulary import SPECIAL_TOKENS, harmony_encoding
+from rl_loop.harmony.codec import ParsedMessage
+from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, harmony_encoding
 
 KEEP_ANALYSIS = RenderConversationConfig(auto_drop_analysis=False)
 START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL = (

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
-from rl_loop.trajectory import FinishReason, WeightVersionSpan
 
 
 def log_prob_at(position: int) -> float:

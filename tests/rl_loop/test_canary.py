@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rl_loop.canary import CanaryError, check_canary
-from rl_loop.config import RlConfig, load_config
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
 
 TINY = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
 

@@ -18,15 +18,17 @@ import ray
 import torch
 
 from rl_loop.canary import CanaryError, check_canary
-from rl_loop.config import ConfigError, RlConfig, SftConfig, load_config
-from rl_loop.engine_report import engine_report
+from rl_loop.cluster.ray_session import start_local_ray
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.evaluation.engine_comparison import engine_report
 from rl_loop.infrastructure import InfrastructureOutage
-from rl_loop.ray_session import start_local_ray
-from rl_loop.rollout_pool import GroupRequest, RolloutPool
+from rl_loop.rollout.pool import GroupRequest, RolloutPool
 from rl_loop.run import Interrupted, run_rl, run_sft, user_errors
-from rl_loop.run_directory import read_json_lines
-from rl_loop.tasks import TaskSource
-from rl_loop.trainer_group import TrainerGroup
+from rl_loop.tasks.source import TaskSource
+from rl_loop.tracking.run_directory import read_json_lines
+from rl_loop.trainer.group import TrainerGroup
 from tests.waiting import wait_until
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from rl_loop.run_directory import RunDirectory, read_json, read_json_lines
+from rl_loop.tracking.run_directory import RunDirectory, read_json, read_json_lines
 from tests.slurm.fake_cluster import FakeCluster, missing_parts
 
 ROOT = Path(__file__).parents[2]

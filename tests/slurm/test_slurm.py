@@ -13,8 +13,10 @@ import pytest
 from launch.cluster import load_cluster
 from launch.preflight import check_before_queue
 from launch.submit import on_cluster
-from rl_loop.config import ConfigError, RlConfig, load_config
-from rl_loop.run_directory import RunDirectory, read_json, read_json_lines
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.tracking.run_directory import RunDirectory, read_json, read_json_lines
 from tests.slurm.conftest import ROOT, SMALL, Lab, ray_actors, steps_done
 
 pytestmark = pytest.mark.slurm

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM
 
+from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
-from rl_loop.engines.transformers_engine import TransformersEngine
 
 VOCAB = 96
 LAYERS, TOP_K = 4, 3

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
+from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateResult
-from rl_loop.engines.transformers_engine import TransformersEngine
-from rl_loop.trajectory import FinishReason, WeightVersionSpan
 from tests.rl_loop.engines.models import (
     LAYERS,
     TOP_K,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_loop.engines.sampling import sample, sampling_log_probs
+from rl_loop.engines.embedded.sampling import sample, sampling_log_probs
 
 DRAWS = 20000
 NOT_GREEDY = torch.tensor([False])

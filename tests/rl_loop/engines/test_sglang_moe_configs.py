@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rl_loop.engines.sglang_config import MOE_CONFIGS, SglangConfig
+from rl_loop.engines.sglang.config import MOE_CONFIGS, SglangConfig
 
 FILES = sorted(MOE_CONFIGS.glob("configs/triton_*/*.json"))
 UP_FILES = [path for path in FILES if not path.stem.endswith("_down")]

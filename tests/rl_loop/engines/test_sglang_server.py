@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rl_loop.engines.sglang_server import SglangServer
+from rl_loop.engines.sglang.server import SglangServer
 
 
 def test_a_fault_in_the_supervisor_reaches_who_asks_for_the_status(tmp_path):
@@ -27,7 +27,10 @@ def test_a_fault_in_the_supervisor_reaches_who_asks_for_the_status(tmp_path):
 
 
 def test_a_server_outside_a_job_gets_an_address_without_ray():
-    program = "import sys; sys.modules['ray'] = None; from rl_loop.placed import free_address; print(*free_address())"
+    program = (
+        "import sys; sys.modules['ray'] = None; "
+        "from rl_loop.cluster.placement import free_address; print(*free_address())"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "GPTOSS_PLACED"}
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert answer.returncode == 0, answer.stderr

@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 
-from rl_loop import arithmetic
-from rl_loop.demonstrations import DemonstrationConfig, demonstrate
-from rl_loop.environments import ENVIRONMENTS, RewardConfig, StepResult, Task, environment_class, make_environment
+from rl_loop.config.training import DemonstrationConfig
+from rl_loop.environments import (
+    ENVIRONMENTS,
+    RewardConfig,
+    StepResult,
+    Task,
+    arithmetic,
+    environment_class,
+    make_environment,
+)
 from rl_loop.environments.base import final, function_call, think
-from rl_loop.harmony import Harmony, ParsedMessage
+from rl_loop.harmony.codec import Harmony, ParsedMessage
+from rl_loop.tasks.demonstrations import demonstrate
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("retool", {}),

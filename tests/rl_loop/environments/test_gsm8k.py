@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from rl_loop import arithmetic
-from rl_loop.environments import RewardConfig
+from rl_loop.environments import RewardConfig, arithmetic
 from rl_loop.environments.base import final
 from rl_loop.environments.gsm8k import Gsm8kEnvironment, Gsm8kOptions
 

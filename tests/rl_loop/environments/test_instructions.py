@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from rl_loop import arithmetic
-from rl_loop.environments import RewardConfig, TaskFileError
+from rl_loop.environments import RewardConfig, arithmetic
 from rl_loop.environments import instructions as module
 from rl_loop.environments.base import final
 from rl_loop.environments.instructions import (
@@ -25,8 +24,8 @@ from rl_loop.environments.instructions import (
     _ifbench,
     _registries,
 )
-from rl_loop.environments.task_file import TaskData
 from rl_loop.rewards import CheckerFailure
+from rl_loop.tasks.task_file import TaskData, TaskFileError
 
 SENTENCES = "length_constraints:number_sentences"
 CAPITALS = "change_case:capital_word_frequency"

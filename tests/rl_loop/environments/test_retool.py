@@ -10,7 +10,7 @@ import pytest
 
 from rl_loop.environments import Environment, RewardConfig, StepResult, Task, make_environment
 from rl_loop.environments.retool import NEW_SESSION, ReToolEnvironment
-from rl_loop.harmony import ParsedMessage, ToolOutput
+from rl_loop.harmony.codec import ParsedMessage, ToolOutput
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
 
 TASK = Task("t", [{"role": "user", "content": "6*7?"}], "42")

@@ -1,0 +1,1 @@
+"""Faults on purpose, for experiments that show what they do."""

@@ -1,0 +1,23 @@
+"""Faults on purpose in the engine's weights; those in the trainer are fields of its own configuration."""
+
+import torch
+
+from megatron_gptoss.sink_attention import NO_SINK
+from rl_loop.config.training import AblationConfig
+
+
+def engine_weights(weights: dict[str, torch.Tensor], ablation: AblationConfig, seed: int) -> dict[str, torch.Tensor]:
+    """The weights by Hugging Face name as the engine gets them: the trainer's unless the ablation says otherwise."""
+    if not ablation.engine_sinks:
+        weights = {n: torch.full_like(w, NO_SINK) if n.endswith(".sinks") else w for n, w in weights.items()}
+    if ablation.engine_noise:
+        generator = torch.Generator().manual_seed(seed)
+        weights = {
+            name: w + ablation.engine_noise * w.float().std(unbiased=False).item() * _normal(w, generator)
+            for name, w in weights.items()
+        }
+    return weights
+
+
+def _normal(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(like.shape, generator=generator).to(like)

@@ -1,0 +1,169 @@
+"""A local Ray of our own that a busy machine does not keep from starting, or the cluster that RAY_ADDRESS names.
+
+Ray 2.55 gives its parts times to start of which two are in its code and not in a setting. The raylet ends when the
+dashboard agent, a Python program with seconds of imports, has not published its ports after 15 s
+(``NodeManager::WaitForDashboardAgentPorts``). The driver gives up when the raylet has not registered after 30 s ("The
+current node timed out during startup"). Two busy cores do not keep to that. So the ports are chosen and published
+before the raylet starts, which then waits for nobody, and the driver waits for as long as the raylet lives."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rl_loop.cluster.placement import free_port
+
+START_SECONDS = 300.0
+"""How long Ray may take to start; an idle machine needs 5 s."""
+
+RAY_SETTINGS = {
+    # a worker process that is not up by then is killed and started again, which helps nobody on a busy machine
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    # Ray's default is 15: whatever else runs on the machine would come before the trainer and the engines
+    "RAY_worker_niceness": "0",
+    # an actor without a GPU keeps CUDA_VISIBLE_DEVICES as it is, as later versions of Ray do
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Environment of every Ray that we start, here and on the nodes of a job; what the user has set is kept."""
+
+OPENMP_SPIN_COUNT = "1000"
+"""Rounds that a thread of OpenMP waits busily for the others before it sleeps. libgomp's default, milliseconds, makes
+a trainer with a thread per core nine times as slow when another program has one of the cores: the others spin on what
+the waiting thread would need. A thousand cost nothing where nobody else runs (docs/performance.md)."""
+
+# (field of Ray's RayParams, name under which the agent publishes that port for the raylet)
+AGENT_PORTS = (
+    ("metrics_agent_port", "METRICS_AGENT_PORT_NAME"),
+    ("metrics_export_port", "METRICS_EXPORT_PORT_NAME"),
+    ("dashboard_agent_listen_port", "DASHBOARD_AGENT_LISTEN_PORT_NAME"),
+    ("runtime_env_agent_port", "RUNTIME_ENV_AGENT_PORT_NAME"),
+)
+
+
+class RayStartError(Exception):
+    """Ray did not start on this machine; the message says where its logs are."""
+
+    # not a RuntimeError, which Ray takes for "not there yet" and asks again
+
+
+@contextmanager
+def ray_session() -> Iterator[None]:
+    """Use the Ray that is running, else the cluster that RAY_ADDRESS names, else a local one.
+
+    What was not running before is left again at the end."""
+    # imported here so that reading a configuration needs no Ray
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+
+    if "RAY_ADDRESS" in os.environ:
+        os.environ.update(ray_environment())
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    else:
+        start_local_ray()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def ray_environment() -> dict[str, str]:
+    """RAY_SETTINGS, as far as the user has not set them otherwise."""
+    return {name: os.environ.get(name, value) for name, value in RAY_SETTINGS.items()}
+
+
+def local_environment() -> dict[str, str]:
+    """The environment of a Ray on this machine, which others may use at the same time: a laptop's processors."""
+    environment = ray_environment()
+    if "OMP_WAIT_POLICY" not in os.environ:
+        environment["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
+    return environment
+
+
+def start_local_ray(
+    num_cpus: int | None = None, object_store_bytes: int = 512 << 20, seconds: float = START_SECONDS
+) -> None:
+    """Start a Ray on this machine and connect to it.
+
+    ``num_cpus`` None means all processors. Raises RayStartError if it is not up after ``seconds``."""
+    import ray
+
+    os.environ.update(local_environment())
+    with patient_start(seconds):
+        ray.init(
+            address="local",
+            num_cpus=num_cpus or os.cpu_count(),
+            object_store_memory=object_store_bytes,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+
+@contextmanager
+def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
+    """While inside, a Ray node that starts in this process gets ``seconds``. Raises RayStartError, after ending what it
+    had started, if it takes longer or its raylet ends."""
+    import ray
+    from ray._private import services
+
+    internals: Any = ray  # whose types do not say what is replaced here
+    raylet, node_class = internals._raylet, internals._private.node.Node
+    start_raylet, get_node = node_class.start_raylet, services.get_node
+    nodes: list[Any] = []
+
+    def start_raylet_without_waiting_for_agents(node: Any, *arguments: Any, **options: Any) -> None:
+        for field, name in AGENT_PORTS:
+            port = getattr(node._ray_params, field) or free_port()
+            setattr(node._ray_params, field, port)
+            raylet.persist_port(node.get_session_dir_path(), node.node_id, getattr(raylet, name), port)
+        start_raylet(node, *arguments, **options)
+        nodes.append(node)
+
+    def get_node_as_soon_as_it_is_there(gcs_address: str, node_id: str) -> Any:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError:  # the raylet has not registered within RAY_raylet_start_wait_time_s, 30 s
+                ended = any(info.process.poll() is not None for node in nodes for info in node.all_processes["raylet"])
+                if ended:
+                    raise RayStartError(f"Ray's raylet ended while it started; {_logs(nodes)}") from None
+                if time.monotonic() > deadline:
+                    raise RayStartError(
+                        f"Ray did not start within {seconds:g} s (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} "
+                        f"processors); {_logs(nodes)}"
+                    ) from None
+            time.sleep(0.1)
+
+    node_class.start_raylet = start_raylet_without_waiting_for_agents
+    services.get_node = get_node_as_soon_as_it_is_there
+    try:
+        yield
+    except RayStartError:
+        for node in nodes:
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+        raise
+    finally:
+        node_class.start_raylet, services.get_node = start_raylet, get_node
+
+
+def _logs(nodes: list[Any]) -> str:
+    return "its logs: " + ", ".join(node.get_logs_dir_path() for node in nodes)
+
+
+def main() -> None:
+    """Run Ray's command line, of which ``start`` gives a node of a cluster the same patience."""
+    from ray.scripts.scripts import main as ray_command_line
+
+    with patient_start():
+        ray_command_line()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What flows through a step: trajectories and training samples."""

@@ -1,0 +1,1 @@
+"""The embedded rollout engine: transformers' GPT-OSS with continuous batching, in the worker's process."""

@@ -1,0 +1,1 @@
+"""SGLang as a rollout engine: servers, their clients and their weights."""

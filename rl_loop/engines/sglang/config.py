@@ -1,0 +1,92 @@
+"""How SGLang servers are run: ``rollout.sglang`` of a configuration."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from megatron_gptoss.config import StrictModel
+
+# (host, port) -> the argument vector of a server
+Command = Callable[[str, int], list[str]]
+PLUGIN = Path(__file__).parent / "plugin"
+MOE_CONFIGS = Path(__file__).parent / "moe_configs"
+"""Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by ``benchmarks/tune_moe.py``."""
+
+
+class SglangConfig(StrictModel):
+    """Servers of SGLang 0.5.17, each a process of its own that may live in another Python environment."""
+
+    servers: int = Field(1, gt=0)
+    """Processes; rollout workers share all of them."""
+    tensor_parallel: int = Field(1, gt=0)
+    """GPUs of one server."""
+    python: str = sys.executable
+    """The interpreter that has SGLang installed. Its pins need not agree with the trainer's."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the servers, besides those of this process (PYTHONPATH is not passed on)."""
+    arguments: list[str] = Field(default_factory=list)
+    """Further arguments of ``sglang.launch_server``; of an option given twice the last counts."""
+    attention_backend: Literal["fa3", "triton", "fa4", "trtllm_mha", "intel_amx"] = "fa3"
+    """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton anywhere, with a plugin that
+    mends its window."""
+    memory_fraction: float = Field(0.85, gt=0, lt=1)
+    """Share of GPU memory for weights and key/value cache; with colocated about half of it."""
+    deterministic: bool = False
+    """The same tokens for the same seed whatever a request is batched with; slower, without prefix cache."""
+    weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
+    """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on CPUs, disk if the trainer
+    can reach the servers by nothing but the run's directory."""
+    bucket_bytes: int = Field(1 << 30, gt=0)
+    """Weights on their way at a time: what a server holds besides its model, and the trainer twice."""
+    colocated: bool = False
+    """Servers on the trainer's GPUs: they give their memory back while the trainer works."""
+    start_seconds: float = Field(1200.0, gt=0)
+    """Until then a started server must be healthy."""
+    health_seconds: float = Field(30.0, gt=0)
+    """Between two health checks, and the longest that one may take."""
+    sync_seconds: float = Field(120.0, gt=0)
+    """Longest that servers may take for one bucket."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.colocated and self.weight_sync == "nccl":
+            raise ValueError("colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU")
+        return self
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the servers: ``env``, and what ``deterministic`` and ``weight_sync`` need."""
+        needed = {"SGLANG_MOE_CONFIG_DIR": str(MOE_CONFIGS)}
+
+        # FlashInfer computes the router of up to 128 tokens, another kernel that of more; their last bits differ
+        if self.deterministic:
+            needed["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
+
+        if self.weight_sync == "nccl":
+            # SGLang would set 0, and NCCL cannot open what a trainer's has allocated ("invalid argument")
+            needed["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "1")
+        if self.attention_backend == "triton":
+            paths = [str(PLUGIN), *filter(None, [self.env.get("PYTHONPATH")])]
+            return needed | self.env | {"PYTHONPATH": os.pathsep.join(paths)}
+        return needed | self.env
+
+    def command(self, index: int, model: Path, dtype: str, *, routed_experts: bool, seed: int) -> Command:
+        """Arguments of server ``index``: the config.json in ``model``, dummy weights."""
+        words: list[object] = [self.python, "-m", "sglang.launch_server", "--model-path", model]
+        words += ["--load-format", "dummy", "--dtype", dtype, "--tp-size", self.tensor_parallel, "--random-seed", seed]
+        words += ["--attention-backend", self.attention_backend, "--moe-runner-backend", "triton"]
+        words += ["--mem-fraction-static", self.memory_fraction, "--incremental-streaming-output"]
+        words += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-tokenizer-init"]
+        if routed_experts:
+            words += ["--enable-return-routed-experts"]
+        if self.deterministic:
+            # fa3 cuts the keys of 64-wide heads otherwise for 8 new tokens than for 9, as after a cached prefix
+            words += ["--enable-deterministic-inference", "--disable-radix-cache"]
+        if self.colocated:
+            words += ["--enable-memory-saver", "--base-gpu-id", index * self.tensor_parallel]
+        words += self.arguments
+        return lambda host, port: [*map(str, words), "--host", host, "--port", str(port)]

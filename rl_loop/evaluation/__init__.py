@@ -1,0 +1,1 @@
+"""Measuring a policy, and comparing an engine with the trainer."""

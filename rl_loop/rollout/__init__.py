@@ -1,0 +1,1 @@
+"""Rollouts: the agent loop, and the workers that run it."""

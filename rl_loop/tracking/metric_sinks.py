@@ -1,0 +1,62 @@
+"""Where a run's numbers go besides its own directory: Prometheus, which finds them beside Ray's own metrics on every
+node, and Weights & Biases if asked for."""
+
+import os
+import re
+from typing import Any
+
+from ray.util.metrics import Counter, Gauge
+
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import dump_config
+from rl_loop.config.run import RunConfig
+from rl_loop.data.trajectory import TrajectoryGroup
+from rl_loop.tracking.metrics import Listener
+
+
+class RolloutCounters:
+    """Totals per rollout worker: its engine's sampled tokens, its episodes, and its sandbox's calls and failures."""
+
+    def __init__(self) -> None:
+        counted = {"sampled_tokens": "tokens that the engine sampled", "episodes": "finished episodes",
+                   "tool_calls": "calls of tools", "tool_errors": "calls of tools that failed"}  # fmt: skip
+        self._counters = {
+            name: Counter(f"gptoss_rollout_{name}", description=text, tag_keys=("worker",))
+            for name, text in counted.items()
+        }
+
+    def count(self, worker: int, group: TrajectoryGroup) -> None:
+        for trajectory in group.trajectories:
+            for name, counter in self._counters.items():
+                if value := getattr(trajectory, name, 1):  # every trajectory is one episode; Ray refuses a zero
+                    counter.inc(value, tags={"worker": str(worker)})
+
+
+def prometheus_listener(run_name: str) -> Listener:
+    """Every metric of a step as a gauge ``gptoss_NAME``."""
+    gauges: dict[str, Gauge] = {}
+
+    def listen(step: int, values: dict[str, float]) -> None:
+        for name, value in {"step": float(step), **values}.items():
+            if name not in gauges:
+                metric = "gptoss_" + re.sub(r"\W", "_", name)
+                gauges[name] = Gauge(metric, description=f"{name} of the newest step", tag_keys=("run",))
+            gauges[name].set(value, tags={"run": run_name})
+
+    return listen
+
+
+def wandb_listener(config: RunConfig) -> Listener:
+    """The same curves at Weights & Biases; a resumed run continues its own."""
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError("WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it") from None
+    run: Any = wandb.init(name=config.name, id=config.name, resume="allow", config={"yaml": dump_config(config)})
+    return lambda step, values: run.log(values, step=step)
+
+
+def step_listeners(config: RunConfig) -> list[Listener]:
+    """WANDB_PROJECT in the environment, wandb's own variable, switches Weights & Biases on."""
+    listeners = [prometheus_listener(config.name)]
+    return [*listeners, wandb_listener(config)] if "WANDB_PROJECT" in os.environ else listeners

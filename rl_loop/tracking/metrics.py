@@ -1,0 +1,136 @@
+"""The scalars of one step: how each is reduced over optimizer steps and rollout rounds, and where it is written.
+
+A mean is kept as its sum and its count: the mean of means is wrong if they hold different numbers of tokens."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rl_loop.tracking.run_directory import RunDirectory, append_lines, read_json, write_json
+
+Listener = Callable[[int, dict[str, float]], None]
+
+
+class Name:
+    """The metrics that the progress display and the report know by name; any other name is written and plotted too."""
+
+    REWARD = "reward"  # mean over sequences
+    ACCURACY = "accuracy"  # mean over sequences of the training tasks
+    HELD_OUT_ACCURACY = "held_out/accuracy"  # mean over sequences; only on steps that evaluate
+    HELD_OUT_TOOL_CALL_RATE = "held_out/tool_call_rate"
+    HELD_OUT_TURNS = "held_out/turns"
+    TOOL_CALL_RATE = "tool_call_rate"  # share of sequences with at least one tool call
+    TURNS = "turns"  # assistant turns, mean over sequences
+    RESPONSE_TOKENS = "response_tokens"  # sampled tokens, mean over sequences
+    LOSS = "loss"  # as aggregated; of several optimizer steps the mean
+    LOGPROB_GAP = "mismatch/logprob_gap"  # |log pi_train - log pi_rollout|, mean over sampled tokens, nats
+    KL = "mismatch/kl_k3"  # k3 estimate of KL(rollout || train), mean over sampled tokens, nats
+    CLIP_FRACTION = "clip_fraction"  # share of sampled tokens whose ratio was clipped
+    GROUPS_WITHOUT_SIGNAL = "rollout/groups_without_signal"  # share of tasks in which every advantage is 0
+    GRAD_NORM = "grad_norm"  # before clipping, last
+    ENTROPY = "entropy"  # of the sampling distribution, mean over sampled tokens, nats
+    LEARNING_RATE = "learning_rate"  # last
+    TOKENS_PER_SECOND = "tokens_per_second"  # sampled and trained tokens of the step per second of wall time
+    STEP_SECONDS = "seconds/step"  # wall time of the step
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One metric of one step, still reducible. ``total`` is a sum for mean and sum, else the value itself."""
+
+    total: float
+    count: float  # what a mean divides by; 1 otherwise
+    reduction: Literal["mean", "sum", "max", "last"]  # how parts of one step become one number
+    over: str  # "tokens", "sequences", "steps": what one count is
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.reduction == "mean" else self.total
+
+    @property
+    def description(self) -> str:
+        """Such as "mean over tokens"."""
+        return f"{self.reduction} over {self.over}"
+
+    def merged(self, other: "Scalar") -> "Scalar":
+        """This and a later part of the same metric."""
+        if self.reduction in ("mean", "sum"):
+            return Scalar(self.total + other.total, self.count + other.count, self.reduction, self.over)
+        if self.reduction == "last":
+            return other
+        # A NaN must survive: max(1.0, nan) is 1.0 in Python, and a hidden NaN is exactly what metrics are for.
+        return max(self, other, key=lambda part: (math.isnan(part.total), part.total))
+
+
+@dataclass
+class StepMetrics:
+    """Every scalar of one step. Adding a name again merges into it, so micro-batches simply add their parts."""
+
+    step: int
+    scalars: dict[str, Scalar] = field(default_factory=dict)
+
+    def add_mean(self, name: str, total: float, count: float, over: str) -> None:
+        """A mean given as its sum and the number of things summed. ``over`` names them: "tokens", "sequences"."""
+        self._add(name, Scalar(float(total), float(count), "mean", over))
+
+    def add(self, name: str, value: float, reduction: Literal["sum", "max", "last"], over: str = "steps") -> None:
+        """A value as it is. "last", the newest of several, is for what is the same on every rank."""
+        self._add(name, Scalar(float(value), 1.0, reduction, over))
+
+    def values(self) -> dict[str, float]:
+        """name -> reduced value. A mean over nothing has no value and is left out; NaN and infinity are kept."""
+        return {name: scalar.value for name, scalar in self.scalars.items() if scalar.count}
+
+    def descriptions(self) -> dict[str, str]:
+        """name -> "mean over tokens" and the like."""
+        return {name: scalar.description for name, scalar in self.scalars.items()}
+
+    def _add(self, name: str, scalar: Scalar) -> None:
+        if name in ("step", "time"):
+            raise ValueError(f"a metric cannot be called {name!r}: metrics.jsonl uses that key for itself")
+        before = self.scalars.get(name)
+        if before and before.description != scalar.description:
+            raise ValueError(f"metric {name}: {scalar.description} cannot be merged with {before.description}")
+        self.scalars[name] = before.merged(scalar) if before else scalar
+
+
+class MetricsWriter:
+    """Writes each step's values to ``metrics.jsonl`` (one flushed line) and ``tensorboard/``, and hands them on.
+
+    ``resume_after`` is the last step that the loaded checkpoint knows: later ones are dropped (hidden in TensorBoard),
+    and the curve continues; None starts anew. ``listeners`` get (step, values). NaN and infinity are null in JSON."""
+
+    def __init__(self, run: RunDirectory, resume_after: int | None = None, listeners: Iterable[Listener] = ()) -> None:
+        # Here, because importing it takes seconds and the commands that only read metrics need none of it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._run = run
+        self._listeners = list(listeners)
+        self._descriptions: dict[str, str] = {}
+        if resume_after is not None:
+            run.keep_steps_up_to(resume_after)
+            if run.metric_descriptions.exists():
+                self._descriptions = read_json(run.metric_descriptions)
+        hidden_from = None if resume_after is None else resume_after + 1
+        self._tensorboard: SummaryWriter = SummaryWriter(str(run.tensorboard), purge_step=hidden_from)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Raises RunWriteError, naming the file, if the disk is full; what was written before stays valid."""
+        values = metrics.values()
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        record = {"step": metrics.step, "time": round(time.time(), 3), **finite}
+        append_lines(self._run.metrics, [json.dumps(record, allow_nan=False)])
+        if not metrics.descriptions().items() <= self._descriptions.items():
+            self._descriptions |= metrics.descriptions()
+            write_json(self._run.metric_descriptions, self._descriptions, indent=1)
+        for name, value in values.items():
+            self._tensorboard.add_scalar(name, value, metrics.step)
+        self._tensorboard.flush()
+        for listener in self._listeners:
+            listener(metrics.step, values)
+
+    def close(self) -> None:
+        self._tensorboard.close()

@@ -1,0 +1,68 @@
+"""Notices that a run learns nothing, and says why as far as its metrics tell."""
+
+from collections.abc import Sequence
+
+from rl_loop.tracking.metrics import Name
+
+PATIENCE = 5
+"""Steps in a row without anything to learn from before a run says so: a step or two of them are ordinary luck."""
+
+
+class SignalWatch:
+    """Looks at the metrics of every step. Warns once: the reason does not change while nothing is learned."""
+
+    def __init__(self, patience: int = PATIENCE) -> None:
+        self._patience = patience
+        self._steps = 0
+        self._warned = False
+
+    def observe(self, values: dict[str, float], gradients: Sequence[float]) -> str | None:
+        """Take one more step of the policy: its metrics and the gradient norms of its optimizer steps. Return the
+        warning when it is due.
+
+        A step teaches nothing if no group has a signal, if its gradients are exactly 0, or if there was no update as
+        all tokens were masked. Steps in which only the critic learns are not to be given."""
+        has_signal = values.get(Name.GROUPS_WITHOUT_SIGNAL) != 1
+        if has_signal and any(gradient != 0 for gradient in gradients):
+            self._steps = 0
+            return None
+
+        self._steps += 1
+        if self._steps < self._patience or self._warned:
+            return None
+        self._warned = True
+        return f"warning: nothing to learn from in the last {self._steps} steps: {_reason(values, gradients)}"
+
+
+def _reason(values: dict[str, float], gradients: Sequence[float]) -> str:
+    if not gradients:
+        return (
+            "every token is masked, so the policy is not updated. With rollout.truncated_episodes mask, episodes "
+            f"that a limit ends are left out ({_endings(values)}): raise the limits, or set it to penalise"
+        )
+    if values.get(Name.GROUPS_WITHOUT_SIGNAL) != 1:
+        return (
+            "the gradient is exactly 0 though some tasks have a signal. Look at correction/dropped_* and "
+            "clip_fraction for what leaves tokens out, and at ablation.freeze"
+        )
+
+    reward = values.get(Name.REWARD, 0.0)
+    finding = (
+        "no task has episodes that earn differently, so every advantage is 0 "
+        f"(mean reward {reward:.3f}, {_endings(values)})"
+    )
+    if values.get(Name.ACCURACY, 0.0) >= 1:
+        return f"{finding}. The policy solves everything: use harder tasks, or stop here"
+    return (
+        f"{finding}. A policy that never succeeds cannot learn from rewards: show it how first (gptoss sft), use "
+        "easier tasks or more rollout.samples_per_task, or look at whole episodes with gptoss report"
+    )
+
+
+def _endings(values: dict[str, float]) -> str:
+    """The most frequent ending of episodes, such as "100 % end as format_error"."""
+    endings = {name: share for name, share in values.items() if name.startswith("finish/")}
+    if not endings:
+        return "no episodes"
+    name = max(endings, key=lambda ending: endings[ending])
+    return f"{endings[name]:.0%} of the episodes end as {name.removeprefix('finish/')}"

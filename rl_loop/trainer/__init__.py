@@ -1,0 +1,1 @@
+"""The trainer's ranks as Ray actors."""

@@ -1,0 +1,177 @@
+"""Every named algorithm through the real loop in one process: engine, sandbox, Harmony, Megatron, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.in_process import LocalRollouts, local_loop
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.data.samples import OffPolicyError, to_samples
+from rl_loop.tracking.metrics import StepMetrics
+from rl_loop.tracking.run_directory import read_json_lines
+from tests.waiting import PATIENCE_SECONDS
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SMALL = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.intermediate_size=48",
+    "model.head_size=16",
+    "initial_weights=null",
+    "rollout.workers=1",
+    "rollout.tasks_per_step=2",
+    "rollout.samples_per_task=4",
+    # an untrained policy samples a stop token about every 300 tokens: some episodes end illegally, some at the limit,
+    # and the difference in reward gives the updates something to do
+    "rollout.max_new_tokens_per_turn=64",
+    "rollout.routed_experts=true",
+    "reward.format_error=-2",
+    "tasks.held_out_tasks=1",
+    "evaluate_every=100",
+    "training.checkpoint_every=100",
+]
+ALGORITHMS: dict[str, list[str]] = {
+    "ppo": ["algorithm.critic.warmup_steps=2", "algorithm.critic.optimizer.lr=1e-3"],
+    "grpo": ["algorithm.kl.coefficient=0.01", "algorithm.correction.weight=sequence_mis"],
+    "dr_grpo": ["algorithm.correction.weight=icepop", "algorithm.correction.veto=1e-4"],
+    "dapo": ["algorithm.overlong_buffer=100", "algorithm.mini_batches=2"],
+    "rloo": ["algorithm.kl.coefficient=0.01", "algorithm.kl.place=reward", "algorithm.kl.estimator=k1"],
+    "gspo": ["algorithm.mini_batches=2", "algorithm.routing_replay=R2"],
+    "cispo": ["algorithm.routing_replay=R3", "ablation.engine_noise=0.02", "canary_tolerance=9"],
+    "reinforce": ["rollout.samples_per_task=1", "rollout.tasks_per_step=8", "algorithm.entropy_bonus=0.01"],
+    "gdpo": ["algorithm.old_log_probs=rollout", "algorithm.correction.weight=none"],
+}
+
+
+def config(directory: Path, *overrides: str) -> RlConfig:
+    return load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [*SMALL, f"output_dir={directory}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRollouts]:
+    shared = LocalRollouts(config(tmp_path_factory.mktemp("rollouts")))
+    yield shared
+    shared.close()
+
+
+def train(settings: RlConfig, rollouts: LocalRollouts | None, resume: bool = False) -> list[dict[str, Any]]:
+    with local_loop(settings, rollouts, resume) as loop:
+        loop.train()
+    return read_json_lines(settings.directory / "metrics.jsonl")
+
+
+def test_every_named_algorithm_is_tried() -> None:
+    assert set(ALGORITHMS) == {path.stem for path in CONFIGS.glob("algorithm/*.yaml")}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_trains_without_nan(name: str, tmp_path: Path, rollouts: LocalRollouts) -> None:
+    settings = config(tmp_path, f"algorithm={name}", *ALGORITHMS[name], "training.steps=20")
+    steps = train(settings, rollouts)
+    assert len(steps) == 20
+    for step in steps:
+        assert all(value is not None and math.isfinite(value) for value in step.values())
+        assert step.get("skipped_updates", 0) == 0
+    trained = [step for step in steps if "loss" in step]
+    assert len(trained) == (18 if name == "ppo" else 20)
+    assert sum(step["grad_norm"] > 0 for step in trained) > 10
+    if settings.algorithm.old_log_probs_from == "substitute":
+        assert {step["clip_fraction"] for step in trained} == {0}
+        assert {step["ratio/mean"] for step in trained} == {1}
+        assert {step["ratio/deviation_max"] for step in trained} == {0}
+    else:
+        assert max(step["ratio/deviation_max"] for step in trained) > 0
+    if name == "ppo":
+        assert steps[-1]["critic/loss"] < steps[0]["critic/loss"]
+    if name == "cispo":
+        assert 0.5 < trained[0]["routing/agreement"] < 1
+        assert trained[0]["mismatch/kl_k3"] < trained[0]["routing/kl_k3_without_replay"]
+
+
+NOTHING_ENDS = ["rollout.max_new_tokens_per_turn=1", "training.steps=2", "training.checkpoint_every=1", "seed=1"]
+"""No episode gets as far as a stop token, with this seed."""
+EXTRA = {"dapo": ["algorithm.overlong_buffer=2"], "ppo": ["algorithm.critic.warmup_steps=1"]}
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "ppo", "gdpo"])
+def test_a_step_whose_every_token_is_masked_changes_nothing_and_the_run_goes_on(name: str, tmp_path: Path) -> None:
+    options = [f"algorithm={name}", "algorithm.mini_batches=2", "rollout.truncated_episodes=mask", *NOTHING_ENDS]
+    options += ["algorithm.old_log_probs=forward", *EXTRA.get(name, [])]
+    with local_loop(config(tmp_path, *options)) as loop:
+        before = loop.trainer.weights()
+        loop.train()
+        after = loop.trainer.weights()
+        steps = read_json_lines(loop.session.run.metrics)
+    assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
+    assert [step["skipped_updates"] for step in steps] == [2, 2]
+    for step in steps:
+        assert all(value is not None and math.isfinite(value) for value in step.values())
+        assert not {"loss", "grad_norm", "critic/loss"} & set(step)
+    train(config(tmp_path, *options, "training.steps=3"), None, resume=True)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gdpo"])
+def test_groups_without_signal_give_a_gradient_of_zero_and_no_nan(name: str, tmp_path: Path) -> None:
+    steps = train(config(tmp_path, f"algorithm={name}", *NOTHING_ENDS, *EXTRA.get(name, [])), None)
+    for step in steps:
+        assert all(value is not None and math.isfinite(value) for value in step.values())
+        assert step["rollout/groups_without_signal"] == 1
+        assert (step["loss"], step["grad_norm"]) == (0, 0)
+
+
+def test_a_resumed_critic_continues_the_same_curve(tmp_path: Path, rollouts: LocalRollouts) -> None:
+    options = ["algorithm=ppo", "algorithm.critic.warmup_steps=1", "algorithm.critic.optimizer.lr=1e-3"]
+    once = ["optimizer.schedule=constant", *options]
+    whole = train(config(tmp_path / "whole", *once, "training.steps=4"), rollouts)
+    train(config(tmp_path / "cut", *once, "training.steps=2"), rollouts)
+    resumed = train(config(tmp_path / "cut", *once, "training.steps=4"), rollouts, resume=True)
+    for name in ("critic/loss", "critic/grad_norm", "reward", "grad_norm", "loss"):
+        got, want = ([step[name] for step in curve if name in step] for curve in (resumed, whole))
+        assert got == pytest.approx(want, rel=1e-4, abs=1e-6), name
+
+
+def test_stale_tokens_are_not_taken_for_on_policy(tmp_path: Path, rollouts: LocalRollouts) -> None:
+    settings = config(tmp_path, "training.steps=1")
+    with local_loop(settings, rollouts) as loop:
+        metrics = StepMetrics(0)
+        loop.sync_weights(3, metrics)
+        groups = loop.collect(0, first_task=0).train
+        assert all(sample.staleness is None for sample in to_samples(groups, settings.algorithm, 3))
+        with pytest.raises(OffPolicyError, match="sampled 1 weight versions ago would count as on-policy"):
+            to_samples(groups, settings.algorithm, 4)
+        groups[0].trajectories[0] = replace(groups[0].trajectories[0], excluded=True)
+        assert sum(to_samples(groups, settings.algorithm, 3)[0].loss_mask) == 0
+
+
+def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> None:
+    options = ["algorithm.max_staleness=1", "training.steps=4", "evaluate_every=2", "optimizer.lr=1e-2"]
+    with local_loop(config(tmp_path, *options)) as loop:
+        generating, generate, learn = threading.Semaphore(0), loop.rollouts.run, loop.trainer.rl_step
+
+        def run(*arguments: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                generating.release()
+            return generate(*arguments)
+
+        def rl_step(samples: Any, algorithm: Any, step: int) -> Any:
+            if step < 3:  # the last step has none after it
+                assert generating.acquire(timeout=PATIENCE_SECONDS), "nothing is generated while the trainer learns"
+            return learn(samples, algorithm, step)
+
+        loop.rollouts.run, loop.trainer.rl_step = run, rl_step
+        loop.train()
+        steps = read_json_lines(loop.session.run.metrics)
+    assert [step["rollout/staleness_max"] for step in steps] == [0, 1, 1, 1]
+    assert all(step["correction/dropped_stale"] == 0 for step in steps)
+    assert ["held_out/reward" in step for step in steps] == [True, False, True, False]
+    # the importance weight carries what the policy learned since the tokens were sampled
+    assert steps[0]["mismatch/kl_k3"] < 1e-6 < min(step["mismatch/kl_k3"] for step in steps[1:])

@@ -1,0 +1,502 @@
+"""What a policy learns from, for every combination that can be configured: equal rewards teach nothing, and a token
+that is left out has no say in any gradient. A new advantage, loss or correction is tried as soon as it has a name."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_gptoss.packing import GRAFTED, PackedBatch, Sample, build_batch
+from rl_loop.algorithms.advantages import BatchRewards, group_advantages, sample_advantages, whiten
+from rl_loop.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig
+from rl_loop.algorithms.correction import mismatch_sums, rollout_correction
+from rl_loop.algorithms.objectives import policy_objective, value_objective
+from rl_loop.algorithms.policy_loss import kl_estimate
+from rl_loop.algorithms.sequences import Sequences
+from rl_loop.data.samples import has_signal, signal_metrics, to_samples, with_advantages
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.tracking.metrics import Name, StepMetrics
+
+
+def choices(model: Any, field: str) -> tuple[str, ...]:
+    """Every value that a field of a configuration allows."""
+    return get_args(model.model_fields[field].annotation)
+
+
+ADVANTAGES = choices(AlgorithmConfig, "advantage")
+LOSSES = choices(AlgorithmConfig, "policy_loss")
+CORRECTIONS = choices(CorrectionConfig, "weight")
+DEVIATIONS = choices(AlgorithmConfig, "standard_deviation")
+REJECTIONS: dict[str, dict[str, Any]] = {
+    "sequence_mis": {"weight": "sequence_mis"},
+    "icepop": {"weight": "icepop"},
+    "geometric_bounds": {"geometric_bounds": (0.8, 1.25)},
+    "k3_limit": {"k3_limit": 0.1},
+    "veto": {"veto": 1e-2},
+    "off_policy_limit": {"off_policy_limit": 0.5},
+}
+"""Every way to drop tokens, by the field of CorrectionConfig or the weight that does it."""
+
+
+def test_every_rejection_is_tried() -> None:
+    not_rejecting = {"weight", "cap", "bounds"}
+    fields = set(CorrectionConfig.model_fields) - not_rejecting
+    rejecting_weights = {name for name in CORRECTIONS if CorrectionConfig(weight=name).rejects}
+    assert set(REJECTIONS) == fields | rejecting_weights
+
+
+def algorithm(advantage: str, **settings: Any) -> AlgorithmConfig:
+    """A configuration of this advantage with what it cannot be without."""
+    needed: dict[str, Any] = {}
+    if advantage == "gae":
+        needed["critic"] = {}
+    if advantage == "gdpo":
+        needed["reward_weights"] = {"score": 1.0, "style": -0.5}
+    return AlgorithmConfig.model_validate({"advantage": advantage} | needed | settings)
+
+
+def episode(reward: float, tokens: int = 5, task: str = "t", **fields: Any) -> Trajectory:
+    """An episode of one prompt token and ``tokens - 1`` sampled ones."""
+    parts = {"correct": 0.0, "format_error": 0.0, "score": reward, "style": 3 * reward}
+    return Trajectory(
+        task,
+        list(range(tokens)),
+        [0] + [1] * (tokens - 1),
+        [0.0] + [-0.5] * (tokens - 1),
+        reward=reward,
+        reward_parts=fields.pop("reward_parts", parts),
+        **fields,
+    )
+
+
+def group(rewards: list[float], task: str = "t") -> TrajectoryGroup:
+    return TrajectoryGroup(task, [episode(reward, 3 + i % 4, task) for i, reward in enumerate(rewards)])
+
+
+def credited(groups: list[TrajectoryGroup], config: AlgorithmConfig, limit: int = 100) -> list[Sample]:
+    """Samples with advantages; a critic's values are 0."""
+    samples = to_samples(groups, config, version=0)
+    if config.advantage == "gae":
+        samples = [replace(sample, values=[0.0] * len(sample.token_ids)) for sample in samples]
+    return with_advantages(samples, groups, config, limit)
+
+
+# ---- equal rewards
+
+
+def every_advantage() -> Iterator[AlgorithmConfig]:
+    """Every advantage with every way to normalise it."""
+    for name, deviation in itertools.product(ADVANTAGES, DEVIATIONS):
+        yield algorithm(name, standard_deviation=deviation)
+        for over in ("tokens", "samples"):
+            if (name, over) != ("gae", "samples"):
+                yield algorithm(name, standard_deviation=deviation, whiten_advantages=True, whiten_over=over)
+
+
+finite = st.floats(-1e30, 1e30)
+
+
+@settings(max_examples=100, deadline=None)
+@given(reward=finite, sizes=st.lists(st.integers(1, 17), min_size=1, max_size=3))
+@example(reward=-0.8, sizes=[8])
+@example(reward=10.1, sizes=[8])
+@example(reward=0.1, sizes=[3, 5])
+def test_a_batch_of_equal_rewards_has_advantages_of_exactly_zero(reward: float, sizes: list[int]) -> None:
+    groups = [group([reward] * size, f"t{i}") for i, size in enumerate(sizes)]
+    for config in every_advantage():
+        if config.advantage == "gae" and not config.whiten_advantages:
+            continue  # it compares with the critic, not with other episodes
+        for sample in credited(groups, config):
+            assert not np.any(sample.advantages), config
+
+
+@settings(max_examples=100, deadline=None)
+@given(reward=finite, size=st.integers(1, 17), others=st.lists(finite, min_size=2, max_size=6))
+@example(reward=-0.8, size=8, others=[-1.0, 1.0, 0.3])
+def test_a_task_of_equal_rewards_has_advantages_of_exactly_zero_beside_others(
+    reward: float, size: int, others: list[float]
+) -> None:
+    groups = [group([reward] * size, "silent"), group(others, "other")]
+    for config in every_advantage():
+        if config.advantage in ("gae", "reinforce") or config.whitens_over == "tokens":
+            continue  # these compare with other tasks, or move everything by the mean over tokens
+        for sample in credited(groups, config)[:size]:
+            assert not np.any(sample.advantages), config
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("estimator", sorted(set(ADVANTAGES) - {"gae"}))
+@settings(max_examples=50, deadline=None)
+@given(
+    st.floats(-1e6, 1e6, width=32).filter(lambda x: abs(x) > 1e-6),
+    st.lists(st.integers(-2, 2), min_size=2, max_size=16),
+)
+@example(10.1, [0, 1, 0, 0, -1, 0, 0, 0])
+def test_rewards_that_differ_by_rounding_are_equal(
+    estimator: str, dtype: torch.dtype, reward: float, ulps: list[int]
+) -> None:
+    step = np.spacing(np.float32(reward)).item()
+    rewards = torch.tensor([reward + n * step for n in ulps], dtype=dtype)
+    batch = BatchRewards(rewards, rewards[:, None], [1.0], [len(ulps)])
+    assert not sample_advantages(estimator, batch).any()
+    assert not whiten(rewards).any()
+
+
+@pytest.mark.parametrize("config", list(every_advantage()), ids=lambda config: config.advantage)
+def test_tasks_may_have_lost_some_or_all_of_their_episodes(config: AlgorithmConfig) -> None:
+    groups = [group([]), group([1.0]), group([0.0, 1.0, 1.0]), group([])]
+    samples = credited(groups, config)
+    assert len(samples) == 4
+    assert all(np.isfinite(sample.advantages).all() for sample in samples)  # type: ignore[arg-type]
+    if config.advantage not in ("gae", "reinforce") and config.whitens_over != "tokens":
+        assert not np.any(samples[0].advantages), "it has nothing to be compared with"
+    assert credited([group([])], config) == []
+    assert not has_signal(groups[0], config)
+
+
+def test_real_differences_of_any_scale_are_told_apart() -> None:
+    for scale in (1e-3, 1.0, 1e6):
+        got = group_advantages(torch.tensor([0.0, 1.0, 1.0, 0.0]) * scale, "grpo", "population")
+        assert got.tolist() == pytest.approx([-1, 1, 1, -1], rel=3e-3)
+    assert group_advantages(torch.tensor([100.0, 100.01]), "dr_grpo").tolist() == pytest.approx(
+        [-0.005, 0.005], rel=1e-3
+    )
+
+
+def test_whitening_does_not_blow_up_what_a_perfect_critic_leaves() -> None:
+    noise = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 1e-7
+    assert whiten(noise).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_names_its_task(reward: float) -> None:
+    with pytest.raises(ValueError, match="task odd: a reward must be a finite number"):
+        credited([group([0.0, 1.0]), group([1.0, reward], "odd")], algorithm("grpo"))
+
+
+# ---- tokens that are left out
+
+EXCLUSIONS = ("masked", "excluded episode", "stale", *REJECTIONS)
+
+
+def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[Sample], np.ndarray]:
+    """A configuration with every term, samples, and which tokens of the first sample are left out (by label)."""
+    correction: dict[str, Any] = {"weight": "sequence_tis", "cap": 5.0}
+    correction = REJECTIONS.get(kind, correction)
+    config = AlgorithmConfig.model_validate(
+        {
+            "policy_loss": loss,
+            "mini_batches": 2,
+            "max_staleness": 1,
+            "kl": {"coefficient": 0.1},
+            "entropy_bonus": 0.1,
+            "correction": {"weight": "token_tis"} | correction,
+            # so that a ratio of a sequence is not clipped, which would hide what goes into it
+            "clip_low": 0.9,
+            "clip_high": 5.0,
+        }
+    )
+    samples = []
+    for sign in (-1.0, 1.0):
+        rollout = [-0.5, -0.5, -0.7, -0.9, -1.1, -1.3]
+        samples.append(
+            Sample(
+                list(range(6)),
+                [0, 1, 1, 1, 1, 1],
+                advantages=[sign] * 6,
+                rollout_log_probs=rollout,
+                old_log_probs=[x + 0.01 for x in rollout],
+                reference_log_probs=[x - 0.2 for x in rollout],
+                values=[0.1 * i for i in range(6)],
+                returns=[1.0] * 6,
+                staleness=[0] * 6,
+            )
+        )
+    first = samples[0]
+    out = np.array([0, 0, 0, 1, 1, 0], dtype=bool)
+    if kind == "masked":
+        first.loss_mask = [0, 1, 1, 0, 0, 1]
+    elif kind == "excluded episode":
+        first.loss_mask, out = [0] * 6, np.array([1] * 6, dtype=bool)
+    elif kind == "stale":
+        first.staleness = [0, 0, 1, 2, 3, 0]
+    elif kind == "icepop":
+        first.rollout_log_probs = [-0.5, -0.5, -0.7, -8.0, -8.0, -1.3]
+    elif kind == "off_policy_limit":
+        first.old_log_probs, out = [5.0] * 6, np.array([1] * 6, dtype=bool)
+    else:
+        # one token that the trainer finds impossible drops its sequence
+        first.rollout_log_probs, out = [-0.5, -0.5, -0.7, 9.0, 9.0, -1.3], np.array([1] * 6, dtype=bool)
+    return config, samples, out
+
+
+def packed(samples: list[Sample]) -> PackedBatch:
+    return build_batch([replace(sample, sample_id=i) for i, sample in enumerate(samples)], align=4)
+
+
+def gradients(
+    config: AlgorithmConfig, samples: list[Sample], batch: PackedBatch, log_probs: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Loss and its gradients by log-probs and entropies, of the policy."""
+    log_probs, entropy = log_probs.clone().requires_grad_(), entropy.clone().requires_grad_()
+    loss = policy_objective(config, samples, 50)(log_probs, entropy, batch).loss
+    loss.backward()
+    assert log_probs.grad is not None and entropy.grad is not None
+    return loss.detach(), log_probs.grad, entropy.grad
+
+
+def label_mask(out: np.ndarray, batch: PackedBatch) -> torch.Tensor:
+    """Tokens of the first sample, as positions of the packed row."""
+    mask = torch.zeros(batch.tokens, dtype=torch.bool)
+    mask[: len(out) - 1] = torch.from_numpy(out[1:])
+    return mask
+
+
+GARBAGE = [math.nan, math.inf, -math.inf, -1e30, -77.0, 0.0]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", EXCLUSIONS)
+def test_a_token_that_is_left_out_has_no_gradient_from_any_term_and_no_influence(kind: str, loss: str) -> None:
+    config, samples, out = exclusion(kind, loss)
+    batch = packed(samples)
+    mask = label_mask(out, batch)
+    log_probs = batch.rollout_log_probs.clamp(max=-0.01) + 0.02
+    entropy = torch.full_like(log_probs, 2.0)
+    want = gradients(config, samples, batch, log_probs, entropy)
+    assert want[1].any() and want[2].any(), "the others learn"
+    for gradient in want[1:]:
+        assert not gradient[mask].any()
+
+    for garbage in GARBAGE:
+        noise = torch.full_like(log_probs, garbage)
+        columns = {"advantages": torch.where(mask, -7.0, batch.advantages)}
+        names = ["reference_log_probs"]
+        if kind not in REJECTIONS:  # what is rejected is so because of its log-probs
+            names += ["rollout_log_probs", "old_log_probs"]
+        columns |= {name: torch.where(mask, noise, getattr(batch, name)) for name in names}
+        got = gradients(
+            config,
+            samples,
+            replace(batch, **columns),
+            log_probs if kind == "off_policy_limit" else torch.where(mask, noise, log_probs),
+            torch.where(mask, noise, entropy),
+        )
+        for value, expected in zip(got, want, strict=True):
+            assert torch.equal(value, expected), (garbage, value, expected)
+
+
+@pytest.mark.parametrize("kind", sorted(set(EXCLUSIONS) - {"off_policy_limit"}))
+def test_the_critic_leaves_out_what_the_policy_leaves_out(kind: str) -> None:
+    config, samples, out = exclusion(kind, "ppo")
+    config = config.model_copy(update={"advantage": "gae", "critic": algorithm("gae").critic})
+    batch = packed(samples)
+    mask = label_mask(out, batch)
+    values = torch.linspace(-1, 1, batch.tokens)
+
+    def gradient(batch: PackedBatch, values: torch.Tensor) -> torch.Tensor:
+        values = values.clone().requires_grad_()
+        value_objective(config, samples, 50)(values, batch).loss.backward()
+        assert values.grad is not None
+        return values.grad
+
+    want = gradient(batch, values)
+    assert want.any() and not want[mask].any()
+    for garbage in GARBAGE:
+        noise = torch.full_like(values, garbage)
+        columns = {name: torch.where(mask, noise, getattr(batch, name)) for name in ("values", "returns")}
+        assert torch.equal(gradient(replace(batch, **columns), torch.where(mask, noise, values)), want)
+
+
+def combinations() -> Iterator[tuple[str, str, str]]:
+    yield from itertools.product(sorted(set(ADVANTAGES) - {"gae"}), LOSSES, CORRECTIONS)
+
+
+@pytest.mark.parametrize(("advantage", "loss", "correction"), list(combinations()))
+def test_equal_rewards_move_no_policy_whatever_loss_and_correction(advantage: str, loss: str, correction: str) -> None:
+    config = algorithm(advantage, policy_loss=loss, mini_batches=2, correction={"weight": correction, "veto": 1e-4})
+    samples = [
+        replace(sample, old_log_probs=[x + 0.1 for x in sample.rollout_log_probs])
+        for sample in credited([group([-0.8] * 8, "a"), group([-0.8] * 8, "b")], config)
+    ]
+    batch = packed(samples)
+    log_probs = batch.rollout_log_probs + 0.3
+    loss_value, gradient, _ = gradients(config, samples, batch, log_probs, torch.zeros_like(log_probs))
+    assert loss_value == 0
+    assert not gradient.any()
+
+
+# ---- grafted tokens
+
+
+def correction_of(rule: dict[str, Any], log_rho: list[list[float]], grafted: list[int]) -> list[list[float]]:
+    """Weights of sequences of sampled tokens to each of which as many grafted ones are added."""
+    rows = [torch.tensor(row + [0.0] * n) for row, n in zip(log_rho, grafted, strict=True)]
+    masks = [torch.tensor([True] * len(row) + [False] * n) for row, n in zip(log_rho, grafted, strict=True)]
+    index = torch.cat([torch.full((len(row),), i) for i, row in enumerate(rows)])
+    values = torch.cat(rows)
+    advantages = -torch.ones_like(values)
+    result = rollout_correction(
+        CorrectionConfig(**rule),
+        values,
+        torch.cat(masks),
+        Sequences(index, len(rows)),
+        advantages,
+        log_old_over_new=values.abs(),
+        moved_mask=torch.cat(masks),
+    )
+    return [row.tolist() for row in result.weights.split([len(row) for row in rows])]
+
+
+SEQUENCE_RULES = {name: rule for name, rule in REJECTIONS.items() if name != "icepop"} | {
+    "sequence_tis": {"weight": "sequence_tis"}
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCE_RULES)
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.floats(-6, 6, width=16), min_size=1, max_size=4), min_size=1, max_size=4), st.data())
+def test_neither_grafted_tokens_nor_other_sequences_change_the_verdict_on_a_sequence(
+    name: str, log_rho: list[list[float]], data: st.DataObject
+) -> None:
+    grafted = [data.draw(st.integers(0, 5)) for _ in log_rho]
+    together = correction_of(SEQUENCE_RULES[name], log_rho, grafted)
+    for row, extra, weights in zip(log_rho, grafted, together, strict=True):
+        (alone,) = correction_of(SEQUENCE_RULES[name], [row], [0])
+        assert weights[: len(row)] == pytest.approx(alone, rel=1e-5)
+        dropped = not any(alone)
+        assert extra == 0 or (not any(weights[len(row) :])) == dropped
+
+
+def test_a_sequence_that_is_dropped_alone_is_dropped_with_two_grafted_tokens() -> None:
+    one = Sample([1, 2, 3, 4], [0, 1, 1, 1], [1.0] * 4, rollout_log_probs=[0.0, -1.0, 0.0, 0.0])
+    one.staleness, one.sample_id = [0, 0, GRAFTED, GRAFTED], 0
+    config = AlgorithmConfig.model_validate({"correction": {"geometric_bounds": (0.8, 1.25)}})
+    log_probs = torch.tensor([-1.3, -0.1, -0.1], requires_grad=True)  # rho is exp(-0.3), over three tokens exp(-0.1)
+    output = policy_objective(config, [one])(log_probs, torch.zeros(3), build_batch([one]))
+    output.loss.backward()
+    assert not log_probs.grad.any()  # type: ignore[union-attr]
+    assert output.sums["correction/dropped_geometric"] == 3
+
+
+def test_grafted_tokens_learn_whatever_the_engine_said_of_them() -> None:
+    config, samples, _ = exclusion("masked", "ppo")
+    samples[0].loss_mask, samples[0].staleness = [0, 1, 1, 1, 1, 1], [0, 0, GRAFTED, GRAFTED, 0, 0]
+    batch = packed(samples)
+    log_probs, entropy = batch.rollout_log_probs + 0.02, torch.ones_like(batch.rollout_log_probs)
+    grafted = batch.staleness == GRAFTED
+    want = gradients(config, samples, batch, log_probs, entropy)
+    assert want[1][grafted].all()
+    for garbage in GARBAGE:
+        other = replace(batch, rollout_log_probs=torch.where(grafted, garbage, batch.rollout_log_probs))
+        for value, expected in zip(gradients(config, samples, other, log_probs, entropy), want, strict=True):
+            assert torch.equal(value, expected)
+
+
+# ---- clamps
+
+
+def test_sequence_products_are_clamped_as_a_whole_and_not_token_by_token() -> None:
+    # 30 - 25 - 4.5 = 0.5: a clamp of each token at 20 nats would make it -4.5 and drop the sequence
+    weights = correction_of({"weight": "sequence_mis"}, [[30.0, -25.0, -4.5]], [0])
+    assert weights[0] == pytest.approx([math.exp(0.5)] * 3, rel=1e-5)
+    weights = correction_of({"weight": "none", "geometric_bounds": (0.8, 1.25)}, [[30.0, -30.0]], [0])
+    assert weights[0] == [1.0, 1.0]
+
+
+def test_k1_and_k2_know_no_limit_and_k3_is_finite() -> None:
+    log_probs = torch.tensor([-1.0, -60.0, -200.0], requires_grad=True)
+    reference = torch.tensor([-51.0, -10.0, -1.0])
+    assert kl_estimate(log_probs, reference, "k1").tolist() == [50.0, -50.0, -199.0]
+    assert kl_estimate(log_probs, reference, "k2").tolist() == [1250.0, 1250.0, 199.0**2 / 2]
+    k3 = kl_estimate(log_probs, reference, "k3")
+    assert k3[0] == 49.0
+    assert k3.isfinite().all()
+
+
+def test_mismatch_beyond_twenty_nats_is_seen() -> None:
+    mask = torch.ones(2, dtype=torch.bool)
+    sums, maxima = mismatch_sums(
+        torch.tensor([-60.0, -1.0]), torch.tensor([-1.0, -1.0]), mask, Sequences(mask.long(), 2)
+    )
+    assert maxima["mismatch/logprob_gap_max"] == 59
+    assert sums["mismatch/kl_k1"] == 59
+    assert all(value.isfinite() for value in sums.values())
+
+
+# ---- rewards made of parts
+
+
+def test_gdpo_takes_the_penalty_on_length_as_one_more_reward() -> None:
+    lengths = [3, 3, 9, 11]
+    episodes = [episode(1.0, n, reward_parts={"score": 1.0}) for n in lengths]
+    config = AlgorithmConfig(
+        advantage="gdpo", reward_weights={"score": 1.0}, overlong_buffer=4, overlong_penalty=0.5, whiten_over="samples"
+    )
+    got = [float(max(s.advantages, key=abs)) for s in credited([TrajectoryGroup("t", episodes)], config, limit=10)]  # type: ignore[arg-type]
+    penalties = torch.tensor([0.0, 0.0, -0.5, -1.0], dtype=torch.float64)
+    assert got == pytest.approx(whiten(0.5 * group_advantages(penalties)).tolist())
+    assert got[0] > got[2] > got[3]
+
+
+def test_a_reward_part_that_an_episode_does_not_have_counts_as_zero() -> None:
+    episodes = [episode(1.0, reward_parts={"score": 1.0}), episode(-1.0, reward_parts={}), episode(0.0)]
+    got = credited([TrajectoryGroup("t", episodes)], algorithm("gdpo", reward_weights={"score": 1.0}))
+    assert [np.sign(sample.advantages[-1]) for sample in got] == [1, -1, -1]  # type: ignore[index]
+
+
+def test_the_penalty_on_length_counts_what_the_policy_sampled() -> None:
+    config = algorithm("dr_grpo", overlong_buffer=4)
+    terse = Trajectory("t", list(range(90)), [0] * 85 + [1] * 5, [0.0] * 90)  # a long prompt, or much tool output
+    wordy = Trajectory("t", list(range(12)), [0] * 2 + [1] * 10, [0.0] * 12)
+    got = credited([TrajectoryGroup("t", [terse, wordy])], config, limit=10)
+    assert [sample.advantages[-1] for sample in got] == [0.5, -0.5]  # type: ignore[index]
+
+
+# ---- signal
+
+
+def test_dynamic_sampling_judges_what_the_advantage_compares() -> None:
+    parts = TrajectoryGroup(
+        "t", [episode(0.0, reward_parts={"score": s, "style": t}) for s, t in ((1.0, -1.0), (-1.0, 1.0))]
+    )
+    assert has_signal(parts, algorithm("gdpo"))
+    assert not has_signal(parts, algorithm("grpo"))
+    unweighted = TrajectoryGroup("t", [episode(r, reward_parts={"score": 1.0, "style": r}) for r in (0.0, 1.0)])
+    assert not has_signal(unweighted, algorithm("gdpo", reward_weights={"score": 1.0, "style": 0.0}))
+    assert has_signal(unweighted, algorithm("grpo"))
+    rounded = TrajectoryGroup("t", [episode(r) for r in (0.3, 0.1 + 0.2)])
+    assert not has_signal(rounded, algorithm("grpo"))
+
+
+def test_a_group_whose_episodes_are_all_excluded_has_no_signal() -> None:
+    excluded = TrajectoryGroup("t", [replace(episode(r), excluded=True) for r in (0.0, 1.0)])
+    assert not has_signal(excluded, algorithm("grpo"))
+    metrics = StepMetrics(0)
+    groups = [excluded, group([1.0, 1.0]), group([0.0, 1.0])]
+    signal_metrics(metrics, groups, credited(groups, algorithm("grpo")))
+    assert metrics.values()[Name.GROUPS_WITHOUT_SIGNAL] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_stale_token_is_no_part_of_a_kl_penalty_in_the_reward(estimator: str) -> None:
+    config = algorithm(
+        "dr_grpo", kl=KlConfig(place="reward", estimator=estimator, coefficient=1.0), old_log_probs="rollout",
+        correction={"weight": "none"},
+    )  # fmt: skip
+    groups = [group([0.0, 1.0])]
+    samples = to_samples(groups, config, version=0)
+    samples = [replace(s, reference_log_probs=[x - 0.3 for x in s.rollout_log_probs]) for s in samples]  # type: ignore[union-attr]
+    samples[0].staleness = [0, 1, 0]
+    first = with_advantages(samples, groups, config, 10)
+    samples[0].rollout_log_probs = [0.0, -50.0, -0.5]
+    assert np.array_equal(with_advantages(samples, groups, config, 10)[1].advantages, first[1].advantages)

@@ -1,0 +1,160 @@
+"""Ray starts on a machine that is busy with something else, and its workers take part in it as equals."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from rl_loop.cluster import ray_session
+
+ROOT = Path(__file__).parents[3]
+
+HOLD = """
+import os, sys, threading, time
+from pathlib import Path
+
+import psutil
+from ray._private import services
+
+go_on = Path(os.environ["FOLDER"]) / "go_on"
+
+
+def waiting(program):
+    '''A script that runs ``program`` with its arguments once the file ``go_on`` exists.'''
+    script = Path(os.environ["FOLDER"]) / "waiting.sh"
+    script.write_text(f'#!/bin/sh\\nuntil [ -e {go_on} ]; do sleep 0.1; done\\nexec {program} "$@"\\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def hold_agent(wanted):
+    build = services._build_python_executable_command_memory_profileable
+
+    def command(component, session_dir, unbuffered=True):
+        assert component in ("dashboard_agent", "runtime_env_agent", "log_monitor", "dashboard"), component
+        if component == wanted:
+            return [waiting(sys.executable)]
+        return build(component, session_dir, unbuffered)
+
+    services._build_python_executable_command_memory_profileable = command
+
+
+def hold_raylet():
+    services.RAYLET_EXECUTABLE = waiting(services.RAYLET_EXECUTABLE)
+"""
+
+
+def run_program(code: str, folder: Path, **environment: str) -> str:
+    """Output of a Python program, in a process of its own, in which parts of Ray can be held up."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", HOLD + textwrap.dedent(code)],
+        env={**settings, "PYTHONPATH": paths, "FOLDER": str(folder), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("agent", ["dashboard_agent", "runtime_env_agent"])
+def test_ray_starts_before_its_slow_agents_do(agent: str, tmp_path: Path) -> None:
+    """On two busy cores an agent needs half a minute for its imports. Here it does not begin with them until the end:
+    Ray alone waits for 15 s, ends its raylet and says after 30 s that the node timed out."""
+    program = f"""
+        hold_agent({agent!r})
+        from rl_loop.cluster.ray_session import ray_session
+        with ray_session():
+            import ray
+            assert not go_on.exists() and go_on.with_name("waiting.sh").exists()
+            print("up before the agent")
+            go_on.touch()
+            print(ray.get(ray.remote(lambda: "a task ran").remote()))
+    """
+    assert run_program(program, tmp_path).splitlines()[:2] == ["up before the agent", "a task ran"]
+
+
+def test_a_raylet_that_needs_longer_than_ray_waits_is_waited_for(tmp_path: Path) -> None:
+    """Ray's clock runs a hundred times too fast, so that its 30 s are over at once; the raylet comes after 3 s."""
+    program = """
+        from ray._private import node
+        class FastClock:
+            def __getattr__(self, name):
+                return getattr(time, name)
+            def monotonic(self):
+                return 100 * time.monotonic()
+        node.time = FastClock()
+        hold_raylet()
+        threading.Timer(3, go_on.touch).start()
+        from rl_loop.cluster.ray_session import ray_session
+        with ray_session():
+            print("up", go_on.exists())
+    """
+    assert run_program(program, tmp_path, RAY_raylet_start_wait_time_s="1").strip() == "up True"
+
+
+def test_a_raylet_that_never_comes_is_an_error_in_one_sentence_and_leaves_no_process(tmp_path: Path) -> None:
+    program = """
+        from rl_loop.cluster.ray_session import RayStartError, start_local_ray
+        hold_raylet()
+        try:
+            start_local_ray(seconds=1)
+        except RayStartError as error:
+            print(error)
+        children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        print([child.name() for child in psutil.wait_procs(children, timeout=30)[1]])
+    """
+    error, left = run_program(program, tmp_path, RAY_raylet_start_wait_time_s="1").strip().split("\n")
+    assert re.fullmatch(r"Ray did not start within 1 s \(load \d+ on \d+ processors\); its logs: /.*/logs", error)
+    assert left == "[]"
+
+
+def test_workers_of_a_local_ray_run_at_the_priority_of_who_started_them(tmp_path: Path) -> None:
+    program = """
+        from rl_loop.cluster.ray_session import ray_session
+
+        def niceness(pid):
+            # the name, in brackets, may hold spaces; nice is field 19 of proc(5)
+            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[16])
+
+        with ray_session():
+            import ray
+
+            class Worker:
+                def pid(self):
+                    return os.getpid()
+
+            actor = ray.remote(Worker).remote()
+            print(niceness(ray.get(actor.pid.remote())) - niceness(os.getpid()))
+    """
+    assert run_program(program, tmp_path).strip() == "0"
+
+
+def test_nothing_starts_a_ray_but_ray_session() -> None:
+    """Elsewhere it would have Ray's own limits and priority."""
+    own = {"rl_loop/cluster/ray_session.py", "tests/rl_loop/cluster/test_ray_session.py"}
+    files = [path for folder in ("rl_loop", "launch", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    starting = {str(path.relative_to(ROOT)) for path in files if "ray.init(" in path.read_text()}
+    assert starting - own == set()
+
+
+def test_threads_of_a_local_ray_do_not_spin_for_long_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With libgomp's default, a busy loop beside two threads made the demo's SFT nine times as slow."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert ray_session.local_environment()["GOMP_SPINCOUNT"] == "1000"
+
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert ray_session.local_environment()["GOMP_SPINCOUNT"] == "7"
+
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "GOMP_SPINCOUNT" not in ray_session.local_environment()

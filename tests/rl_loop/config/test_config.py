@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_gptoss.config import ModelConfig, ParallelConfig
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import dump_config, load_config
+from rl_loop.config.run import RlConfig, SftConfig
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("rl/*.yaml")), ids=lambda p: p.stem)
+def test_every_rl_configuration_loads(path: Path) -> None:
+    load_config(path, RlConfig)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("sft/*.yaml")), ids=lambda p: p.stem)
+def test_every_sft_configuration_loads(path: Path) -> None:
+    load_config(path, SftConfig)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672)],
+)
+def test_model_configurations_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    import yaml
+
+    from converters.names import hf_shapes
+
+    model = ModelConfig.model_validate(yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text()))
+    total = 0
+    for shape in hf_shapes(model).values():
+        count = 1
+        for size in shape:
+            count *= size
+        total += count
+    assert total == parameters
+
+
+def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:
+    config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["optimizer.lr=1e-5", "model.num_layers=2"])
+    file = tmp_path / "resolved.yaml"
+    file.write_text(dump_config(config))
+    assert load_config(file, RlConfig) == config
+    assert config.optimizer.lr == 1e-5
+    assert config.model.num_layers == 2
+
+
+def test_the_last_of_several_model_overrides_wins() -> None:
+    config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["model=gpt-oss-20b", "vocabulary=gptoss"])
+    assert config.model.num_experts == 32
+
+
+def test_all_mistakes_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["seed=x", "rollout.worker=2"])
+    assert "seed:" in str(error.value)
+    assert "rollout.worker: unknown key" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [
+        ({"world_size": 2, "tensor": 2}, None),
+        ({"world_size": 4, "tensor": 4}, "parallel.tensor (4) must divide num_key_value_heads"),
+        ({"world_size": 3, "pipeline": 3}, "parallel.pipeline (3) must divide num_layers"),
+        ({"world_size": 2, "pipeline": 2, "virtual_pipeline": 4}, "pipeline x virtual_pipeline (8) must divide num_l"),
+        ({"virtual_pipeline": 2}, "parallel.virtual_pipeline (2) needs parallel.pipeline above 1"),
+        ({"last_stage_layers": 2}, "parallel.last_stage_layers (2) needs parallel.pipeline above 1"),
+        ({"recompute_layers": 2}, "parallel.recompute_layers has no effect: parallel.recompute does not say"),
+        (
+            {"world_size": 3, "pipeline": 3, "last_stage_layers": 1},
+            "parallel.pipeline less the last stage (2) must divide num_layers - last_stage_layers",
+        ),
+        ({"world_size": 3, "expert": 3}, "parallel.expert (3) must divide num_experts"),
+        ({"world_size": 2, "expert": 4}, "parallel.expert (4) must divide world_size / pipeline"),
+        ({"world_size": 3, "tensor": 2}, "parallel.world_size (3)"),
+    ],
+)
+def test_impossible_layouts_name_the_key(layout: dict[str, int], named: str | None) -> None:
+    model = ModelConfig(
+        num_layers=4, num_experts=8, num_key_value_heads=2, num_attention_heads=8, hidden_size=64, vocab_size=128
+    )
+    parallel = ParallelConfig(**layout)
+    if named is None:
+        parallel.check_layout(model)
+        return
+    with pytest.raises(ValueError) as error:
+        parallel.check_layout(model)
+    assert named in str(error.value)
+
+
+def test_purification_with_sglang_needs_temperature_one() -> None:
+    """SGLang scores at temperature 1 only: found out by the first retried call otherwise, hours into a run."""
+    path = CONFIGS / "rl/tiny_retool.yaml"
+    sglang = ["rollout.purification={}", "rollout.engine=sglang"]
+    with pytest.raises(ConfigError, match=r"rollout\.purification .* set rollout\.temperature=1"):
+        load_config(path, RlConfig, [*sglang, "rollout.temperature=0.7"])
+    load_config(path, RlConfig, [*sglang, "rollout.temperature=1"])
+    load_config(path, RlConfig, ["rollout.purification={}", "rollout.temperature=0.7"])

@@ -1,0 +1,70 @@
+"""The plugin that servers with triton attention get, as SGLang finds and runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
+from tests.waiting import PATIENCE_SECONDS
+
+BACKEND = """
+class TritonAttnBackend:
+    def __init__(self, window, *, decoding=True):
+        self.sliding_window_size, self.decoding = window, decoding
+"""
+RUN = """
+from importlib.metadata import entry_points
+(plugin,) = entry_points(group="sglang.srt.plugins")
+plugin.load()()
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+backends = [TritonAttnBackend(127, decoding=False), TritonAttnBackend(None)]
+print([(b.sliding_window_size, b.decoding) for b in backends])
+"""
+
+
+def run(tmp_path: Path, version: str) -> subprocess.CompletedProcess[str]:
+    package = tmp_path / "sglang/srt/layers/attention"
+    package.mkdir(parents=True)
+    (tmp_path / "sglang/version.py").write_text(f'__version__ = "{version}"\n')
+    (package / "triton_backend.py").write_text(BACKEND)
+    environment = SglangConfig(attention_backend="triton", env={"PYTHONPATH": str(tmp_path)}).environment
+    return subprocess.run(
+        [sys.executable, "-S", "-c", RUN],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+
+def test_triton_decodes_with_the_query_and_the_keys_of_its_window(tmp_path: Path) -> None:
+    done = run(tmp_path, "0.5.17")
+    assert done.stdout == "[(128, False), (None, True)]\n", done.stderr
+
+
+def test_another_sglang_is_refused_before_it_serves(tmp_path: Path) -> None:
+    done = run(tmp_path, "0.5.18")
+    assert done.returncode == 1
+    assert "mended for SGLang 0.5.17 and this is 0.5.18: use fa3" in done.stderr
+
+
+def test_other_backends_are_left_alone() -> None:
+    assert "PYTHONPATH" not in SglangConfig(attention_backend="fa3").environment
+    assert SglangConfig(attention_backend="triton").environment["PYTHONPATH"] == str(PLUGIN)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("GPTOSS_SGLANG_PYTHON" not in os.environ, reason="GPTOSS_SGLANG_PYTHON is not set")
+def test_the_real_sglang_runs_the_plugin() -> None:
+    code = "from sglang.srt.plugins import load_plugins; load_plugins()\n"
+    code += "from sglang.srt.layers.attention.triton_backend import TritonAttnBackend as backend\n"
+    code += "print(backend.__init__.__code__.co_name)"
+    environment = os.environ | SglangConfig(attention_backend="triton").environment
+    python = os.environ["GPTOSS_SGLANG_PYTHON"]
+    done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1] == "with_the_query", done.stderr

@@ -1,0 +1,390 @@
+"""Weights on their way into SGLang servers: versions, names, deaths on either side."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import ray
+import torch
+
+from converters.names import hf_shapes
+from converters.random_weights import random_hf_weights
+from megatron_gptoss.config import ModelConfig
+from rl_loop.canary import CanaryError, check_canary
+from rl_loop.cluster.ray_session import start_local_ray
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.engines.protocol import GenerateRequest, SamplingParams
+from rl_loop.engines.sglang.engine import SglangEngine
+from rl_loop.engines.sglang.fleet import SglangFleet, statuses
+from rl_loop.engines.sglang.server import ServerState, ServerStatus
+from rl_loop.engines.sglang.weight_checksums import gpu_hash, sampled_parameters
+from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, buckets, send_weights
+from rl_loop.rollout.pool import RolloutPool
+from rl_loop.trainer.group import TrainerGroup
+from tests.rl_loop.sglang_protocol import VOCAB, LocalServer, digest, log_prob, next_token, prefix_state
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+MODEL = ModelConfig(
+    num_layers=2, num_experts=2, experts_per_token=2, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+    num_key_value_heads=2, head_size=16, vocab_size=640, max_length=1024,
+)  # fmt: skip
+TEXT = list(range(20, 60))
+
+
+def weights_of(seed: int) -> dict[str, torch.Tensor]:
+    get = random_hf_weights(MODEL, seed)
+    return {name: get(name).to(torch.bfloat16) for name in hf_shapes(MODEL)}
+
+
+def scores_under(weights: dict[str, torch.Tensor]) -> list[float]:
+    state, scores = prefix_state(TEXT[:1], digest(weights)), []
+    for token in TEXT[1:]:
+        state = prefix_state([token], "", state)
+        scores.append(log_prob(state))
+    return scores
+
+
+def test_buckets_are_bounded_and_keep_every_tensor() -> None:
+    weights = weights_of(0)
+    parts = list(buckets(weights.items(), 10_000))
+    assert [name for part in parts for name, _ in part] == list(weights)
+    for part in parts:
+        *before, last = [tensor.nbytes for _, tensor in part]
+        assert sum(before) + last <= 10_000 or sum(before) <= 10_000 // 8
+    assert len(parts) > 3
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "disk"])
+def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(transport: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        server = LocalServer(token_seconds=0.005)
+        server.weights, server.version = weights_of(1), "1"
+        url = await server.start()
+
+        async def servers() -> list[ServerStatus]:
+            return [ServerStatus(url, ServerState.SYNCED, 1, int(server.version))]
+
+        engine = SglangEngine(servers, num_layers=2, top_k=2, num_experts=2, vocab_size=VOCAB)
+        tokens, versions, turn = list(TEXT), [], 0
+        syncing = asyncio.ensure_future(asyncio.sleep(0.3))
+        while len(tokens) < len(TEXT) + 150:
+            room = len(TEXT) + 150 - len(tokens)
+            running = asyncio.ensure_future(
+                engine.generate(GenerateRequest(f"e/0/0/{turn}", list(tokens), SamplingParams(room)))
+            )
+            if not turn:
+                await syncing
+                plan = SyncPlan((url,), 2, transport, bucket_bytes=20_000, directory=tmp_path / "weights")
+                await send_weights(weights_of(2).items(), MODEL, plan)
+            result = await running
+            tokens += result.output_ids
+            versions += [span.version for span in result.weight_versions for _ in range(span.start, span.end)]
+            turn += 1
+        assert versions == sorted(versions)
+        assert set(versions) == {1, 2}
+        for i, version in enumerate(versions):
+            prefix = tokens[: len(TEXT) + i]
+            assert tokens[len(TEXT) + i] == next_token(prefix_state(prefix, digest(weights_of(version))))
+        await engine.close()
+        await server.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w | {"model.layers.0.no_such.weight": torch.zeros(3)}, "no_such.weight is none of GPT-OSS"),
+        (
+            lambda w: w | {"model.norm.weight": torch.zeros(31)},
+            r"model.norm.weight has shape \[31\], .* expects \[32\]",
+        ),
+        (lambda w: {n: t for n, t in w.items() if n != "model.norm.weight"}, "the first is model.norm.weight"),
+    ],
+)
+def test_weights_of_another_model_are_named_and_never_served(change: object, message: str) -> None:
+    async def main() -> None:
+        server = LocalServer()
+        server.weights, server.version = weights_of(1), "1"
+        plan = SyncPlan((await server.start(),), 2, "shared_memory", bucket_bytes=20_000)
+        with pytest.raises(WeightMismatch, match=message):
+            await send_weights(change(weights_of(2)).items(), MODEL, plan)
+        assert server.version == "1"
+        assert not server.paused.is_set(), "half-loaded weights could be served"
+        await server.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("drops", "self_attn.sinks"),
+        ("drops", "mlp.router.bias"),
+        ("drops", "mlp.experts.gate_up_proj_bias"),
+        ("transposes", "self_attn.o_proj.weight"),
+        ("transposes", "mlp.experts.down_proj"),
+        ("", ""),
+    ],
+)
+def test_a_tensor_that_a_server_drops_or_transposes_in_silence_is_named_and_never_served(
+    fault: str, name: str, ranks: int
+) -> None:
+    square = MODEL.model_copy(update={"hidden_size": 64, "intermediate_size": 64})
+
+    get = random_hf_weights(square, 1)
+    before = {name: get(name).to(torch.bfloat16) for name in hf_shapes(square)}
+    after = {name: tensor + 1 for name, tensor in before.items()}
+
+    async def main() -> None:
+        server = LocalServer()
+        server.weights, server.version, server.ranks = before, "1", ranks
+        plan = SyncPlan((await server.start(),), 3, "shared_memory", ranks)
+        if fault:
+            setattr(server, fault, f"model.layers.1.{name}")
+            with pytest.raises(
+                WeightMismatch, match=rf"sent weights 3 and holds something else in model.layers.1.{name}$"
+            ):
+                await send_weights(after.items(), square, plan)
+            assert server.version == "1"
+            assert not server.paused.is_set(), "weights that nobody sent could be served"
+        else:
+            await send_weights(after.items(), square, plan)
+            assert server.version == "3"
+        await server.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("lost", ["model.layers.1.self_attn.sinks", "model.embed_tokens.weight", None])
+def test_all_that_was_sent_can_be_compared_without_sending_it_again(lost: str | None) -> None:
+    after = {name: tensor + 1 for name, tensor in weights_of(1).items()}
+
+    async def main() -> None:
+        server = LocalServer()
+        server.weights, server.version, server.drops = weights_of(1), "1", lost or ""
+        sync = SyncPlan((await server.start(),), 2, "shared_memory", compare=False)
+        await send_weights(after.items(), MODEL, sync)
+        held = dict(server.weights)
+        assert [name for name in held if not torch.equal(held[name], after[name])] == ([lost] if lost else [])
+        everything = replace(sync, transport="none", compare=True)
+        if lost:
+            sampled = [name for names in sampled_parameters(MODEL, 2).values() for name in names]
+            assert lost not in sampled
+            with pytest.raises(WeightMismatch, match=f"holds something else in {lost}$"):
+                await send_weights(after.items(), MODEL, everything)
+        else:
+            await send_weights(after.items(), MODEL, everything)
+        assert all(server.weights[name] is held[name] for name in held)
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_every_tensor_is_compared_in_its_turn() -> None:
+    turns = [sampled_parameters(MODEL, version) for version in range(6)]
+    assert {name for turn in turns for names in turn.values() for name in names} == set(hf_shapes(MODEL))
+    always = ("sinks", "router.bias", "o_proj.weight", "qkv_proj.weight", "w2_weight")
+    assert all(any(name.endswith(end) for name in turn) for turn in turns for end in always)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(5, 0x44A2078445CF44D1), (16384, 0x2E46EBD8D5F41216), (16386, 0x5489B16B65157AE4), (200_003, 0x80557506F7F3FBB7)],
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_hash_of_gpu_weights_is_that_of_sglang_s_kernel(length: int, expected: int, device: str) -> None:
+    values = (torch.arange(length, device=device) * 7 % 251).to(torch.bfloat16)
+    assert gpu_hash([values]) == gpu_hash(list(values.split([length // 3, length - length // 3]))) == expected
+
+
+# -- the fleet: server processes, Ray actors, gloo -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> Iterator[None]:
+    start_local_ray(num_cpus=2, object_store_bytes=100 << 20)
+    yield
+    ray.shutdown()
+
+
+class Trainer:
+    """Sends weights as trainer rank 0 does; dies before tensor ``dies_at``."""
+
+    def __init__(self, seed: int, dies_at: int | None = None) -> None:
+        self.named, self.dies_at, self.sends = weights_of(seed), dies_at, 0
+        self.compared: list[bool] = []
+
+    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(self.named.items()):
+            if number == self.dies_at:
+                raise RuntimeError("the trainer died")
+            yield item
+
+    def send_weights(self, plan: SyncPlan) -> None:
+        self.sends += 1
+        self.compared.append(plan.compare)
+        asyncio.run(send_weights(self._stream(), MODEL, plan))
+
+
+@pytest.fixture
+def config(tmp_path: Path, one_ray: None) -> RlConfig:
+    """Two local servers, each a process that takes the place of SGLang."""
+    stub = f"{ROOT / 'tests/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
+    config = load_config(
+        ROOT / "configs/rl/tiny_retool.yaml",
+        RlConfig,
+        [
+            f"output_dir={tmp_path}",
+            "rollout.engine=sglang",
+            "rollout.sglang.servers=2",
+            "rollout.sglang.weight_sync=gloo",
+        ],
+    )
+    settings = config.rollout.sglang.model_copy(
+        update={
+            "python": sys.executable,
+            "env": {"PYTHONPATH": stub, "DIE_AT": str(tmp_path / "die_at"), "OMP_NUM_THREADS": "1"},
+            # a process that dies is noticed at once; one that is slow on a busy machine is not to be killed for it
+            "health_seconds": 60.0,
+            "sync_seconds": 120.0,
+            "bucket_bytes": 20_000,
+        }
+    )
+    rollout = config.rollout.model_copy(update={"sglang": settings})
+    return config.model_copy(update={"model": MODEL, "rollout": rollout, "dtype": "bfloat16"})
+
+
+@pytest.fixture
+def fleet(config: RlConfig) -> Iterator[SglangFleet]:
+    servers = SglangFleet(config)
+    yield servers
+    servers.close()
+
+
+def states(fleet: SglangFleet) -> list[tuple[ServerState, int | None]]:
+    return [(status.state, status.version) for status in asyncio.run(statuses(fleet.actors))]
+
+
+def kill_first_server(fleet: SglangFleet) -> None:
+    os.kill(ray.get(fleet.actors[0].__ray_call__.remote(lambda server: server._process.pid)), signal.SIGKILL)
+
+
+def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weights(fleet: SglangFleet) -> None:
+    fleet.ready()
+    assert states(fleet) == [(ServerState.STALE, None)] * 2
+    trainer = Trainer(1)
+    fleet.sync(trainer, 1)
+    assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
+    assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
+    fleet.heal()
+    assert trainer.sends == 1, "nothing was to be healed"
+    kill_first_server(fleet)
+    wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
+    assert states(fleet)[1] == (ServerState.SYNCED, 1)
+    fleet.heal()
+    assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
+    assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
+    # weights that are not those the others have: the canary of the healed server says so
+    fleet._source = (Trainer(2), 1)
+    kill_first_server(fleet)
+    wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
+    fleet.heal()
+    assert states(fleet)[0][0] is not ServerState.SYNCED
+    assert states(fleet)[1] == (ServerState.SYNCED, 1)
+
+
+def test_syncs_share_one_process_group_until_a_server_is_another(fleet: SglangFleet) -> None:
+    def groups_joined() -> list[int]:
+        urls = tuple(status.url for status in asyncio.run(statuses(fleet.actors)))
+        return [info["groups"] for info in fleet._at_all(urls, lambda client: client.call("/server_info"))]
+
+    fleet.ready()
+    for version in (1, 2, 3):
+        fleet.sync(Trainer(version), version)
+        assert groups_joined() == [1, 1]
+    kill_first_server(fleet)
+    wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
+    trainer = Trainer(4)
+    fleet.sync(trainer, 4)
+    assert groups_joined() == [1, 2]
+    assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
+
+
+def test_a_server_that_restarts_while_the_trainer_learns_waits_for_what_it_has_learned(fleet: SglangFleet) -> None:
+    fleet.ready()
+    trainer = Trainer(1)
+    fleet.sync(trainer, 1)
+    with fleet.source_changing_to(2):
+        kill_first_server(fleet)
+        wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
+        healer = Thread(target=fleet.heal)  # as the thread of rollouts does
+        healer.start()
+        healer.join()
+        assert trainer.sends == 1
+        trainer.named = Trainer(2).named
+    fleet.heal()
+    assert states(fleet) == [(ServerState.SYNCED, 2), (ServerState.SYNCED, 1)]
+    assert fleet.score(TEXT, 1.0)[0] == scores_under(trainer.named)
+
+
+def test_a_server_or_trainer_that_dies_in_mid_sync_leaves_nothing_half_loaded_to_serve(
+    fleet: SglangFleet, tmp_path: Path
+) -> None:
+    (tmp_path / "die_at").write_text("/update_weights_from_distributed:2")
+    fleet.ready()  # one of the two has taken the file
+    trainer = Trainer(1)
+    fleet.sync(trainer, 1)
+    assert trainer.sends == 2
+    wait_until(lambda: all(state is not ServerState.DEAD for state, _ in states(fleet)))
+    fleet.ready()
+    fleet.heal()
+    assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
+    assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
+    with pytest.raises(Exception, match="the trainer died"):
+        fleet.sync(Trainer(2, dies_at=9), 2)
+    assert all(state is not ServerState.SYNCED for state, _ in states(fleet))
+    again = Trainer(2)
+    fleet.ready()
+    fleet.sync(again, 2)
+    fleet.heal()
+    assert states(fleet) == [(ServerState.SYNCED, 2)] * 2
+    assert fleet.score(TEXT, 1.0) == [scores_under(again.named)] * 2
+    assert all(again.compared), "new processes are compared with what they were sent"
+    fleet.sync(again, 3)
+    fleet.sync(again, 7)
+    assert again.compared[-2:] == [False, True]
+
+
+def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_computes_something_else(
+    config: RlConfig,
+) -> None:
+    parallel = config.parallel.model_copy(update={"world_size": 2, "expert": 2})
+    config = config.model_copy(update={"parallel": parallel, "initial_weights": None})
+    trainer, pool = TrainerGroup(config), RolloutPool(config)
+    try:
+        trainer.ready()
+        pool.ready()
+        pool.sync_weights(trainer, 5)
+        assert pool.score(TEXT, 1.0) == [scores_under(trainer.weights())] * 2
+        with pytest.raises(CanaryError, match="after syncing weights 5, rollout worker 0 and the trainer differ"):
+            check_canary(trainer, pool, TEXT, config, 5)
+        pool._fleet._source = (Trainer(7), 5)
+        with pytest.raises(
+            WeightMismatch, match=r"sent weights 5 and holds something else in model.embed_tokens.weight$"
+        ):
+            check_canary(trainer, pool, TEXT, config, 5)
+    finally:
+        pool.close()
+        trainer.close()

@@ -1,0 +1,66 @@
+"""``gptoss doctor --engine``: the distribution of the log-prob gap."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron_gptoss.packing import Sample
+from rl_loop.engines.sglang.config import MOE_CONFIGS, SglangConfig
+from rl_loop.evaluation.engine_comparison import gap_table
+from rl_loop.harmony.codec import Harmony
+
+MOE = {"SGLANG_MOE_CONFIG_DIR": str(MOE_CONFIGS)}
+"""What every server is told."""
+
+
+def test_gaps_are_shown_by_position_and_class_of_sampled_tokens_only(full: Harmony) -> None:
+    text = full.vocabulary.encode_text("The answer is 42")
+    tokens = [text[0]] * 130 + text
+    mask = [0] * 130 + [1] * len(text)
+    sample = Sample(tokens, mask, rollout_log_probs=[5.0] * 130 + [-1.0] * len(text))
+    scores = [-1.5] * 130 + [-1.25] * (len(text) - 1) + [-2.0]
+    lines = {line[:26].strip(): line[26:].split() for line in gap_table([sample], [scores], full)}
+    n = len(text)
+    assert lines["all"][0] == lines["position 128 and on"][0] == str(n)
+    assert float(lines["all"][1]) == pytest.approx((0.25 * (n - 1) + 1.0) / n, rel=1e-2)
+    assert lines["digits"][0] == "1"
+    assert float(lines["digits"][-1]) == 1.0
+    assert float(lines["words"][-1]) == 0.25
+    assert "position 0 and on" not in lines
+
+
+def test_a_server_is_told_what_its_configuration_says() -> None:
+    settings = SglangConfig(
+        python="/opt/python",
+        tensor_parallel=2,
+        colocated=True,
+        weight_sync="cuda_ipc",
+        arguments=["--log-level", "info"],
+    )
+    words = settings.command(1, Path("/model"), "bfloat16", routed_experts=True, seed=7)("10.0.0.1", 3100)
+    pairs = dict(pairwise(words))
+    assert words[:3] == ["/opt/python", "-m", "sglang.launch_server"]
+    assert pairs["--model-path"] == "/model"
+    assert pairs["--moe-runner-backend"] == "triton", "the default returns all-zero routes"
+    assert pairs["--base-gpu-id"] == "2"
+    assert (pairs["--host"], pairs["--port"]) == ("10.0.0.1", "3100")
+    assert {"--incremental-streaming-output", "--enable-return-routed-experts", "--enable-memory-saver"} <= set(words)
+    assert "--enable-deterministic-inference" not in words
+    assert settings.environment == MOE
+    assert SglangConfig(weight_sync="nccl").environment == MOE | {"NCCL_CUMEM_ENABLE": "1"}, (
+        "as the trainer's NCCL has it"
+    )
+    with pytest.raises(ValueError, match="colocated needs weight_sync cuda_ipc"):
+        SglangConfig(colocated=True)
+
+
+def test_a_deterministic_server_runs_no_kernel_that_depends_on_other_requests() -> None:
+    variable = "SGLANG_IS_FLASHINFER_AVAILABLE"
+    settings = SglangConfig(deterministic=True, weight_sync="disk", env={"OTHER": "1"})
+    words = settings.command(0, Path("/model"), "bfloat16", routed_experts=True, seed=7)("10.0.0.1", 3100)
+    assert {"--enable-deterministic-inference", "--disable-radix-cache"} <= set(words)
+    assert settings.environment == MOE | {variable: "false", "OTHER": "1"}
+    assert SglangConfig(deterministic=True, env={variable: "true"}).environment[variable] == "true", "the user's word"

@@ -1,0 +1,142 @@
+"""What a resume may change: differences are found leaf by leaf, and those that would spoil the run are refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import dump_config, load_config
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.lifecycle.resume import FIXED, changes_since, differences, write_config
+from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, start_run
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def config(tmp_path: Path, *overrides: str, kind: type[RunConfig] = RlConfig) -> Any:
+    file = CONFIGS / kind.command / "tiny_retool.yaml"
+    return load_config(file, kind, ["initial_weights=null", f"output_dir={tmp_path}", *overrides])
+
+
+def run_of(earlier: RunConfig, saved: bool = True) -> RunDirectory:
+    run = start_run(earlier.directory, dump_config(earlier))
+    if saved:
+        run.checkpoints.mkdir()
+        (run.checkpoints / "latest").write_text("step_000003")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shown"),
+    [
+        (["optimizer.lr=0.5"], "optimizer.lr: 0.002 -> 0.5"),
+        (["training.steps=7"], "training.steps: "),
+        (["rollout.max_tool_calls=1"], "rollout.max_tool_calls: "),
+        (["training.checkpoint_every=3"], "training.checkpoint_every: "),
+        (["algorithm.kl={place: loss, coefficient: 0.1}"], "algorithm.kl: null -> {"),
+        (["parallel.world_size=2"], "parallel.world_size: 1 -> 2"),
+        (["initial_weights=/elsewhere"], "initial_weights: null -> /elsewhere"),
+    ],
+)
+def test_what_can_change_is_listed(overrides: list[str], shown: str, tmp_path: Path) -> None:
+    run = run_of(config(tmp_path, "optimizer.lr=2e-3"))
+    (change,) = changes_since(run, config(tmp_path, "optimizer.lr=2e-3", *overrides))
+    assert str(change).startswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        ([], ["model.num_layers=2"], "model.num_layers: 4 -> 2"),
+        ([], ["model=tiny_words"], "model.vocab_size: 576 -> 1024"),
+        ([], ["dtype=bfloat16"], "dtype: float32 -> bfloat16"),
+        ([], ["vocabulary=gptoss"], "vocabulary: tiny -> gptoss"),
+        ([], ["tasks.seed=5"], "tasks.seed: 0 -> 5"),
+        ([], ["tasks.sources.retool.weight=0.5"], "tasks.sources.retool.weight: 1.0 -> 0.5"),
+        ([], ["rollout.tasks_per_step=3"], "rollout.tasks_per_step: "),
+        ([], ["parallel.world_size=2", "parallel.expert=2"], "parallel.expert: 1 -> 2"),
+        (["algorithm.advantage=gae", "algorithm.critic={}"], [], "algorithm.critic: {"),
+        (["algorithm.kl={place: loss, coefficient: 0.1}"], ["algorithm.kl={place: loss, coefficient: 0.1}",
+         "initial_weights=/elsewhere"], "initial_weights: null -> /elsewhere"),
+    ],
+)  # fmt: skip
+def test_what_cannot_change_is_refused_with_both_values(
+    before: list[str], now: list[str], named: str, tmp_path: Path
+) -> None:
+    run = run_of(config(tmp_path, *before))
+    kept = run.config.read_text()
+    with pytest.raises(ConfigError, match=rf"--resume cannot change .*{re.escape(named)}"):
+        changes_since(run, config(tmp_path, *now))
+    assert run.config.read_text() == kept
+
+
+def test_every_key_that_is_fixed_exists() -> None:
+    """A setting that is renamed must not silently become one that a resume can change."""
+
+    def has(model: Any, path: list[str]) -> bool:
+        fields = getattr(model, "model_fields", {})
+        if path[0] not in fields:
+            return False
+        inner = fields[path[0]].annotation
+        candidates = [inner, *getattr(inner, "__args__", ())]
+        return len(path) == 1 or any(has(candidate, path[1:]) for candidate in candidates)
+
+    for key in FIXED:
+        assert any(has(kind, key.split(".")) for kind in (RlConfig, SftConfig)), key
+
+
+def test_every_setting_that_is_not_fixed_was_thought_of() -> None:
+    """A new top-level setting is put into one of two lists on purpose: data that it moves would be trained on twice."""
+    changeable = {
+        "name", "output_dir", "initial_weights", "parallel", "optimizer", "training", "rollout", "sandbox",
+        "evaluation", "reward", "ablation", "algorithm", "evaluate_every", "canary_tolerance",
+    }  # fmt: skip
+    fixed = {key for key in FIXED if "." not in key}
+    settings = set(RlConfig.model_fields) | set(SftConfig.model_fields)
+    assert settings == fixed | changeable
+    assert not fixed & changeable
+
+
+def test_initial_weights_matter_as_long_as_nothing_is_saved(tmp_path: Path) -> None:
+    run = run_of(config(tmp_path), saved=False)
+    with pytest.raises(ConfigError, match="no checkpoint was saved yet"):
+        changes_since(run, config(tmp_path, "initial_weights=/elsewhere"))
+
+
+def test_another_way_to_the_same_file_is_no_difference(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    before, now = {"a": str(tmp_path / "data")}, {"a": f"{tmp_path}/x/../link"}
+    assert [change.key for change in differences(before, now)] == ["a"], "there is no x"
+    assert differences(before, {"a": str(tmp_path / "link")}) == []
+
+
+def test_a_run_of_the_other_kind_is_named(tmp_path: Path) -> None:
+    run = run_of(config(tmp_path, kind=SftConfig))
+    with pytest.raises(ConfigError, match="is a run of `gptoss sft`; `gptoss rl` cannot go on with it"):
+        changes_since(run, config(tmp_path, f"name={run.path.name}"))
+
+
+def test_settings_that_are_newer_than_the_run_have_their_defaults(tmp_path: Path) -> None:
+    earlier = config(tmp_path)
+    run = run_of(earlier)
+    lines = [line for line in run.config.read_text().splitlines() if not line.startswith("evaluate_every")]
+    atomic_write_text(run.config, "\n".join(lines))
+    (change,) = changes_since(run, config(tmp_path, "evaluate_every=77"))
+    assert str(change) == "evaluate_every: 10 -> 77"
+
+
+def test_the_configuration_keeps_its_history_and_can_be_read_again(tmp_path: Path) -> None:
+    run = run_of(config(tmp_path, "optimizer.lr=0.1"))
+    for step, rate in ((3, 0.2), (5, 0.3)):
+        now = config(tmp_path, f"optimizer.lr={rate}")
+        write_config(run, now, changes_since(run, now), step)
+    assert run.config.read_text().splitlines()[:2] == [
+        "# from step 4 on: optimizer.lr: 0.1 -> 0.2",
+        "# from step 6 on: optimizer.lr: 0.2 -> 0.3",
+    ]
+    assert load_config(run.config, RlConfig).optimizer.lr == 0.3

@@ -1,0 +1,568 @@
+"""Whatever engine, sandbox, tool or checker do wrong, at whatever moment: no episode earns a reward for it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_loop.algorithms.config import AlgorithmConfig
+from rl_loop.config.episode import EpisodeLimits, PurificationConfig
+from rl_loop.data import samples as batch
+from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory, TrajectoryGroup, WeightVersionSpan
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
+from rl_loop.environments import RewardConfig, Task
+from rl_loop.environments.base import Environment, StepResult, ToolError
+from rl_loop.environments.retool import ReToolEnvironment
+from rl_loop.harmony.codec import Harmony, ParsedMessage
+from rl_loop.infrastructure import (
+    COMPONENTS,
+    EngineFault,
+    InfrastructureBreaker,
+    InfrastructureFailure,
+    InfrastructureOutage,
+)
+from rl_loop.rollout import agent, turn_sampler
+from rl_loop.rollout.agent import run_episode
+from rl_loop.tracking.metrics import StepMetrics
+from tests.rl_loop.scripted_engine import ScriptedEngine
+
+TASK = Task("t", [{"role": "user", "content": "What is 17*23?"}], "391")
+LIMITS = EpisodeLimits(max_turns=6, max_tokens=3000, episode_seconds=20)
+SHAPE = ModelShape(640)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same number of attempts as always, one quickly after the other."""
+    monkeypatch.setattr(turn_sampler, "FAULT_PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(turn_sampler, "ABORT_PAUSES", (0.0,) * 8)
+    monkeypatch.setattr(turn_sampler, "ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(agent, "TOOL_PAUSES", (0.0, 0.0, 0.0))
+
+
+def call(harmony: Harmony, *codes: str) -> list[int]:
+    messages = [ParsedMessage("analysis", "python", "code", code) for code in codes]
+    return harmony.render_assistant(messages, "<|call|>")
+
+
+def answer(harmony: Harmony, value: str = "391") -> list[int]:
+    return harmony.render_assistant([ParsedMessage("final", None, None, rf"\boxed{{{value}}}")], "<|return|>")
+
+
+class Answer:
+    """What the interpreter is said to have answered."""
+
+    output, exit_code, error = "391\n", 0, None
+
+
+async def interpreter(code: str) -> Any:
+    return Answer()
+
+
+def play(
+    harmony: Harmony,
+    engine: Any,
+    environment: Environment | None = None,
+    limits: EpisodeLimits = LIMITS,
+    **options: Any,
+) -> Trajectory:
+    world = environment or ReToolEnvironment(TASK, interpreter, RewardConfig())
+    settings: dict[str, Any] = {"seed": 1, "routed_experts": True, "shape": SHAPE, **options}
+
+    async def main() -> Trajectory:
+        before = asyncio.all_tasks()
+        async with asyncio.timeout(30):
+            episode = await run_episode("t", world, engine, harmony, limits, SamplingParams(500), **settings)
+        assert asyncio.all_tasks() == before, "an episode that has ended leaves a task behind"
+        return episode
+
+    return asyncio.run(main())
+
+
+def check_invalid(episode: Trajectory, component: str) -> None:
+    """It is named, and nothing can be learned from it."""
+    assert episode.invalid is not None
+    assert episode.invalid.component == component
+    assert episode.invalid.reason
+    assert math.isnan(episode.reward)
+    assert episode.excluded
+    with pytest.raises(ValueError, match="is invalid"):
+        batch.to_samples([TrajectoryGroup("t", [episode])], AlgorithmConfig(), version=0)
+
+
+# ---- engines
+
+
+def lie(**changes: Any) -> Callable[[GenerateRequest, GenerateResult], GenerateResult]:
+    """An answer with other fields; those that are functions are called with the true value."""
+
+    def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        told = {name: new(getattr(result, name)) if callable(new) else new for name, new in changes.items()}
+        return replace(result, **told)
+
+    return change
+
+
+def first(value: Any) -> Callable[[list[Any]], list[Any]]:
+    return lambda values: [value, *values[1:]]
+
+
+def raises(error: BaseException) -> Callable[[GenerateRequest, GenerateResult], GenerateResult]:
+    def fail(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        raise error
+
+    return fail
+
+
+def surplus(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    count = request.sampling.max_new_tokens + 1
+    return replace(result, output_ids=[1] * count, output_log_probs=[-1.0] * count, weight_versions=[])
+
+
+def behind_a_stop(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+    stop = request.sampling.stop_token_ids[0]
+    return replace(
+        result, output_ids=[stop, stop], output_log_probs=[-1.0] * 2, weight_versions=[], routed_experts=None
+    )
+
+
+MISBEHAVIOURS: dict[str, Callable[[GenerateRequest, GenerateResult], Any]] = {
+    "NaN": lie(output_log_probs=first(math.nan)),
+    "minus infinity": lie(output_log_probs=first(-math.inf)),
+    "infinity": lie(output_log_probs=first(math.inf)),
+    "None": lie(output_log_probs=first(None)),
+    "text for a number": lie(output_log_probs=first("-1.0")),
+    "positive": lie(output_log_probs=first(0.01)),
+    "fewer log-probs": lie(output_log_probs=lambda values: values[1:]),
+    "more log-probs": lie(output_log_probs=lambda values: [*values, -1.0]),
+    "id of the vocabulary's size": lie(output_ids=first(640)),
+    "negative id": lie(output_ids=first(-1)),
+    "None for an id": lie(output_ids=first(None)),
+    "a fraction for an id": lie(output_ids=first(1.5)),
+    "more tokens than asked": surplus,
+    "tokens behind a stop": behind_a_stop,
+    "nothing and no abort": lie(output_ids=[], output_log_probs=[], weight_versions=[], routed_experts=None),
+    "no such reason": lie(finish_reason=FinishReason.MAX_TURNS),
+    "aborts for ever": lie(
+        output_ids=[], output_log_probs=[], weight_versions=[], routed_experts=None, finish_reason=FinishReason.ABORT
+    ),
+    "no routes": lie(routed_experts=None),
+    "routes of other tokens": lie(routed_experts=lambda routes: routes[1:]),
+    "routes of one dimension": lie(routed_experts=lambda routes: routes.reshape(-1)),
+    "routes that are fractions": lie(routed_experts=lambda routes: routes.astype(np.float32)),
+    "versions of fewer tokens": lie(weight_versions=[WeightVersionSpan(0, 1, 1)]),
+    "versions with a hole": lie(weight_versions=[WeightVersionSpan(0, 1, 1), WeightVersionSpan(2, 3, 1)]),
+    "no result": lambda request, result: None,
+    "RuntimeError": raises(RuntimeError("CUDA error: an illegal memory access")),
+    "ConnectionError": raises(ConnectionResetError("peer")),
+    "ValueError": raises(ValueError("the model has 10 positions")),
+    "TimeoutError": raises(TimeoutError()),
+    "MemoryError": raises(MemoryError()),
+}
+
+
+class FaultyEngine(ScriptedEngine):
+    """Misbehaves from request number ``moment`` on, ``times`` times."""
+
+    def __init__(self, turns: list[list[int]], misbehaviour: str, moment: int, times: int = 1000) -> None:
+        super().__init__(turns)
+        self.misbehaviour, self.moment, self.times = misbehaviour, moment, times
+        self.calls = 0
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.calls += 1
+        faulty = self.calls >= self.moment and self.times > 0
+        turns = [list(turn) for turn in self._turns]
+        result = await super().generate(request)
+        if not faulty:
+            return result
+        self.times -= 1
+        self._turns = turns
+        self.requests.pop(), self.results.pop()
+        self._processed = []
+        told: GenerateResult = MISBEHAVIOURS[self.misbehaviour](request, result)
+        return told
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3])
+@pytest.mark.parametrize("misbehaviour", MISBEHAVIOURS)
+def test_a_misbehaving_engine_makes_the_episode_invalid_and_is_named(
+    tiny: Harmony, misbehaviour: str, moment: int
+) -> None:
+    engine = FaultyEngine([call(tiny, "1"), call(tiny, "2"), answer(tiny)], misbehaviour, moment)
+    episode = play(tiny, engine)
+    check_invalid(episode, "engine")
+    assert f"request t/1/{moment - 1}/0" in episode.invalid.reason  # type: ignore[union-attr]
+    assert engine.calls <= moment + 8, "a faulty engine is not asked for ever"
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3])
+@pytest.mark.parametrize("misbehaviour", sorted(MISBEHAVIOURS.keys() - {"ValueError"}))
+def test_an_engine_that_misbehaves_twice_loses_nothing(tiny: Harmony, misbehaviour: str, moment: int) -> None:
+    turns = [call(tiny, "1"), call(tiny, "2"), answer(tiny)]
+    episode = play(tiny, FaultyEngine(turns, misbehaviour, moment, times=2))
+    undisturbed = play(tiny, ScriptedEngine(turns))
+    assert episode.invalid is None
+    assert episode.reward == 1.0
+    assert episode.token_ids == undisturbed.token_ids
+    assert episode.rollout_log_probs == undisturbed.rollout_log_probs
+
+
+def test_the_experts_of_routes_are_checked_where_they_are_known(tiny: Harmony) -> None:
+    engine = ScriptedEngine([answer(tiny)])  # whose made-up routes are no choice of 2 among 4
+    check_invalid(play(tiny, engine, shape=ModelShape(640, layers=1, top_k=2, experts=4)), "engine")
+    check_invalid(play(tiny, ScriptedEngine([answer(tiny)]), shape=ModelShape(640, layers=2)), "engine")
+
+
+class HangingEngine(ScriptedEngine):
+    """Answers neither a request nor its abort; ``begins``: it says that it has begun."""
+
+    def __init__(self, begins: bool) -> None:
+        super().__init__([])
+        self.begins = begins
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if self.begins and request.on_begin is not None:
+            request.on_begin()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def abort(self, request_id: str | None = None) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_engine_that_hangs_makes_the_episode_invalid(tiny: Harmony, begins: bool) -> None:
+    limits = LIMITS.model_copy(update={"episode_seconds": 0.05, "queue_seconds": 0.1})
+    check_invalid(play(tiny, HangingEngine(begins), limits=limits), "engine")
+
+
+# ---- environments
+
+
+class FaultyEnvironment(ReToolEnvironment):
+    """Does something else instead of one of its methods."""
+
+    def __init__(self, method: str, instead: Callable[[], Any], times: int = 1000) -> None:
+        super().__init__(TASK, interpreter, RewardConfig())
+        self._calls_of_method = [0]
+        original = getattr(self, method)
+        is_async = asyncio.iscoroutinefunction(original)
+
+        def act(*arguments: Any) -> Any:
+            if self._calls_of_method[0] >= times:
+                return original(*arguments)
+            self._calls_of_method[0] += 1
+            return instead()
+
+        async def act_later(*arguments: Any) -> Any:
+            result = act(*arguments)
+            return await result if asyncio.iscoroutine(result) else result
+
+        self.FIXED = (*Environment.FIXED, method, "_calls_of_method")  # type: ignore[misc]
+        setattr(self, method, act_later if is_async else act)
+
+
+def throw(error: BaseException) -> Callable[[], Any]:
+    def act() -> Any:
+        raise error
+
+    return act
+
+
+FAILURES: dict[str, Callable[[], Any]] = {
+    "a connection that is refused": throw(ConnectionRefusedError(111, "Connection refused")),
+    "a time-out of its own": throw(TimeoutError()),
+    "a bug": throw(KeyError("x")),
+    "out of memory": throw(MemoryError()),
+    "endless recursion": throw(RecursionError("maximum recursion depth exceeded")),
+    "what it knows to be infrastructure": throw(InfrastructureFailure("sandbox", "no bubblewrap")),
+    "nothing": lambda: None,
+}
+METHODS = {"step": "environment", "call": "tool", "answer": "checker", "unfinished": "environment"}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("method", METHODS)
+def test_an_environment_that_fails_in_any_method_makes_the_episode_invalid(
+    tiny: Harmony, method: str, failure: str
+) -> None:
+    turns = [call(tiny, "1"), answer(tiny)]
+    limits = LIMITS.model_copy(update={"max_turns": 1 if method == "unfinished" else 6})
+    episode = play(tiny, ScriptedEngine(turns), FaultyEnvironment(method, FAILURES[failure]), limits)
+    component = "sandbox" if "infrastructure" in failure else METHODS[method]
+    if failure == "nothing" and method == "answer":
+        component = "environment"
+    check_invalid(episode, component)
+
+
+@pytest.mark.parametrize("method", ["prompt", "tools", "builtin_tools", "illegal"])
+def test_prompts_and_illegal_ends_that_fail_make_the_episode_invalid_too(tiny: Harmony, method: str) -> None:
+    illegal = [[*tiny.vocabulary.encode_text("what?"), tiny.stop_token_ids[0]]]
+    environment = FaultyEnvironment(method, FAILURES["a bug"])
+    check_invalid(play(tiny, ScriptedEngine(illegal), environment), "environment")
+
+
+@pytest.mark.parametrize("method", ["step", "call", "answer"])
+def test_a_failure_that_passes_is_tried_again_from_the_same_state(tiny: Harmony, method: str) -> None:
+    environment = FaultyEnvironment(method, FAILURES["a connection that is refused"], times=2)
+    episode = play(tiny, ScriptedEngine([call(tiny, "1", "2"), answer(tiny)]), environment)
+    assert (episode.invalid, episode.reward, episode.tool_calls) == (None, 1.0, 2)
+    assert environment._calls == 2
+
+
+def test_a_world_that_cannot_be_set_back_is_not_acted_on_twice(tiny: Harmony) -> None:
+    class Remote(FaultyEnvironment):
+        def save_state(self) -> None:
+            return None
+
+    environment = Remote("call", FAILURES["a connection that is refused"], times=1)
+    check_invalid(play(tiny, ScriptedEngine([call(tiny, "1"), answer(tiny)]), environment), "tool")
+    assert environment._calls_of_method == [1]
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, None, "1"])
+def test_a_reward_that_is_no_number_is_a_failure_of_the_checker(tiny: Harmony, reward: Any) -> None:
+    async def judge() -> StepResult:
+        return StepResult(done=True, reward=reward, reward_parts={"correct": 1.0})
+
+    episode = play(tiny, ScriptedEngine([answer(tiny)]), FaultyEnvironment("answer", judge))
+    check_invalid(episode, "checker")
+
+
+async def hang() -> Any:
+    await asyncio.Event().wait()
+
+
+async def hang_stubbornly() -> Any:
+    """Goes on when it is cancelled, for a while."""
+    for _ in range(30):
+        try:
+            await asyncio.sleep(0.1)
+        except asyncio.CancelledError:
+            continue
+
+
+async def hang_on_a_thread() -> Any:
+    await asyncio.to_thread(time.sleep, 2)
+
+
+@pytest.mark.parametrize("how", [hang, hang_on_a_thread])
+@pytest.mark.parametrize("method", ["step", "call", "answer"])
+def test_a_tool_or_checker_that_never_answers_is_a_time_out_at_the_deadline(
+    tiny: Harmony, method: str, how: Callable[[], Any]
+) -> None:
+    limits = LIMITS.model_copy(update={"episode_seconds": 0.2})
+    engine = ScriptedEngine([answer(tiny) if method == "answer" else call(tiny, "1"), answer(tiny)])
+    environment = FaultyEnvironment(method, how)
+
+    async def main() -> tuple[Trajectory, float]:
+        began = time.monotonic()
+        episode = await run_episode("t", environment, engine, tiny, limits, SamplingParams(500), seed=1)
+        return episode, time.monotonic() - began
+
+    episode, seconds = asyncio.run(main())
+    assert (episode.finish_reason, episode.invalid, episode.reward) == (FinishReason.TIMEOUT, None, -1.0)
+    assert 0.15 < seconds < 1.5
+
+
+def test_a_tool_that_cannot_be_cancelled_does_not_hold_up_its_episode(
+    tiny: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_loop.rollout.episode_clock.CANCEL_SECONDS", 0.1)
+    environment = FaultyEnvironment("call", hang_stubbornly)
+    limits = LIMITS.model_copy(update={"episode_seconds": 0.2})
+    run = run_episode("t", environment, ScriptedEngine([call(tiny, "1")]), tiny, limits, SamplingParams(500), seed=1)
+
+    async def main() -> tuple[Trajectory, float]:
+        began = time.monotonic()
+        return await run, time.monotonic() - began
+
+    episode, seconds = asyncio.run(main())
+    assert episode.finish_reason is FinishReason.TIMEOUT
+    assert seconds < 2
+
+
+def test_a_failing_tool_during_purification_makes_the_episode_invalid(tiny: Harmony) -> None:
+    programs = 0
+
+    async def execute(code: str) -> Any:
+        nonlocal programs
+        programs += 1
+        if programs > 1:
+            raise ConnectionRefusedError
+        raise ToolError("SyntaxError")
+
+    environment = ReToolEnvironment(TASK, execute, RewardConfig())
+    engine = ScriptedEngine([call(tiny, "print(1"), call(tiny, "print(1)"), answer(tiny)])
+    check_invalid(play(tiny, engine, environment, purification=PurificationConfig()), "tool")
+
+
+def test_scores_that_are_no_log_probs_are_a_fault_of_the_engine(tiny: Harmony) -> None:
+    class BadScores(ScriptedEngine):
+        scores: Any = None
+
+        async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+            return [self.scores] * (len(input_ids) - 1) if self.scores is not None else [-1.0]
+
+    async def execute(code: str) -> Any:
+        if code.endswith(")"):
+            return Answer()
+        raise ToolError("SyntaxError")
+
+    for bad in (None, math.nan, 1.0):
+        engine = BadScores([call(tiny, "print(1"), call(tiny, "print(1)"), answer(tiny)])
+        engine.scores = bad
+        environment = ReToolEnvironment(TASK, execute, RewardConfig())
+        check_invalid(play(tiny, engine, environment, purification=PurificationConfig()), "engine")
+
+
+# ---- clocks
+
+
+def test_waiting_in_the_engines_queue_costs_an_episode_no_time(tiny: Harmony) -> None:
+    """One request at a time, 0.1 s each, and 12 episodes of 2 turns: the last waits longer than its limit."""
+    slot = asyncio.Semaphore(1)
+
+    class OneAtATime(ScriptedEngine):
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            async with slot:
+                assert request.on_begin is not None
+                request.on_begin()
+                await asyncio.sleep(0.05)
+                return await super().generate(replace(request, on_begin=None))
+
+    limits = LIMITS.model_copy(update={"episode_seconds": 0.6})
+
+    async def main() -> list[Trajectory]:
+        runs = []
+        for seed in range(16):
+            engine = OneAtATime([call(tiny, "1"), answer(tiny)])
+            environment = ReToolEnvironment(TASK, interpreter, RewardConfig())
+            runs.append(run_episode("t", environment, engine, tiny, limits, SamplingParams(500), seed=seed))
+        return await asyncio.gather(*runs)
+
+    began = time.monotonic()
+    episodes = asyncio.run(main())
+    assert time.monotonic() - began > 2 * 0.6, "the queue is longer than the limit, or the test says nothing"
+    assert {episode.finish_reason for episode in episodes} == {FinishReason.STOP}
+
+
+# ---- limits of every call
+
+
+@pytest.mark.parametrize("sizes", [(6,), (3, 3), (4,), (1, 1, 1, 1), (2, 6)])
+def test_no_call_is_run_beyond_the_limit_however_calls_are_spread_over_turns(
+    tiny: Harmony, sizes: tuple[int, ...]
+) -> None:
+    run: list[str] = []
+
+    async def execute(code: str) -> Any:
+        run.append(code)
+        return Answer()
+
+    turns = [call(tiny, *(f"{turn}-{i}" for i in range(size))) for turn, size in enumerate(sizes)]
+    limits = LIMITS.model_copy(update={"max_tool_calls": 4})
+    environment = ReToolEnvironment(TASK, execute, RewardConfig())
+    episode = play(tiny, ScriptedEngine([*turns, answer(tiny)]), environment, limits)
+    assert run == [f"{turn}-{i}" for turn, size in enumerate(sizes) for i in range(size)][:4]
+    assert (episode.finish_reason, episode.tool_calls) == (FinishReason.MAX_TOOL_CALLS, 4)
+    assert episode.reward == -1.0
+
+
+def test_retries_of_failed_calls_count_towards_the_limit(tiny: Harmony) -> None:
+    run: list[str] = []
+
+    async def execute(code: str) -> Any:
+        run.append(code)
+        raise ToolError("SyntaxError")
+
+    limits = LIMITS.model_copy(update={"max_tool_calls": 3})
+    environment = ReToolEnvironment(TASK, execute, RewardConfig())
+    engine = ScriptedEngine([call(tiny, "x")] * 12)
+    episode = play(tiny, engine, environment, limits, purification=PurificationConfig(retries=9))
+    assert len(run) == 3
+    assert episode.finish_reason is FinishReason.MAX_TOOL_CALLS
+
+
+# ---- what becomes of invalid episodes
+
+
+def valid(reward: float) -> Trajectory:
+    episode = Trajectory("t", [1, 2], [0, 1], [0.0, -1.0], reward=reward, reward_parts={"correct": 0.0})
+    episode.weight_versions = [WeightVersionSpan(1, 2, 0)]
+    return episode
+
+
+def failed(component: str = "tool", reason: str = "Connection refused") -> Trajectory:
+    return Trajectory("t", [1], [0], [0.0], reward=math.nan, invalid=InvalidReason(component, reason))
+
+
+def test_a_groups_baseline_is_that_of_its_valid_episodes() -> None:
+    config = AlgorithmConfig(advantage="dr_grpo")
+    whole = [TrajectoryGroup("t", [valid(1.0), valid(0.0)])]
+    disturbed = [TrajectoryGroup("t", [valid(1.0), valid(0.0)], invalid=[failed(), failed("engine")])]
+    advantages = []
+    for groups in (whole, disturbed):
+        samples = batch.with_advantages(batch.to_samples(groups, config, 0), groups, config, 100)
+        advantages.append([list(sample.advantages) for sample in samples])
+    assert advantages[0] == advantages[1] == [[0.0, 0.5], [0.0, -0.5]]
+
+
+def test_a_group_of_one_valid_episode_teaches_nothing_and_one_of_none_is_no_sample() -> None:
+    config = AlgorithmConfig()
+    groups = [TrajectoryGroup("t", [valid(1.0)], invalid=[failed()]), TrajectoryGroup("u", [], invalid=[failed()])]
+    samples = batch.with_advantages(batch.to_samples(groups, config, 0), groups, config, 100)
+    assert [list(sample.advantages) for sample in samples] == [[0.0, 0.0]]
+
+
+def test_invalid_episodes_are_counted_by_what_failed_and_skipped_tasks_by_themselves() -> None:
+    metrics = StepMetrics(0)
+    groups = [
+        TrajectoryGroup("t", [valid(1.0), valid(1.0)], invalid=[failed("tool"), failed("engine")]),
+        TrajectoryGroup("u", [], skipped="the prompt of task u has 9 tokens"),
+    ]
+    batch.rollout_metrics(metrics, groups)
+    values = metrics.values()
+    assert values["rollout/invalid/tool"] == values["rollout/invalid/engine"] == 0.25
+    assert values["rollout/invalid/checker"] == 0.0
+    assert {f"rollout/invalid/{component}" for component in COMPONENTS} <= values.keys()
+    assert values["rollout/skipped_tasks"] == 0.5
+    assert values["reward"] == 1.0
+
+
+def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -> None:
+    breaker = InfrastructureBreaker(max_share=0.2, max_streak=64)
+    for number in range(10):
+        breaker.observe(TrajectoryGroup("t", [valid(0.0)] * 7, invalid=[failed("tool", "refused")] * (number < 3)))
+    breaker.check_share()
+    for _ in range(3):
+        breaker.observe(TrajectoryGroup("t", [], invalid=[failed("engine", "NaN")] * 8))
+    message = r"27 of 97 episodes \(rollout.max_invalid_share is 0.2\): engine in 24, such as: NaN; tool in 3"
+    with pytest.raises(InfrastructureOutage, match=message) as outage:
+        breaker.check_share()
+    assert "\n" not in str(outage.value)
+
+    streak = InfrastructureBreaker(max_share=0.9, max_streak=20)
+    streak.observe(TrajectoryGroup("t", [valid(0.0)], invalid=[failed()] * 19))
+    streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
+    with pytest.raises(InfrastructureOutage, match=r"20 in a row; rollout.max_invalid_streak is 20"):
+        streak.observe(TrajectoryGroup("t", [], invalid=[failed()]))
+
+
+def test_failures_come_whole_out_of_another_process() -> None:
+    for failure in (
+        InfrastructureFailure("tool", "x"),
+        EngineFault("r/1", "NaN", "http://a"),
+        InfrastructureOutage("y"),
+    ):
+        copied = pickle.loads(pickle.dumps(failure))
+        assert (type(copied), str(copied), vars(copied)) == (type(failure), str(failure), vars(failure))

@@ -1,0 +1,150 @@
+"""Purification: a failed call is retried, the good one takes its place, and what was grafted is known."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from megatron_gptoss.packing import GRAFTED
+from rl_loop.algorithms.config import AlgorithmConfig
+from rl_loop.config.episode import EpisodeLimits, PurificationConfig
+from rl_loop.data.samples import to_samples
+from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
+from rl_loop.engines.protocol import SamplingParams
+from rl_loop.environments import RewardConfig, Task
+from rl_loop.environments.retool import ReToolEnvironment
+from rl_loop.harmony.codec import Harmony, ParsedMessage
+from rl_loop.rollout.agent import run_episode
+from tests.rl_loop.scripted_engine import ScriptedEngine, log_prob_at
+
+TASK = Task("t", [{"role": "user", "content": "What is 17*23?"}], "391", metadata={"stateful": True})
+
+
+@dataclass
+class Output:
+    output: str
+    exit_code: int = 0
+    error: str | None = None
+    ended: bool = False
+
+
+def think(harmony: Harmony, thought: str, code: str) -> list[int]:
+    messages = [ParsedMessage("analysis", None, None, thought), ParsedMessage("analysis", "python", "code", code)]
+    return harmony.render_assistant(messages, "<|call|>")
+
+
+def answer(harmony: Harmony) -> list[int]:
+    return harmony.render_assistant([ParsedMessage("final", None, None, r"\boxed{391}")], "<|return|>")
+
+
+def episode(
+    harmony: Harmony, turns: list[list[int]], config: PurificationConfig | None, max_tokens: int = 2000
+) -> tuple[Trajectory, ScriptedEngine, list[str]]:
+    engine, programs = ScriptedEngine(turns), []
+
+    async def execute(code: str, history: Sequence[str] = ()) -> Output:
+        programs.append("\n".join([*history, code]))
+        return Output("391\n") if code.endswith("print(17*23)") else Output("SyntaxError\n", 1)
+
+    environment = ReToolEnvironment(TASK, execute, RewardConfig())
+    engine.environment = environment  # type: ignore[attr-defined]
+    limits = EpisodeLimits(max_turns=8, max_tokens=max_tokens, episode_seconds=60)
+    done = asyncio.run(
+        run_episode(
+            "t",
+            environment,
+            engine,
+            harmony,
+            limits,
+            SamplingParams(500),
+            seed=1,
+            routed_experts=True,
+            purification=config,
+        )
+    )
+    return done, engine, programs
+
+
+def test_a_like_call_replaces_the_failed_one_behind_the_old_reasoning(tiny: Harmony) -> None:
+    bad, good = think(tiny, "Use python.", "print(17*23"), think(tiny, "Again.", "print(17*23)")
+    trajectory, engine, programs = episode(tiny, [bad, good, answer(tiny)], PurificationConfig())
+    merged = think(tiny, "Use python.", "print(17*23)")
+    prompt = engine.requests[0].input_ids
+    assert trajectory.token_ids[len(prompt) : len(prompt) + len(merged)] == merged
+    assert engine.requests[2].input_ids[: len(prompt) + len(merged)] == prompt + merged  # without any error
+    assert trajectory.tool_errors == 0
+    assert trajectory.tool_calls == 1
+    assert trajectory.reward == 1
+    assert programs[0] == "print(17*23"
+    ((start, end),) = trajectory.grafted
+    assert end == len(prompt) + len(merged)
+    assert tiny.decode(trajectory.token_ids[start:end]).endswith("print(17*23)<|call|>")
+    assert tiny.decode(trajectory.token_ids[:start]).endswith("Use python.<|end|>")
+    # log-probs where the tokens now stand, and versions of when they were sampled
+    assert trajectory.rollout_log_probs[start:end] == [log_prob_at(i) for i in range(start, end)]
+    versions = {s.start: s.version for s in trajectory.weight_versions}
+    assert versions[start] == 2
+    assert versions[len(prompt)] == 1
+
+
+def test_grafted_tokens_enter_neither_correction_nor_replay(tiny: Harmony) -> None:
+    turns = [think(tiny, "Use python.", "print(17*23"), think(tiny, "Again.", "print(17*23)"), answer(tiny)]
+    trajectory, _, _ = episode(tiny, turns, PurificationConfig())
+    ((start, end),) = trajectory.grafted
+    assert trajectory.routed_experts is not None
+    # the last grafted token is first an input of the next turn, where it stands in its place
+    assert (trajectory.routed_experts[start : end - 1] == -1).all()
+    assert (np.delete(trajectory.routed_experts, range(start, end - 1), axis=0) >= 0).all()
+    config = AlgorithmConfig(mini_batches=2, max_staleness=9)
+    (sample,) = to_samples([TrajectoryGroup("t", [trajectory])], config, version=3)
+    assert sample.staleness is not None
+    assert set(sample.staleness[start:end]) == {GRAFTED}
+    assert GRAFTED not in sample.staleness[:start] + sample.staleness[end:]
+    assert sample.loss_mask[start:end] == [1] * (end - start)
+
+
+def test_an_unlike_call_replaces_the_whole_turn(tiny: Harmony) -> None:
+    bad, good = think(tiny, "Use python.", "x=1"), think(tiny, "Again.", "print(17*23)")
+    trajectory, engine, _ = episode(tiny, [bad, good, answer(tiny)], PurificationConfig(similarity=0.9))
+    prompt = len(engine.requests[0].input_ids)
+    assert trajectory.token_ids[prompt : prompt + len(good)] == good
+    assert trajectory.grafted == [(prompt, prompt + len(good))]
+
+
+@pytest.mark.parametrize("config", [PurificationConfig(retries=2), PurificationConfig(retries=9, attempts=2)])
+def test_after_the_last_retry_the_error_stays_as_it_was_sampled(tiny: Harmony, config: PurificationConfig) -> None:
+    bad = think(tiny, "Use python.", "print(17*23")
+    plain, _, _ = episode(tiny, [bad, answer(tiny)], None)
+    kept, engine, programs = episode(tiny, [bad, bad, bad, answer(tiny)], config)
+    assert len(programs) == 3
+    assert len(engine.requests) == 4
+    assert kept.token_ids == plain.token_ids
+    assert kept.rollout_log_probs == plain.rollout_log_probs
+    assert kept.tool_errors == 1
+    assert not kept.grafted
+
+
+def test_giving_up_on_the_tool_leaves_the_error(tiny: Harmony) -> None:
+    bad = think(tiny, "Use python.", "print(17*23")
+    trajectory, _, _ = episode(tiny, [bad, answer(tiny), answer(tiny)], PurificationConfig())
+    assert trajectory.tool_errors == 1
+    assert trajectory.finish_reason is FinishReason.STOP
+
+
+def test_the_world_is_set_back_before_the_new_call(tiny: Harmony) -> None:
+    first = think(tiny, "Use python.", "print(17*23)")
+    bad, good = think(tiny, "Again.", "x="), think(tiny, "Again.", "x=1;print(17*23)")
+    _, engine, programs = episode(tiny, [first, bad, good, answer(tiny)], PurificationConfig())
+    assert engine.environment._calls == 2  # type: ignore[attr-defined]
+    assert programs[2].count("print(17*23)") == 2  # the history and the new call; the failed one left no trace
+    environment = ReToolEnvironment(TASK, None, RewardConfig())  # type: ignore[arg-type]
+    state = environment.save_state()
+    environment._history, environment.added = ("x",), 1  # type: ignore[attr-defined]
+    environment.restore_state(state)
+    assert environment._history == ()
+    assert not hasattr(environment, "added")
+    assert environment.task is TASK

@@ -1,0 +1,130 @@
+"""A rollout worker without Ray: groups of episodes, skipped tasks, and a sandbox that fails or is busy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.data.trajectory import FinishReason, TrajectoryGroup
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult
+from rl_loop.environments import Task
+from rl_loop.harmony.codec import ParsedMessage
+from rl_loop.rollout import agent
+from rl_loop.rollout.worker import RolloutWorker
+from rl_loop.sandbox import ExecutionResult, SandboxFailure
+from tests.rl_loop.scripted_engine import ScriptedEngine
+
+CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
+METADATA = {"expression": "17*23", "stateful": False}
+
+
+class EngineOfMany:
+    """A script for each episode."""
+
+    def __init__(self, turns: list[list[int]]) -> None:
+        self._turns = turns
+        self._engines: dict[str, ScriptedEngine] = {}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        engine = self._engines.setdefault(request.episode, ScriptedEngine(self._turns))
+        return await engine.generate(request)
+
+    async def abort(self, request_id: str | None = None) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Sandbox:
+    """Answers as it is told, after ``queue_seconds`` in its queue; one program at a time."""
+
+    def __init__(self, answer: Callable[[int], ExecutionResult], queue_seconds: float = 0.0) -> None:
+        self._answer, self._queue_seconds = answer, queue_seconds
+        self.calls = 0
+
+    async def run(
+        self, code: str, history: Sequence[str] = (), on_begin: Callable[[], None] | None = None
+    ) -> ExecutionResult:
+        self.calls += 1
+        number = self.calls
+        await asyncio.sleep(self._queue_seconds)
+        if on_begin is not None:
+            on_begin()
+        return self._answer(number)
+
+
+def run(sandbox: Sandbox, *overrides: str, content: str = "What is 17*23?", samples: int = 4) -> TrajectoryGroup:
+    config = load_config(CONFIG, RlConfig, [*overrides, "rollout.temperature=1"])
+    worker = RolloutWorker(config, 1, engine=EngineOfMany([]))  # type: ignore[arg-type]
+    call = worker.harmony.render_assistant([ParsedMessage("analysis", "python", "code", "print(17*23)")], "<|call|>")
+    final = [ParsedMessage("final", None, None, r"\boxed{391}")]
+    worker.engine._turns = [call, worker.harmony.render_assistant(final, "<|return|>")]  # type: ignore[attr-defined]
+    worker.sandbox = sandbox  # type: ignore[assignment]
+    task = Task("t", [{"role": "user", "content": content}], "391", metadata=METADATA)
+    return asyncio.run(worker.run_group(task, tuple(range(samples)), 1.0))
+
+
+def good(number: int) -> ExecutionResult:
+    return ExecutionResult("391\n", 0)
+
+
+def unavailable(number: int) -> ExecutionResult:
+    raise SandboxFailure("bwrap: No space left on device")
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "TOOL_PAUSES", (0.0, 0.0, 0.0))
+
+
+def test_a_group_has_one_episode_per_seed() -> None:
+    group = run(Sandbox(good))
+    assert [episode.reward for episode in group.trajectories] == [1.0] * 4
+    assert (group.invalid, group.skipped) == ([], None)
+
+
+def test_a_task_whose_prompt_is_too_long_is_skipped_and_ends_nothing() -> None:
+    group = run(Sandbox(good), content="1 " * 5000)
+    assert (group.trajectories, group.invalid) == ([], [])
+    assert group.skipped is not None
+    assert "the prompt of task t has" in group.skipped
+
+
+def test_episodes_that_a_failing_sandbox_ends_are_set_apart() -> None:
+    group = run(Sandbox(unavailable))
+    assert group.trajectories == []
+    assert {episode.invalid.component for episode in group.invalid if episode.invalid} == {"sandbox"}
+    assert "No space left" in group.invalid[0].invalid.reason  # type: ignore[union-attr]
+
+
+def test_a_sandbox_that_recovers_loses_no_episode() -> None:
+    sandbox = Sandbox(lambda number: unavailable(number) if number <= 8 else good(number))
+    assert [episode.reward for episode in run(sandbox).trajectories] == [1.0] * 4
+
+
+def test_a_program_that_the_sandbox_kills_is_the_policys_own_failure() -> None:
+    killed = ExecutionResult("", -9, "killed: its processes used more than 2 bytes of memory")
+    group = run(Sandbox(lambda number: killed))
+    assert group.invalid == []
+    assert [episode.tool_errors for episode in group.trajectories] == [1] * 4
+
+
+def test_waiting_for_a_place_in_the_sandbox_costs_an_episode_no_time() -> None:
+    group = run(Sandbox(good, queue_seconds=1.0), "rollout.episode_seconds=0.6")
+    assert {episode.finish_reason for episode in group.trajectories} == {FinishReason.STOP}
+
+
+def test_other_errors_are_not_hidden() -> None:
+    """A bug of the agent loop is no infrastructure failure of an episode."""
+
+    def broken(self: Any, *arguments: Any) -> None:
+        raise AssertionError("a bug")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="a bug"):
+        patch.setattr(agent.EpisodeRunner, "finish", broken)
+        run(Sandbox(good))

@@ -1,0 +1,311 @@
+"""Demonstrations are what the agent loop would have recorded, with a real interpreter behind the tool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import pytest
+from openai_harmony import (
+    DeveloperContent,
+    Message,
+    ReasoningEffort,
+    Role,
+    SystemContent,
+    ToolDescription,
+    ToolNamespaceConfig,
+)
+
+from rl_loop.config.episode import EpisodeLimits
+from rl_loop.config.load import load_config
+from rl_loop.config.run import SftConfig
+from rl_loop.config.training import DemonstrationConfig
+from rl_loop.data.trajectory import FinishReason, Trajectory
+from rl_loop.engines.protocol import SamplingParams
+from rl_loop.environments import (
+    ENVIRONMENTS,
+    Environment,
+    RewardConfig,
+    Script,
+    StepResult,
+    Task,
+    arithmetic,
+    environment_class,
+    make_environment,
+)
+from rl_loop.environments.base import final, think
+from rl_loop.harmony.codec import Harmony, PromptConfig, PythonTool
+from rl_loop.harmony.vocabulary import GptOssVocabulary
+from rl_loop.rollout.agent import run_episode
+from rl_loop.sandbox import PythonSandbox, SandboxConfig
+from rl_loop.tasks.demonstrations import (
+    Demonstration,
+    Episode,
+    demonstrate,
+    demonstrations_of,
+    play,
+    render_as_sampled,
+    render_by_user_turn,
+)
+from rl_loop.tasks.source import TaskSource
+from tests.rl_loop import harmony_reference as reference
+from tests.rl_loop.conftest import SHORT_PROMPT
+from tests.rl_loop.scripted_engine import ScriptedEngine
+
+MIXED = DemonstrationConfig(careful=0.5)
+
+
+def task_of(environment: str, index: int, **options: object) -> Task:
+    kind = environment_class(environment)
+    return kind.generate("train", 0, index, kind.Options.model_validate(options))
+
+
+def sampled_turns(demo: Demonstration) -> list[list[int]]:
+    """Runs of masked tokens."""
+    turns: list[list[int]] = []
+    for i, (token, mask) in enumerate(zip(demo.token_ids, demo.loss_mask, strict=True)):
+        if mask:
+            turns += [] if demo.loss_mask[i - 1] else [[]]
+            turns[-1].append(token)
+    return turns
+
+
+async def replay(harmony: Harmony, tasks: list[Task]) -> list[tuple[Demonstration, Trajectory]]:
+    """Episodes in which the policy says what the demonstrations say and the sandbox answers."""
+    sandbox = PythonSandbox(SandboxConfig(workers=1))
+    await sandbox.start()
+    pairs = []
+    try:
+        for index, task in enumerate(tasks):
+            demo = await asyncio.to_thread(demonstrate, task, harmony, MIXED, str(index))
+            environment = make_environment(task, sandbox.run, RewardConfig())
+            engine = ScriptedEngine(sampled_turns(demo))
+            limits = EpisodeLimits(max_turns=20, max_tokens=9000, episode_seconds=60)
+            run = run_episode("t", environment, engine, harmony, limits, SamplingParams(4000), seed=0)
+            pairs.append((demo, await run))
+    finally:
+        await sandbox.close()
+    return pairs
+
+
+CHECKERS = ["punctuation:no_comma", "startend:quotation", "keywords:existence"]
+KINDS: list[tuple[str, dict[str, object]]] = [
+    ("retool", {}),
+    ("retool", {"stateful": True, "instructions": None}),
+    ("gsm8k", {}),
+    ("gsm8k", {"tools": True}),
+    ("instructions", {"turns": 2, "checkers": CHECKERS, "constraints": 1}),
+    ("incident", {"level": 3}),
+    ("reasoning_gym", {}),
+]
+
+
+def test_every_registered_environment_is_walked_here() -> None:
+    assert {name for name, _ in KINDS} == set(ENVIRONMENTS)
+
+
+def scripted_episode(task: Task, seed: int) -> Episode:
+    """What the environment's own script writes, right on even seeds and careless on odd ones."""
+    environment = make_environment(task, arithmetic.interpret, RewardConfig())
+    script = environment_class(task.environment).solve(task, Random(seed), careless=bool(seed % 2))
+    return asyncio.run(play(environment, script))
+
+
+def in_openai_harmony(episode: Episode, prompt: PromptConfig) -> list[list[Message]]:
+    """The messages of an episode as openai-harmony's: those of the prompt, then those of every turn of the user."""
+    settings = prompt.model_dump(include={"model_identity", "knowledge_cutoff"})
+    system = SystemContent(**settings, reasoning_effort=prompt.reasoning_effort and ReasoningEffort.MEDIUM)
+    if not prompt.channels:
+        system.channel_config = None
+    described = [tool.in_sandbox(10) for tool in episode.builtin_tools if isinstance(tool, PythonTool)]
+    for tool in described if prompt.python_tool else []:
+        system = system.with_tools(ToolNamespaceConfig(name=tool.name, description=tool.description, tools=[]))
+    messages = [Message.from_role_and_content(Role.SYSTEM, system)] if system.model_dump(exclude_none=True) else []
+
+    instructions = [m["content"] for m in episode.prompt if m["role"] == "developer"]
+    if instructions or episode.tools:
+        developer = DeveloperContent(instructions=instructions[0] if instructions else None)
+        if episode.tools:
+            functions = [ToolDescription.new(t.name, t.description, t.parameters) for t in episode.tools]
+            developer = developer.with_function_tools(functions)
+        messages.append(Message.from_role_and_content(Role.DEVELOPER, developer))
+    messages += [reference.user(m["content"]) for m in episode.prompt if m["role"] == "user"]
+
+    parts, answer = [messages], list[Message]()
+    for turn in episode.turns:
+        answer += [reference.assistant(m.text, m.channel, m.recipient, m.content_type) for m in turn.messages]
+        answer += [reference.tool(output.tool, output.text, output.channel) for output in turn.result.tool_outputs]
+        if turn.result.user is not None:
+            parts, answer = [*parts, [*answer, reference.user(turn.result.user)]], []
+    return [*parts, answer]
+
+
+@pytest.mark.parametrize("prompt", [SHORT_PROMPT, PromptConfig()], ids=["short", "full"])
+@pytest.mark.parametrize(("environment", "options"), KINDS)
+def test_every_environments_prompts_and_demonstrations_are_openai_harmonys(
+    environment: str, options: dict[str, object], prompt: PromptConfig
+) -> None:
+    """Token for token, but for two things: a demonstration names a recipient where GPT-OSS writes it, after the
+    channel; and one whole episode, as a rollout has it, keeps <|return|> where history has <|end|>."""
+    harmony = Harmony(GptOssVocabulary(), prompt)
+    for seed in range(6):
+        episode = scripted_episode(replace(task_of(environment, seed, **options), environment=environment), seed)
+        opening, *turns = in_openai_harmony(episode, prompt)
+        rendered = harmony.render_prompt(episode.prompt, episode.tools, episode.builtin_tools)
+        assert rendered == reference.render_for_completion(opening)
+
+        whole = render_as_sampled(episode, harmony)
+        assert whole.token_ids[: len(rendered)] == rendered
+        calls = turns[-1][-1].recipient is not None  # the end of the incident, after which no tool answers
+        history = [reference.END if token == reference.RETURN else token for token in whole.token_ids]
+        history[-1] = whole.token_ids[-1]
+        messages = [*opening, *(message for turn in turns for message in turn)]
+        assert reference.with_recipient_in_role(history) == reference.render_for_training(messages)
+        assert history[-1] == (reference.CALL if calls else reference.RETURN)
+
+        for number, shown in enumerate(render_by_user_turn(episode, harmony)):
+            before = [message for turn in turns[:number] for message in turn]
+            kept = [message for message in before if message.channel != "analysis"]
+            last = [message for message in turns[number] if message.author.role is not Role.USER]
+            expected = reference.render_for_training([*opening, *kept, *last])
+            assert reference.with_recipient_in_role(shown.token_ids) == expected
+
+
+@pytest.mark.parametrize(("environment", "options"), KINDS)
+def test_every_demonstration_in_a_small_vocabulary_is_the_same_text_and_special_tokens(
+    tiny: Harmony, environment: str, options: dict[str, object]
+) -> None:
+    full = Harmony(GptOssVocabulary(), SHORT_PROMPT)
+    for seed in range(6):
+        episode = scripted_episode(replace(task_of(environment, seed, **options), environment=environment), seed)
+        small, large = render_as_sampled(episode, tiny), render_as_sampled(episode, full)
+        assert small.token_ids == tiny.vocabulary.from_harmony(large.token_ids)
+        assert tiny.vocabulary.to_harmony(small.token_ids) == large.token_ids
+
+
+def test_calls_of_functions_are_shown_with_the_constrain_token_and_calls_of_python_without(full: Harmony) -> None:
+    for environment, calls, constrained in (("incident", 6, 6), ("retool", 1, 0)):
+        episode = scripted_episode(replace(task_of(environment, 0), environment=environment), 0)
+        shown = render_as_sampled(episode, full).token_ids
+        assert shown.count(reference.CALL) == calls
+        assert shown.count(reference.CONSTRAIN) == constrained
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "wording"),
+    [
+        ("retool", {}, "execute STATELESS Python"),
+        ("retool", {"stateful": True}, "stateful Jupyter notebook"),
+        ("gsm8k", {"tools": True}, "execute STATELESS Python"),
+        ("gsm8k", {}, None),
+        ("incident", {}, None),
+    ],
+)
+def test_the_system_message_describes_python_where_it_can_be_called_and_as_it_then_is(
+    environment: str, options: dict[str, object], wording: str | None
+) -> None:
+    harmony = Harmony(GptOssVocabulary(), PromptConfig(), python_seconds=3)
+    episode = scripted_episode(replace(task_of(environment, 0, **options), environment=environment), 0)
+    text = harmony.decode(harmony.render_prompt(episode.prompt, episode.tools, episode.builtin_tools))
+    assert ("## python" in text) == (wording is not None)
+    assert ("time out after 3.0 seconds" in text) == (wording is not None)
+    assert wording is None or wording in text
+
+
+def test_prompts_of_a_run_state_the_limit_of_its_sandbox() -> None:
+    overrides = ["prompt.python_tool=true", "sandbox.timeout_seconds=4.5", "model.vocab_size=2048"]
+    tasks = TaskSource(load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides))
+    assert "time out after 4.5 seconds" in tasks.harmony.decode(tasks.prompt_ids(tasks.train(0, 1)[0]))
+
+
+class TalkingEnvironment(Environment):
+    """Two questions, each thought about and answered."""
+
+    @classmethod
+    def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
+        yield [think("one is odd"), final("odd")]
+        yield [think("two is even"), final("even")]
+
+    async def answer(self, text: str) -> StepResult:
+        return StepResult(user="And two?") if text == "odd" else self.finished(1.0)
+
+
+def test_a_later_turn_sees_the_earlier_one_as_a_rollout_does_or_as_the_format_says(harmony: Harmony) -> None:
+    name = f"{__name__}:TalkingEnvironment"
+    task = Task("t", [{"role": "user", "content": "Is one odd?"}], "", name)
+
+    def shown(history: Literal["append", "harmony"]) -> list[tuple[str, str]]:
+        """All tokens and the sampled ones of every sample."""
+        texts: list[tuple[str, str]] = []
+        for sample in demonstrations_of(task, harmony, DemonstrationConfig(history=history), "0"):
+            pairs = zip(sample.token_ids, sample.loss_mask, strict=True)
+            texts.append((harmony.decode(sample.token_ids), harmony.decode([i for i, mask in pairs if mask])))
+        return texts
+
+    thought = "<|channel|>analysis<|message|>one is odd<|end|><|start|>assistant"
+    answer = "<|channel|>final<|message|>odd"
+    last = "<|channel|>analysis<|message|>two is even<|end|><|start|>assistant<|channel|>final<|message|>even<|return|>"
+    question = "<|start|>user<|message|>And two?<|end|><|start|>assistant"
+
+    ((whole, sampled),) = shown("append")
+    assert whole.endswith(f"Is one odd?<|end|><|start|>assistant{thought}{answer}<|return|>{question}{last}")
+    assert sampled == f"{thought}{answer}<|return|>{last}"
+
+    (first, first_sampled), (second, second_sampled) = shown("harmony")
+    assert first.endswith(f"Is one odd?<|end|><|start|>assistant{thought}{answer}<|return|>")
+    assert first_sampled == f"{thought}{answer}<|return|>"
+    assert second.endswith(f"Is one odd?<|end|><|start|>assistant{answer}<|end|>{question}{last}")
+    assert second_sampled == last
+
+
+def test_fine_tuning_learns_from_every_turn_of_the_user_in_either_form() -> None:
+    options = [f"tasks.sources.instructions.options.{option}" for option in ("turns=2", "constraints=1")]
+    overrides = [*options, "model.vocab_size=2048"]
+    source = TaskSource(load_config(Path("configs/sft/tiny_instructions.yaml"), SftConfig, overrides))
+    whole = source.demonstrations(0, 5, DemonstrationConfig())
+    by_turn = source.demonstrations(0, 5, DemonstrationConfig(history="harmony"))
+    assert len(whole) == 5
+    assert len(by_turn) == 10
+    assert sum(sum(sample.loss_mask) for sample in whole) == sum(sum(sample.loss_mask) for sample in by_turn)
+
+
+@pytest.mark.parametrize(("environment", "options"), KINDS)
+def test_every_demonstration_is_an_episode_token_for_token(
+    harmony: Harmony, environment: str, options: dict[str, object]
+) -> None:
+    right = 0.0
+    tasks = [task_of(environment, i, **options) for i in range(20)]
+    for demo, episode in asyncio.run(replay(harmony, tasks)):
+        assert demo.token_ids == episode.token_ids
+        assert demo.loss_mask == episode.loss_mask
+        assert episode.finish_reason is FinishReason.STOP
+        assert demo.result is not None
+        assert demo.result.reward == episode.reward
+        right += episode.reward_parts["correct"]
+    assert 3 <= right <= 18
+
+
+def test_retool_is_shown_with_and_without_mistakes(tiny: Harmony) -> None:
+    calls: Counter[int] = Counter()
+    for _, episode in asyncio.run(replay(tiny, [task_of("retool", i) for i in range(40)])):
+        calls[episode.tool_calls] += 1
+        assert episode.tool_calls == 0 or episode.reward == 1.0
+    assert set(calls) == {0, 1, 2}
+
+
+def test_the_share_of_careful_demonstrations_is_as_configured(tiny: Harmony) -> None:
+    right = 0.0
+    for index in range(300):
+        result = demonstrate(task_of("gsm8k", index), tiny, DemonstrationConfig(careful=0.3), str(index)).result
+        assert result is not None
+        right += result.reward_parts["correct"]
+    assert right / 300 == pytest.approx(0.3, abs=0.1)
+
+
+def test_a_demonstration_is_a_function_of_its_task_and_seed(tiny: Harmony) -> None:
+    task = task_of("retool", 3)
+    assert demonstrate(task, tiny, MIXED, "7") == demonstrate(task, tiny, MIXED, "7")

@@ -1,0 +1,320 @@
+"""What the loop feeds the trainer: which tasks, at which rate, and whether it notices that nothing is learned."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.in_process import LocalRollouts, local_loop
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.run import RlConfig, check_reward_parts
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
+from rl_loop.evaluation.evaluate import held_out_requests
+from rl_loop.harmony.codec import ParsedMessage
+from rl_loop.loop import RlLoop, RolloutBatch
+from rl_loop.rollout.pool import GroupRequest, RolloutPool
+from rl_loop.tasks.source import TaskSource
+from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.run_directory import read_json_lines
+from rl_loop.tracking.signal_watch import PATIENCE, SignalWatch
+from tests.rl_loop.algorithms.test_algorithms_end_to_end import NOTHING_ENDS, config
+from tests.rl_loop.scripted_engine import ScriptedEngine
+
+# ---- tasks
+
+
+def from_file(directory: Path, tasks: int) -> list[str]:
+    """Overrides that train on a file of so many tasks."""
+    questions = [{"problem": f"What is {i} + {i + 1}?", "answer": str(2 * i + 1)} for i in range(tasks)]
+    held_out = [{"problem": "What is 1 * 2?", "answer": "2"}]
+    for name, rows in (("train", questions), ("held_out", held_out)):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = f"environment: retool, options: {{instructions: null}}, train_path: {directory}/train.jsonl"
+    return [f"tasks={{sources: {{retool: {{{source}, held_out_path: {directory}/held_out.jsonl}}}}}}"]
+
+
+def answered(request: GroupRequest, version: int, rewards: Sequence[float]) -> TrajectoryGroup:
+    """Episodes of one sampled token each, with these rewards."""
+    episodes = [
+        Trajectory(
+            request.task.task_id,
+            [10, 11, 12],
+            [0, 0, 1],
+            [0.0, 0.0, -1.0],
+            [WeightVersionSpan(2, 3, version)],
+            reward=rewards[i % len(rewards)],
+            reward_parts={"correct": 0.0, "format_error": 0.0, "score": rewards[i % len(rewards)]},
+        )
+        for i in range(len(request.seeds))
+    ]
+    return TrajectoryGroup(request.task.task_id, episodes)
+
+
+class FakeRollouts:
+    """Remembers which tasks it was asked for; ``signal`` says which of them have one."""
+
+    def __init__(self, signal: Callable[[str], bool]) -> None:
+        self.signal, self.asked, self.version = signal, list[str](), 0
+
+    def run(self, requests: Sequence[GroupRequest], abandon: Any = None) -> list[TrajectoryGroup]:
+        self.asked += [request.task.task_id for request in requests]
+        outcomes = [(-1.0, 1.0) if self.signal(request.task.task_id) else (1.0,) for request in requests]
+        return [answered(r, self.version, rewards) for r, rewards in zip(requests, outcomes, strict=True)]
+
+
+def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: dict[str, Any]) -> RlLoop:
+    """A loop with real tasks and no trainer."""
+    session = SimpleNamespace(
+        rollouts=rollouts,
+        trainer=None,
+        tasks=TaskSource(settings),
+        progress=None,
+        run=SimpleNamespace(metrics=Path("there is none")),
+        interrupt=SimpleNamespace(hurried=False),
+        state=state,
+    )
+    return RlLoop(settings, session)  # type: ignore[arg-type]
+
+
+def steps_of(loop: RlLoop, steps: range) -> list[RolloutBatch]:
+    batches = []
+    for step in steps:
+        batches.append(loop.collect(step, loop._next_task(step)))
+        loop.session.state["next_task"] = batches[-1].next_task
+    return batches
+
+
+def names(batches: list[RolloutBatch]) -> list[str]:
+    return [group.task_id for batch in batches for group in batch.train]
+
+
+DYNAMIC = ["rollout.tasks_per_step=10", "rollout.samples_per_task=2", "algorithm.dynamic_sampling_rounds=3"]
+
+
+def test_dynamic_sampling_trains_on_every_task_of_an_epoch_before_any_comes_again(tmp_path: Path) -> None:
+    settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
+    loop = loop_over(settings, FakeRollouts(lambda task: True), {})
+    assert set(Counter(names(steps_of(loop, range(30)))).values()) == {1}
+    assert set(Counter(names(steps_of(loop, range(30, 60)))).values()) == {1}
+
+
+def test_a_task_is_trained_on_or_found_silent_before_it_comes_again(tmp_path: Path) -> None:
+    settings = config(tmp_path, *from_file(tmp_path, 70), *DYNAMIC)
+    silent = {task.task_id for task in TaskSource(settings).train(0, 70)[::3]}
+    rollouts = FakeRollouts(lambda task: task not in silent)
+    loop = loop_over(settings, rollouts, {})
+    trained: list[str] = []
+    while loop.session.state.get("next_task", 0) < 70:
+        step = len(trained) // 10
+        before = loop.session.state.get("next_task", 0)
+        (batch,) = steps_of(loop, range(step, step + 1))
+        assert len(batch.train) == 10
+        assert batch.next_task - before == 10 + batch.replaced
+        trained += names([batch])
+    with_signal = {task for task in rollouts.asked if task not in silent}
+    of_first_epoch = trained[: len(with_signal)]
+    assert sorted(of_first_epoch) == sorted(with_signal)
+
+
+def test_a_resumed_run_goes_on_with_the_tasks_that_it_would_have_had(tmp_path: Path) -> None:
+    settings = config(tmp_path, *from_file(tmp_path, 50), *DYNAMIC)
+
+    def signal(task: str) -> bool:
+        return ord(task[-1]) % 3 != 0
+
+    whole = names(steps_of(loop_over(settings, FakeRollouts(signal), {}), range(6)))
+    first = loop_over(settings, FakeRollouts(signal), {})
+    cut = names(steps_of(first, range(2)))
+    saved = json.loads(json.dumps(first.session.state))
+    assert cut + names(steps_of(loop_over(settings, FakeRollouts(signal), saved), range(2, 6))) == whole
+
+
+def test_without_dynamic_sampling_a_step_takes_the_tasks_at_its_place(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    loop = loop_over(settings, FakeRollouts(lambda task: False), {})
+    wanted = [task.task_id for task in loop.tasks.train(0, 6)]
+    assert names(steps_of(loop, range(3))) == wanted
+    assert names(steps_of(loop_over(settings, FakeRollouts(lambda task: False), {}), range(2, 3))) == wanted[4:]
+
+
+def test_silent_groups_fill_up_what_is_missing_and_are_not_called_replaced(tmp_path: Path) -> None:
+    settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
+    tasks = [task.task_id for task in TaskSource(settings).train(0, 30)]
+    batch = loop_over(settings, FakeRollouts(lambda task: task in tasks[25:29]), {}).collect(0, 0)
+    assert names([batch]) == tasks[25:29] + tasks[:6]
+    assert (batch.replaced, batch.next_task) == (20, 30)
+
+
+class RolloutsWithSignal(LocalRollouts):
+    """Weights are synced for real; episodes are made up, with a signal in every task."""
+
+    def sync_weights(self, weights: dict[str, Any], version: int) -> None:
+        super().sync_weights(weights, version)
+        self.version = version
+
+    def run(self, requests: Sequence[GroupRequest], abandon: Any = None) -> list[TrajectoryGroup]:
+        return [answered(request, self.version, (-1.0, 1.0)) for request in requests]
+
+
+def tasks_by_step(settings: RlConfig, resume: bool = False) -> list[list[str]]:
+    """Train, and say which tasks each step of the run was trained on."""
+    rollouts = RolloutsWithSignal(settings)
+    with local_loop(settings, rollouts, resume) as loop:
+        loop.train()
+        records = read_json_lines(loop.session.run.episodes)
+    rollouts.close()
+    of_step: dict[int, set[str]] = {}
+    for record in records:
+        if record["split"] == "train":
+            of_step.setdefault(record["step"], set()).add(record["task_id"])
+    return [sorted(tasks) for _, tasks in sorted(of_step.items())]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_dynamically_sampled_run_skips_no_task_and_continues_after_a_cut(staleness: int, tmp_path: Path) -> None:
+    options = [*from_file(tmp_path, 12), "algorithm.dynamic_sampling_rounds=3", f"algorithm.max_staleness={staleness}"]
+    options += ["optimizer.schedule=constant", "training.checkpoint_every=1", "training.episodes_in_report=100"]
+    whole = tasks_by_step(config(tmp_path, *options, "name=whole", "training.steps=6"))
+    assert set(Counter(task for step in whole for task in step).values()) == {1}
+    tasks_by_step(config(tmp_path, *options, "name=cut", "training.steps=2"))
+    assert tasks_by_step(config(tmp_path, *options, "name=cut", "training.steps=6"), resume=True) == whole
+
+
+# ---- purification
+
+
+def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path: Path) -> None:
+    options = ["rollout.purification={}", "rollout.max_new_tokens_per_turn=200"]
+    without_routes = ["rollout.routed_experts=false", "algorithm.routing_replay=none"]
+    settings = config(tmp_path, *options, *without_routes)
+
+    def outcome(requests: Callable[[RlLoop], list[GroupRequest]]) -> Trajectory:
+        harmony = TaskSource(settings).harmony
+
+        def call(code: str) -> list[int]:
+            thought = ParsedMessage("analysis", None, None, "x")
+            return harmony.render_assistant([thought, ParsedMessage("analysis", "python", "code", code)], "<|call|>")
+
+        answer = harmony.render_assistant([ParsedMessage("final", None, None, r"\boxed{1}")], "<|return|>")
+        engine = ScriptedEngine([call("print(1"), call("print(1)"), answer])
+        rollouts = LocalRollouts(settings, engine)  # type: ignore[arg-type]
+        loop = loop_over(settings, rollouts, {})  # type: ignore[arg-type]
+        ((episode,),) = (group.trajectories for group in rollouts.run(requests(loop)))
+        rollouts.close()
+        return episode
+
+    held_out = outcome(lambda loop: loop.held_out[:1])
+    assert (held_out.tool_errors, held_out.grafted) == (1, [])
+    assert held_out.tool_calls == 2
+
+    def one_training_episode(loop: RlLoop) -> list[GroupRequest]:
+        (request, _) = loop.requests(0, 0)
+        return [replace(request, seeds=request.seeds[:1])]
+
+    training = outcome(one_training_episode)
+    assert training.tool_errors == 0
+    assert len(training.grafted) == 1
+
+
+def test_a_pool_tells_its_workers_which_episodes_to_purify(tmp_path: Path) -> None:
+    settings = config(tmp_path, "rollout.purification={}")
+    calls: list[dict[str, Any]] = []
+    worker = SimpleNamespace(run_group=SimpleNamespace(remote=lambda *_, **options: calls.append(options)))
+    pool = object.__new__(RolloutPool)
+    pool._workers = [worker]
+    loop = loop_over(settings, FakeRollouts(lambda task: True), {})
+    for request in (loop.requests(0, 0)[0], held_out_requests(loop.tasks, 1.0)[0]):
+        pool._submit(0, request)
+    assert calls == [{"purify": True}, {"purify": False}]
+
+
+# ---- learning rates
+
+
+def test_the_policys_learning_rate_begins_to_rise_when_the_critic_has_warmed_up(tmp_path: Path) -> None:
+    options = ["algorithm=ppo", "algorithm.critic.warmup_steps=3", "algorithm.critic.optimizer.warmup_steps=2"]
+    options += ["optimizer.lr=4e-4", "optimizer.warmup_steps=4", "optimizer.schedule=cosine", "training.steps=8"]
+    settings = config(tmp_path, *options)
+    rates: dict[str, list[float]] = {"critic": [], "policy": []}
+    with local_loop(settings) as loop:
+        learn = loop.trainer.rl_step
+
+        def rl_step(*arguments: Any) -> Any:
+            updates = learn(*arguments)
+            rates["critic"] += [update.learning_rate for update in updates.critic]
+            rates["policy"] += [update.learning_rate for update in updates.policy]
+            return updates
+
+        loop.trainer.rl_step = rl_step  # type: ignore[method-assign]
+        loop.train()
+    assert rates["policy"] == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 4e-4])
+    assert rates["critic"] == pytest.approx([1e-6] + [2e-6] * 7)
+
+
+# ---- nothing to learn from
+
+
+def test_a_run_in_which_nothing_is_learned_says_so_once(tmp_path: Path) -> None:
+    notes: list[str] = []
+    with local_loop(config(tmp_path, *NOTHING_ENDS, f"training.steps={PATIENCE + 3}")) as loop:
+        loop.progress.note = notes.append  # type: ignore[method-assign]
+        loop.train()
+    (note,) = notes
+    assert note.startswith(f"step {PATIENCE}: warning: nothing to learn from in the last {PATIENCE} steps")
+    assert "every advantage is 0 (mean reward -1.000, 100% of the episodes end as length)" in note
+    assert "gptoss sft" in note
+
+
+def test_a_run_whose_tokens_are_all_masked_says_so(tmp_path: Path) -> None:
+    notes: list[str] = []
+    masked = [*NOTHING_ENDS, "rollout.truncated_episodes=mask", f"training.steps={PATIENCE}"]
+    with local_loop(config(tmp_path, *masked)) as loop:
+        loop.progress.note = notes.append  # type: ignore[method-assign]
+        loop.train()
+    (note,) = notes
+    assert "every token is masked" in note
+
+
+def test_the_watch_waits_for_steps_in_a_row_and_knows_a_gradient_of_zero() -> None:
+    watch, silent, lively = SignalWatch(3), {Name.GROUPS_WITHOUT_SIGNAL: 1.0}, {Name.GROUPS_WITHOUT_SIGNAL: 0.9}
+    assert [watch.observe(silent, [0.0]) for _ in range(2)] == [None, None]
+    assert watch.observe(lively, [0.0, 0.1]) is None
+    assert [watch.observe(lively, [0.0, 0.0]) for _ in range(2)] == [None, None]
+    warning = watch.observe(lively, [0.0, 0.0])
+    assert warning is not None and "the gradient is exactly 0 though some tasks have a signal" in warning
+    assert [watch.observe(silent, [0.0]) for _ in range(9)] == [None] * 9
+
+
+def test_a_policy_that_solves_everything_is_told_so() -> None:
+    values = {Name.GROUPS_WITHOUT_SIGNAL: 1.0, Name.REWARD: 1.0, Name.ACCURACY: 1.0, "finish/stop": 1.0}
+    warning = SignalWatch(1).observe(values, [0.0])
+    assert warning is not None and "solves everything" in warning
+
+
+# ---- reward parts
+
+
+def test_a_weight_of_a_reward_part_that_no_environment_has_is_refused(tmp_path: Path) -> None:
+    def check(weights: str) -> None:
+        settings = config(tmp_path, "algorithm=gdpo", f"algorithm.reward_weights={weights}")
+        check_reward_parts(settings, TaskSource(settings).reward_parts())
+
+    check("{correct: 1.0, score: 1.0, format_error: -0.2}")
+    with pytest.raises(ConfigError, match="has a reward part corect; there are correct, format_error, score"):
+        check("{corect: 1.0}")
+
+
+def test_illegal_episodes_do_not_end_a_run_that_weighs_the_score(tmp_path: Path) -> None:
+    weights = "algorithm.reward_weights={score: 1.0, format_error: -0.2}"
+    with local_loop(config(tmp_path, "algorithm=gdpo", weights, "training.steps=8")) as loop:
+        loop.train()
+        steps = read_json_lines(loop.session.run.metrics)
+    assert len(steps) == 8
+    assert any(step["finish/format_error"] > 0 for step in steps), "an episode must have been illegal"

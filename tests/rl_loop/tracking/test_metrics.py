@@ -1,0 +1,86 @@
+"""Metrics reduce exactly over their parts, and a resumed run continues one curve."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rl_loop.tracking.metrics import MetricsWriter, StepMetrics
+from rl_loop.tracking.run_directory import RunDirectory, read_json, read_json_lines, start_run
+
+
+def test_parts_with_different_token_counts_merge_into_the_token_mean() -> None:
+    metrics = StepMetrics(step=3)
+    for gap_sum, tokens, worst, rate in ((6.0, 2, 5.0, 0.2), (2.0, 6, 1.0, 0.1)):
+        metrics.add_mean("gap", gap_sum, tokens, over="tokens")
+        metrics.add("tokens", tokens, "sum", "tokens")
+        metrics.add("worst", worst, "max", "tokens")
+        metrics.add("learning_rate", rate, "last")
+    assert metrics.values() == {"gap": 1.0, "tokens": 8.0, "worst": 5.0, "learning_rate": 0.1}
+    assert metrics.descriptions()["gap"] == "mean over tokens"
+
+
+@pytest.mark.parametrize("order", [(1.0, math.nan), (math.nan, 1.0)])
+def test_a_nan_in_one_part_is_not_hidden_by_max(order: tuple[float, float]) -> None:
+    metrics = StepMetrics(step=0)
+    for value in order:
+        metrics.add("highest", value, "max", "tokens")
+    assert all(math.isnan(value) for value in metrics.values().values())
+
+
+def test_a_mean_over_nothing_has_no_value() -> None:
+    metrics = StepMetrics(step=0)
+    metrics.add_mean("held_out/accuracy", 0.0, 0, over="sequences")
+    assert metrics.values() == {}
+
+
+def test_one_name_with_two_reductions_is_an_error() -> None:
+    metrics = StepMetrics(step=0)
+    metrics.add_mean("reward", 1.0, 2, over="sequences")
+    with pytest.raises(ValueError, match="reward: max over sequences cannot be merged with mean over sequences"):
+        metrics.add("reward", 1.0, "max", "sequences")
+
+
+def write_steps(writer: MetricsWriter, steps: range, value: float) -> None:
+    for step in steps:
+        metrics = StepMetrics(step)
+        metrics.add("reward", value, "last")
+        writer.write(metrics)
+    writer.close()
+
+
+def tensorboard_curve(run: RunDirectory) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run.tensorboard))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("reward")]
+
+
+def test_lines_tensorboard_and_listeners_get_the_same_numbers_and_a_resume_drops_later_steps(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "run", "a: 1\n")
+    write_steps(MetricsWriter(run), range(5), value=1.0)
+    run.append_episodes([{"step": step} for step in range(5)])
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 5, "rew')  # what a killed process leaves
+
+    heard: list[tuple[int, dict[str, float]]] = []
+    resumed = MetricsWriter(run, resume_after=2, listeners=[lambda step, values: heard.append((step, values))])
+    write_steps(resumed, range(3, 5), value=2.0)
+
+    expected = [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert [(record["step"], record["reward"]) for record in read_json_lines(run.metrics)] == expected
+    assert tensorboard_curve(run) == expected
+    assert heard == [(3, {"reward": 2.0}), (4, {"reward": 2.0})]
+    assert [record["step"] for record in read_json_lines(run.episodes)] == [0, 1, 2]
+    assert read_json(run.metric_descriptions) == {"reward": "last over steps"}
+
+
+def test_a_value_that_is_not_finite_is_null_in_valid_json(tmp_path: Path) -> None:
+    run = start_run(tmp_path, "")
+    writer = MetricsWriter(run)
+    metrics = StepMetrics(0)
+    metrics.add("grad_norm", math.inf, "last")
+    writer.write(metrics)
+    writer.close()
+    assert json.loads(run.metrics.read_text(), parse_constant=pytest.fail)["grad_norm"] is None

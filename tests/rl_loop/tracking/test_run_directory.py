@@ -1,0 +1,207 @@
+"""A run directory is never overwritten by accident and never left with a half-written file."""
+
+import errno
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rl_loop.data.trajectory import FinishReason, Trajectory, Turn
+from rl_loop.tracking.run_directory import (
+    RunDirectoryError,
+    RunLocked,
+    RunWriteError,
+    Start,
+    append_lines,
+    atomic_write_text,
+    episode_record,
+    locked_run,
+    metric_curve,
+    read_json,
+    read_json_lines,
+    start_run,
+)
+
+
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """The operating system refuses to let any file grow past ``size`` bytes: a real failed write, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_failed_write_keeps_the_previous_file_and_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    atomic_write_text(path, "old")
+    with (
+        no_file_beyond(1000),
+        pytest.raises(RunWriteError, match=r"could not write .*summary\.json.*--resume") as caught,
+    ):
+        atomic_write_text(path, "n" * 5000)
+    assert caught.value.errno == errno.EFBIG
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_full_device_is_an_error_that_names_the_file() -> None:
+    with pytest.raises(RunWriteError, match=r"could not write /dev/full: No space left on device"):
+        append_lines(Path("/dev/full"), ["a line"])
+
+
+def test_lines_that_do_not_fit_are_not_kept_in_part(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_lines(path, ['{"step": 0}'])
+    with no_file_beyond(1000), pytest.raises(RunWriteError, match=r"metrics\.jsonl"):
+        append_lines(path, ['{"step": 1}', '{"step": 2, "text": "' + "x" * 2000 + '"}'])
+    assert path.read_text() == '{"step": 0}\n'
+
+
+def test_a_second_run_over_the_first_is_refused_and_the_options_are_named(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "run", "lr: 1\n")
+    append_lines(run.metrics, ['{"step": 0}'])
+    with pytest.raises(RunDirectoryError, match=r"already holds a run \(1 steps\); add --resume .* or --overwrite"):
+        start_run(run.path, "lr: 2\n")
+    assert run.config.read_text() == "lr: 1\n"
+
+
+def test_resume_keeps_the_run(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "run", "lr: 1\n", Start.RESUME_OR_NEW)
+    append_lines(run.metrics, ['{"step": 0}'])
+    for how in (Start.RESUME, Start.RESUME_OR_NEW):
+        start_run(run.path, "lr: 1\n", how)
+        assert read_json_lines(run.metrics) == [{"step": 0}]
+
+
+def test_resume_begins_no_run_under_a_mistyped_name(tmp_path: Path) -> None:
+    start_run(tmp_path / "tiny_retool", "")
+    with pytest.raises(
+        RunDirectoryError, match=r"tiny_retol: there is no run to resume; did you mean name=tiny_retool"
+    ):
+        start_run(tmp_path / "tiny_retol", "", Start.RESUME)
+    with pytest.raises(RunDirectoryError, match=r"no run to resume; runs in .*: tiny_retool$"):
+        start_run(tmp_path / "gsm8k", "", Start.RESUME)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny_retool"]
+
+
+def test_what_a_failed_start_leaves_is_no_run(tmp_path: Path) -> None:
+    for name in ("run.lock", "error.log", "output.log"):
+        (tmp_path / name).touch()
+    start_run(tmp_path, "lr: 1\n")
+
+
+def test_a_run_that_is_in_use_is_refused_and_its_holder_named(tmp_path: Path) -> None:
+    with locked_run(tmp_path):
+        holder = rf"process {os.getpid()} on {re.escape(socket.gethostname())} since \d{{4}}-"
+        with pytest.raises(RunLocked, match=rf"is in use by {holder}.*another name"), locked_run(tmp_path):
+            pass
+    with locked_run(tmp_path):
+        pass
+
+
+def test_an_attempt_waits_for_the_lock_of_the_one_before(tmp_path: Path) -> None:
+    holder = locked_run(tmp_path)
+    holder.__enter__()
+    leaving = threading.Timer(0.5, holder.__exit__, (None, None, None))
+    leaving.start()
+    with locked_run(tmp_path, wait_seconds=60):
+        assert not leaving.is_alive() or leaving.finished.is_set()
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    code = f"""
+import time
+from pathlib import Path
+from rl_loop.tracking.run_directory import locked_run
+with locked_run(Path({str(tmp_path / "run")!r})):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"locked\n"
+    with pytest.raises(RunLocked, match=f"process {holder.pid} "), locked_run(tmp_path / "run"):
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with locked_run(tmp_path / "run"):
+        pass
+
+
+def test_a_directory_that_was_made_for_nothing_is_gone_again(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), locked_run(tmp_path / "a/b"):
+        raise ValueError
+    assert list(tmp_path.iterdir()) == []
+    with locked_run(tmp_path / "a/b"):
+        (tmp_path / "a/b/config.yaml").touch()
+    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == ["config.yaml", "run.lock"]
+
+
+def test_overwrite_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "run", "lr: 1\n")
+    append_lines(run.metrics, ['{"step": 0}'])
+    for checkpoints in (run.checkpoints, run.critic_checkpoints):
+        (checkpoints / "step_1").mkdir(parents=True)
+    (run.path / "notes.txt").write_text("mine")
+    start_run(run.path, "lr: 2\n", Start.OVERWRITE)
+    assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "notes.txt"]
+    assert run.config.read_text() == "lr: 2\n"
+
+
+def test_a_run_directory_that_is_a_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.write_text("")
+    with pytest.raises(RunDirectoryError, match=r"run is a file"):
+        start_run(path, "")
+
+
+def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step":\n{"step": 2}\n')
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2 is not JSON"):
+        read_json_lines(path)
+
+
+def test_summary_figures_are_added_to_those_already_there(tmp_path: Path) -> None:
+    run = start_run(tmp_path, "")
+    run.write_summary(held_out_accuracy_sft=0.5)
+    run.write_summary(held_out_accuracy_rl=0.9)
+    assert read_json(run.summary) == {"held_out_accuracy_sft": 0.5, "held_out_accuracy_rl": 0.9}
+
+
+def test_a_curve_has_only_the_steps_that_measured_it() -> None:
+    records = [{"step": 0, "accuracy": 0.5}, {"step": 1}, {"step": 2, "accuracy": None}, {"step": 3, "accuracy": 1}]
+    assert metric_curve(records, "accuracy") == ([0, 3], [0.5, 1.0])
+
+
+def test_an_episode_record_has_log_probs_on_sampled_tokens_only() -> None:
+    trajectory = Trajectory(
+        task_id="sum-1",
+        token_ids=[7, 8, 9],
+        loss_mask=[0, 1, 1],
+        rollout_log_probs=[0.0, -0.5, -0.25],
+        turns=[Turn("prompt", 0, 1, "<7>"), Turn("assistant", 1, 3, "<8><9>")],
+        finish_reason=FinishReason.STOP,
+        reward=1.0,
+        reward_parts={"correct": 1.0},
+    )
+    record = episode_record(trajectory, lambda i: f"<{i}>", step=4)
+    assert record["tokens"] == [
+        {"text": "<7>", "mask": 0},
+        {"text": "<8>", "mask": 1, "logprob": -0.5},
+        {"text": "<9>", "mask": 1, "logprob": -0.25},
+    ]
+    assert record["finish_reason"] == "stop"
+    assert record["turns"][1] == {"role": "assistant", "start": 1, "end": 3, "text": "<8><9>"}

@@ -1,0 +1,73 @@
+"""Trainer ranks that start slowly say so, end with a message, and are not more than a machine can hold."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from rl_loop.trainer import rank_start
+from rl_loop.trainer.rank_start import RankStartError, check_local_ranks, start_limit, wait_for_processes
+
+
+class Ray:
+    """``ray.wait`` over calls that are the times at which they are answered, on a clock that only waiting moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(rank_start.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr("ray.wait", self.wait)
+
+    def wait(self, calls: list[float], num_returns: int, timeout: float) -> tuple[list[float], list[float]]:
+        self.now = min(self.now + timeout, max(self.now, *(1000 + seconds for seconds in calls)))
+        done = [seconds for seconds in calls if 1000 + seconds <= self.now]
+        return done, [seconds for seconds in calls if seconds not in done]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    return Ray(monkeypatch)
+
+
+def test_slow_ranks_are_counted_as_they_start(clock: Ray) -> None:
+    said: list[str] = []
+    wait_for_processes([4.0 * rank for rank in range(1, 9)], limit=300, say=said.append)
+    *news, end = said
+    assert end == "all 8 trainer ranks have started; they load their weights"
+    counts = [int(re.fullmatch(r"starting trainer ranks: (\d) of 8 after \d+ s", line)[1]) for line in news]
+    assert len(counts) == 3
+    assert counts == sorted(counts)
+    assert counts[0] == 2
+
+
+def test_ranks_that_start_at_once_say_nothing(clock: Ray) -> None:
+    said: list[str] = []
+    wait_for_processes([0.5, 1.0], limit=300, say=said.append)
+    assert said == []
+
+
+def test_ranks_that_never_start_end_with_how_many_did(clock: Ray) -> None:
+    said: list[str] = []
+    with pytest.raises(RankStartError, match=r"3 of 4 trainer ranks started within 60 s .*parallel\.world_size"):
+        wait_for_processes([1.0, 2.0, 3.0, 1e9], limit=60, say=said.append)
+    assert clock.now - 1000 < 70
+    assert len(said) == 6
+
+
+@pytest.mark.parametrize(("ranks", "cores", "lines"), [(1, 2, 0), (2, 2, 0), (3, 2, 1), (16, 2, 1)])
+def test_ranks_that_share_cores_are_warned_of_in_one_line(ranks: int, cores: int, lines: int) -> None:
+    said: list[Any] = []
+    check_local_ranks(ranks, cores, said.append)
+    assert len(said) == lines
+    assert all(f"{ranks} trainer ranks share {cores} cores" in line and "\n" not in line for line in said)
+
+
+def test_ranks_beyond_reason_are_refused() -> None:
+    with pytest.raises(RankStartError, match=r"parallel\.world_size is 64, and this machine has 2 cores and no GPUs"):
+        check_local_ranks(64, 2, print)
+
+
+def test_more_ranks_per_core_get_more_time() -> None:
+    assert start_limit(2, 2) == rank_start.START_SECONDS
+    assert start_limit(16, 2) == rank_start.START_SECONDS + 7 * rank_start.SECONDS_PER_SHARED_RANK
