@@ -63,8 +63,10 @@ def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path)
     settings = SglangConfig(python=PYTHON, attention_backend="intel_amx", memory_fraction=0.5, arguments=arguments)
     command = settings.command(0, tmp_path, "bfloat16", routed_experts=False, seed=0)
     environment = {
-        "PYTHONPATH": str(Path(__file__).parents[1] / "sglang_cpu"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "PYTHONPATH": str(Path(__file__).parents[1] / "sglang_cpu"),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
 
     async def main() -> None:
         server = SglangServer(command, environment, tmp_path / "log", health_seconds=30)
