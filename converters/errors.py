@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_gptoss.user_error import UserError
 
-class ConversionError(ValueError):
+
+class ConversionError(UserError, ValueError):
     """Weights could not be read, converted or written. The message names the file, key or tensor and what to do."""
 
 

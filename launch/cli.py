@@ -13,14 +13,8 @@ import typer
 import typer.core
 from typer import Argument, Option
 
-from converters.errors import ConversionError
-from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
-from rl_loop.harmony.vocabulary import VocabularyUnavailable
-from rl_loop.sandbox import SandboxUnavailable
-from rl_loop.tasks.task_file import TaskFileError
-from rl_loop.tracking.run_directory import RunDirectoryError, RunWriteError
 
 
 class ErrorsInOneLine(typer.core.TyperGroup):
@@ -43,16 +37,7 @@ def print_failure(error: Exception, directory: Path | None = None) -> None:
     """One line on standard error; a traceback, if it helps, in ``directory``."""
     from rl_loop.lifecycle.failures import explain
 
-    known: tuple[type[BaseException], ...] = (
-        ConfigError, ConversionError, RunDirectoryError, RunWriteError, SandboxUnavailable, TaskFileError,
-        VocabularyUnavailable,
-    )  # fmt: skip
-    if not isinstance(error, known) and "torch" in sys.modules:
-        # the others are in modules that bring torch with them: without it none of them was raised
-        from rl_loop.run import user_errors
-
-        known = (*known, *user_errors())
-    print(f"gptoss: {explain(error, known, directory)}", file=sys.stderr)
+    print(f"gptoss: {explain(error, directory)}", file=sys.stderr)
 
 
 PURPOSE = "Agentic reinforcement learning for GPT-OSS on Megatron-Core."

@@ -4,6 +4,7 @@ A transposed square weight, a missing bias, a sink that did not arrive or a tens
 check of names and shapes and shows up here at once."""
 
 from megatron_gptoss.packing import Sample
+from megatron_gptoss.user_error import UserError
 from rl_loop.config.run import RlConfig
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.trainer.group import TrainerGroup
@@ -12,7 +13,7 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
 """Where the configuration does not say: nats per token."""
 
 
-class CanaryError(RuntimeError):
+class CanaryError(UserError, RuntimeError):
     """Engine and trainer disagree right after a weight sync."""
 
 

@@ -8,6 +8,8 @@ would be a way out of a task that goes badly."""
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from megatron_gptoss.user_error import UserError
+
 if TYPE_CHECKING:
     from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
@@ -38,7 +40,7 @@ class EngineFault(InfrastructureFailure):
         self.args = (request_id, what, server)  # what pickle calls the class with
 
 
-class InfrastructureOutage(RuntimeError):
+class InfrastructureOutage(UserError, RuntimeError):
     """So many episodes were invalid that the run ends; the message names the culprit."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rl_loop.cluster.ray_session import RayStartError, ray_session
+from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig, check_reward_parts
 from rl_loop.config.training import TrainingConfig
@@ -313,20 +313,3 @@ def _seconds_of_initial_run(config: RunConfig) -> float:
     if source is None or not source.summary.exists():
         return 0.0
     return float(read_json(source.summary).get("seconds", 0.0))
-
-
-def user_errors() -> tuple[type[BaseException], ...]:
-    """Errors that the user can mend and whose message says how; everything else is a fault of ours."""
-    from converters.errors import ConversionError
-    from megatron_gptoss.checkpoint import CheckpointError
-    from rl_loop.canary import CanaryError
-    from rl_loop.engines.completions import EndpointError
-    from rl_loop.harmony.vocabulary import VocabularyUnavailable
-    from rl_loop.infrastructure import InfrastructureOutage
-    from rl_loop.sandbox import SandboxUnavailable
-    from rl_loop.tasks.task_file import TaskFileError
-    from rl_loop.trainer.group import RankDied
-    from rl_loop.trainer.rank_start import RankStartError
-
-    ours = ConversionError, CheckpointError, CanaryError, TaskFileError, SandboxUnavailable, VocabularyUnavailable
-    return *ours, EndpointError, InfrastructureOutage, RankDied, RankStartError, RayStartError

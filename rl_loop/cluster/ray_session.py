@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_gptoss.user_error import UserError
 from rl_loop.cluster.placement import free_port
 
 START_SECONDS = 300.0
@@ -43,7 +44,7 @@ AGENT_PORTS = (
 )
 
 
-class RayStartError(Exception):
+class RayStartError(UserError):
     """Ray did not start on this machine; the message says where its logs are."""
 
     # not a RuntimeError, which Ray takes for "not there yet" and asks again

@@ -8,11 +8,12 @@ from typing import Any
 import aiohttp
 import torch
 
+from megatron_gptoss.user_error import UserError
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 
 
-class EndpointError(RuntimeError):
+class EndpointError(UserError, RuntimeError):
     """The endpoint cannot be used; the message names it."""
 
 

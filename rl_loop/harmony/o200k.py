@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 from gptoss_kernels.cache import write_atomically
+from megatron_gptoss.user_error import UserError
 
 FILE_NAME = "o200k_base.tiktoken"
 SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
@@ -20,7 +21,7 @@ WHEEL = "litellm==1.80.0"
 WHEEL_MEMBER = "litellm/litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"
 
 
-class VocabularyUnavailable(RuntimeError):
+class VocabularyUnavailable(UserError, RuntimeError):
     """The file could neither be found nor fetched; the message says which variable to set."""
 
 

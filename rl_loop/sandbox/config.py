@@ -4,6 +4,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron_gptoss.user_error import UserError
+
 MIB = 1 << 20
 
 
@@ -12,7 +14,7 @@ class SandboxFailure(RuntimeError):
     process left, the sandbox was closed. It says nothing about the program and must not become a reward."""
 
 
-class SandboxUnavailable(SandboxFailure):
+class SandboxUnavailable(UserError, SandboxFailure):
     """Untrusted code can not be isolated on this machine; the message says why and what to do."""
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_gptoss.user_error import UserError
 from rl_loop.environments.base import Environment, Task
 from rl_loop.environments.registry import environment_class
 from rl_loop.harmony.conversation import prompt_messages
@@ -15,7 +16,7 @@ REQUIRED = ("task_id", "messages", "ground_truth")
 KEYS = tuple(field.name for field in dataclasses.fields(Task))
 
 
-class TaskFileError(ValueError):
+class TaskFileError(UserError, ValueError):
     """Task data cannot be used; the message names the file and, if one is to blame, the line."""
 
 

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from gptoss_kernels.cache import write_atomically
+from megatron_gptoss.user_error import UserError
 from rl_loop.data.trajectory import Trajectory
 
 
-class RunDirectoryError(Exception):
+class RunDirectoryError(UserError):
     """A run directory is not what the command needs; the message says which and what to do."""
 
 
-class RunWriteError(OSError):
+class RunWriteError(UserError, OSError):
     """A file of a run could not be written; the message names it. The file's previous content is still valid."""
 
     def __str__(self) -> str:

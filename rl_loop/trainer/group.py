@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from megatron_gptoss.packing import Sample
 from megatron_gptoss.trainer import StepStatistics
+from megatron_gptoss.user_error import UserError
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.cluster.placement import TRAINER_RANK, is_placed, master_address, outlive_sigterm, place_of
 from rl_loop.config.run import RunConfig
@@ -19,7 +20,7 @@ from rl_loop.trainer.rank_start import check_local_ranks, start_limit, wait_for_
 from rl_loop.trainer.worker import RlUpdates, TrainerWorker
 
 
-class RankDied(RuntimeError):
+class RankDied(UserError, RuntimeError):
     """The process of a trainer rank is gone; the message names rank, host and what Ray knows of the reason."""
 
 

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_gptoss.user_error import UserError
+
 RANKS_PER_CORE = 16
 """More local ranks than this for each core are a mistake: every one of them imports torch and Megatron by itself."""
 
@@ -18,7 +20,7 @@ NEWS_SECONDS = 10.0
 """Nothing is said of ranks that start faster than this, and nothing more often."""
 
 
-class RankStartError(Exception):
+class RankStartError(UserError):
     """The processes of the trainer's ranks did not come up; the message says how many did and what to change."""
 
 

@@ -17,6 +17,7 @@ import pytest
 import ray
 import torch
 
+from megatron_gptoss.user_error import UserError
 from rl_loop.canary import CanaryError, check_canary
 from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.errors import ConfigError
@@ -25,7 +26,7 @@ from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.evaluation.engine_comparison import engine_report
 from rl_loop.infrastructure import InfrastructureOutage
 from rl_loop.rollout.pool import GroupRequest, RolloutPool
-from rl_loop.run import Interrupted, run_rl, run_sft, user_errors
+from rl_loop.run import Interrupted, run_rl, run_sft
 from rl_loop.tasks.source import TaskSource
 from rl_loop.tracking.run_directory import read_json_lines
 from rl_loop.trainer.group import TrainerGroup
@@ -265,7 +266,7 @@ def test_a_tool_server_that_is_away_ends_training_in_one_line(tmp_path: Path) ->
     assert "\n" not in message
     assert len(message) < 500
     assert re.search(r"ended \d+ of \d+ episodes .*: environment in \d+, such as: .*Connection refused", message)
-    assert isinstance(outage.value, user_errors())
+    assert isinstance(outage.value, UserError)
 
 
 def test_a_run_goes_on_without_the_episodes_that_infrastructure_failures_ended(tmp_path: Path) -> None:

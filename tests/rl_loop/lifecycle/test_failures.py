@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import re
+import sys
 import traceback
 from pathlib import Path
 
@@ -11,10 +13,11 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from converters.errors import ConversionError
+from megatron_gptoss.user_error import UserError
 from rl_loop.config.errors import ConfigError
+from rl_loop.engines.completions import EndpointError
 from rl_loop.lifecycle.failures import explain, find_cause, last_exception
-
-USERS = (ConfigError, ConversionError)
+from rl_loop.tracking.run_directory import RunWriteError
 
 
 def raised(error: Exception) -> tuple[Exception, str]:
@@ -41,7 +44,7 @@ def in_the_making(error: Exception) -> ActorDiedError:
 def test_the_actors_own_exception_is_told_on_one_line(through: object, tmp_path: Path) -> None:
     error = through(ZeroDivisionError("a reward was divided\nby the number of its parts"))  # type: ignore[operator]
     error.add_note("first on trainer rank 3 on n2 (pid 7)")
-    line = explain(error, USERS, tmp_path)
+    line = explain(error, tmp_path)
     assert line == (
         "ZeroDivisionError: a reward was divided by the number of its parts (first on trainer rank 3 on n2 (pid 7)); "
         f"the traceback is in {tmp_path}/error.log"
@@ -53,9 +56,24 @@ def test_the_actors_own_exception_is_told_on_one_line(through: object, tmp_path:
 
 @pytest.mark.parametrize("through", [lambda e: of_an_actor(e).as_instanceof_cause(), in_the_making])
 def test_an_error_that_the_user_can_mend_is_told_without_its_class(through: object, tmp_path: Path) -> None:
-    line = explain(through(ConversionError("models/x: no config.json")), USERS, tmp_path)  # type: ignore[operator]
+    line = explain(through(ConversionError("models/x: no config.json")), tmp_path)  # type: ignore[operator]
     assert line == f"models/x: no config.json; the traceback is in {tmp_path}/error.log"
-    assert explain(ConfigError("a:\n  b: wrong"), USERS, tmp_path) == "a:\n  b: wrong"
+    assert explain(ConfigError("a:\n  b: wrong"), tmp_path) == "a:\n  b: wrong"
+
+
+def test_an_error_that_only_the_actor_knew_is_recognised_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a constructor Ray keeps the text only, and the driver need not have imported the class."""
+    died = in_the_making(EndpointError("http://x cannot be used"))
+    monkeypatch.delitem(sys.modules, "rl_loop.engines.completions")
+    assert explain(died, tmp_path) == f"http://x cannot be used; the traceback is in {tmp_path}/error.log"
+
+
+def test_an_error_of_a_disk_that_the_user_can_mend_keeps_its_two_bases() -> None:
+    error = pickle.loads(pickle.dumps(RunWriteError(errno.ENOSPC, "could not write x")))
+    assert isinstance(error, UserError)
+    assert (str(error), error.errno) == ("could not write x", errno.ENOSPC)
 
 
 def test_an_error_within_an_error_of_an_actor_is_found() -> None:
@@ -69,7 +87,7 @@ def test_without_a_directory_the_traceback_is_in_a_file_of_its_own(tmp_path: Pat
     error, _ = raised(RuntimeError("unknown"))
     for directory in (None, tmp_path / "none", tmp_path / "file"):
         (tmp_path / "file").touch()
-        found = re.fullmatch(r"RuntimeError: unknown; the traceback is in (\S+)", explain(error, USERS, directory))
+        found = re.fullmatch(r"RuntimeError: unknown; the traceback is in (\S+)", explain(error, directory))
         assert found
         assert "RuntimeError: unknown" in Path(found[1]).read_text()
         Path(found[1]).unlink()
@@ -77,7 +95,7 @@ def test_without_a_directory_the_traceback_is_in_a_file_of_its_own(tmp_path: Pat
 
 def test_two_failures_are_both_in_the_log(tmp_path: Path) -> None:
     for text in ("first", "second"):
-        explain(raised(RuntimeError(text))[0], USERS, tmp_path)
+        explain(raised(RuntimeError(text))[0], tmp_path)
     assert (tmp_path / "error.log").read_text().count("Traceback") == 2
 
 
@@ -94,6 +112,6 @@ def test_the_exception_at_the_end_of_a_traceback_is_found_below_its_marks() -> N
 @pytest.mark.parametrize("through", [lambda e: raised(e)[0], lambda e: of_an_actor(e).as_instanceof_cause()])
 def test_a_full_disk_is_said_without_writing_anything(through: object, tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "/data/runs/x/events")
-    line = explain(through(full), USERS, tmp_path)  # type: ignore[operator]
+    line = explain(through(full), tmp_path)  # type: ignore[operator]
     assert line == "/data/runs/x/events: No space left on device: make room, then add --resume"
     assert list(tmp_path.iterdir()) == []
