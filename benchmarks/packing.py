@@ -24,7 +24,7 @@ from random import Random
 
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.packing import PackedBatch, Sample, pack
-from megatron_gptoss.performance import forward_flops
+from megatron_gptoss.planning.flops import forward_flops
 
 FILE = Path(__file__).with_name("packing_lengths.json")
 LONGEST = 32_768

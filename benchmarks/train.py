@@ -35,8 +35,8 @@ from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, Sample, build_batch
-from megatron_gptoss.performance import forward_flops, matmul_ceiling
-from megatron_gptoss.stage_messages import StageMessages
+from megatron_gptoss.planning.flops import forward_flops, matmul_ceiling
+from megatron_gptoss.static_shape_p2p import StaticShapeP2P
 from megatron_gptoss.trainer import LossOutput, PolicyTrainer, gather_parameters
 
 VOCAB = 201_088
@@ -224,11 +224,11 @@ def gather_before_forward(trainer: PolicyTrainer) -> None:
 @contextmanager
 def messages(name: str) -> Iterator[None]:
     """Between pipeline stages."""
-    ours = StageMessages._communicate_shapes
+    ours = StaticShapeP2P._communicate_shapes
     if name == "megatron":
-        StageMessages._communicate_shapes = P2PCommunicator._communicate_shapes  # type: ignore[method-assign]
+        StaticShapeP2P._communicate_shapes = P2PCommunicator._communicate_shapes  # type: ignore[method-assign]
     yield
-    StageMessages._communicate_shapes = ours  # type: ignore[method-assign]
+    StaticShapeP2P._communicate_shapes = ours  # type: ignore[method-assign]
 
 
 def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
+from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.packing import PackedSequence
-from megatron_gptoss.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
 
 

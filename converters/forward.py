@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import linear, rms_norm
 
 from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.rotary import RotaryEmbedding, apply_rotary
+from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
 
 Tensor = torch.Tensor
 VOCABULARY_BLOCK = 16_384

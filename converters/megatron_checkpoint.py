@@ -10,7 +10,7 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.names import NamedTensor, ParameterMapping, hf_tensors, parameter_mappings
 from converters.torch_dist_files import Shape, TorchDistReader
-from megatron_gptoss.checkpoint import MODEL_CONFIG_FILE
+from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE
 from megatron_gptoss.config import ModelConfig
 
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")

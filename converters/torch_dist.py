@@ -25,7 +25,7 @@ from converters.pipeline import Progress, bf16_bytes, in_order
 from converters.read_back import check_export, check_import
 from converters.reports import Check, ExportReport, QuantisationError, ReadBack
 from converters.torch_dist_files import Shape, TorchDistWriter
-from megatron_gptoss.checkpoint import MODEL_CONFIG_FILE
+from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE
 from megatron_gptoss.config import ModelConfig
 
 Precision = Literal["bf16", "fp32"]

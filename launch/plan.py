@@ -4,8 +4,9 @@ from itertools import accumulate
 
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.context_parallel import AttentionShape, Machine, balanced_layout, candidates
-from megatron_gptoss.memory import describe_layout, layouts_that_fit
-from megatron_gptoss.performance import MATMUL_CEILING, StepTime, forward_flops, predict_step
+from megatron_gptoss.planning.flops import MATMUL_CEILING, forward_flops
+from megatron_gptoss.planning.memory import describe_layout, layouts_that_fit
+from megatron_gptoss.planning.step_time import StepTime, predict_step
 from rl_loop.config.run import RlConfig, RunConfig
 
 

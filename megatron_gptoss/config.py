@@ -5,9 +5,8 @@ names the key, before anything is started."""
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -316,34 +315,3 @@ class OptimizerConfig(StrictModel):
             return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
         progress = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
         return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
-
-
-class Training(NamedTuple):
-    """What memory is predicted from."""
-
-    model: ModelConfig
-    parallel: ParallelConfig
-    optimizer: OptimizerConfig
-    tokens: int
-    """Of one micro-batch, before context parallelism shares them out."""
-    beside: Sequence[OptimizerConfig | None] = ()
-    """Further models in the policy's layout, of which one at a time works: a critic's optimizer, None for a reference
-    policy."""
-    engine: float = 0.0
-    """Share of each GPU that servers on it take while they generate."""
-    micro_batches: float = math.inf
-    """Of a data-parallel rank in a step, at most: a pipeline holds no more of them."""
-    longest: int = 1
-    """Tokens of the longest sequence, which a micro-batch must be able to hold."""
-    sequences: float = math.inf
-    """Of a training step: with those of ``longest`` tokens, what ``micro_batches`` follows from."""
-    mini_batches: int = 1
-    """Optimizer steps that share the sequences; in each, every data-parallel rank needs one."""
-
-    def with_sequences(self, sequences: float) -> "Training":
-        """The same with this many sequences and the micro-batches that they fill if all are as long as they may be."""
-        if math.isinf(sequences):
-            return self._replace(sequences=sequences, micro_batches=math.inf)
-        rows = math.ceil(sequences / (self.tokens // self.longest))
-        ranks, multiple = self.parallel.data, self.parallel.micro_batch_multiple
-        return self._replace(sequences=sequences, micro_batches=math.ceil(rows / (ranks * multiple)) * multiple)

@@ -9,9 +9,9 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_gptoss.config import ModelConfig, ParallelConfig
-from megatron_gptoss.cpu_layers import cpu_block_spec
+from megatron_gptoss.layers.cpu_block import cpu_block_spec
+from megatron_gptoss.layers.transformer_engine_block import transformer_engine_block_spec
 from megatron_gptoss.transformer_config import build_transformer_config
-from megatron_gptoss.transformer_engine_layers import transformer_engine_block_spec
 
 
 def build_model(

@@ -27,9 +27,9 @@ from megatron_gptoss.log_probs import log_probs_and_entropy, most_likely_tokens,
 from megatron_gptoss.model import chunks_of
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
-from megatron_gptoss.performance import forward_flops, matmul_ceiling
+from megatron_gptoss.planning.flops import forward_flops, matmul_ceiling
 from megatron_gptoss.routing_replay import RoutingReplay
-from megatron_gptoss.stage_messages import StageMessages
+from megatron_gptoss.static_shape_p2p import StaticShapeP2P
 from megatron_gptoss.step_clock import StepClock, TimedMoELayer
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class Scorer:
             seq_length=max(batch.tokens for batch in batches),
             micro_batch_size=1,
             forward_only=forward_only,
-            p2p_communicator=StageMessages(self.chunks, [batch.tokens // alignment() for batch in batches]),
+            p2p_communicator=StaticShapeP2P(self.chunks, [batch.tokens // alignment() for batch in batches]),
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
         if self.replay is not None:

@@ -26,7 +26,7 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
     """
     # a forkserver imports what takes seconds only once, but a process with CUDA cannot be forked
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    context.set_forkserver_preload(["megatron_gptoss.checkpoint", "megatron_gptoss.model"])
+    context.set_forkserver_preload(["megatron_gptoss.checkpoint.writer", "megatron_gptoss.model"])
     channels, processes = {}, []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)

@@ -13,7 +13,7 @@ ROOMS = ("kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
 SYNCING = {"fsync", "sync_directory", "sync_names", "write_atomically"}
 NOT_NEEDED = {
     "kernels/gptoss_kernels/mxfp4/cpu.py:_build": "a library that is cut short does not load",
-    "megatron_gptoss/checkpoint.py:_clean_up_after_a_crash": "the checkpoint was on the disk under its earlier name",
+    "megatron_gptoss/checkpoint/directory.py:clean_up_after_crash": "the checkpoint has been on the disk before",
     "converters/hf_directory.py:_write_shards": "in a directory that is synced before it gets its name",
 }
 
@@ -40,7 +40,7 @@ def test_contents_are_on_the_disk_before_a_rename_shows_them() -> None:
         for path in (ROOT / room).rglob("*.py")
         for name, names in renaming(path.read_text())
     }
-    assert {"megatron_gptoss/checkpoint.py:_publish", "converters/new_directory.py:new_directory"} < set(found)
+    assert {"megatron_gptoss/checkpoint/directory.py:publish", "converters/new_directory.py:new_directory"} < set(found)
     unsafe = {place for place, names in found.items() if not names & SYNCING}
     assert unsafe == set(NOT_NEEDED)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_gptoss.sink_attention import NO_SINK
+from megatron_gptoss.layers.attention import NO_SINK
 from rl_loop.config.training import AblationConfig
 
 

@@ -1,11 +1,13 @@
 """The whole configuration of a run: what YAML files in ``configs/`` say and ``gptoss`` commands override."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel, Training
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
+from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig, refuse
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.rollout import RolloutConfig
@@ -64,10 +66,10 @@ class RunConfig(StrictModel):
         return self.output_dir / self.name
 
     @property
-    def memory_inputs(self) -> Training:
-        """What ``megatron_gptoss.memory`` predicts from."""
+    def memory_inputs(self) -> MemoryInputs:
+        """What ``megatron_gptoss.planning.memory`` predicts from."""
         row, longest = self.training.max_tokens_per_micro_batch, self.rollout.max_tokens
-        return Training(self.model, self.parallel, self.optimizer, row, longest=longest)
+        return MemoryInputs(self.model, self.parallel, self.optimizer, row, longest_sequence=longest)
 
     @model_validator(mode="after")
     def _check_layout(self) -> Self:
@@ -101,13 +103,14 @@ class RlConfig(RunConfig):
     0.001 in float32, 0.02 in bfloat16. Stay above what ``gptoss doctor --engine`` shows of a good engine."""
 
     @property
-    def memory_inputs(self) -> Training:
+    def memory_inputs(self) -> MemoryInputs:
         algorithm, rollout, inputs = self.algorithm, self.rollout, super().memory_inputs
         critic = [algorithm.critic.optimizer] if algorithm.critic else []
         engine = rollout.sglang.memory_fraction * (rollout.engine == "sglang" and rollout.sglang.colocated)
-        return inputs._replace(
-            beside=[*critic, *([None] if algorithm.kl else [])],
-            engine=engine,
+        return replace(
+            inputs,
+            auxiliary_models=[*critic, *([None] if algorithm.kl else [])],
+            engine_share=engine,
             mini_batches=algorithm.mini_batches,
         ).with_sequences(rollout.tasks_per_step * rollout.samples_per_task)
 

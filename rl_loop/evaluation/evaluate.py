@@ -11,7 +11,7 @@ import torch
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.megatron_checkpoint import MegatronCheckpoint
-from megatron_gptoss.checkpoint import latest_checkpoint
+from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.run import RlConfig
 from rl_loop.data.samples import outcome_sums

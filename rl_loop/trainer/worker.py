@@ -16,18 +16,14 @@ from converters.hf_directory import HfDirectory
 from converters.live import export_hf_weights, load_hf_weights
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint import (
-    CheckpointWriter,
-    find_checkpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    load_model_weights,
-)
+from megatron_gptoss.checkpoint.directory import find_checkpoint, latest_checkpoint
+from megatron_gptoss.checkpoint.loader import load_checkpoint, load_model_weights
+from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.critic import ValueTrainer, make_critic
-from megatron_gptoss.memory import out_of_memory_explained
 from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
-from megatron_gptoss.performance import forward_flops
+from megatron_gptoss.planning.flops import forward_flops
+from megatron_gptoss.planning.memory import out_of_memory_explained
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.trainer import (
     LossFunction,

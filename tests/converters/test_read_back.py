@@ -28,7 +28,8 @@ from converters.torch_dist_files import TorchDistReader, TorchDistWriter
 from converters.verify import verify
 from gptoss_kernels import mxfp4
 from launch.cli import app
-from megatron_gptoss.checkpoint import CheckpointError, load_model_weights
+from megatron_gptoss.checkpoint.errors import CheckpointError
+from megatron_gptoss.checkpoint.loader import load_model_weights
 from tests.converters.test_mxfp4 import DOWN, MODEL, quantised_weights, save
 
 Patch = pytest.MonkeyPatch

@@ -19,7 +19,8 @@ from converters.hf_directory import HfDirectory
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.verify import verify
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint import _metadata, load_model_weights
+from megatron_gptoss.checkpoint.loader import load_model_weights
+from megatron_gptoss.checkpoint.state import sharding_metadata
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
@@ -95,7 +96,7 @@ def test_megatron_loads_an_import_strictly_with_the_logits_of_transformers(
 ) -> None:
     model = build_model(TINY, ParallelConfig()).eval()
     state, missing, unexpected = dist_checkpointing.load(
-        {"model": model.sharded_state_dict(metadata=_metadata())}, str(megatron_dir), strict="return_all"
+        {"model": model.sharded_state_dict(metadata=sharding_metadata())}, str(megatron_dir), strict="return_all"
     )
     model.load_state_dict(state["model"], strict=True)
     # a model key that the checkpoint lacks is "unexpected" to Megatron, "missing" are checkpoint keys nobody asked for

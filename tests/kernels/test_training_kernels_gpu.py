@@ -5,8 +5,8 @@ import torch
 
 from gptoss_kernels.rotary import rotate_heads
 from gptoss_kernels.swiglu import clamped_swiglu
+from megatron_gptoss.layers.rotary import apply_rotary
 from megatron_gptoss.log_probs import log_probs_and_entropy
-from megatron_gptoss.rotary import apply_rotary
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ from launch.cluster import ClusterConfig
 from launch.placement import place
 from launch.plan import attention_plan, step_plan
 from megatron_gptoss.config import ParallelConfig
-from megatron_gptoss.memory import fits, layouts_that_fit, memory_plan, parameters_per_gpu, worst_stage
 from megatron_gptoss.packing import Sample, pack
+from megatron_gptoss.planning.memory import fits, layouts_that_fit, memory_plan, parameters_per_gpu, worst_stage
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 
@@ -55,8 +55,8 @@ def test_a_scheme_set_by_the_user_is_the_one_taken() -> None:
 
 def test_the_memory_of_a_run_is_that_of_all_its_models() -> None:
     config = load_config(CONFIG, RlConfig, ["algorithm=ppo", "algorithm.kl.coefficient=0.1"])
-    assert config.memory_inputs.beside == [config.algorithm.critic.optimizer, None]
-    assert load_config(CONFIG, RlConfig, []).memory_inputs.beside == []
+    assert config.memory_inputs.auxiliary_models == [config.algorithm.critic.optimizer, None]
+    assert load_config(CONFIG, RlConfig, []).memory_inputs.auxiliary_models == []
 
 
 @pytest.mark.parametrize(

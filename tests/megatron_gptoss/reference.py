@@ -11,7 +11,7 @@ import torch
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from megatron_gptoss.checkpoint import CheckpointWriter
+from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.packing import Sample
 from megatron_gptoss.trainer import LossFunction, LossOutput, PolicyTrainer

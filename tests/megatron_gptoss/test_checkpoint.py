@@ -17,16 +17,13 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
-from megatron_gptoss import checkpoint, distributed
-from megatron_gptoss.checkpoint import (
-    CheckpointError,
-    CheckpointWriter,
-    find_checkpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    lower_half,
-    master_weight,
-)
+from megatron_gptoss import distributed
+from megatron_gptoss.checkpoint import writer as checkpoint_writer
+from megatron_gptoss.checkpoint.directory import clean_up_after_crash, find_checkpoint, latest_checkpoint, publish
+from megatron_gptoss.checkpoint.errors import CheckpointError
+from megatron_gptoss.checkpoint.loader import load_checkpoint
+from megatron_gptoss.checkpoint.megatron_faults import lower_half, master_weight
+from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
@@ -123,7 +120,7 @@ def test_a_checkpoint_from_before_the_first_update_is_resumed(tmp_path: Path) ->
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     policy, writer, disk_is_free = trainer(), CheckpointWriter(tmp_path), threading.Event()
     steps(policy, 2)
-    checkpoint.WRITER.submit(disk_is_free.wait)
+    checkpoint_writer.WRITER.submit(disk_is_free.wait)
     (tmp_path / "step_000001.partial").mkdir()  # of an attempt that was killed
     writer.start(policy, 2, {"step": 2})
     expected = steps(policy, 3)
@@ -157,7 +154,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, monkey
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.dist_checkpointing, "save", full)
+    monkeypatch.setattr(checkpoint_writer.dist_checkpointing, "save", full)
     with pytest.raises(CheckpointError, match=r"step_000002 could not be written.*No space left.*MiB are free"):
         save_checkpoint(tmp_path, policy, 2, {"step": 2})
     assert latest_checkpoint(tmp_path).name == "step_000001"
@@ -250,19 +247,18 @@ def test_a_step_saved_again_leaves_a_complete_checkpoint_whenever_the_process_en
         root = tmp_path / f"at_call_{number}"
         shutil.copytree(made / "1", root)
         shutil.copytree(made / "2/step_000002", root / "step_000002.partial")
-        writer = CheckpointWriter(root)
         calls.arm(number, error, done_first)
         with suppress(Killed, OSError):
-            writer._publish(root / "step_000002.partial", root / "step_000002")
+            publish(root / "step_000002.partial", root / "step_000002", keep=2)
         survived = calls.number < number
         calls.disarm()
         newest = latest_checkpoint(root)
         found.append(next(attempt for attempt, files in attempts.items() if content(newest) == files))
 
         # the next process saves that step again over whatever it finds
-        writer._clean_up_after_a_crash()
+        clean_up_after_crash(root)
         shutil.copytree(made / "2/step_000002", root / "step_000002.partial")
-        writer._publish(root / "step_000002.partial", root / "step_000002")
+        publish(root / "step_000002.partial", root / "step_000002", keep=2)
         assert content(latest_checkpoint(root)) == attempts[2]
         assert {path.name for path in root.iterdir() if path.suffix != ".tmp"} == {"latest", "step_000002"}
         if survived:
@@ -296,14 +292,14 @@ def test_results_of_a_save_that_failed_are_not_taken_for_those_of_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when another rank fails after this one has begun to write."""
-    policy, submit = trainer(), checkpoint.WRITER.submit
+    policy, submit = trainer(), checkpoint_writer.WRITER.submit
 
     def submit_and_fail(*args: Any) -> None:
         wait([submit(*args)])
         raise OSError(errno.EIO, "another rank's disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.WRITER, "submit", submit_and_fail)
+        patch.setattr(checkpoint_writer.WRITER, "submit", submit_and_fail)
         with pytest.raises(CheckpointError, match="another rank's disk"):
             save_checkpoint(tmp_path, policy, 1, {"step": 1})
     steps(policy, 1)
@@ -316,13 +312,13 @@ def test_results_of_a_save_that_failed_are_not_taken_for_those_of_the_next(
 
 
 def test_an_error_of_the_writing_thread_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    submit = checkpoint.WRITER.submit
+    submit = checkpoint_writer.WRITER.submit
 
     def fail() -> None:
         raise MemoryError("no room for a buffer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.WRITER, "submit", lambda *_: submit(fail))
+        patch.setattr(checkpoint_writer.WRITER, "submit", lambda *_: submit(fail))
         with pytest.raises(CheckpointError, match=r"step_000001 could not be written .*no room for a buffer"):
             save_checkpoint(tmp_path, trainer(), 1, {})
     assert latest_checkpoint(tmp_path) is None

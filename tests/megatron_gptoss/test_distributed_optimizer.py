@@ -18,7 +18,9 @@ from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed, trainer
-from megatron_gptoss.checkpoint import latest_checkpoint, load_checkpoint, lower_half, master_weight
+from megatron_gptoss.checkpoint.directory import latest_checkpoint
+from megatron_gptoss.checkpoint.loader import load_checkpoint
+from megatron_gptoss.checkpoint.megatron_faults import lower_half, master_weight
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import pack

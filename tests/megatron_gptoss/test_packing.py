@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.packing import PackedBatch, Sample, build_batch, pack, unpack
-from megatron_gptoss.performance import forward_flops
+from megatron_gptoss.planning.flops import forward_flops
 
 MODEL = ModelConfig(num_layers=24, num_experts=32)
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=20)

@@ -14,7 +14,9 @@ import torch
 
 from converters.live import export_hf_weights, load_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
+from megatron_gptoss.checkpoint.directory import latest_checkpoint
+from megatron_gptoss.checkpoint.errors import CheckpointError
+from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from converters.live import load_hf_weights
-from megatron_gptoss import distributed, rotary
+from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.layers import rotary
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer

@@ -8,9 +8,9 @@ import torch
 from converters.live import export_hf_weights, load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
-from megatron_gptoss.router import GptOssRouter
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy

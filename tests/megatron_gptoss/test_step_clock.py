@@ -15,9 +15,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.layers.attention import SinkAttention
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
-from megatron_gptoss.sink_attention import SinkAttention
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy

@@ -12,7 +12,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
-from megatron_gptoss.performance import attended_pairs, forward_flops
+from megatron_gptoss.planning.flops import attended_pairs, forward_flops
 from megatron_gptoss.trainer import PolicyTrainer, one_dtype_at_a_time
 from tests.distributed import free_port
 from tests.megatron_gptoss.allocations import Allocations

@@ -14,11 +14,11 @@ from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from converters.live import load_hf_weights
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint import load_checkpoint
+from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch, pack
-from megatron_gptoss.router import GptOssRouter
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port, run_distributed

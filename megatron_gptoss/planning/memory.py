@@ -3,13 +3,15 @@ nobody has run yet. docs/performance.md compares it with what was measured."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_gptoss.config import ModelConfig, ParallelConfig, Training
+from megatron_gptoss.config import ModelConfig, ParallelConfig
 from megatron_gptoss.log_probs import CHUNK_COLUMNS, CHUNK_TOKENS
+from megatron_gptoss.planning.memory_inputs import MemoryInputs
 
 EXPERT_LOAD = 1.1
 """Tokens that the fullest expert-parallel rank gets, relative to the mean, where nothing balances the router."""
@@ -63,9 +65,10 @@ def activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
     return 2 * (attention + experts)
 
 
-def predict(training: Training, stage: int = 0) -> Memory:
+def predict(training: MemoryInputs, stage: int = 0) -> Memory:
     """What the GPUs of one pipeline stage hold."""
-    model, parallel, optimizer, tokens, beside, *_ = training
+    model, parallel, optimizer, tokens = training.model, training.parallel, training.optimizer, training.tokens
+    beside = training.auxiliary_models
     dense, expert = parameters_per_gpu(model, parallel, stage)
     shards = parallel.world_size // (parallel.tensor * parallel.pipeline)
     expert_shards = parallel.world_size // (parallel.pipeline * parallel.expert)
@@ -99,14 +102,14 @@ def predict(training: Training, stage: int = 0) -> Memory:
     return Memory(weights, gradients, resident, activations, working, fetched)
 
 
-def worst_stage(training: Training) -> Memory:
+def worst_stage(training: MemoryInputs) -> Memory:
     """The prediction for the pipeline stage that needs most."""
     return max((predict(training, stage) for stage in range(training.parallel.pipeline)), key=lambda m: m.total)
 
 
-def fits(training: Training, memory: Memory, gigabytes: float) -> bool:
+def fits(training: MemoryInputs, memory: Memory, gigabytes: float) -> bool:
     """While the trainer works, and while servers on its GPUs do, beside weights, gradients and optimizer."""
-    return max(memory.total, sum(memory[:3]) + training.engine * gigabytes * 1e9) <= gigabytes * 1e9
+    return max(memory.total, sum(memory[:3]) + training.engine_share * gigabytes * 1e9) <= gigabytes * 1e9
 
 
 def describe_layout(layout: ParallelConfig, configured: ParallelConfig) -> str:
@@ -119,7 +122,7 @@ def describe_layout(layout: ParallelConfig, configured: ParallelConfig) -> str:
     return text
 
 
-def layouts_that_fit(training: Training, gigabytes: float) -> list[tuple[ParallelConfig, Memory]]:
+def layouts_that_fit(training: MemoryInputs, gigabytes: float) -> list[tuple[ParallelConfig, Memory]]:
     """Layouts of as many GPUs whose prediction stays within ``gigabytes``, the simplest first, with the other settings
     as they are. Simple: little tensor, pipeline and context parallelism, experts over as few ranks as fit."""
     found = []
@@ -135,17 +138,17 @@ def layouts_that_fit(training: Training, gigabytes: float) -> list[tuple[Paralle
             continue
         if training.sequences < layout.data * training.mini_batches:
             continue
-        memory = worst_stage(training._replace(parallel=layout).with_sequences(training.sequences))
+        memory = worst_stage(replace(training, parallel=layout).with_sequences(training.sequences))
         if fits(training, memory, gigabytes):
             found.append((tensor * pipeline * context, tensor, pipeline, expert, layout, memory))
     return [(layout, memory) for *_, layout, memory in sorted(found, key=lambda entry: entry[:4])]
 
 
-def smaller_settings(training: Training) -> list[tuple[str, Memory]]:
+def smaller_settings(training: MemoryInputs) -> list[tuple[str, Memory]]:
     """Settings that take less memory than these, the cheapest in time first, each on top of those before it."""
     found, recompute = [], training.parallel.recompute
     thrifty = dict.fromkeys((*recompute, *(() if "moe" in recompute else ("moe_act", "layernorm"))))
-    half = max(training.longest, training.tokens // 2)
+    half = max(training.longest_sequence, training.tokens // 2)
     changes: list[tuple[str, str, dict[str, Any]]] = [
         ("parallel.recompute_layers=null", "parallel", {"recompute_layers": None}),
         (f"parallel.recompute=[{','.join(thrifty)}]", "parallel", {"recompute": tuple(thrifty)}),
@@ -156,22 +159,26 @@ def smaller_settings(training: Training) -> list[tuple[str, Memory]]:
     ]
     for text, part, update in changes:
         before, old = training, getattr(training, part)
-        training = training._replace(**({part: old.model_copy(update=update)} if part != "tokens" else update))
+        training = replace(training, **({part: old.model_copy(update=update)} if part != "tokens" else update))
         if training != before:
             training = training.with_sequences(training.sequences)
             found.append((text, worst_stage(training)))
     return found
 
 
-def memory_plan(training: Training, gigabytes: float) -> str:
+def memory_plan(training: MemoryInputs, gigabytes: float) -> str:
     """What training takes of each GPU, which layouts of as many GPUs of ``gigabytes`` fit, and what would take less."""
     memory, gpus = worst_stage(training), training.parallel.world_size
     fit = "" if fits(training, memory, gigabytes) else f", more than the {gigabytes:g} GB of the GPU"
     lines = [
         f"memory per GPU, in bf16, {training.tokens} tokens per micro-batch"
-        + "".join(", with the critic" if adam else ", with the reference policy" for adam in training.beside)
+        + "".join(", with the critic" if adam else ", with the reference policy" for adam in training.auxiliary_models)
         + f": {memory.total / 1e9:.1f} GB"
-        + (f"; {sum(memory[:3]) / 1e9:.1f} GB while servers have {training.engine:.0%}" if training.engine else "")
+        + (
+            f"; {sum(memory[:3]) / 1e9:.1f} GB while servers have {training.engine_share:.0%}"
+            if training.engine_share
+            else ""
+        )
         + fit,
         *(f"  {part:12}{size / 1e9:8.1f} GB" for part, size in memory._asdict().items()),
     ]
@@ -190,7 +197,7 @@ def memory_plan(training: Training, gigabytes: float) -> str:
 
 
 @contextmanager
-def out_of_memory_explained(training: Training) -> Iterator[None]:
+def out_of_memory_explained(training: MemoryInputs) -> Iterator[None]:
     """An OutOfMemoryError from inside also says what was predicted and what to set next."""
     try:
         yield

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_gptoss.memory import parameters_per_gpu
-from megatron_gptoss.performance import HOST_BANDWIDTH, predict_step
+from megatron_gptoss.planning.memory import parameters_per_gpu
+from megatron_gptoss.planning.step_time import HOST_BANDWIDTH, predict_step
 
 GPT_OSS_120B = ModelConfig(num_layers=36, num_experts=128)
 BF16_MOMENTS = OptimizerConfig(moment_dtype="bf16")

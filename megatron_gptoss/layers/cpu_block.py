@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_gptoss.router import GptOssRouter
-from megatron_gptoss.sink_attention import SinkAttention
+from megatron_gptoss.layers.attention import SinkAttention
+from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.step_clock import TimedMoELayer
 from megatron_gptoss.transformer_config import mark
 

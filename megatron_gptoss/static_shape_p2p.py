@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 
-class StageMessages(P2PCommunicator):
+class StaticShapeP2P(P2PCommunicator):
     """Every stage has the micro-batches and so knows what comes next. Megatron would send its shape first, and wait for
     all work on the GPU with every message."""
 

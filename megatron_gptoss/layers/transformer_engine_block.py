@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from gptoss_kernels.swiglu import clamped_swiglu
-from megatron_gptoss.router import GptOssRouter
-from megatron_gptoss.sink_attention import SinkAttention
+from megatron_gptoss.layers.attention import SinkAttention
+from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.step_clock import TimedMoELayer
 from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
 
@@ -68,7 +68,7 @@ def add_weighted_bias(output: Tensor, biases: Tensor, probs: Tensor, counts: lis
     return torch.addmm(output, weights, biases.to(output.dtype))
 
 
-class KeepingLayer(TransformerLayer):
+class NoRecomputeLayer(TransformerLayer):
     """A layer that computes nothing again, whatever others do."""
 
     def __init__(self, config: GptOssTransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -90,6 +90,6 @@ def transformer_engine_block_spec(config: GptOssTransformerConfig, stage: int) -
     submodules.self_attention.submodules.core_attention = config.core_attention or SinkAttention
     layers: list[Any] = [TransformerLayer] * get_num_layers_to_build(config, stage)
     if (again := config.recompute_layers) is not None:
-        layers[again:] = [KeepingLayer] * len(layers[again:])
+        layers[again:] = [NoRecomputeLayer] * len(layers[again:])
     specs = [ModuleSpec(module=layer, submodules=submodules) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)

@@ -11,8 +11,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from gptoss_kernels.sink_attention import sink_attention
 from megatron_gptoss.context_parallel import Machine, context_parallel_attention
+from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.packing import PackedSequence
-from megatron_gptoss.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
 
 NO_SINK = -1e4

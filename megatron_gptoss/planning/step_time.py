@@ -1,14 +1,11 @@
-"""How much arithmetic a training step is, and how much the GPU can do: behind every TFLOP/s and MFU reported."""
+"""Time of a training step, predicted from the configuration alone."""
 
-import functools
-from collections.abc import Iterable, Sequence
-from statistics import median
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_gptoss.memory import EXPERT_LOAD, parameters_per_gpu
+from megatron_gptoss.planning.flops import forward_flops
+from megatron_gptoss.planning.memory import EXPERT_LOAD, parameters_per_gpu
 
 GPUS_PER_NODE = 8
 ARITHMETIC = 520e12
@@ -18,8 +15,6 @@ OUTPUT_LAYER = 458e12
 """The same of the output layer, which makes its logits twice; measured (docs/performance.md, log-probs)."""
 HALF_SPEED_ROWS = 1150
 """Rows of one expert in a micro-batch at which its products, and with them the step, run half as fast."""
-MATMUL_CEILING = 780e12
-"""Of a large bf16 matrix product on an H200, as ``matmul_ceiling`` measures it: what MFU is a share of."""
 NODE_BANDWIDTH = 180e9
 """Bytes per second that a GPU gets through in the all-to-all of experts within a node, as measured under NVLink."""
 NETWORK_BANDWIDTH = 40e9
@@ -28,32 +23,6 @@ MEMORY_BANDWIDTH = 2.8e12
 """Bytes per second that the optimizer reads and writes: 77 ms of its kernels for 214 GB, profiled on an H200."""
 HOST_BANDWIDTH = 50e9
 """Bytes per second between a GPU and host memory, each way: PCIe 5 at 80 %. Assumed, not measured."""
-
-
-def attended_pairs(length: int, window: int | None = None) -> int:
-    """(query, key) pairs of one causal sequence; with a window each query sees that many keys, itself included."""
-    full = min(length, window or length)
-    return full * (full + 1) // 2 + (length - full) * full
-
-
-def forward_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
-    """Floating-point operations of a forward pass over packed sequences: 2 per multiply-add of every matrix product.
-
-    Counted: attention projections, query-key and probability-value products of the pairs that causality and window
-    leave, router, the chosen experts, output layer. Not counted: norms, softmax, activations, embedding look-up, and
-    anything that is computed again. Training is three times this."""
-    lengths = list(lengths)
-    queries = model.num_attention_heads * model.head_size
-    keys = model.num_key_value_heads * model.head_size
-    per_token = model.num_layers * (
-        model.hidden_size * (2 * queries + 2 * keys)
-        + model.hidden_size * model.num_experts
-        + model.experts_per_token * 3 * model.hidden_size * model.intermediate_size
-    )
-    per_token += model.hidden_size * model.vocab_size
-    windows = [model.sliding_window if kind == "sliding_attention" else None for kind in model.layer_types]
-    pairs = sum(attended_pairs(length, window) for window in windows for length in lengths)
-    return 2 * per_token * sum(lengths) + 4 * queries * pairs
 
 
 class StepTime(NamedTuple):
@@ -140,18 +109,3 @@ def predict_step(
         optimizer=(touched / MEMORY_BANDWIDTH + offloaded / HOST_BANDWIDTH)
         * (dense / replicas + expert / expert_replicas),
     )
-
-
-@functools.cache
-def matmul_ceiling(size: int = 8192, rounds: int = 10) -> float:
-    """TFLOP/s of a bf16 product of two random size x size matrices on the current GPU, measured once (0.05 s)."""
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times = []
-    for _ in range(rounds + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        a @ b
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return 2 * size**3 / median(times[2:]) / 1e9

@@ -1,0 +1,142 @@
+"""The files of a directory of checkpoints: their names, the ``latest`` pointer, and how both change.
+
+    ROOT/step_000120/                         torch_dist: model and optimizer, loadable at other layouts
+    ROOT/step_000120/gptoss_config.json       the ModelConfig
+    ROOT/step_000120/training_state.json      what the caller wants back: step, data position, ...
+    ROOT/latest                               the name of the newest complete checkpoint
+
+A checkpoint is written as ``step_000120.partial`` and renamed when every rank is done; ``latest`` changes last.
+
+A step that is saved again replaces its earlier checkpoint. That one is renamed to ``step_000120.replaced`` first and
+deleted when the new one is in its place. Between the two renames it is still the newest complete checkpoint, and
+``find_checkpoint`` returns it for the name ``step_000120``; the next save renames it back.
+
+Nothing here is collective or imports Megatron.
+"""
+
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from gptoss_kernels.cache import write_atomically
+from megatron_gptoss.checkpoint.errors import CheckpointError
+from megatron_gptoss.durable_files import sync_names
+
+MODEL_CONFIG_FILE = "gptoss_config.json"
+TRAINING_STATE_FILE = "training_state.json"
+"""Written last, so that a directory without it is not complete."""
+LATEST_FILE = "latest"
+
+STEP_PATTERN = "step_??????"
+PARTIAL_SUFFIX = ".partial"
+"""Ends the name of a directory that is being written."""
+REPLACED_SUFFIX = ".replaced"
+"""Ends the name of a checkpoint whose step is being saved again."""
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """Return where the checkpoint of ``step`` is kept."""
+    return root / f"step_{step:06d}"
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """Return the newest complete checkpoint under ``root``, or None where nothing was saved.
+
+    Raises:
+        CheckpointError: when the checkpoint that ``latest`` names is gone.
+    """
+    pointer = root / LATEST_FILE
+    if not pointer.exists():
+        return None
+
+    name = pointer.read_text().strip()
+    path = find_checkpoint(root, name)
+    if path is None:
+        raise CheckpointError(f"{pointer} names {name}, which is missing or incomplete; correct or delete the file")
+    return path
+
+
+def find_checkpoint(root: Path, name: str) -> Path | None:
+    """Return the complete checkpoint ``name`` under ``root``; None if there is none.
+
+    Its directory has another name only where the process was killed while it replaced this checkpoint. Nothing is
+    renamed here, because the process that is replacing it may be alive. ``name`` may also be the directory name that
+    this function returned for another root.
+    """
+    name = name.removesuffix(REPLACED_SUFFIX)
+    for path in (root / name, root / f"{name}{REPLACED_SUFFIX}"):
+        if _is_complete(path):
+            return path
+    return None
+
+
+def publish(partial: Path, final: Path, keep: int) -> None:
+    """Give a complete checkpoint its name, make it the latest, and delete all but the newest ``keep``.
+
+    A crash at any point leaves a complete checkpoint that ``latest_checkpoint`` returns.
+
+    Raises:
+        OSError: when a rename fails; an earlier checkpoint of this step then has its name again.
+    """
+    root = final.parent
+    replaced = final.with_name(final.name + REPLACED_SUFFIX)
+    if final.exists():
+        _delete(replaced)
+        final.rename(replaced)
+    try:
+        partial.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
+
+    # The pointer may reach the disk only after the name that it holds.
+    sync_names(root)
+    write_atomically(root / LATEST_FILE, final.name.encode())
+
+    # From here on, nothing that is deleted is needed.
+    _delete(replaced)
+    for outdated in _outdated_checkpoints(root.glob(STEP_PATTERN), final, keep):
+        _delete(outdated)
+
+
+def clean_up_after_crash(root: Path) -> None:
+    """Undo what a crash left of a save under ``root``.
+
+    A checkpoint that was set aside gets its name back, or is deleted if its successor has that name. What was not
+    complete is deleted.
+    """
+    for replaced in root.glob(STEP_PATTERN + REPLACED_SUFFIX):
+        final = replaced.with_suffix("")
+        if _is_complete(final):
+            _delete(replaced)
+        else:
+            _delete(final)
+            replaced.rename(final)
+
+    for abandoned in root.glob(STEP_PATTERN + PARTIAL_SUFFIX):
+        shutil.rmtree(abandoned, ignore_errors=True)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    return (checkpoint / TRAINING_STATE_FILE).exists()
+
+
+def _delete(checkpoint: Path) -> None:
+    """Delete the directory if it exists; what a killed process leaves of it does not look complete."""
+    with suppress(OSError):
+        (checkpoint / TRAINING_STATE_FILE).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def _outdated_checkpoints(checkpoints: Iterable[Path], newest: Path, keep: int) -> list[Path]:
+    """Return those of ``checkpoints`` that are not among the ``keep`` newest; never ``newest`` itself.
+
+    Steps above that of ``newest`` belong to a course of the run that was given up (somebody set ``latest`` back by
+    hand). They count as older than all others.
+    """
+    others = sorted(path for path in checkpoints if path != newest)
+    oldest_first = sorted(others, key=lambda path: path < newest)
+    surplus = len(oldest_first) - (keep - 1)
+    return oldest_first[: max(0, surplus)]

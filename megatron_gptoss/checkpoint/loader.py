@@ -1,0 +1,90 @@
+"""Loading checkpoints into a trainer or a model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+
+from megatron_gptoss.checkpoint.directory import PARTIAL_SUFFIX, TRAINING_STATE_FILE
+from megatron_gptoss.checkpoint.errors import CheckpointError
+from megatron_gptoss.checkpoint.megatron_faults import FAILURES, exact_optimizer_state, keep_settings
+from megatron_gptoss.checkpoint.state import (
+    EXPERTS_APART,
+    experts_apart,
+    load_model_state,
+    model_state,
+    trainer_state,
+)
+from megatron_gptoss.trainer import PolicyTrainer
+
+
+@torch.no_grad()
+def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
+    """Restore model and optimizer in place and return the saved training state. Collective.
+
+    The layout may differ from the one that saved, if both or neither have expert or tensor parallelism. The
+    optimizer's settings (learning rate, betas, ...) stay those of ``trainer``.
+
+    Raises:
+        CheckpointError: when files are missing or damaged, or the layouts cannot be converted.
+    """
+    try:
+        return _load_trainer(path, trainer)
+    except CheckpointError:
+        raise
+    except FAILURES as error:
+        raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
+
+
+def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    trainer.updated = "optimizer" in common
+    if trainer.updated:
+        _check_same_optimizers(path, trainer, saved_apart=common[EXPERTS_APART])
+
+    state = dist_checkpointing.load(trainer_state(trainer, is_loading=True), str(path))
+    load_model_state(trainer.module, state["model"])
+
+    if trainer.updated:
+        keep_settings(trainer.optimizer, state["optimizer"])
+        with trainer.offloaded.on_device(), exact_optimizer_state(trainer.optimizer):
+            trainer.optimizer.load_state_dict(state["optimizer"])
+    else:
+        # Without saved state the optimizer's master weights have to come from the model.
+        trainer.optimizer.reload_model_params()
+
+    training_state: dict[str, Any] = json.loads((path / TRAINING_STATE_FILE).read_text())
+    return training_state
+
+
+def _check_same_optimizers(path: Path, trainer: PolicyTrainer, saved_apart: bool) -> None:
+    if saved_apart == experts_apart(trainer):
+        return
+
+    saved_with = "with" if saved_apart else "without"
+    needed_size = "above 1" if saved_apart else "1"
+    raise CheckpointError(
+        f"checkpoint {path} was saved {saved_with} expert or tensor parallelism, and its optimizer cannot be split or "
+        f"joined: go on with parallel.expert or parallel.tensor {needed_size}, or start a new run whose "
+        "initial_weights are this run"
+    )
+
+
+def load_model_weights(path: Path, model: torch.nn.Module) -> None:
+    """Restore only the weights, at any parallel layout. Collective.
+
+    Raises:
+        CheckpointError: when ``path`` is no complete checkpoint, or of another model; names the directory.
+    """
+    if path.name.endswith(PARTIAL_SUFFIX):
+        raise CheckpointError(f"{path} is unfinished; the process that wrote it was killed, or is still writing")
+    if not (path / "metadata.json").exists():
+        raise CheckpointError(f"{path} is not a torch_dist checkpoint: metadata.json is missing")
+
+    try:
+        loaded = dist_checkpointing.load({"model": model_state(model)}, str(path))
+        load_model_state(model, loaded["model"])
+    except FAILURES as error:
+        raise CheckpointError(f"weights of {path} cannot be loaded: {error}") from error

@@ -1,0 +1,163 @@
+"""What megatron-core 0.19.2 would save or load wrongly, and how we step around it.
+
+Each context manager changes Megatron's objects while its block runs and restores them afterwards.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch.distributed.checkpoint.api import CheckpointException
+
+FAILURES = (Exception, CheckpointException)
+"""What reading or writing may raise. torch's CheckpointException is a BaseException, which ``except Exception`` lets
+through."""
+
+SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "start_wd", "end_wd", "betas", "eps")
+"""What a parameter group of Megatron's optimizer holds of the configuration."""
+
+
+@contextmanager
+def number_fp32_parameters(optimizer: Any) -> Iterator[None]:
+    """Let Megatron's optimizer for CPUs number all its parameters when it saves.
+
+    By itself it numbers the bf16 parameters only, and the routers' biases are fp32.
+    """
+    originals = []
+    for chained in optimizer.chained_optimizers:
+        if not isinstance(chained, Float16OptimizerWithFloat16Params):
+            continue
+
+        # A group holds parameters of one dtype: where it has no bf16 ones, its fp32 ones take their place.
+        originals.append((chained, chained.float16_groups, chained.fp32_from_float16_groups))
+        fp32_groups = chained.fp32_from_fp32_groups
+        chained.float16_groups = [
+            group or fp32_group for group, fp32_group in zip(chained.float16_groups, fp32_groups, strict=True)
+        ]
+        chained.fp32_from_float16_groups = [
+            group or fp32_group for group, fp32_group in zip(chained.fp32_from_float16_groups, fp32_groups, strict=True)
+        ]
+    try:
+        yield
+    finally:
+        for chained, float16_groups, fp32_from_float16_groups in originals:
+            chained.float16_groups = float16_groups
+            chained.fp32_from_float16_groups = fp32_from_float16_groups
+
+
+@contextmanager
+def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
+    """Let the distributed optimizer save and load every parameter's own state, which by itself it does not.
+
+    - Transformer Engine's Adam keeps of an fp32 master weight only the 16 bits that its bf16 weight lacks, and Megatron
+      would save those bits as if they were a number. Inside, the optimizer gives and takes whole master weights.
+    - Megatron joins buckets without the gaps between them, but looks a parameter up where it lies with the gaps: from
+      the first gap on, parameters would get each other's state. Inside, their places are those without gaps.
+    """
+    adams = [
+        chained.optimizer
+        for chained in optimizer.chained_optimizers
+        if getattr(chained.optimizer, "store_param_remainders", False)
+    ]
+    for adam in adams:
+        _exchange_whole_master_weights(adam)
+
+    buffers = [buffer for chained in optimizer.chained_optimizers for buffer in getattr(chained, "buffers", ())]
+    original_maps = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        buffer.param_index_map = _places_without_gaps(buffer)
+
+    try:
+        yield
+    finally:
+        for buffer, original_map in zip(buffers, original_maps, strict=True):
+            buffer.param_index_map = original_map
+        for adam in adams:
+            # The instance's attributes covered the methods of the class.
+            del adam.get_unscaled_state, adam.set_scaled_state, adam.state_dict, adam.load_state_dict
+
+
+def _exchange_whole_master_weights(adam: Any) -> None:
+    """Cover Transformer Engine's methods for state with ones that give and take fp32 master weights."""
+    get_state = adam.get_unscaled_state
+    set_state = adam.set_scaled_state
+
+    def get_whole(weight: torch.Tensor, name: str) -> torch.Tensor:
+        state: torch.Tensor = get_state(weight, name)
+        if state.dtype == torch.int16:
+            return master_weight(weight, state)
+        return state
+
+    def set_whole(weight: torch.Tensor, name: str, state: torch.Tensor) -> None:
+        if name == "master_param" and weight.dtype == torch.bfloat16:
+            state = lower_half(state)
+        set_state(weight, name, state)
+
+    adam.get_unscaled_state = get_whole
+    adam.set_scaled_state = set_whole
+
+    # Megatron wants no state from the optimizer's dictionary; Transformer Engine's would copy all of it in fp32.
+    adam.state_dict = partial(torch.optim.Optimizer.state_dict, adam)
+    adam.load_state_dict = lambda saved: torch.optim.Optimizer.load_state_dict(adam, saved | {"state": {}})
+
+
+def _places_without_gaps(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
+    """Return first element, end and bucket of each parameter in a buffer whose buckets follow without gaps."""
+    paddings = (len(bucket.grad_data) - bucket.numel_unpadded for bucket in buffer.buckets)
+    gaps_before = list(accumulate(paddings, initial=0))
+
+    places = {}
+    for parameter, (start, end, bucket) in buffer.param_index_map.items():
+        places[parameter] = (start - gaps_before[bucket], end - gaps_before[bucket], bucket)
+    return places
+
+
+def master_weight(weight: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """Put an fp32 master weight together from its halves.
+
+    Args:
+        weight: bf16, the upper half, rounded to nearest.
+        lower: int16 of the same shape, the lower half.
+    """
+    # Where the upper half was rounded up, the lower half is negative as an int16: the sum takes it back.
+    upper = weight.detach().view(torch.int16).int() << 16
+    return (upper + lower).view(torch.float32)
+
+
+def lower_half(master: torch.Tensor) -> torch.Tensor:
+    """Return the int16 half of fp32 ``master`` that ``master_weight`` needs."""
+    return master.contiguous().view(torch.int32).to(torch.int16)
+
+
+def keep_settings(optimizer: Any, saved_state: Any) -> None:
+    """Give the parameter groups in ``saved_state`` the settings that ``optimizer`` has now, in place.
+
+    Megatron replaces its groups by the saved ones, settings included, and refuses them where a learning rate or a
+    weight decay differs: a run could not go on with other settings than it was begun with.
+    """
+    if not isinstance(saved_state, dict):
+        return
+
+    for key, value in saved_state.items():
+        if key != "param_groups":
+            keep_settings(optimizer, value)
+            continue
+        for saved_group in value:
+            for group in optimizer.param_groups:
+                if _same_parameters(group, saved_group):
+                    saved_group |= {name: group[name] for name in SETTINGS if name in group}
+
+
+def _same_parameters(group: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two parameter groups hold the same parameters.
+
+    ``start_wd`` tells the routers' biases apart by being there at all (see ``PolicyTrainer``).
+    """
+    names = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    if any(group.get(name) != other.get(name) for name in names):
+        return False
+    return (group.get("start_wd") is None) == (other.get("start_wd") is None)

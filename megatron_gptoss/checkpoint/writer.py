@@ -1,0 +1,207 @@
+"""Writing checkpoints in a thread while the trainer goes on learning."""
+
+import json
+import queue
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from megatron_gptoss.checkpoint.directory import (
+    MODEL_CONFIG_FILE,
+    PARTIAL_SUFFIX,
+    TRAINING_STATE_FILE,
+    clean_up_after_crash,
+    publish,
+    step_directory,
+)
+from megatron_gptoss.checkpoint.errors import CheckpointError
+from megatron_gptoss.checkpoint.megatron_faults import FAILURES
+from megatron_gptoss.checkpoint.state import EXPERTS_APART, experts_apart, trainer_state
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.durable_files import sync_directory
+from megatron_gptoss.trainer import PolicyTrainer, gather_parameters
+
+WRITER = ThreadPoolExecutor(1, "checkpoint")
+"""Writes all checkpoints of this process. One thread only: Megatron's results come through one queue, in the order in
+which they were written."""
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one trainer under ``root`` and deletes all but the newest ``keep``.
+
+    Every method is collective. If any rank could not write, the call that notices raises CheckpointError on every
+    rank; the previous checkpoint then is still the latest.
+    """
+
+    def __init__(self, root: Path, keep: int = 2) -> None:
+        self._root = root
+        self._keep = keep
+        self._pending: _PendingSave | None = None
+
+    def start(self, trainer: PolicyTrainer, step: int, training_state: dict[str, Any]) -> Path:
+        """Copy everything to host memory and begin to write it; finish an earlier checkpoint first.
+
+        Returns:
+            The path that the checkpoint will have when it is complete.
+        """
+        self.finish()
+
+        final = step_directory(self._root, step)
+        save = _PendingSave(
+            partial=final.with_name(final.name + PARTIAL_SUFFIX),
+            final=final,
+            model_config=trainer.chunks[0].config.gptoss,
+            training_state=training_state,
+        )
+        with fail_together(save.partial):
+            if dist.get_rank() == 0:
+                clean_up_after_crash(self._root)
+                save.partial.mkdir(parents=True)
+
+        # Under the distributed optimizer this rank has stale copies of the shards that other ranks updated.
+        gather_parameters(trainer.model)
+        save.begin(trainer)
+        self._pending = save
+        return final
+
+    def finish(self, block: bool = True) -> None:
+        """Make what was started the latest checkpoint. Without ``block``, only if all ranks have written it."""
+        if self._pending is None:
+            return
+
+        if not block:
+            everyone_done = [False] * dist.get_world_size()
+            dist.all_gather_object(everyone_done, self._pending.is_written())
+            if not all(everyone_done):
+                return
+
+        # An error must not be met a second time by the next call.
+        save = self._pending
+        self._pending = None
+        save.complete(self._keep)
+
+
+@dataclass
+class _PendingSave:
+    """One checkpoint from the first byte to its publication."""
+
+    partial: Path
+    """The directory while it is written."""
+    final: Path
+    """Its name when it is complete."""
+    model_config: ModelConfig
+    training_state: dict[str, Any]
+    collect_results: list[Callable[[], None]] = field(default_factory=list)
+    """Megatron's collective functions that gather every rank's results and write the metadata."""
+    results: Any = None
+    """Megatron's queue of this process's results; None on a rank that has nothing to write."""
+    written: Future[None] | None = None
+    """Of the writing thread; None on a rank that has nothing to write."""
+
+    def begin(self, trainer: PolicyTrainer) -> None:
+        """Copy this rank's share to host memory and give it to the writing thread."""
+        try:
+            with fail_together(self.partial), trainer.offloaded.on_device():
+                state = trainer_state(trainer, is_loading=False)
+                state[EXPERTS_APART] = experts_apart(trainer)
+                request = dist_checkpointing.save(
+                    state,
+                    str(self.partial),
+                    async_sharded_save=True,
+                    async_strategy="mcore",
+                )
+                self.collect_results = request.finalize_fns
+                if request.async_fn is not None:
+                    rank, files, self.results = request.async_fn_args
+                    host_files = [_copy_to_host(file) for file in files]
+                    self.written = WRITER.submit(request.async_fn, rank, host_files, self.results)
+        except CheckpointError:
+            # Another rank may have failed after this one had begun to write.
+            self._discard_results()
+            raise
+
+    def is_written(self) -> bool:
+        """Return whether this rank's thread is done."""
+        return self.written is None or self.written.done()
+
+    def complete(self, keep: int) -> None:
+        """Wait for every rank's files and publish the checkpoint."""
+        try:
+            with fail_together(self.partial):
+                if self.written is not None:
+                    self.written.result()
+                for collect in self.collect_results:
+                    collect()
+        except CheckpointError:
+            self._discard_results()
+            raise
+
+        with fail_together(self.partial):
+            if dist.get_rank() == 0:
+                (self.partial / MODEL_CONFIG_FILE).write_text(self.model_config.model_dump_json(indent=1))
+                (self.partial / TRAINING_STATE_FILE).write_text(json.dumps(self.training_state))
+                sync_directory(self.partial)
+                publish(self.partial, self.final, keep)
+
+    def _discard_results(self) -> None:
+        """Wait for what this rank is still writing and empty the queue of its results.
+
+        The results of all saves come through one queue: the next save would take these for its own.
+        """
+        if self.written is not None:
+            wait([self.written])
+        if self.results is None:
+            return
+        with suppress(queue.Empty):
+            while True:
+                self.results.get_nowait()
+
+
+def _copy_to_host(file: tuple[Any, Any, tuple[Any, list[Any]]]) -> tuple[Any, Any, tuple[Any, list[Any]]]:
+    """Copy the tensors of one file, as Megatron describes it, to memory that training does not change.
+
+    file: (path, storage key, (objects, [(item, tensor), ...])).
+    """
+    # On a GPU's machine what already lies on the host is a copy that Megatron made for this save.
+    always_copy = not torch.cuda.is_available()
+    path, key, (objects, tensors) = file
+    host_tensors = [(item, tensor.to("cpu", copy=always_copy)) for item, tensor in tensors]
+    return path, key, (objects, host_tensors)
+
+
+@contextmanager
+def fail_together(partial: Path) -> Iterator[None]:
+    """Raise CheckpointError on every rank when the block failed on any. Collective.
+
+    Otherwise the other ranks would wait for the failed one in their next collective call. What was written to
+    ``partial`` is deleted.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except FAILURES as failure:
+        error = failure
+
+    message = None if error is None else f"rank {dist.get_rank()}: {error!r}"
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    failures = [message for message in messages if message]
+    if not failures:
+        return
+
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    volume = partial.parent if partial.parent.exists() else Path.cwd()
+    free_mib = shutil.disk_usage(volume).free >> 20
+    raise CheckpointError(
+        f"checkpoint {partial.with_suffix('')} could not be written ({failures[0]}); {free_mib} MiB are free there. "
+        "The previous checkpoint is untouched."
+    ) from error

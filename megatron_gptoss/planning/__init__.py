@@ -1,0 +1,1 @@
+"""Predictions of memory and time from the configuration alone."""

@@ -1,0 +1,43 @@
+"""What a prediction of memory needs to know. Imports no torch, so that configurations can build it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+
+
+@dataclass(frozen=True)
+class MemoryInputs:
+    """The models, the layout and the batch of a training run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig
+    """The policy's."""
+    tokens: int
+    """Of one micro-batch, before context parallelism shares them out."""
+    auxiliary_models: Sequence[OptimizerConfig | None] = ()
+    """Further models in the policy's layout, of which one at a time computes: a critic's optimizer, None for a
+    reference policy, which has none."""
+    engine_share: float = 0.0
+    """Share of each GPU's memory that servers on it take while they generate."""
+    micro_batches: float = math.inf
+    """The most that a data-parallel rank has in a step: a pipeline holds no more of them."""
+    longest_sequence: int = 1
+    """Tokens; a micro-batch must be able to hold it."""
+    sequences: float = math.inf
+    """Of a training step."""
+    mini_batches: int = 1
+    """Optimizer steps that share the sequences; in each, every data-parallel rank needs at least one."""
+
+    def with_sequences(self, sequences: float) -> Self:
+        """Copy with so many sequences, all of the longest length, and the micro-batches that they fill."""
+        if math.isinf(sequences):
+            return replace(self, sequences=sequences, micro_batches=math.inf)
+
+        rows = math.ceil(sequences / (self.tokens // self.longest_sequence))
+        multiple = self.parallel.micro_batch_multiple
+        micro_batches = math.ceil(rows / (self.parallel.data * multiple)) * multiple
+        return replace(self, sequences=sequences, micro_batches=micro_batches)
