@@ -41,8 +41,9 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.embedded.engine import TransformersEngine
-from rl_loop.tasks.source import TaskSource
+from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import metric_curve, read_json_lines
 from rl_loop.trainer.worker import TrainerWorker
 
@@ -131,7 +132,7 @@ def supervised_start(directory: Path, overrides: list[str]) -> None:
     settings = [*SHAPED, "optimizer.lr=5e-4", f"initial_weights={untrained}", *overrides]
     config = load_config(SFT_CONFIG, SftConfig, settings)
     write_initial(untrained, 2.0, config.model)
-    source, trainer = TaskSource(config), TrainerWorker(config, 0, "127.0.0.1", 0, torch.get_num_threads())
+    source, trainer = build_tasks(config), TrainerWorker(config, 0, "127.0.0.1", 0, torch.get_num_threads())
     count = config.sequences_per_step
     for step in range(config.training.steps):
         samples = source.demonstrations(step * count, count, config.demonstrations)
@@ -149,7 +150,8 @@ def engine_on_gpu(config: RlConfig) -> TransformersEngine:
     """The embedded engine, which a run would have on the CPU."""
     settings = GptOssConfig(**config.model.to_hf_config())
     model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.dtype)).to("cuda")
-    return TransformersEngine(model, max_batch_size=config.rollout.max_batch_size)
+    assert isinstance(config.rollout.engine, EmbeddedConfig)
+    return TransformersEngine(model, max_batch_size=config.rollout.engine.max_batch_size)
 
 
 def _common(options: argparse.Namespace, name: str, seed: int) -> list[str]:

@@ -11,13 +11,16 @@ from megatron_gptoss import distributed
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig
 from rl_loop.data.trajectory import TrajectoryGroup
+from rl_loop.engines.embedded.backend import build_engine
+from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.lifecycle.interrupt import Interrupt
 from rl_loop.loop import RlLoop
+from rl_loop.rollout.backend import WeightSource
 from rl_loop.rollout.pool import GroupRequest
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.run import Session
-from rl_loop.tasks.source import TaskSource
+from rl_loop.session import build_tasks, worker_settings
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.run_directory import Start, start_run
 from rl_loop.trainer.worker import TrainerWorker
@@ -28,14 +31,19 @@ class LocalRollouts:
 
     def __init__(self, config: RlConfig, engine: RolloutEngine | None = None) -> None:
         self._loop = asyncio.new_event_loop()
-        self._worker = RolloutWorker(config, torch.get_num_threads(), engine=engine)
+        settings = worker_settings(config)
+        engine_config = config.rollout.engine
+        if engine is None:
+            assert isinstance(engine_config, EmbeddedConfig)
+            engine = build_engine(config.model, config.dtype, engine_config.max_batch_size)
+        self._worker = RolloutWorker(settings, lambda: engine, torch.get_num_threads())
         self._do(self._worker.start())
 
     def _do[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
         return self._loop.run_until_complete(work)
 
-    def sync_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
-        self._do(self._worker.sync_weights(weights, version))
+    def sync_weights(self, source: WeightSource, version: int) -> None:
+        self._do(self._worker.sync_weights(source.weights(), version))
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         return [self._do(self._worker.score(token_ids, temperature))]
@@ -49,9 +57,9 @@ class LocalRollouts:
 
         return self._do(all_groups())
 
-    def sleep(self) -> None: ...
+    def pause(self) -> None: ...
 
-    def source_changing_to(self, version: int) -> AbstractContextManager[None]:
+    def updating_weights(self, version: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def close(self) -> None:
@@ -80,7 +88,7 @@ def local_loop(config: RlConfig, rollouts: LocalRollouts | None = None, resume: 
     try:
         yield RlLoop(
             config,
-            Session(config.training, run, TaskSource(config), trainer, own, writer, Silent(), Interrupt(), state),
+            Session(config.training, run, build_tasks(config), trainer, own, writer, Silent(), Interrupt(), state),
         )
     finally:
         writer.close()

@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 
 from launch.cluster import ClusterConfig
+from rl_loop.cluster.placement import ENGINE_SERVER
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RunConfig
+from rl_loop.rollout.backend import ServerProcesses
 
 
 @dataclass
@@ -19,7 +21,7 @@ class NodePlan:
 
     def resources(self) -> dict[str, int]:
         """The custom Ray resources that bring the actors here; see ``rl_loop.cluster.placement``."""
-        roles = {"trainer_rank": self.ranks, "sglang_server": self.servers, "rollout_worker": self.workers}
+        roles = {"trainer_rank": self.ranks, ENGINE_SERVER: self.servers, "rollout_worker": self.workers}
         return {f"{role}_{index}": 1 for role, indices in roles.items() for index in indices}
 
 
@@ -39,8 +41,9 @@ def place(config: RunConfig, cluster: ClusterConfig, uses_rollouts: bool) -> lis
         trainers[rank // per_node].ranks.append(rank)
         trainers[rank // per_node].free_gpus -= 1
     hosts = others or trainers
-    if uses_rollouts and rollout.engine == "sglang":
-        _add_servers(config, trainers, hosts, per_node, gpus)
+    servers = rollout.engine.server_processes
+    if uses_rollouts and servers is not None:
+        _add_servers(config, servers, trainers, hosts, per_node, gpus)
     for worker in range(rollout.workers if uses_rollouts else 0):
         near = [node for node in hosts if node.servers] or hosts  # a worker talks to engines all the time
         emptiest = min(near, key=lambda node: len(node.ranks) + len(node.workers))
@@ -51,18 +54,25 @@ def place(config: RunConfig, cluster: ClusterConfig, uses_rollouts: bool) -> lis
     return [*trainers, *others]
 
 
-def _add_servers(config: RunConfig, trainers: list[NodePlan], hosts: list[NodePlan], per_node: int, gpus: int) -> None:
-    servers, width = config.rollout.sglang.servers, config.rollout.sglang.tensor_parallel
-    for server in range(servers):
-        if config.rollout.sglang.colocated:  # server i takes the GPUs of ranks i x width and on
+def _add_servers(
+    config: RunConfig,
+    servers: ServerProcesses,
+    trainers: list[NodePlan],
+    hosts: list[NodePlan],
+    per_node: int,
+    gpus: int,
+) -> None:
+    width = servers.gpus_each
+    for server in range(servers.count):
+        if servers.share_trainer_gpus:  # server i takes the GPUs of ranks i x width and on
             trainers[min(server * width // per_node, len(trainers) - 1)].servers.append(server)
             continue
         roomiest = max(hosts, key=lambda node: node.free_gpus)
         if gpus and roomiest.free_gpus < width:
             raise ConfigError(
-                f"rollout.sglang.servers ({servers} of {width} GPUs): no node has as many left for server {server} "
+                f"{servers.key} ({servers.count} of {width} GPUs): no node has as many left for server {server} "
                 f"beside the {config.parallel.world_size} trainer ranks; raise cluster.nodes or cluster.rollout_nodes, "
-                "or set rollout.sglang.colocated"
+                "or set rollout.engine.colocated"
             )
         roomiest.servers.append(server)
         roomiest.free_gpus -= width
@@ -74,8 +84,10 @@ def describe(plans: list[NodePlan], config: RunConfig) -> str:
     for plan in plans:
         parts = [f"ranks {plan.ranks[0]} to {plan.ranks[-1]}"] if plan.ranks else []
         if plan.servers:
-            width = config.rollout.sglang.tensor_parallel
-            parts.append(f"SGLang servers {', '.join(map(str, plan.servers))} ({width} GPUs each)")
+            servers = config.rollout.engine.server_processes
+            assert servers is not None
+            numbers = ", ".join(map(str, plan.servers))
+            parts.append(f"{servers.name}s {numbers} ({servers.gpus_each} GPUs each)")
         if plan.workers:
             parts.append(f"rollout workers {', '.join(map(str, plan.workers))}")
             parts.append(f"{len(plan.workers) * config.sandbox.workers} sandbox processes")

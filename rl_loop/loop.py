@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_loop.ablations.engine_weights import engine_weights
+from rl_loop.ablations.engine_weights import with_engine_faults
 from rl_loop.canary import check_canary
 from rl_loop.config.run import RlConfig
 from rl_loop.data import samples as batch
@@ -79,7 +79,7 @@ class RlLoop:
                 if step > session.state["step"]:  # what was learned until now is not lost with what went wrong now
                     session.save(step, block=True)
                 raise
-            self.rollouts.sleep()
+            self.rollouts.pause()
 
             groups = rollouts.train
             with self._timed("prepare", metrics):
@@ -101,7 +101,7 @@ class RlLoop:
                 samples = batch.with_advantages(samples, groups, config.algorithm, config.rollout.max_response_tokens)
                 batch.signal_metrics(metrics, groups, samples)
 
-            with self._timed("train", metrics), self.rollouts.source_changing_to(step + 1):
+            with self._timed("train", metrics), self.rollouts.updating_weights(step + 1):
                 updates = self.trainer.rl_step(samples, config.algorithm, step)
 
             batch.rollout_metrics(metrics, groups)
@@ -198,11 +198,8 @@ class RlLoop:
 
     def sync_weights(self, version: int, metrics: StepMetrics) -> None:
         """Bring the workers to the trainer's weights and make sure that both compute the same with them."""
-        if self.config.rollout.engine == "sglang":
-            self.rollouts.sync_weights(self.trainer, version)
-        else:
-            weights = engine_weights(self.trainer.weights(), self.config.ablation, self.config.seed + version)
-            self.rollouts.sync_weights(weights, version)
+        source = with_engine_faults(self.trainer, self.config.ablation, self.config.seed + version)
+        self.rollouts.sync_weights(source, version)
         gap = check_canary(self.trainer, self.rollouts, self.tasks.canary(), self.config, version)
         metrics.add("mismatch/canary_gap", gap, "max", "tokens")
 

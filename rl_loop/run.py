@@ -15,6 +15,7 @@ from rl_loop.config.training import TrainingConfig
 from rl_loop.lifecycle.interrupt import Interrupt, SeparateSessions
 from rl_loop.lifecycle.resume import Change, changes_since, write_config
 from rl_loop.lifecycle.start_checks import check_what_a_run_needs
+from rl_loop.session import build_rollouts, build_tasks
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.run_directory import (
     LEASE_SECONDS,
@@ -154,9 +155,7 @@ def _session(config: RunConfig, show: ProgressFactory, how: Start) -> Iterator[S
         check_what_a_run_needs(config)
         for change in changes:
             print(f"{config.name}: --resume changes {change}", flush=True)
-        from rl_loop.tasks.source import TaskSource  # imports torch, which a mistake should not wait for
-
-        tasks = TaskSource(config)  # which may find mistakes in files: before weights are loaded
+        tasks = build_tasks(config)  # which may find mistakes in files: before weights are loaded
         if isinstance(config, RlConfig):
             check_reward_parts(config, tasks.reward_parts())
         with _without_half_checkpoints(run), _actors(config, interrupt) as (trainer, rollouts):
@@ -178,7 +177,6 @@ def _session(config: RunConfig, show: ProgressFactory, how: Start) -> Iterator[S
 @contextmanager
 def _actors(config: RunConfig, interrupt: Interrupt) -> Iterator[tuple["TrainerGroup", "RolloutPool | None"]]:
     """Ray, with the trainer's ranks ready and the rollout workers on their way."""
-    from rl_loop.rollout.pool import RolloutPool
     from rl_loop.trainer.group import TrainerGroup
 
     with SeparateSessions() as daemons, ray_session():
@@ -188,9 +186,9 @@ def _actors(config: RunConfig, interrupt: Interrupt) -> Iterator[tuple["TrainerG
         trainer, rollouts = TrainerGroup(config), None
         try:
             if isinstance(config, RlConfig):
-                if config.rollout.engine == "sglang" and config.rollout.sglang.colocated:
+                if config.rollout.engine.shares_trainer_gpus:
                     trainer.ready()  # servers that share its GPUs take a part of what it leaves
-                rollouts = RolloutPool(config)
+                rollouts = build_rollouts(config)
             trainer.ready()
             yield trainer, rollouts
         finally:

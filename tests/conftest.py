@@ -22,6 +22,7 @@ START_RAY = {
     "tests/rl_loop/environments/test_environment_guide.py",
     "tests/rl_loop/test_loop_on_ray.py",
     "tests/rl_loop/cluster/test_ray_session.py",
+    "tests/rl_loop/engines/test_outside_backend.py",
     "tests/rl_loop/engines/test_sglang_sync.py",
 }
 """One after the other: on two cores, two clusters take turns at starving the sandbox and each other's workers."""

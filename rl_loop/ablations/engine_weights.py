@@ -4,6 +4,29 @@ import torch
 
 from megatron_gptoss.layers.attention import NO_SINK
 from rl_loop.config.training import AblationConfig
+from rl_loop.rollout.backend import WeightSender, WeightSource
+
+
+class FaultyWeights:
+    """A WeightSource that alters another one's tensors."""
+
+    def __init__(self, source: WeightSource, ablation: AblationConfig, seed: int) -> None:
+        self._source = source
+        self._ablation = ablation
+        self._seed = seed
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return engine_weights(self._source.weights(), self._ablation, self._seed)
+
+    def send_weights(self, sender: WeightSender) -> None:
+        raise NotImplementedError("the configuration refuses engine faults where the driver does not see the tensors")
+
+
+def with_engine_faults(source: WeightSource, ablation: AblationConfig, seed: int) -> WeightSource:
+    """Return ``source``, altered if the ablation says so. ``seed``: of the noise."""
+    if ablation.engine_sinks and not ablation.engine_noise:
+        return source
+    return FaultyWeights(source, ablation, seed)
 
 
 def engine_weights(weights: dict[str, torch.Tensor], ablation: AblationConfig, seed: int) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 TRAINER_RANK = "trainer_rank"
 ROLLOUT_WORKER = "rollout_worker"
-SGLANG_SERVER = "sglang_server"
+ENGINE_SERVER = "engine_server"
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 

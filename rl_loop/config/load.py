@@ -12,6 +12,7 @@ from yaml import YAMLError
 from megatron_gptoss.config import StrictModel
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.engines.registry import TAG
 
 
 def load_config[Config: RunConfig](path: Path, kind: type[Config], overrides: list[str] | None = None) -> Config:
@@ -44,7 +45,7 @@ def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Mo
         return kind.model_validate(raw)
     except ValidationError as error:
         _refuse_other_kind(path, kind, error)
-        lines = [f"  {'.'.join(map(str, e['loc'])) or '(top level)'}: {_explain(e)}" for e in error.errors()]
+        lines = [f"  {_key_of(e)}: {_explain(e)}" for e in error.errors()]
         raise ConfigError(f"{path} is not a valid {kind.__name__}:\n" + "\n".join(lines)) from None
 
 
@@ -77,6 +78,12 @@ def read_yaml(path: Path) -> Any:
     if not OmegaConf.is_dict(tree):
         raise ConfigError(f"{path}: expected a mapping of keys to values")
     return tree
+
+
+def _key_of(error: Any) -> str:
+    """Name the key that an error is about, without the tags of a union, which only pydantic knows."""
+    parts = [str(part) for part in error["loc"]]
+    return ".".join(part for part in parts if not part.startswith(TAG)) or "(top level)"
 
 
 def _explain(error: Any) -> str:

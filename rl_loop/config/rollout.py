@@ -1,12 +1,13 @@
 """How episodes are run: ``rollout`` of a configuration."""
 
-from typing import Literal
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_gptoss.config import StrictModel
 from rl_loop.config.episode import EpisodeLimits, PurificationConfig
-from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.embedded.config import EmbeddedConfig
+from rl_loop.engines.registry import AnyEngineConfig
 
 
 class RolloutConfig(EpisodeLimits, StrictModel):
@@ -26,12 +27,12 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     """Nucleus sampling. Below 1 the sampled distribution is not the one whose log-probs are trained on."""
     max_new_tokens_per_turn: int = Field(1024, gt=0)
     """Sampled tokens per turn."""
-    engine: Literal["transformers", "sglang"] = "transformers"
-    """``transformers`` is embedded in each worker; ``sglang`` runs servers on GPUs that all workers share."""
-    sglang: SglangConfig = SglangConfig()
-    """The servers of engine sglang."""
-    max_batch_size: int = Field(64, gt=0)
-    """Sequences that one embedded engine decodes together."""
+    engine: AnyEngineConfig = EmbeddedConfig()
+    """What samples episodes. ``{type: transformers}`` is embedded in each worker, ``{type: sglang}``
+    runs servers on GPUs that all workers share, and ``{type: MODULE:CLASS, options: {...}}`` is a
+    backend from outside the project."""
+    concurrent_tasks: int = Field(256, gt=0)
+    """Tasks, with all their episodes, that one worker runs at a time; more wait for their turn."""
     purification: PurificationConfig | None = None
     """Retry failed tool calls and keep the good one (CLEANER); null for episodes as they come."""
     routed_experts: bool = False
@@ -41,6 +42,27 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     episodes are left out of everything; above this share the run ends and names the culprit."""
     max_invalid_streak: int = Field(64, gt=0)
     """As many such episodes one after the other end the run at once."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_moved_keys(cls, raw: Any) -> Any:
+        """Answer keys of earlier versions with their new names."""
+        if not isinstance(raw, dict):
+            return raw
+
+        moved = []
+        if isinstance(raw.get("engine"), str):
+            moved.append(f"rollout.engine={raw['engine']} is now rollout.engine.type={raw['engine']}")
+        if "sglang" in raw:
+            moved.append("rollout.sglang.KEY is now rollout.engine.KEY, beside rollout.engine.type=sglang")
+        if "max_batch_size" in raw:
+            moved.append(
+                "rollout.max_batch_size is now rollout.engine.max_batch_size, of engine type transformers only "
+                "(rollout.concurrent_tasks bounds what a worker runs with any engine)"
+            )
+        if moved:
+            raise ValueError("; ".join(moved))
+        return raw
 
     @property
     def max_response_tokens(self) -> int:

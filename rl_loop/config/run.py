@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
-from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig, refuse
+from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.config.tasks import TaskConfig
@@ -74,19 +74,34 @@ class RunConfig(StrictModel):
     @model_validator(mode="after")
     def _check_layout(self) -> Self:
         self.parallel.check_layout(self.model)
-        rollout, ablation, row = self.rollout, self.ablation, self.training.max_tokens_per_micro_batch
-        refuse({
-            f"rollout.max_tokens ({rollout.max_tokens}) exceeds training.max_tokens_per_micro_batch ({row}): the "
-            "longest episode would not fit a micro-batch": rollout.max_tokens > row,
-            "ablation.engine_sinks and engine_noise need rollout.engine=transformers":
-                rollout.engine == "sglang" and (not ablation.engine_sinks or ablation.engine_noise),
-            f"rollout.purification scores at rollout.temperature ({rollout.temperature}), and SGLang scores "
-            "at temperature 1 only: set rollout.temperature=1 or rollout.engine=transformers":
-                rollout.purification and rollout.engine == "sglang" and rollout.temperature != 1,
-            f"rollout.max_tokens ({rollout.max_tokens}) exceeds model.max_length ({self.model.max_length})":
-                rollout.max_tokens > self.model.max_length,
-        })  # fmt: skip
+        self._check_lengths()
+        self._check_engine()
         return self
+
+    def _check_lengths(self) -> None:
+        longest = self.rollout.max_tokens
+        row = self.training.max_tokens_per_micro_batch
+        if longest > row:
+            raise ValueError(
+                f"rollout.max_tokens ({longest}) exceeds training.max_tokens_per_micro_batch ({row}): the longest "
+                "episode would not fit a micro-batch"
+            )
+        if longest > self.model.max_length:
+            raise ValueError(f"rollout.max_tokens ({longest}) exceeds model.max_length ({self.model.max_length})")
+
+    def _check_engine(self) -> None:
+        engine, temperature = self.rollout.engine, self.rollout.temperature
+        has_engine_faults = not self.ablation.engine_sinks or self.ablation.engine_noise > 0
+        if has_engine_faults and not engine.takes_tensors:
+            raise ValueError(
+                "ablation.engine_sinks and engine_noise alter tensors on their way to the engine, and engine "
+                f"{engine.type} takes them elsewhere: set rollout.engine.type=transformers"
+            )
+        if self.rollout.purification and temperature != 1 and not engine.scores_at_any_temperature:
+            raise ValueError(
+                f"rollout.purification scores at rollout.temperature ({temperature}), and engine {engine.type} scores "
+                "at temperature 1 only: set rollout.temperature=1 or rollout.engine.type=transformers"
+            )
 
 
 class RlConfig(RunConfig):
@@ -104,43 +119,74 @@ class RlConfig(RunConfig):
 
     @property
     def memory_inputs(self) -> MemoryInputs:
-        algorithm, rollout, inputs = self.algorithm, self.rollout, super().memory_inputs
-        critic = [algorithm.critic.optimizer] if algorithm.critic else []
-        engine = rollout.sglang.memory_fraction * (rollout.engine == "sglang" and rollout.sglang.colocated)
-        return replace(
-            inputs,
-            auxiliary_models=[*critic, *([None] if algorithm.kl else [])],
-            engine_share=engine,
-            mini_batches=algorithm.mini_batches,
-        ).with_sequences(rollout.tasks_per_step * rollout.samples_per_task)
+        """The same with what reinforcement learning keeps besides the policy: critic, reference policy and engine."""
+        auxiliary_models: list[OptimizerConfig | None] = []
+        if self.algorithm.critic:
+            auxiliary_models.append(self.algorithm.critic.optimizer)
+        if self.algorithm.kl:
+            auxiliary_models.append(None)  # the reference policy, which does not learn
+
+        inputs = replace(
+            super().memory_inputs,
+            auxiliary_models=auxiliary_models,
+            engine_share=self.rollout.engine.trainer_gpu_memory_fraction,
+            mini_batches=self.algorithm.mini_batches,
+        )
+        return inputs.with_sequences(self.rollout.tasks_per_step * self.rollout.samples_per_task)
 
     @model_validator(mode="after")
-    def _check_groups(self) -> Self:
-        algorithm, rollout, steps = self.algorithm, self.rollout, self.training.steps
-        episodes = rollout.tasks_per_step * rollout.samples_per_task
-        warmup_steps = algorithm.critic.warmup_steps if algorithm.critic else 0
-        refuse({
-            f"rollout.tasks_per_step x samples_per_task ({episodes}) gives fewer episodes than data-parallel ranks "
-            f"x algorithm.mini_batches ({self.parallel.data} x {algorithm.mini_batches})":
-                episodes < self.parallel.data * algorithm.mini_batches,
-            f"algorithm.advantage {algorithm.advantage} compares the samples of a task, and rollout.samples_per_task "
-            "is 1: use 2 or more, or advantage gae or reinforce":
-                algorithm.advantage in GROUP_ADVANTAGES and rollout.samples_per_task == 1,
-            f"algorithm.max_staleness {algorithm.max_staleness}: rollouts begin one step ahead of their training at "
-            "most, so no token is ever older; use 1, or 0 to be strictly on-policy": algorithm.max_staleness > 1,
-            "algorithm.max_staleness 1 generates while the trainer learns, and rollout.sglang.colocated gives its "
-            "GPUs to one of them at a time: use 0, or servers on GPUs of their own":
-                algorithm.max_staleness and rollout.engine == "sglang" and rollout.sglang.colocated,
-            "algorithm.routing_replay R3 needs the engine's routes: set rollout.routed_experts":
-                algorithm.routing_replay == "R3" and not rollout.routed_experts,
-            f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) must be below the longest response "
-            f"({rollout.max_response_tokens}, the least of rollout.max_sampled_tokens, max_tokens and max_turns x "
-            "max_new_tokens_per_turn), or every episode is punished for its length":
-                (algorithm.overlong_buffer or 0) >= rollout.max_response_tokens,
-            f"algorithm.critic.warmup_steps ({warmup_steps}) leaves none of the {steps} steps to the policy":
-                warmup_steps >= steps,
-        })  # fmt: skip
+    def _check_algorithm_with_rollouts(self) -> Self:
+        self._check_groups()
+        self._check_staleness()
+        self._check_algorithm_needs()
         return self
+
+    def _check_groups(self) -> None:
+        algorithm, rollout = self.algorithm, self.rollout
+        episodes = rollout.tasks_per_step * rollout.samples_per_task
+        if episodes < self.parallel.data * algorithm.mini_batches:
+            raise ValueError(
+                f"rollout.tasks_per_step x samples_per_task ({episodes}) gives fewer episodes than data-parallel ranks "
+                f"x algorithm.mini_batches ({self.parallel.data} x {algorithm.mini_batches})"
+            )
+        if algorithm.advantage in GROUP_ADVANTAGES and rollout.samples_per_task == 1:
+            raise ValueError(
+                f"algorithm.advantage {algorithm.advantage} compares the samples of a task, and "
+                "rollout.samples_per_task is 1: use 2 or more, or advantage gae or reinforce"
+            )
+
+    def _check_staleness(self) -> None:
+        max_staleness = self.algorithm.max_staleness
+        if max_staleness > 1:
+            raise ValueError(
+                f"algorithm.max_staleness {max_staleness}: rollouts begin one step ahead of their training at most, so "
+                "no token is ever older; use 1, or 0 to be strictly on-policy"
+            )
+        if max_staleness > 0 and self.rollout.engine.shares_trainer_gpus:
+            raise ValueError(
+                "algorithm.max_staleness 1 generates while the trainer learns, and rollout.engine.colocated gives its "
+                "GPUs to one of them at a time: use 0, or servers on GPUs of their own"
+            )
+
+    def _check_algorithm_needs(self) -> None:
+        algorithm, rollout = self.algorithm, self.rollout
+        if algorithm.routing_replay == "R3" and not rollout.routed_experts:
+            raise ValueError("algorithm.routing_replay R3 needs the engine's routes: set rollout.routed_experts")
+
+        longest = rollout.max_response_tokens
+        if algorithm.overlong_buffer is not None and algorithm.overlong_buffer >= longest:
+            raise ValueError(
+                f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) must be below the longest response "
+                f"({longest}, the least of rollout.max_sampled_tokens, max_tokens and max_turns x "
+                "max_new_tokens_per_turn), or every episode is punished for its length"
+            )
+
+        steps = self.training.steps
+        if algorithm.critic and algorithm.critic.warmup_steps >= steps:
+            raise ValueError(
+                f"algorithm.critic.warmup_steps ({algorithm.critic.warmup_steps}) leaves none of the {steps} steps to "
+                "the policy"
+            )
 
 
 class SftConfig(RunConfig):

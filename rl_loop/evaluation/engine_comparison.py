@@ -14,8 +14,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.data.samples import to_samples
 from rl_loop.evaluation.evaluate import held_out_requests
 from rl_loop.harmony.codec import Harmony
-from rl_loop.rollout.pool import RolloutPool
-from rl_loop.tasks.source import TaskSource
+from rl_loop.session import build_rollouts, build_tasks
 from rl_loop.trainer.group import TrainerGroup
 
 POSITIONS = (0, 128, 512, 2048, 8192)  # where ranges of positions begin: GPT-OSS's window, then four times as far each
@@ -25,12 +24,12 @@ SETTINGS = ("version", "attention_backend", "moe_runner_backend", "enable_determ
 def engine_report(config: RlConfig) -> str:
     """Run engine and trainer of ``config`` on its held-out tasks. Raises CanaryError if they hold two models."""
     with ray_session():
-        tasks, trainer = TaskSource(config), TrainerGroup(config)
+        tasks, trainer = build_tasks(config), TrainerGroup(config)
         trainer.ready()  # servers that share its GPUs take a part of what it leaves
-        rollouts = RolloutPool(config)
+        rollouts = build_rollouts(config)
         try:
             rollouts.ready()
-            rollouts.sync_weights(trainer if config.rollout.engine == "sglang" else trainer.weights(), 0)
+            rollouts.sync_weights(trainer, 0)
             lines = [f"{name}: {value}" for name, value in rollouts.engine_settings(SETTINGS).items()]
             lines.append(f"canary: {check_canary(trainer, rollouts, tasks.canary(), config, 0):.2e} nats per token")
             groups = rollouts.run(held_out_requests(tasks, config.rollout.temperature))

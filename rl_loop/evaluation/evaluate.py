@@ -19,8 +19,10 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker
-from rl_loop.rollout.pool import GroupRequest, RolloutPool
+from rl_loop.rollout.backend import LoadedWeights
+from rl_loop.rollout.pool import GroupRequest
 from rl_loop.rollout.worker import RolloutWorker
+from rl_loop.session import build_rollouts, build_tasks, worker_settings
 from rl_loop.tasks.source import TaskSource
 from rl_loop.tracking.run_directory import atomic_write_text
 
@@ -53,7 +55,7 @@ def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def evaluate(config: RlConfig, weights: Path | None, output: Path) -> list[dict[str, Any]]:
     """``evaluation.samples_per_task`` episodes of every held-out task, as records that are also written to ``output``.
     Raises ConversionError or EndpointError if there is nothing to evaluate."""
-    tasks = TaskSource(config)
+    tasks = build_tasks(config)
     seeds = tuple(range(config.evaluation.samples_per_task))
     requests = [GroupRequest(task, seeds, config.rollout.evaluation_temperature) for task in tasks.held_out()]
     if config.evaluation.endpoint is not None:
@@ -68,9 +70,9 @@ def evaluate(config: RlConfig, weights: Path | None, output: Path) -> list[dict[
         dtype = getattr(torch, config.dtype)
         named = {name: tensor.to(dtype) for name, tensor in hf_tensors(source)}
         with ray_session():
-            rollouts = RolloutPool(config)
+            rollouts = build_rollouts(config)
             rollouts.ready()
-            rollouts.sync_weights(named, version=0)
+            rollouts.sync_weights(LoadedWeights(named), version=0)
             groups = rollouts.run(requests)
             rollouts.close()
     records = [
@@ -86,7 +88,7 @@ def evaluate(config: RlConfig, weights: Path | None, output: Path) -> list[dict[
 async def _at_endpoint(config: RlConfig, url: str, requests: Sequence[GroupRequest]) -> list[TrajectoryGroup]:
     settings = config.evaluation
     engine = CompletionsEngine(url, settings.endpoint_model, settings.concurrency)
-    worker = RolloutWorker(config, torch.get_num_threads(), engine=engine)
+    worker = RolloutWorker(worker_settings(config), lambda: engine, torch.get_num_threads())
     breaker = InfrastructureBreaker(config.rollout.max_invalid_share, config.rollout.max_invalid_streak)
     slots = asyncio.Semaphore(max(1, settings.concurrency // settings.samples_per_task))
 

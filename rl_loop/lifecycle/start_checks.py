@@ -9,7 +9,6 @@ import math
 import os
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 
 from megatron_gptoss.config import ModelConfig
 from rl_loop.cluster.placement import is_placed
-from rl_loop.config.errors import ConfigError
+from rl_loop.config.errors import CannotStart
 from rl_loop.config.run import RlConfig, RunConfig
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.environments import environment_class
@@ -30,10 +29,6 @@ CONNECT_SECONDS = 3.0
 READ_NOW_BYTES = 20 << 20
 """Task files up to this size are read by the check, every row; larger ones would make it slow."""
 GB = 1e9
-
-
-class CannotStart(ConfigError):
-    """Something that the run needs is not there; the message says what, under which key, and what to do."""
 
 
 def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None:
@@ -221,24 +216,8 @@ def check_rollouts(config: RlConfig, uses_engine: bool = True) -> None:
     if not runs_here():
         return
     check_isolation(config.sandbox)  # raises SandboxUnavailable, which says what to install
-    if uses_engine and config.rollout.engine == "sglang":
-        _check_sglang(config)
-
-
-def _check_sglang(config: RlConfig) -> None:
-    key, settings = "rollout.sglang.python", config.rollout.sglang
-    python = shutil.which(settings.python)
-    if python is None:
-        raise CannotStart(f"{key}: {settings.python} is no program; give the interpreter that has SGLang installed")
-    # as the server is started: without this process's own paths
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
-    asked = subprocess.run(
-        [python, "-c", find], env=environment | settings.environment, capture_output=True, timeout=60, check=False
-    )
-    if asked.returncode:
-        raise CannotStart(f"{key}: {python} has no SGLang; install it in an environment of its own and name its "
-                          "interpreter here (docs/sglang.md)")  # fmt: skip
+    if uses_engine:
+        config.rollout.engine.check_machine()
 
 
 def check_tracking() -> None:

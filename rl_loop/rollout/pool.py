@@ -1,26 +1,29 @@
 """Rollout workers as Ray actors, and a pool that loses no episode when one of them dies."""
 
-import itertools
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayActorError
 
 from rl_loop.cluster.placement import ROLLOUT_WORKER, outlive_sigterm, place_of
-from rl_loop.config.run import RunConfig
 from rl_loop.data.trajectory import TrajectoryGroup
-from rl_loop.engines.sglang.fleet import SglangFleet, WeightSource
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker
-from rl_loop.rollout.worker import RolloutWorker
+from rl_loop.rollout.backend import RolloutBackend, WeightSource
+from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
 from rl_loop.tasks.task_file import TaskFileError
 from rl_loop.tracking.metric_sinks import RolloutCounters
+
+POLL_SECONDS = 1.0
+"""How often a caller is asked whether it still wants its episodes, and the backend to heal."""
+
+CLOSE_SECONDS = 10.0
+"""What workers have to end their sandboxes and engines before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -35,111 +38,63 @@ class GroupRequest:
     policy, not the policy and its retries."""
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """A request that a worker is at work on, both as indices."""
+
+    request: int
+    worker: int
+
+
 class RolloutsAbandoned(Exception):
     """The caller no longer wants the episodes that were asked for."""
 
 
 class RolloutPool:
-    """``config.rollout.workers`` workers; a dead one is replaced and its work redone."""
+    """The engines of a run and the workers that run episodes with them.
+
+    A dead worker is replaced and its work redone."""
 
     MAX_RESTARTS = 10
     """Per pool; more deaths mean something that a restart does not mend."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._threads = max(1, (os.cpu_count() or 1) // config.rollout.workers)
-        self._weights: tuple[Any, int] | None = None
-        self._restarts = 0
+    def __init__(self, backend: RolloutBackend, settings: WorkerSettings) -> None:
+        self.backend = backend
+        self._settings = settings
+        self._threads = max(1, (os.cpu_count() or 1) // settings.rollout.workers)
+        self._engine_factory = backend.engine_factory()
         self._counters = RolloutCounters()
-        self._fleet = SglangFleet(config) if config.rollout.engine == "sglang" else None
-        self._workers = [self._start(index) for index in range(config.rollout.workers)]
+        self._restarts = 0
 
-    def _start(self, index: int) -> Any:
-        actor = ray.remote(RolloutWorker)
-        servers = self._fleet.actors if self._fleet else None
-        concurrency = self._config.rollout.max_batch_size * 4
-        options = {"num_cpus": 0, "max_concurrency": concurrency, **place_of(ROLLOUT_WORKER, index)}
-        worker: Any = actor.options(**options).remote(self._config, self._threads, servers)
+        # What a replaced worker's engine is brought to: a reference to the tensors, and their version.
+        self._weights: tuple[Any, int] | None = None
+
+        # Workers that have not answered yet are killed on close instead of being waited for.
+        self._has_started = False
+        self._is_closed = False
+        self._workers = [self._create_worker(index) for index in range(settings.rollout.workers)]
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def _create_worker(self, index: int) -> Any:
+        actor_class: Any = ray.remote(RolloutWorker)
+        actor = actor_class.options(
+            num_cpus=0,
+            max_concurrency=self._settings.rollout.concurrent_tasks,
+            **place_of(ROLLOUT_WORKER, index),
+        )
+        worker = actor.remote(self._settings, self._engine_factory, self._threads)
         worker.__ray_call__.remote(outlive_sigterm)
         return worker
 
     def ready(self) -> None:
         """Wait until every worker's engine and sandbox run; raises what went wrong in one."""
-        if self._fleet:
-            self._fleet.ready()
+        self.backend.start(self)
         ray.get([worker.start.remote() for worker in self._workers])
-
-    def sync_weights(self, weights: dict[str, torch.Tensor] | WeightSource, version: int) -> None:
-        """Give all engines the policy under a version number: tensors by Hugging Face name, or who sends them.
-
-        A source must keep what it has sent until the next call: servers that were restarted get it again."""
-        if self._fleet:
-            self._fleet.sync(weights, version)
-            weights = {}
-        self._weights = (ray.put(weights), version)
-        for index in range(len(self._workers)):
-            self._call(index, "sync_weights", *self._weights)
-
-    def compare_weights(self) -> None:
-        """Raises WeightMismatch naming a tensor that a server holds otherwise than the trainer."""
-        if self._fleet:
-            self._fleet.compare()
-
-    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
-        """Log-probs of ``token_ids[1:]`` from every engine; servers know only temperature 1."""
-        if self._fleet:
-            return self._fleet.score(token_ids, temperature)
-        return [self._call(index, "score", token_ids, temperature) for index in range(len(self._workers))]
-
-    def run(
-        self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = lambda: False
-    ) -> list[TrajectoryGroup]:
-        """Run all episodes; groups come back in the order of ``requests``, those that infrastructure failures ended set
-        apart. ``abandon`` is asked every second; if it says so, RolloutsAbandoned is raised. Raises
-        InfrastructureOutage if too many episodes failed, and TaskFileError if no task can be run."""
-        rollout = self._config.rollout
-        breaker = InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)
-        results: dict[int, TrajectoryGroup] = {}
-        waiting = deque(enumerate(requests))
-        running: dict[Any, tuple[int, int]] = {}  # object reference -> (request, worker)
-        # every worker gets its even share at once: an engine is fastest with a full batch
-        for index in itertools.cycle(range(len(self._workers))):
-            if not waiting:
-                break
-            number, request = waiting.popleft()
-            running[self._submit(index, request)] = (number, index)
-        while running:
-            ended, _ = ray.wait(list(running), num_returns=1, timeout=1)
-            if abandon():
-                raise RolloutsAbandoned
-            if self._fleet:
-                self._fleet.heal()
-            if not ended:
-                continue
-            reference = ended[0]
-            number, index = running.pop(reference)
-            try:
-                results[number] = ray.get(reference)
-                self._counters.count(index, results[number])
-                breaker.observe(results[number])
-            except RayActorError as death:
-                lost = [number] + [n for n, i in running.values() if i == index]
-                running = {ref: (n, i) for ref, (n, i) in running.items() if i != index}
-                self._replace(index, death)
-                for n in lost:
-                    running[self._submit(index, requests[n])] = (n, index)
-        breaker.check_share()
-        groups = [results[number] for number in range(len(requests))]
-        if groups and all(group.skipped is not None for group in groups):
-            raise TaskFileError(f"no task of {len(groups)} can be run: {groups[0].skipped}")
-        return groups
-
-    def _submit(self, index: int, request: GroupRequest) -> Any:
-        return self._workers[index].run_group.remote(
-            request.task, request.seeds, request.temperature, purify=request.purify
-        )
+        self._has_started = True
 
     def _call(self, index: int, method: str, *arguments: Any) -> Any:
+        """Call a method of one worker; a dead worker is replaced, and its successor asked."""
         while True:
             try:
                 return ray.get(getattr(self._workers[index], method).remote(*arguments))
@@ -153,9 +108,9 @@ class RolloutPool:
             if self._restarts > self.MAX_RESTARTS:
                 raise RuntimeError(
                     f"rollout workers died {self._restarts} times, the last with: {death}. If the machine is out of "
-                    "memory, lower rollout.max_batch_size or rollout.workers"
+                    "memory, lower rollout.workers, or rollout.engine.max_batch_size of embedded engines"
                 ) from death
-            self._workers[index] = self._start(index)
+            self._workers[index] = self._create_worker(index)
             try:
                 ray.get(self._workers[index].start.remote())
                 if self._weights is not None:
@@ -164,25 +119,129 @@ class RolloutPool:
             except RayActorError as again:
                 death = again
 
+    # -- episodes -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = lambda: False
+    ) -> list[TrajectoryGroup]:
+        """Run all episodes. Groups come back in the order of ``requests``; episodes that
+        infrastructure failures ended are set apart in them.
+
+        ``abandon`` is asked every second; if it says so, RolloutsAbandoned is raised. Raises
+        InfrastructureOutage if too many episodes failed, and TaskFileError if no task can be run."""
+        rollout = self._settings.rollout
+        breaker = InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)
+        results: dict[int, TrajectoryGroup] = {}
+
+        # Every worker gets its even share at once: an engine is fastest with a full batch.
+        running: dict[Any, Assignment] = {}
+        for number, request in enumerate(requests):
+            worker = number % len(self._workers)
+            running[self._submit(worker, request)] = Assignment(number, worker)
+
+        while running:
+            finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
+            if abandon():
+                raise RolloutsAbandoned
+            self.backend.heal()
+            if not finished:
+                continue
+
+            assignment = running.pop(finished[0])
+            try:
+                group = ray.get(finished[0])
+            except RayActorError as death:
+                running = self._redo_work_of(assignment, running, requests, death)
+                continue
+            results[assignment.request] = group
+            self._counters.count(assignment.worker, group)
+            breaker.observe(group)
+
+        breaker.check_share()
+        groups = [results[number] for number in range(len(requests))]
+        if groups and all(group.skipped is not None for group in groups):
+            raise TaskFileError(f"no task of {len(groups)} can be run: {groups[0].skipped}")
+        return groups
+
+    def _redo_work_of(
+        self,
+        failed: Assignment,
+        running: dict[Any, Assignment],
+        requests: Sequence[GroupRequest],
+        death: RayActorError,
+    ) -> dict[Any, Assignment]:
+        """Replace the worker of ``failed`` and give its successor all that it was at work on. Returns what is running
+        then."""
+        lost = [failed.request]
+        still_running: dict[Any, Assignment] = {}
+        for reference, assignment in running.items():
+            if assignment.worker == failed.worker:
+                lost.append(assignment.request)
+            else:
+                still_running[reference] = assignment
+
+        self._replace(failed.worker, death)
+        for number in lost:
+            reference = self._submit(failed.worker, requests[number])
+            still_running[reference] = Assignment(number, failed.worker)
+        return still_running
+
+    def _submit(self, index: int, request: GroupRequest) -> Any:
+        return self._workers[index].run_group.remote(
+            request.task, request.seeds, request.temperature, purify=request.purify
+        )
+
+    # -- engines ------------------------------------------------------------------------------------------------------
+
+    def sync_weights(self, source: WeightSource, version: int) -> None:
+        """Give all engines the policy's weights; see ``RolloutBackend.sync_weights``."""
+        self.backend.sync_weights(source, version)
+
+    def load_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        """Give the engines in the workers these weights. Backends call it."""
+        self._weights = (ray.put(weights), version)
+        for index in range(len(self._workers)):
+            self._call(index, "sync_weights", *self._weights)
+
+    def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        """Return the log-probs of ``token_ids[1:]`` from the engine of every worker. Backends call it."""
+        return [self._call(index, "score", token_ids, temperature) for index in range(len(self._workers))]
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        """Return the log-probs of ``token_ids[1:]``, in nats, from every engine."""
+        return self.backend.score(token_ids, temperature)
+
+    def compare_weights(self) -> None:
+        """Raise an error that names a tensor which an engine holds otherwise than the trainer, if that can be told."""
+        self.backend.compare_weights()
+
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
-        """What an engine says of itself, as far as it knows the names."""
-        if self._fleet:
-            return self._fleet.settings(names)
-        return {"engine": "transformers, embedded", "dtype": self._config.dtype}
+        """Return what an engine says of itself, as far as it knows the names."""
+        return self.backend.engine_settings(names)
 
-    def sleep(self) -> None:
-        """No episodes until the next weight sync: servers on the trainer's GPUs give it their memory."""
-        if self._fleet:
-            self._fleet.sleep()
+    def pause(self) -> None:
+        """Run no episodes until the next weight sync: engines on the trainer's GPUs free their memory."""
+        self.backend.pause()
 
-    def source_changing_to(self, version: int) -> AbstractContextManager[None]:
-        """While the source of the last sync learns, servers that were restarted wait; afterwards it has ``version``."""
-        return self._fleet.source_changing_to(version) if self._fleet else nullcontext()
+    def updating_weights(self, version: int) -> AbstractContextManager[None]:
+        """Block healing while the source of the last sync updates its weights to ``version``."""
+        return self.backend.updating_weights(version)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
+        """Stop workers and engines. Calling it again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._close_workers()
+        finally:
+            self.backend.close()
+
+    def _close_workers(self) -> None:
+        if self._has_started:
+            closing = [worker.close.remote() for worker in self._workers]
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
         for worker in self._workers:
-            with suppress(RayActorError, GetTimeoutError):
-                ray.get(worker.close.remote(), timeout=10)
             ray.kill(worker)
-        if self._fleet:
-            self._fleet.close()

@@ -5,18 +5,32 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
+from rl_loop.config.tasks import TaskConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.environments import RewardConfig, Script, StepResult, Task, arithmetic, environment_class, make_environment
 from rl_loop.environments.base import Environment
-from rl_loop.harmony.codec import BuiltinTool, Harmony, ParsedMessage, PythonTool, Tool
+from rl_loop.harmony.codec import BuiltinTool, Harmony, ParsedMessage, PromptConfig, PythonTool, Tool
 from rl_loop.harmony.vocabulary import GptOssVocabulary, make_vocabulary
 
-if TYPE_CHECKING:
-    from rl_loop.config.run import RunConfig
-
 CORPUS_TASKS = 100  # demonstrations that a tiny vocabulary is made for
+
+
+@dataclass(frozen=True)
+class HarmonySettings:
+    """The settings that decide how a run renders and parses episodes."""
+
+    vocabulary: Literal["gptoss", "tiny"]
+    """Token ids of the released models, or the few that generated tasks need."""
+    vocabulary_size: int
+    """Rows of the model's embedding, which a tiny vocabulary must fit."""
+    prompt: PromptConfig
+    """The system message."""
+    tool_timeout_seconds: float
+    """What the description of the Python tool says of its time limit."""
+    tasks: TaskConfig
+    """What a tiny vocabulary is made for."""
 
 
 @dataclass
@@ -137,21 +151,21 @@ def _as_conversation(turn: Turn) -> list[dict[str, Any]]:
     return messages
 
 
-def harmony_of(config: "RunConfig") -> Harmony:
-    """Rendering and parsing as a run does them. A tiny vocabulary is made for demonstrations of its generated tasks."""
+def harmony_of(settings: HarmonySettings) -> Harmony:
+    """Build the codec of a run. A tiny vocabulary is made for demonstrations of its generated tasks."""
 
     def corpus() -> str:
         with ThreadPoolExecutor(1) as thread:  # episodes need an event loop, and the caller may be running one
-            return thread.submit(_corpus, config).result()
+            return thread.submit(_corpus, settings).result()
 
-    vocabulary = make_vocabulary(config.vocabulary, config.model.vocab_size, corpus)
-    return Harmony(vocabulary, config.prompt, config.sandbox.timeout_seconds)
+    vocabulary = make_vocabulary(settings.vocabulary, settings.vocabulary_size, corpus)
+    return Harmony(vocabulary, settings.prompt, settings.tool_timeout_seconds)
 
 
-def _corpus(config: "RunConfig") -> str:
-    harmony = Harmony(GptOssVocabulary(), config.prompt, config.sandbox.timeout_seconds)
+def _corpus(settings: HarmonySettings) -> str:
+    harmony = Harmony(GptOssVocabulary(), settings.prompt, settings.tool_timeout_seconds)
     lines = [arithmetic.vocabulary_text()]
-    for source in config.tasks.sources.values():
+    for source in settings.tasks.sources.values():
         environment = environment_class(source.environment)
         options = environment.Options.model_validate(source.options)
         if source.held_out_path is None and source.environment != "retool":

@@ -7,17 +7,17 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from rl_loop.config.run import RlConfig, RunConfig
 from rl_loop.config.tasks import PassRateConfig, SourceConfig, TaskConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.data.decontamination import SHARED_WORDS, find_giveaways
 from rl_loop.environments import RewardConfig, Task, arithmetic, environment_class, make_environment
 from rl_loop.environments.base import Split
 from rl_loop.evaluation.statistics import pass_rates, read_evaluation
+from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.conversation import content_text
 from rl_loop.infrastructure import describe
 from rl_loop.rollout.prompt_limit import PromptLimit, UnusablePrompt, prompt_of
-from rl_loop.tasks.demonstrations import demonstrations_of, harmony_of
+from rl_loop.tasks.demonstrations import demonstrations_of
 from rl_loop.tasks.task_file import TaskData, TaskFileError
 
 if TYPE_CHECKING:
@@ -29,13 +29,14 @@ BLOCK = 64  # training positions within which sources have exactly their shares
 class TaskSource:
     """Random access by position, so that a resumed run goes on where it was. Raises TaskFileError for bad data."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config.tasks
-        self.harmony = harmony_of(config)
-        self.sources = {name: Source(name, source, config.tasks) for name, source in config.tasks.sources.items()}
+    def __init__(self, config: TaskConfig, harmony: Harmony, max_prompt_tokens: int | None = None) -> None:
+        """``max_prompt_tokens``: tasks whose prompt is as long are left out; None where nothing is rolled out."""
+        self.config = config
+        self.harmony = harmony
+        self.sources = {name: Source(name, source, config) for name, source in config.sources.items()}
         self.unusable: list[str] = []  # why tasks were left out, each once
-        if isinstance(config, RlConfig):
-            self._leave_out_unusable_prompts(config.rollout.max_tokens)
+        if max_prompt_tokens is not None:
+            self._leave_out_unusable_prompts(max_prompt_tokens)
         self._held_out = [task for source in self.sources.values() for task in source.held_out]
         held_out = [_text(task) for task in self._held_out]
         for source in self.sources.values():

@@ -15,7 +15,7 @@ from megatron_gptoss.user_error import UserError
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.cluster.placement import TRAINER_RANK, is_placed, master_address, outlive_sigterm, place_of
 from rl_loop.config.run import RunConfig
-from rl_loop.engines.sglang.weight_sender import SyncPlan
+from rl_loop.rollout.backend import WeightSender
 from rl_loop.trainer.rank_start import check_local_ranks, start_limit, wait_for_processes
 from rl_loop.trainer.worker import RlUpdates, TrainerWorker
 
@@ -111,8 +111,8 @@ class TrainerGroup:
     def weights(self) -> dict[str, torch.Tensor]:
         return self._all("weights")
 
-    def send_weights(self, plan: SyncPlan) -> None:
-        self._all("send_weights", plan)
+    def send_weights(self, sender: WeightSender) -> None:
+        self._all("send_weights", sender)
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         self._all("save", step, state, block)

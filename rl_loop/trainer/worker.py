@@ -1,6 +1,5 @@
 """One trainer rank: everything that touches Megatron. A plain class; ``trainer_group`` makes Ray actors of it."""
 
-import asyncio
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,7 @@ from megatron_gptoss.trainer import (
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.config.run import RlConfig, RunConfig
-from rl_loop.engines.sglang.weight_sender import SyncPlan, send_weights
+from rl_loop.rollout.backend import WeightSender
 from rl_loop.tracking.run_directory import RunDirectory
 
 
@@ -214,16 +213,16 @@ class TrainerWorker:
         named = {name: tensor.detach().clone() for name, tensor in export_hf_weights(self.model, self.config.model)}
         return named if dist.get_rank() == 0 else None
 
-    def send_weights(self, plan: SyncPlan) -> None:
-        """Send all weights from rank 0, where every other rank sends its own part, to the servers of ``plan``. Raises
-        SyncFailed there."""
+    def send_weights(self, sender: WeightSender) -> None:
+        """Let ``sender`` send all weights from rank 0, which gets the other ranks' parts from them. Raises what the
+        sender raises, on rank 0."""
         dtype = getattr(torch, self.config.dtype)
         gather_parameters(self.trainer.model)
-        exported = export_hf_weights(self.model, self.config.model, transposed=plan.transport == "cuda_ipc")
+        exported = export_hf_weights(self.model, self.config.model, transposed=sender.transposed)
         stream = ((name, tensor.to(dtype)) for name, tensor in exported)
         try:
             if dist.get_rank() == 0:
-                asyncio.run(send_weights(stream, self.config.model, plan))
+                sender.send(stream)
         finally:
             for _ in stream:  # to its end, whatever happened: the other ranks are still sending
                 pass

@@ -123,7 +123,7 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_pa
     [
         ((), {"nodes": 1, "gpus_per_node": 8}, "servers (8 of 1 GPUs): no node has as many left for server 0"),
         ((), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 4}, "needs 8 GPUs, cluster.nodes x gpus_per_node"),
-        (("rollout.sglang.servers=9",), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 8}, "for server 8 beside"),
+        (("rollout.engine.servers=9",), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 8}, "for server 8 beside"),
         ((), {"nodes": 12, "gpus_per_node": 8}, "nothing would run on trainer 9, trainer 10, trainer 11"),
     ],
 )  # fmt: skip
@@ -136,7 +136,7 @@ def test_a_run_that_does_not_fit_names_the_keys(
 
 
 def test_ranks_are_contiguous_and_engines_fill_what_is_free() -> None:
-    changes = ["rollout.sglang.servers=2", "rollout.sglang.tensor_parallel=2", "parallel.expert=2"]
+    changes = ["rollout.engine.servers=2", "rollout.engine.tensor_parallel=2", "parallel.expert=2"]
     config = load_config(ROOT / "configs/rl/gpt-oss-20b_2x8.yaml", RlConfig, [*changes, "parallel.world_size=12"])
     plans = place(config, ClusterConfig(kind="slurm", shared_dir=Path("/s"), nodes=2, gpus_per_node=8), True)
     assert [plan.ranks for plan in plans] == [list(range(8)), [8, 9, 10, 11]]

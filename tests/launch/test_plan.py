@@ -90,14 +90,18 @@ def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(overri
 )
 def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> None:
     config = load_config(CONFIGS / file, SftConfig if file.startswith("sft") else RlConfig)
-    training, sglang = config.memory_inputs, config.rollout.sglang
+    training, engine = config.memory_inputs, config.rollout.engine
+    servers = engine.server_processes
     assert fits(training, worst_stage(training), 135)
     has_servers = isinstance(config, RlConfig)
-    for_servers = sglang.servers * sglang.tensor_parallel if has_servers else 0
-    assert gpus == (config.parallel.world_size if sglang.colocated else config.parallel.world_size + for_servers)
-    if has_servers:
-        weights = 2 * sum(parameters_per_gpu(config.model, ParallelConfig())) / sglang.tensor_parallel
-        assert sglang.memory_fraction * H200 - weights > 10e9  # for keys and values
+    assert (servers is not None) == has_servers
+    gpus_of_servers = 0
+    if servers is not None and not servers.share_trainer_gpus:
+        gpus_of_servers = servers.count * servers.gpus_each
+    assert gpus == config.parallel.world_size + gpus_of_servers
+    if servers is not None:
+        weights = 2 * sum(parameters_per_gpu(config.model, ParallelConfig())) / servers.gpus_each
+        assert engine.memory_fraction * H200 - weights > 10e9  # for keys and values
     cluster = ClusterConfig(
         kind="slurm", shared_dir="/shared", python="python", nodes=-(-gpus // 8), gpus_per_node=min(gpus, 8)
     )
@@ -106,7 +110,7 @@ def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> 
 
 def test_servers_on_the_trainers_gpus_must_fit_beside_what_the_trainer_keeps() -> None:
     def plan_with(fraction: float) -> tuple[int, str]:
-        overrides = [f"rollout.sglang.memory_fraction={fraction}"]
+        overrides = [f"rollout.engine.memory_fraction={fraction}"]
         training = load_config(CONFIGS / "rl/gpt-oss-20b_1x4.yaml", RlConfig, overrides).memory_inputs
         return len(layouts_that_fit(training, 135)), memory_plan(training, 135).splitlines()[0]
 

@@ -76,7 +76,7 @@ def data(path: Path | str) -> list[str]:
 
 
 GOOD_ROW = '{"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}\n'
-SGLANG = ["rl", RL, RANDOM, "rollout.engine=sglang"]
+SGLANG = ["rl", RL, RANDOM, "rollout.engine.type=sglang"]
 PATH = os.environ["PATH"]
 
 # what is missing: (arguments, environment, what is said); FILES is the directory that ``files`` makes
@@ -97,8 +97,8 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "an endpoint that answers": (["eval", RL, "evaluation.endpoint=http://127.0.0.1:1/v1"], {},
                                  r"endpoint: nothing answers at http://127.0.0.1:1/v1 \(connection refused\)"),
     "an endpoint's address": (["eval", RL, "evaluation.endpoint=host:8000"], {}, "is not an address such as"),
-    "SGLang": (SGLANG, {}, "rollout.sglang.python: .* has no SGLang"),
-    "SGLang's interpreter": ([*SGLANG, "rollout.sglang.python=/none/python"], {}, "/none/python is no program"),
+    "SGLang": (SGLANG, {}, "rollout.engine.python: .* has no SGLang"),
+    "SGLang's interpreter": ([*SGLANG, "rollout.engine.python=/none/python"], {}, "/none/python is no program"),
     "bubblewrap": (["rl", RL, RANDOM], {"PATH": "/none"}, "bubblewrap.*install"),
     "the right to isolate": (["rl", RL, RANDOM], {"PATH": f"FILES/failing:{PATH}"}, "No permissions"),
     "data": (["sft", SFT, *data("/none.jsonl")], {}, "retool.train_path: /none.jsonl does not exist"),

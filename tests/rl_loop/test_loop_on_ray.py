@@ -25,9 +25,10 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.evaluation.engine_comparison import engine_report
 from rl_loop.infrastructure import InfrastructureOutage
-from rl_loop.rollout.pool import GroupRequest, RolloutPool
+from rl_loop.rollout.backend import LoadedWeights
+from rl_loop.rollout.pool import GroupRequest
 from rl_loop.run import Interrupted, run_rl, run_sft
-from rl_loop.tasks.source import TaskSource
+from rl_loop.session import build_rollouts, build_tasks
 from rl_loop.tracking.run_directory import read_json_lines
 from rl_loop.trainer.group import TrainerGroup
 from tests.waiting import wait_until
@@ -115,7 +116,7 @@ def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(whole:
 
     model = AutoModelForCausalLM.from_pretrained(run / "export")
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
-    prompt = TaskSource(config).prompt_ids(TaskSource(config).held_out()[0])
+    prompt = build_tasks(config).prompt_ids(build_tasks(config).held_out()[0])
     assert tokenizer.decode(prompt).startswith("<|start|>user<|message|>")
     assert torch.isfinite(model(torch.tensor([prompt])).logits).all()
 
@@ -191,7 +192,7 @@ def test_an_interrupt_ends_the_rollouts_that_overlap_training(tmp_path: Path) ->
 
 def test_after_its_first_update_a_rank_searches_little_for_garbage(tmp_path: Path) -> None:
     config = load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*SMALL, f"output_dir={tmp_path}"])
-    trainer, samples = TrainerGroup(config), TaskSource(config).demonstrations(0, 8, config.demonstrations)
+    trainer, samples = TrainerGroup(config), build_tasks(config).demonstrations(0, 8, config.demonstrations)
 
     def searched() -> int:
         return trainer._join(
@@ -214,10 +215,10 @@ def test_after_its_first_update_a_rank_searches_little_for_garbage(tmp_path: Pat
 def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
     config = rl_config(tmp_path, "rollout.max_new_tokens_per_turn=200", "rollout.workers=2")
     trainer = TrainerGroup(config)
-    pool, tasks = RolloutPool(config), TaskSource(config)
+    pool, tasks = build_rollouts(config), build_tasks(config)
     try:
         pool.ready()
-        pool.sync_weights(trainer.weights(), 7)
+        pool.sync_weights(trainer, 7)
         requests = [GroupRequest(task, (1, 2), 1.0) for task in tasks.train(0, 8)]
         expected = pool.run(requests)
         victim = pool._call(0, "__ray_call__", lambda worker: os.getpid())
@@ -239,14 +240,15 @@ def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
 def test_the_canary_sees_a_single_weight_that_did_not_arrive(tmp_path: Path) -> None:
     config = rl_config(tmp_path)
     trainer = TrainerGroup(config)
-    pool, tasks = RolloutPool(config), TaskSource(config)
+    pool, tasks = build_rollouts(config), build_tasks(config)
     try:
         pool.ready()
         weights = trainer.weights()
-        pool.sync_weights(weights, 1)
+        pool.sync_weights(LoadedWeights(weights), 1)
         assert check_canary(trainer, pool, tasks.canary(), config, 1) < 1e-5
         down = "model.layers.1.mlp.experts.down_proj"
-        pool.sync_weights(weights | {down: weights[down] + 0.3 * torch.randn_like(weights[down])}, 2)
+        faulty = weights | {down: weights[down] + 0.3 * torch.randn_like(weights[down])}
+        pool.sync_weights(LoadedWeights(faulty), 2)
         with pytest.raises(CanaryError, match="after syncing weights 2, rollout worker 0"):
             check_canary(trainer, pool, tasks.canary(), config, 2)
     finally:

@@ -1,6 +1,8 @@
-"""How SGLang servers are run: ``rollout.sglang`` of a configuration."""
+"""How SGLang servers are run: ``rollout.engine`` with ``type: sglang``."""
 
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +10,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gptoss.config import StrictModel
+from rl_loop.config.errors import CannotStart
+from rl_loop.rollout.backend import EngineConfig, ServerProcesses
 
 # (host, port) -> the argument vector of a server
 Command = Callable[[str, int], list[str]]
@@ -17,9 +20,11 @@ MOE_CONFIGS = Path(__file__).parent / "moe_configs"
 """Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by ``benchmarks/tune_moe.py``."""
 
 
-class SglangConfig(StrictModel):
+class SglangConfig(EngineConfig):
     """Servers of SGLang 0.5.17, each a process of its own that may live in another Python environment."""
 
+    type: Literal["sglang"] = "sglang"
+    """This engine."""
     servers: int = Field(1, gt=0)
     """Processes; rollout workers share all of them."""
     tensor_parallel: int = Field(1, gt=0)
@@ -56,6 +61,52 @@ class SglangConfig(StrictModel):
         if self.colocated and self.weight_sync == "nccl":
             raise ValueError("colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU")
         return self
+
+    @property
+    def server_processes(self) -> ServerProcesses:
+        return ServerProcesses(
+            name="SGLang server",
+            key="rollout.engine.servers",
+            count=self.servers,
+            gpus_each=self.tensor_parallel,
+            share_trainer_gpus=self.colocated,
+        )
+
+    @property
+    def trainer_gpu_memory_fraction(self) -> float:
+        return self.memory_fraction if self.colocated else 0.0
+
+    @property
+    def scores_at_any_temperature(self) -> bool:
+        return False
+
+    @property
+    def takes_tensors(self) -> bool:
+        return False
+
+    def check_machine(self) -> None:
+        """Raise CannotStart if ``python`` is no interpreter that can import SGLang."""
+        python = shutil.which(self.python)
+        if python is None:
+            raise CannotStart(
+                f"rollout.engine.python: {self.python} is no program; give the interpreter that has SGLang installed"
+            )
+
+        # As a server is started: without this process's own paths.
+        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+        finding = subprocess.run(
+            [python, "-c", find],
+            env=inherited | self.environment,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        if finding.returncode:
+            raise CannotStart(
+                f"rollout.engine.python: {python} has no SGLang; install it in an environment of its own and name its "
+                "interpreter here (docs/sglang.md)"
+            )
 
     @property
     def environment(self) -> dict[str, str]:

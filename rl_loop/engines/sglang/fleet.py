@@ -1,229 +1,351 @@
-"""The SGLang servers of a run as Ray actors: started, brought to the policy's weights, scored, put to sleep.
+"""The SGLang servers of a run as Ray actors: started, brought to the policy's weights, scored, paused.
 
-A sync that fails anywhere leaves no server serving: those that took part are killed, come back with dummy weights as
-STALE and are synced again from the beginning."""
+A sync that fails anywhere leaves no server serving. The servers that took part are killed, come back with dummy weights
+as STALE and are synced again from the beginning."""
 
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 import torch
 from ray.exceptions import RayActorError
 
-from rl_loop.cluster.placement import SGLANG_SERVER, place_of
-from rl_loop.config.run import RunConfig
+from megatron_gptoss.config import ModelConfig
+from rl_loop.cluster.placement import ENGINE_SERVER, place_of
 from rl_loop.engines.sglang.client import SglangClient
+from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import score_on
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.weight_sender import SyncFailed, SyncPlan, TransportName, send_weights
+from rl_loop.rollout.backend import BackendContext, WeightSource
 
 MAX_SYNCS = 3
-SAME_WEIGHTS = 0.02  # nats per token that two servers may differ on one text
-COMPARED_EVERY = 7  # versions; divides neither 24 nor 36 layers, so that each has its turn in the sample
+"""Attempts to bring the servers to one version; servers that failed are started anew between two of them."""
+
+SAME_WEIGHTS = 0.02
+"""Nats per token by which two servers with the same weights may differ on one text."""
+
+COMPARED_EVERY = 7
+"""Versions between two comparisons of checksums. 7 divides neither 24 nor 36 layers, so every layer has its turn."""
+
+ANSWER_SECONDS = 60.0
+"""How long an actor may take to answer; its methods return at once."""
 
 
-class WeightSource(Protocol):
-    """Who has the policy: the trainer."""
+@dataclass(frozen=True)
+class SglangSender:
+    """A WeightSender that follows a SyncPlan."""
 
-    def send_weights(self, plan: SyncPlan) -> None: ...
+    model: ModelConfig
+    plan: SyncPlan
+
+    @property
+    def transposed(self) -> bool:
+        # CUDA IPC shares the trainer's own memory, where Megatron keeps expert matrices the other way round.
+        return self.plan.transport == "cuda_ipc"
+
+    def send(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises SyncFailed naming the server or WeightMismatch naming the tensor."""
+        asyncio.run(send_weights(named, self.model, self.plan))
+
+    def send_from_driver(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send through files, whatever the plan's transport: the driver has no GPU. Raises as ``send`` does."""
+        plan = replace(self.plan, transport="disk")
+        asyncio.run(send_weights(named, self.model, plan))
 
 
-Source = WeightSource | dict[str, torch.Tensor]
+@dataclass(frozen=True)
+class HeldWeights:
+    """What servers that were restarted have to be given."""
+
+    source: WeightSource
+    version: int
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A text and what a server that holds the policy says of it; a restarted server must say the same."""
+
+    token_ids: list[int]
+    log_probs: list[float]
 
 
 async def statuses(actors: list[Any]) -> list[ServerStatus]:
-    """Of all servers; one whose actor is being restarted counts as dead."""
+    """Ask all servers for their status; one whose actor is being restarted counts as dead."""
     answers = await asyncio.gather(*(actor.status.remote() for actor in actors), return_exceptions=True)
-    return [a if isinstance(a, ServerStatus) else ServerStatus("", ServerState.DEAD, fault=str(a)) for a in answers]
+
+    known = []
+    for answer in answers:
+        if isinstance(answer, ServerStatus):
+            known.append(answer)
+        else:
+            known.append(ServerStatus("", ServerState.DEAD, fault=str(answer)))
+    return known
 
 
 class SglangFleet:
-    """``config.rollout.sglang.servers`` servers. Methods block. No two run at the same time, but for ``heal`` in the
-    thread of rollouts that overlap training."""
+    """The ``servers`` of an SglangConfig. Methods block. No two run at the same time, but for ``heal`` in the thread of
+    rollouts that overlap training."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config, self._directory = config, config.directory.absolute() / "engine"
-        self._settings = settings = config.rollout.sglang
+    def __init__(self, settings: SglangConfig, context: BackendContext) -> None:
+        """Create the actors. Their servers start with the first question, which ``ready`` asks."""
+        self._settings = settings
+        self._model = context.model
+        self._directory = context.directory
+        self.actors = self._create_actors(context)
+
+        # What restarted servers are brought to; None while there is nothing that could be sent.
+        self._held: HeldWeights | None = None
+        self._canary: Canary | None = None
+
+        # Incarnations of servers: those that gave their memory back, and those whose checksums were compared once.
+        self._paused: set[int] = set()
+        self._compared: set[int] = set()
+
+        # Held while the trainer updates the weights that ``heal`` would ask for.
+        self._updating = Lock()
+
+    def _create_actors(self, context: BackendContext) -> list[Any]:
+        settings = self._settings
         self._directory.mkdir(parents=True, exist_ok=True)
-        model = json.dumps(config.model.to_hf_config(dtype=config.dtype), indent=2)
-        (self._directory / "config.json").write_text(model)
+        architecture = context.model.to_hf_config(dtype=context.dtype)
+        (self._directory / "config.json").write_text(json.dumps(architecture, indent=2))
+
+        # Without GPUs in the cluster (tests, SGLang on CPUs) there is nothing to reserve; on the trainer's GPUs the
+        # ranks have reserved them already.
         has_gpus = ray.cluster_resources().get("GPU", 0) >= settings.servers * settings.tensor_parallel
         gpus = settings.tensor_parallel if has_gpus and not settings.colocated else 0
-        actor = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=-1)(SglangServer)
-        engine: dict[str, Any] = {"routed_experts": config.rollout.routed_experts, "seed": config.seed}
-        limits = {"start_seconds": settings.start_seconds, "health_seconds": settings.health_seconds}
-        self.actors: list[Any] = []
+        actor_class = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=-1)(SglangServer)
+
+        actors = []
         for index in range(settings.servers):
-            command = settings.command(index, self._directory, config.dtype, **engine)
-            log = self._directory / f"server_{index}.log"
-            placed = actor.options(**place_of(SGLANG_SERVER, index))
-            self.actors.append(placed.remote(command, settings.environment, log, **limits))
-        self._source: tuple[Source, int] | None = None
-        self._canary: tuple[list[int], list[float]] | None = None
-        self._asleep: set[int] = set()  # incarnations
-        self._compared: set[int] = set()  # incarnations whose weights once had the checksums of the sender's
-        self._source_learns = Lock()
+            command = settings.command(
+                index,
+                self._directory,
+                context.dtype,
+                routed_experts=context.routed_experts,
+                seed=context.seed,
+            )
+            actor = actor_class.options(**place_of(ENGINE_SERVER, index)).remote(
+                command,
+                settings.environment,
+                self._directory / f"server_{index}.log",
+                start_seconds=settings.start_seconds,
+                health_seconds=settings.health_seconds,
+            )
+            actors.append(actor)
+        return actors
+
+    # -- servers ------------------------------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Wait until every server is healthy; raises RuntimeError with the end of its log if one cannot start."""
-        self._alive(lambda status: status.state in (ServerState.DEAD, ServerState.STARTING))
+        """Wait until every server is healthy. Raises RuntimeError with the end of its log if one cannot start."""
+        self._healthy(wait_for=(ServerState.DEAD, ServerState.STARTING))
 
-    def _alive(self, wait_for: Callable[[ServerStatus], bool] = lambda _: False) -> dict[Any, ServerStatus]:
-        """The healthy servers, at least one, when no other is one to ``wait_for``."""
+    def _healthy(self, wait_for: Sequence[ServerState] = ()) -> dict[Any, ServerStatus]:
+        """Return the healthy servers by actor, at least one, as soon as no server is in a state of ``wait_for``."""
         while True:
             known = dict(zip(self.actors, asyncio.run(statuses(self.actors)), strict=True))
-            alive = {actor: status for actor, status in known.items() if status.healthy}
+            healthy = {actor: status for actor, status in known.items() if status.healthy}
+            awaited = [status for status in known.values() if status.state in wait_for]
+
             for status in known.values():
-                if status.given_up and (wait_for(status) or not alive):
+                is_missed = status in awaited or not healthy
+                if status.given_up and is_missed:
                     raise RuntimeError(f"an SGLang server does not start: {status.fault}")
-            if alive and not any(wait_for(status) for status in known.values()):
-                return alive
+            if healthy and not awaited:
+                return healthy
             time.sleep(0.2)
 
-    def sync(self, source: Source, version: int) -> None:
-        """Give all healthy servers weights ``version``. Raises SyncFailed when it failed ``MAX_SYNCS`` times,
-        WeightMismatch (a ValueError) for weights that are none of this model."""
-        self._source, self._canary = (source, version), None
-        for attempt in range(MAX_SYNCS):
-            try:
-                return self._bring(self._alive())
-            except SyncFailed as failure:
-                if attempt + 1 == MAX_SYNCS:
-                    raise
-                print(f"once more, with servers started anew: {failure}", flush=True)
-
-    def heal(self) -> None:
-        """Bring servers that were restarted to the weights of the last ``sync``, or to what became of them since. They
-        serve only if they score the canary as the others did."""
-        if self._source is None or not self._source_learns.acquire(blocking=False):
-            return
-        try:
-            alive = self._alive()
-            stale = {actor: status for actor, status in alive.items() if status.state is ServerState.STALE}
-            if stale:
-                self._bring(stale)
-        except SyncFailed as failure:
-            if len(stale) == len(alive):
-                raise
-            print(f"a restarted SGLang server stays out: {failure}")
-        finally:
-            self._source_learns.release()
-
-    @contextmanager
-    def source_changing_to(self, version: int) -> Iterator[None]:
-        """The source learns meanwhile, so that nothing can be had from it, and has weights ``version`` afterwards."""
-        with self._source_learns:
-            yield
-            if self._source is not None:
-                self._source, self._canary = (self._source[0], version), None
-
-    def _bring(self, servers: dict[Any, ServerStatus]) -> None:
-        assert self._source is not None
-        source, version = self._source
-        begun = {a: s for a, s in servers.items() if _ask(a.begin_sync.remote(s.incarnation))}
-        held: int | None = None
-        try:
-            if not begun:
-                raise SyncFailed(f"weights {version}: every server died before the sync began")
-            urls = tuple(status.url for status in begun.values())
-            asleep = tuple(status.url for status in begun.values() if status.incarnation in self._asleep)
-            self._asleep.clear()
-            self._memory(asleep, "/resume_memory_occupation", ["weights"])
-            incarnations = {status.incarnation for status in begun.values()}
-            compare = version % COMPARED_EVERY == 0 or not incarnations <= self._compared
-            self._send(source, urls, version, compare)
-            self._compared |= incarnations
-            self._memory(asleep, "/resume_memory_occupation", ["kv_cache", "cuda_graph"])
-            self._compare_with_canary(urls)
-            held = version
-        finally:
-            for actor, status in begun.items():
-                _ask(actor.end_sync.remote(status.incarnation, held))
-
-    def compare(self) -> None:
-        """Raises WeightMismatch naming the first tensor of the last ``sync`` that a server holds otherwise."""
-        if self._source is not None:
-            urls = tuple(s.url for s in self._alive().values() if s.state is ServerState.SYNCED)
-            self._send(self._source[0], urls, self._source[1], True, "none")
-
-    def _send(
-        self, source: Source, urls: tuple[str, ...], version: int, compare: bool, by: TransportName | None = None
-    ) -> None:
-        settings, directory = self._settings, self._directory / "weights"
-        sizes = settings.tensor_parallel, settings.bucket_bytes
-        plan = SyncPlan(urls, version, by or settings.weight_sync, *sizes, directory, settings.sync_seconds, compare)
-        if isinstance(source, dict):  # they are in this process, which has no GPU
-            asyncio.run(send_weights(source.items(), self._config.model, replace(plan, transport="disk")))
-        else:
-            source.send_weights(plan)
-
-    def _compare_with_canary(self, urls: tuple[str, ...]) -> None:
-        if self._canary is None:
-            return
-        tokens, expected = self._canary
-        scored = self._at_all(urls, lambda client: score_on(client, tokens))
-        for url, scores in zip(urls, scored, strict=True):
-            gap = sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(expected)
-            if not gap <= SAME_WEIGHTS:
-                raise SyncFailed(f"{url} was given the weights again, but differs by {gap:.2e} nats from the others")
-
-    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
-        """Log-probs of ``token_ids[1:]`` from every server that holds the policy; raises as ``score_on`` does."""
-        urls = tuple(s.url for s in self._alive().values() if s.state is ServerState.SYNCED)
-        scores = self._at_all(urls, lambda client: score_on(client, token_ids, temperature))
-        self._canary = (token_ids, scores[0])
-        return scores
+    def _synced_urls(self) -> tuple[str, ...]:
+        healthy = self._healthy().values()
+        return tuple(status.url for status in healthy if status.state is ServerState.SYNCED)
 
     def settings(self, names: Sequence[str]) -> dict[str, Any]:
-        """Of the first healthy server, from /server_info."""
-        url = next(iter(self._alive().values())).url
+        """Return what the first healthy server says of itself in /server_info, as far as it has ``names``."""
+        url = next(iter(self._healthy().values())).url
         (info,) = self._at_all((url,), lambda client: client.call("/server_info", seconds=60))
         return {"engine": f"SGLang at {url}"} | {name: info[name] for name in names if name in info}
-
-    def sleep(self) -> None:
-        """Free the servers' weights and caches if they share GPUs with the trainer; the next ``sync`` wakes them."""
-        if self._settings.colocated:
-            alive = self._alive()
-            begun = [s for a, s in alive.items() if _ask(a.begin_sync.remote(s.incarnation))]
-            urls = tuple(status.url for status in begun)
-            self._asleep |= {status.incarnation for status in begun}
-            self._source = None  # what is lost now comes back with the next version only
-            self._at_all(urls, lambda client: client.call("/pause_generation", {"mode": "abort"}))
-            self._memory(urls, "/release_memory_occupation", ["kv_cache", "weights", "cuda_graph"])
-
-    def _memory(self, urls: tuple[str, ...], path: str, tags: list[str]) -> None:
-        seconds = self._settings.sync_seconds
-        self._at_all(urls, lambda client: client.call(path, {"tags": tags}, seconds=seconds))
-
-    @staticmethod
-    def _at_all[T](urls: tuple[str, ...], call: Callable[[SglangClient], Awaitable[T]]) -> list[T]:
-        async def one(url: str) -> T:
-            client = SglangClient(url)
-            try:
-                return await call(client)
-            finally:
-                await client.close()
-
-        async def everywhere() -> list[T]:
-            return list(await asyncio.gather(*map(one, urls)))
-
-        return asyncio.run(everywhere())
 
     def close(self) -> None:
         for actor in self.actors:
             _ask(actor.stop.remote())
             ray.kill(actor)
 
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def sync(self, source: WeightSource, version: int) -> None:
+        """Give all healthy servers weights ``version``. Raises SyncFailed when it failed ``MAX_SYNCS`` times, and
+        WeightMismatch (a ValueError) for weights that are none of this model."""
+        self._held = HeldWeights(source, version)
+        self._canary = None
+        for attempt in range(MAX_SYNCS):
+            try:
+                self._bring_to_held_weights(self._healthy())
+                return
+            except SyncFailed as failure:
+                if attempt + 1 == MAX_SYNCS:
+                    raise
+                print(f"once more, with servers started anew: {failure}", flush=True)
+
+    def heal(self) -> None:
+        """Bring servers that were restarted to the current weights. They serve only if they score the canary as the
+        others did. Does nothing while the trainer updates the weights."""
+        if self._held is None or not self._updating.acquire(blocking=False):
+            return
+        try:
+            healthy = self._healthy()
+            stale = {actor: status for actor, status in healthy.items() if status.state is ServerState.STALE}
+            if not stale:
+                return
+            try:
+                self._bring_to_held_weights(stale)
+            except SyncFailed as failure:
+                if len(stale) == len(healthy):
+                    raise
+                print(f"a restarted SGLang server stays out: {failure}", flush=True)
+        finally:
+            self._updating.release()
+
+    @contextmanager
+    def updating_weights(self, version: int) -> Iterator[None]:
+        """Block healing while the trainer updates its weights; afterwards the source has weights ``version``."""
+        with self._updating:
+            yield
+            if self._held is not None:
+                self._held = HeldWeights(self._held.source, version)
+                self._canary = None
+
+    def _bring_to_held_weights(self, servers: dict[Any, ServerStatus]) -> None:
+        """Sync ``servers``. They serve afterwards, or are killed if anything went wrong."""
+        assert self._held is not None
+        version = self._held.version
+        taking_part = self._begin_syncs(servers)
+        reached: int | None = None  # None: nobody knows what the servers hold now
+        try:
+            if not taking_part:
+                raise SyncFailed(f"weights {version}: every server died before the sync began")
+            self._send_to(list(taking_part.values()), version)
+            reached = version
+        finally:
+            for actor, status in taking_part.items():
+                _ask(actor.end_sync.remote(status.incarnation, reached))
+
+    @staticmethod
+    def _begin_syncs(servers: dict[Any, ServerStatus]) -> dict[Any, ServerStatus]:
+        """Take ``servers`` out of service and return those that are still the processes we know."""
+        begun = {}
+        for actor, status in servers.items():
+            if _ask(actor.begin_sync.remote(status.incarnation)):
+                begun[actor] = status
+        return begun
+
+    def _send_to(self, servers: Sequence[ServerStatus], version: int) -> None:
+        urls = tuple(status.url for status in servers)
+        paused = tuple(status.url for status in servers if status.incarnation in self._paused)
+        self._paused.clear()
+
+        # Weights first: the caches may need the memory that the trainer uses while it sends.
+        self._change_memory(paused, "/resume_memory_occupation", ["weights"])
+        incarnations = {status.incarnation for status in servers}
+        compare = version % COMPARED_EVERY == 0 or not incarnations <= self._compared
+        self._send(urls, compare=compare)
+        self._compared |= incarnations
+        self._change_memory(paused, "/resume_memory_occupation", ["kv_cache", "cuda_graph"])
+
+        self._compare_with_canary(urls)
+
+    def _send(self, urls: tuple[str, ...], *, compare: bool, transport: TransportName | None = None) -> None:
+        assert self._held is not None
+        plan = SyncPlan(
+            urls=urls,
+            version=self._held.version,
+            transport=transport or self._settings.weight_sync,
+            tensor_parallel=self._settings.tensor_parallel,
+            bucket_bytes=self._settings.bucket_bytes,
+            directory=self._weights_directory,
+            seconds=self._settings.sync_seconds,
+            compare=compare,
+        )
+        self._held.source.send_weights(SglangSender(self._model, plan))
+
+    @property
+    def _weights_directory(self) -> Path:
+        """Where the transport ``disk`` puts weights."""
+        return self._directory / "weights"
+
+    def compare(self) -> None:
+        """Raise WeightMismatch naming the first tensor of the last ``sync`` that a server holds otherwise."""
+        if self._held is not None:
+            self._send(self._synced_urls(), compare=True, transport="none")
+
+    # -- scores -------------------------------------------------------------------------------------------------------
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        """Return the log-probs of ``token_ids[1:]`` from every server that holds the policy; raises as ``score_on``
+        does. The text is the canary of servers that are restarted later."""
+        scores = self._at_all(self._synced_urls(), lambda client: score_on(client, token_ids, temperature))
+        self._canary = Canary(token_ids, scores[0])
+        return scores
+
+    def _compare_with_canary(self, urls: tuple[str, ...]) -> None:
+        canary = self._canary
+        if canary is None:
+            return
+
+        scored = self._at_all(urls, lambda client: score_on(client, canary.token_ids))
+        for url, log_probs in zip(urls, scored, strict=True):
+            gaps = [abs(a - b) for a, b in zip(log_probs, canary.log_probs, strict=True)]
+            gap = sum(gaps) / len(canary.log_probs)
+            if not gap <= SAME_WEIGHTS:  # also true for NaN
+                raise SyncFailed(f"{url} was given the weights again, but differs by {gap:.2e} nats from the others")
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Free the servers' weights and caches if they share GPUs with the trainer, until the next ``sync``."""
+        if not self._settings.colocated:
+            return
+        paused = list(self._begin_syncs(self._healthy()).values())
+        urls = tuple(status.url for status in paused)
+        self._paused |= {status.incarnation for status in paused}
+
+        # A server that restarts from now on is given the next version, not this one.
+        self._held = None
+        self._at_all(urls, lambda client: client.call("/pause_generation", {"mode": "abort"}))
+        self._change_memory(urls, "/release_memory_occupation", ["kv_cache", "weights", "cuda_graph"])
+
+    def _change_memory(self, urls: tuple[str, ...], path: str, tags: list[str]) -> None:
+        seconds = self._settings.sync_seconds
+        self._at_all(urls, lambda client: client.call(path, {"tags": tags}, seconds=seconds))
+
+    @staticmethod
+    def _at_all[T](urls: tuple[str, ...], call: Callable[[SglangClient], Awaitable[T]]) -> list[T]:
+        """Make one call at every server, all at the same time."""
+
+        async def call_one(url: str) -> T:
+            client = SglangClient(url)
+            try:
+                return await call(client)
+            finally:
+                await client.close()
+
+        async def call_all() -> list[T]:
+            return list(await asyncio.gather(*map(call_one, urls)))
+
+        return asyncio.run(call_all())
+
 
 def _ask(reference: Any) -> Any:
-    """The answer, None if the actor died."""
+    """Return an actor's answer, None if the actor died."""
     try:
-        return ray.get(reference, timeout=60)
+        return ray.get(reference, timeout=ANSWER_SECONDS)
     except (RayActorError, TimeoutError):
         return None

@@ -66,10 +66,10 @@ def test_a_group_of_one_needs_an_advantage_without_groups() -> None:
 
 
 def test_servers_on_the_trainer_s_gpus_cannot_generate_while_it_learns() -> None:
-    overlap = ["algorithm.max_staleness=1", "rollout.engine=sglang"]
+    overlap = ["algorithm.max_staleness=1", "rollout.engine.type=sglang"]
     assert load_config(TINY, RlConfig, overlap).algorithm.old_log_probs_from == "forward"
     with pytest.raises(ConfigError, match="gives its GPUs to one of them at a time"):
-        load_config(TINY, RlConfig, [*overlap, "rollout.sglang.colocated=true", "rollout.sglang.weight_sync=cuda_ipc"])
+        load_config(TINY, RlConfig, [*overlap, "rollout.engine.colocated=true", "rollout.engine.weight_sync=cuda_ipc"])
 
 
 def test_a_critic_that_warms_up_for_the_whole_run_is_refused() -> None:

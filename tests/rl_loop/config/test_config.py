@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -97,8 +98,45 @@ def test_impossible_layouts_name_the_key(layout: dict[str, int], named: str | No
 def test_purification_with_sglang_needs_temperature_one() -> None:
     """SGLang scores at temperature 1 only: found out by the first retried call otherwise, hours into a run."""
     path = CONFIGS / "rl/tiny_retool.yaml"
-    sglang = ["rollout.purification={}", "rollout.engine=sglang"]
+    sglang = ["rollout.purification={}", "rollout.engine.type=sglang"]
     with pytest.raises(ConfigError, match=r"rollout\.purification .* set rollout\.temperature=1"):
         load_config(path, RlConfig, [*sglang, "rollout.temperature=0.7"])
     load_config(path, RlConfig, [*sglang, "rollout.temperature=1"])
     load_config(path, RlConfig, ["rollout.purification={}", "rollout.temperature=0.7"])
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("rollout.engine=sglang", "rollout.engine=sglang is now rollout.engine.type=sglang"),
+        ("rollout.sglang.servers=2", "rollout.sglang.KEY is now rollout.engine.KEY"),
+        ("rollout.max_batch_size=8", "rollout.max_batch_size is now rollout.engine.max_batch_size"),
+    ],
+)
+def test_keys_of_earlier_versions_are_answered_with_their_new_names(override: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(answer)):
+        load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.engine.servers=2"], "rollout.engine.servers: unknown key"),
+        (["rollout.engine.type=sglang", "rollout.engine.max_batch_size=2"], "rollout.engine.max_batch_size: unknown"),
+        (["rollout.engine.type=sglang", "rollout.engine.servers=0"], "rollout.engine.servers: Input should be greater"),
+        (["rollout.engine.type=vllm"], "there is no rollout backend 'vllm'; known: sglang, transformers, or give MOD"),
+        (["rollout.engine.type=nowhere:Backend"], "rollout backend 'nowhere:Backend' cannot be imported"),
+        (["rollout.engine.type=pathlib:Path"], "expected a subclass of rl_loop.rollout.backend.RolloutBackend"),
+    ],
+)
+def test_what_one_engine_knows_is_out_of_reach_of_the_others(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
+
+
+@pytest.mark.parametrize("engine", ["{type: transformers, max_batch_size: 3}", "{type: sglang, servers: 2}"])
+def test_a_dumped_engine_is_the_same_engine(engine: str, tmp_path: Path) -> None:
+    config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [f"rollout.engine={engine}"])
+    file = tmp_path / "resolved.yaml"
+    file.write_text(dump_config(config))
+    assert load_config(file, RlConfig).rollout.engine == config.rollout.engine

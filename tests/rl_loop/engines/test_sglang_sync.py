@@ -24,11 +24,12 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.engine import SglangEngine
-from rl_loop.engines.sglang.fleet import SglangFleet, statuses
+from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet, SglangSender, statuses
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.weight_checksums import gpu_hash, sampled_parameters
 from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, buckets, send_weights
-from rl_loop.rollout.pool import RolloutPool
+from rl_loop.rollout.backend import BackendContext
+from rl_loop.session import build_rollouts
 from rl_loop.trainer.group import TrainerGroup
 from tests.rl_loop.sglang_protocol import VOCAB, LocalServer, digest, log_prob, next_token, prefix_state
 from tests.waiting import wait_until
@@ -232,10 +233,10 @@ class Trainer:
                 raise RuntimeError("the trainer died")
             yield item
 
-    def send_weights(self, plan: SyncPlan) -> None:
+    def send_weights(self, sender: SglangSender) -> None:
         self.sends += 1
-        self.compared.append(plan.compare)
-        asyncio.run(send_weights(self._stream(), MODEL, plan))
+        self.compared.append(sender.plan.compare)
+        sender.send(self._stream())
 
 
 @pytest.fixture
@@ -247,12 +248,12 @@ def config(tmp_path: Path, one_ray: None) -> RlConfig:
         RlConfig,
         [
             f"output_dir={tmp_path}",
-            "rollout.engine=sglang",
-            "rollout.sglang.servers=2",
-            "rollout.sglang.weight_sync=gloo",
+            "rollout.engine.type=sglang",
+            "rollout.engine.servers=2",
+            "rollout.engine.weight_sync=gloo",
         ],
     )
-    settings = config.rollout.sglang.model_copy(
+    settings = config.rollout.engine.model_copy(
         update={
             "python": sys.executable,
             "env": {"PYTHONPATH": stub, "DIE_AT": str(tmp_path / "die_at"), "OMP_NUM_THREADS": "1"},
@@ -262,13 +263,14 @@ def config(tmp_path: Path, one_ray: None) -> RlConfig:
             "bucket_bytes": 20_000,
         }
     )
-    rollout = config.rollout.model_copy(update={"sglang": settings})
+    rollout = config.rollout.model_copy(update={"engine": settings})
     return config.model_copy(update={"model": MODEL, "rollout": rollout, "dtype": "bfloat16"})
 
 
 @pytest.fixture
 def fleet(config: RlConfig) -> Iterator[SglangFleet]:
-    servers = SglangFleet(config)
+    context = BackendContext(config.model, config.dtype, config.seed, config.directory / "engine")
+    servers = SglangFleet(config.rollout.engine, context)
     yield servers
     servers.close()
 
@@ -297,7 +299,7 @@ def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weigh
     assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
     assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
     # weights that are not those the others have: the canary of the healed server says so
-    fleet._source = (Trainer(2), 1)
+    fleet._held = HeldWeights(Trainer(2), 1)
     kill_first_server(fleet)
     wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
     fleet.heal()
@@ -326,7 +328,7 @@ def test_a_server_that_restarts_while_the_trainer_learns_waits_for_what_it_has_l
     fleet.ready()
     trainer = Trainer(1)
     fleet.sync(trainer, 1)
-    with fleet.source_changing_to(2):
+    with fleet.updating_weights(2):
         kill_first_server(fleet)
         wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
         healer = Thread(target=fleet.heal)  # as the thread of rollouts does
@@ -372,7 +374,7 @@ def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_comp
 ) -> None:
     parallel = config.parallel.model_copy(update={"world_size": 2, "expert": 2})
     config = config.model_copy(update={"parallel": parallel, "initial_weights": None})
-    trainer, pool = TrainerGroup(config), RolloutPool(config)
+    trainer, pool = TrainerGroup(config), build_rollouts(config)
     try:
         trainer.ready()
         pool.ready()
@@ -380,7 +382,7 @@ def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_comp
         assert pool.score(TEXT, 1.0) == [scores_under(trainer.weights())] * 2
         with pytest.raises(CanaryError, match="after syncing weights 5, rollout worker 0 and the trainer differ"):
             check_canary(trainer, pool, TEXT, config, 5)
-        pool._fleet._source = (Trainer(7), 5)
+        pool.backend.fleet._held = HeldWeights(Trainer(7), 5)
         with pytest.raises(
             WeightMismatch, match=r"sent weights 5 and holds something else in model.embed_tokens.weight$"
         ):

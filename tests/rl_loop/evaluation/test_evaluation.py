@@ -18,6 +18,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.environments.base import final
 from rl_loop.evaluation.evaluate import evaluate
 from rl_loop.evaluation.statistics import read_evaluation
+from rl_loop.session import build_tasks
 from rl_loop.tasks.source import TaskSource
 
 CONFIG = Path("configs/rl/tiny_gsm8k.yaml")
@@ -51,7 +52,7 @@ class Completions(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint() -> Iterator[tuple[str, type[Completions]]]:
-    tasks = TaskSource(load_config(CONFIG, RlConfig, SMALL))
+    tasks = build_tasks(load_config(CONFIG, RlConfig, SMALL))
     answers = {tuple(tasks.prompt_ids(task)): task.ground_truth for task in tasks.held_out()}
     handler = type("Handler", (Completions,), {"tasks": tasks, "answers": answers, "requests": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

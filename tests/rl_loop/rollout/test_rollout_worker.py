@@ -18,6 +18,7 @@ from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout import agent
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.sandbox import ExecutionResult, SandboxFailure
+from rl_loop.session import worker_settings
 from tests.rl_loop.scripted_engine import ScriptedEngine
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
@@ -60,7 +61,7 @@ class Sandbox:
 
 def run(sandbox: Sandbox, *overrides: str, content: str = "What is 17*23?", samples: int = 4) -> TrajectoryGroup:
     config = load_config(CONFIG, RlConfig, [*overrides, "rollout.temperature=1"])
-    worker = RolloutWorker(config, 1, engine=EngineOfMany([]))  # type: ignore[arg-type]
+    worker = RolloutWorker(worker_settings(config), lambda: EngineOfMany([]), 1)  # type: ignore
     call = worker.harmony.render_assistant([ParsedMessage("analysis", "python", "code", "print(17*23)")], "<|call|>")
     final = [ParsedMessage("final", None, None, r"\boxed{391}")]
     worker.engine._turns = [call, worker.harmony.render_assistant(final, "<|return|>")]  # type: ignore[attr-defined]

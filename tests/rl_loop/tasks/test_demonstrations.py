@@ -42,6 +42,7 @@ from rl_loop.harmony.codec import Harmony, PromptConfig, PythonTool
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.rollout.agent import run_episode
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
+from rl_loop.session import build_tasks
 from rl_loop.tasks.demonstrations import (
     Demonstration,
     Episode,
@@ -51,7 +52,6 @@ from rl_loop.tasks.demonstrations import (
     render_as_sampled,
     render_by_user_turn,
 )
-from rl_loop.tasks.source import TaskSource
 from tests.rl_loop import harmony_reference as reference
 from tests.rl_loop.conftest import SHORT_PROMPT
 from tests.rl_loop.scripted_engine import ScriptedEngine
@@ -218,7 +218,7 @@ def test_the_system_message_describes_python_where_it_can_be_called_and_as_it_th
 
 def test_prompts_of_a_run_state_the_limit_of_its_sandbox() -> None:
     overrides = ["prompt.python_tool=true", "sandbox.timeout_seconds=4.5", "model.vocab_size=2048"]
-    tasks = TaskSource(load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides))
+    tasks = build_tasks(load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides))
     assert "time out after 4.5 seconds" in tasks.harmony.decode(tasks.prompt_ids(tasks.train(0, 1)[0]))
 
 
@@ -265,7 +265,7 @@ def test_a_later_turn_sees_the_earlier_one_as_a_rollout_does_or_as_the_format_sa
 def test_fine_tuning_learns_from_every_turn_of_the_user_in_either_form() -> None:
     options = [f"tasks.sources.instructions.options.{option}" for option in ("turns=2", "constraints=1")]
     overrides = [*options, "model.vocab_size=2048"]
-    source = TaskSource(load_config(Path("configs/sft/tiny_instructions.yaml"), SftConfig, overrides))
+    source = build_tasks(load_config(Path("configs/sft/tiny_instructions.yaml"), SftConfig, overrides))
     whole = source.demonstrations(0, 5, DemonstrationConfig())
     by_turn = source.demonstrations(0, 5, DemonstrationConfig(history="harmony"))
     assert len(whole) == 5

@@ -15,6 +15,7 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.environments import Task
+from rl_loop.session import build_tasks
 from rl_loop.tasks.source import BLOCK, TaskSource
 from rl_loop.tasks.task_file import TaskFileError
 
@@ -22,7 +23,7 @@ SFT = Path("configs/sft/tiny_retool.yaml")
 
 
 def source(*overrides: str) -> TaskSource:
-    return TaskSource(load_config(SFT, SftConfig, ["model.vocab_size=1024", *overrides]))
+    return build_tasks(load_config(SFT, SftConfig, ["model.vocab_size=1024", *overrides]))
 
 
 def write(path: Path, questions: list[str]) -> Path:
@@ -150,9 +151,10 @@ def test_a_mistake_in_a_file_is_told_before_anything_heavy_is_imported(tmp_path:
         "from rl_loop.config.load import load_config\n"
         "from rl_loop.config.run import SftConfig\n"
         "from rl_loop.tasks.task_file import TaskFileError\n"
-        "from rl_loop.tasks.source import TaskSource\n"
+        "from rl_loop.session import build_tasks\n"
         "try:\n"
-        f"    TaskSource(load_config(Path({str(SFT)!r}), SftConfig, [{bad!r}, 'tasks.sources.a.environment=retool']))\n"
+        f"    overrides = [{bad!r}, 'tasks.sources.a.environment=retool']\n"
+        f"    build_tasks(load_config(Path({str(SFT)!r}), SftConfig, overrides))\n"
         "except TaskFileError as error:\n"
         "    print(error)\n"
         "print([name for name in ('torch', 'megatron', 'ray') if name in sys.modules])\n"
@@ -223,7 +225,9 @@ def test_the_file_and_row_of_a_bad_record_are_named(tmp_path: Path) -> None:
 
 
 def rl_source(*overrides: str) -> TaskSource:
-    return TaskSource(load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["model.vocab_size=1024", *overrides]))
+    return build_tasks(
+        load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["model.vocab_size=1024", *overrides])
+    )
 
 
 def test_tasks_whose_prompts_leave_no_room_are_left_out_and_named(

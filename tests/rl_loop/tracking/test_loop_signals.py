@@ -20,7 +20,7 @@ from rl_loop.evaluation.evaluate import held_out_requests
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.loop import RlLoop, RolloutBatch
 from rl_loop.rollout.pool import GroupRequest, RolloutPool
-from rl_loop.tasks.source import TaskSource
+from rl_loop.session import build_tasks
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import read_json_lines
 from rl_loop.tracking.signal_watch import PATIENCE, SignalWatch
@@ -74,7 +74,7 @@ def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: dict[str, Any])
     session = SimpleNamespace(
         rollouts=rollouts,
         trainer=None,
-        tasks=TaskSource(settings),
+        tasks=build_tasks(settings),
         progress=None,
         run=SimpleNamespace(metrics=Path("there is none")),
         interrupt=SimpleNamespace(hurried=False),
@@ -107,7 +107,7 @@ def test_dynamic_sampling_trains_on_every_task_of_an_epoch_before_any_comes_agai
 
 def test_a_task_is_trained_on_or_found_silent_before_it_comes_again(tmp_path: Path) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 70), *DYNAMIC)
-    silent = {task.task_id for task in TaskSource(settings).train(0, 70)[::3]}
+    silent = {task.task_id for task in build_tasks(settings).train(0, 70)[::3]}
     rollouts = FakeRollouts(lambda task: task not in silent)
     loop = loop_over(settings, rollouts, {})
     trained: list[str] = []
@@ -146,7 +146,7 @@ def test_without_dynamic_sampling_a_step_takes_the_tasks_at_its_place(tmp_path: 
 
 def test_silent_groups_fill_up_what_is_missing_and_are_not_called_replaced(tmp_path: Path) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
-    tasks = [task.task_id for task in TaskSource(settings).train(0, 30)]
+    tasks = [task.task_id for task in build_tasks(settings).train(0, 30)]
     batch = loop_over(settings, FakeRollouts(lambda task: task in tasks[25:29]), {}).collect(0, 0)
     assert names([batch]) == tasks[25:29] + tasks[:6]
     assert (batch.replaced, batch.next_task) == (20, 30)
@@ -155,8 +155,8 @@ def test_silent_groups_fill_up_what_is_missing_and_are_not_called_replaced(tmp_p
 class RolloutsWithSignal(LocalRollouts):
     """Weights are synced for real; episodes are made up, with a signal in every task."""
 
-    def sync_weights(self, weights: dict[str, Any], version: int) -> None:
-        super().sync_weights(weights, version)
+    def sync_weights(self, source: Any, version: int) -> None:
+        super().sync_weights(source, version)
         self.version = version
 
     def run(self, requests: Sequence[GroupRequest], abandon: Any = None) -> list[TrajectoryGroup]:
@@ -196,7 +196,7 @@ def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path
     settings = config(tmp_path, *options, *without_routes)
 
     def outcome(requests: Callable[[RlLoop], list[GroupRequest]]) -> Trajectory:
-        harmony = TaskSource(settings).harmony
+        harmony = build_tasks(settings).harmony
 
         def call(code: str) -> list[int]:
             thought = ParsedMessage("analysis", None, None, "x")
@@ -304,7 +304,7 @@ def test_a_policy_that_solves_everything_is_told_so() -> None:
 def test_a_weight_of_a_reward_part_that_no_environment_has_is_refused(tmp_path: Path) -> None:
     def check(weights: str) -> None:
         settings = config(tmp_path, "algorithm=gdpo", f"algorithm.reward_weights={weights}")
-        check_reward_parts(settings, TaskSource(settings).reward_parts())
+        check_reward_parts(settings, build_tasks(settings).reward_parts())
 
     check("{correct: 1.0, score: 1.0, format_error: -0.2}")
     with pytest.raises(ConfigError, match="has a reward part corect; there are correct, format_error, score"):

@@ -1,0 +1,52 @@
+"""The backend whose engines live in the rollout workers: each holds the whole model, and weights go through Ray."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_gptoss.config import ModelConfig
+from rl_loop.engines.embedded.config import EmbeddedConfig
+from rl_loop.engines.protocol import RolloutEngine
+from rl_loop.rollout.backend import EngineFactory, RolloutBackend, WeightSource
+
+
+class EmbeddedBackend(RolloutBackend):
+    """One ``TransformersEngine`` in every rollout worker."""
+
+    settings: EmbeddedConfig
+
+    def engine_factory(self) -> EngineFactory:
+        return partial(
+            build_engine,
+            model=self.context.model,
+            dtype=self.context.dtype,
+            max_batch_size=self.settings.max_batch_size,
+        )
+
+    def sync_weights(self, source: WeightSource, version: int) -> None:
+        assert self.workers is not None
+        self.workers.load_weights(source.weights(), version)
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        assert self.workers is not None
+        return self.workers.engine_scores(token_ids, temperature)
+
+    def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
+        return {"engine": "transformers, embedded", "dtype": self.context.dtype}
+
+
+def build_engine(model: ModelConfig, dtype: str, max_batch_size: int) -> RolloutEngine:
+    """Build an engine with random weights, which the first sync replaces."""
+    # Imported in the worker: transformers takes seconds, which the driver need not wait for.
+    from transformers import GptOssConfig
+
+    from rl_loop.engines.embedded.engine import TransformersEngine
+
+    architecture = GptOssConfig(**model.to_hf_config())
+    return TransformersEngine.from_config(
+        architecture,
+        dtype=getattr(torch, dtype),
+        max_batch_size=max_batch_size,
+    )

@@ -1,0 +1,89 @@
+"""Rollout engines by ``rollout.engine.type``: ``transformers``, ``sglang``, or MODULE:CLASS for one from outside."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from rl_loop.engines.embedded.config import EmbeddedConfig
+from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.registry import Registry, subclass_of
+from rl_loop.rollout.backend import BackendContext, EngineConfig, RolloutBackend, ServerProcesses
+
+BACKENDS: Registry[type[RolloutBackend]] = Registry(
+    kind="rollout backend",
+    expected="a subclass of rl_loop.rollout.backend.RolloutBackend",
+    accepts=subclass_of(RolloutBackend),
+    entries={
+        # Imported when a run builds its backend: they bring torch and Ray, which reading a configuration does without.
+        "transformers": "rl_loop.engines.embedded.backend:EmbeddedBackend",
+        "sglang": "rl_loop.engines.sglang.backend:SglangBackend",
+    },
+)
+
+TAG = "type="
+"""How the tags of the union begin. They show up in the location of pydantic's errors and are left out for users."""
+
+
+class ExternalEngineConfig(EngineConfig):
+    """A backend from outside the project, with settings of its own."""
+
+    type: str
+    """MODULE:CLASS of a subclass of ``rl_loop.rollout.backend.RolloutBackend``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The fields of the class's ``Options``."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.settings()
+        return self
+
+    def settings(self) -> EngineConfig:
+        """Return ``options`` as the backend's own class has them. Raises ValueError if they are not valid."""
+        return BACKENDS.resolve(self.type).Options.model_validate(self.options)
+
+    @property
+    def server_processes(self) -> ServerProcesses | None:
+        return self.settings().server_processes
+
+    @property
+    def trainer_gpu_memory_fraction(self) -> float:
+        return self.settings().trainer_gpu_memory_fraction
+
+    @property
+    def scores_at_any_temperature(self) -> bool:
+        return self.settings().scores_at_any_temperature
+
+    @property
+    def takes_tensors(self) -> bool:
+        return self.settings().takes_tensors
+
+    def check_machine(self) -> None:
+        self.settings().check_machine()
+
+
+def _tag_of(value: Any) -> str:
+    """Name the member of the union that ``value``, raw or an instance, is to be."""
+    kind = getattr(value, "type", None)
+    if isinstance(value, dict):
+        kind = value.get("type", "transformers")
+
+    if kind in ("transformers", "sglang"):
+        return f"{TAG}{kind}"
+    return f"{TAG}external"
+
+
+AnyEngineConfig = Annotated[
+    Annotated[EmbeddedConfig, Tag(f"{TAG}transformers")]
+    | Annotated[SglangConfig, Tag(f"{TAG}sglang")]
+    | Annotated[ExternalEngineConfig, Tag(f"{TAG}external")],
+    Discriminator(_tag_of),
+]
+"""The type of ``rollout.engine``: what one engine knows is out of reach of the others."""
+
+
+def build_backend(config: AnyEngineConfig, context: BackendContext) -> RolloutBackend:
+    """Build the backend that ``config`` names. Its servers, if it has any, begin to start."""
+    settings: EngineConfig = config
+    if isinstance(config, ExternalEngineConfig):
+        settings = config.settings()
+    return BACKENDS.resolve(config.type)(settings, context)

@@ -1,0 +1,76 @@
+"""The backend whose engines are clients of SGLang servers, which all rollout workers share."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from megatron_gptoss.config import ModelConfig
+from rl_loop.engines.protocol import RolloutEngine
+from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.fleet import SglangFleet, statuses
+from rl_loop.rollout.backend import BackendContext, EngineFactory, EngineWorkers, RolloutBackend, WeightSource
+
+
+class SglangBackend(RolloutBackend):
+    """A fleet of servers that take the policy's weights, and workers that send them requests."""
+
+    settings: SglangConfig
+
+    def __init__(self, settings: SglangConfig, context: BackendContext) -> None:
+        super().__init__(settings, context)
+        self.fleet = SglangFleet(settings, context)
+
+    def engine_factory(self) -> EngineFactory:
+        return partial(
+            connect_engine,
+            servers=self.fleet.actors,
+            model=self.context.model,
+            wait_seconds=self.settings.start_seconds,
+        )
+
+    def start(self, workers: EngineWorkers) -> None:
+        super().start(workers)
+        self.fleet.ready()
+
+    def sync_weights(self, source: WeightSource, version: int) -> None:
+        assert self.workers is not None
+        self.fleet.sync(source, version)
+
+        # The servers have the weights; the clients only learn which version is too old to believe.
+        self.workers.load_weights({}, version)
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        return self.fleet.score(token_ids, temperature)
+
+    def compare_weights(self) -> None:
+        self.fleet.compare()
+
+    def pause(self) -> None:
+        self.fleet.pause()
+
+    def heal(self) -> None:
+        self.fleet.heal()
+
+    def updating_weights(self, version: int) -> AbstractContextManager[None]:
+        return self.fleet.updating_weights(version)
+
+    def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
+        return self.fleet.settings(names)
+
+    def close(self) -> None:
+        self.fleet.close()
+
+
+def connect_engine(servers: list[Any], model: ModelConfig, wait_seconds: float) -> RolloutEngine:
+    """Build a client of ``servers``, which are actors of SglangServer. No server is asked yet."""
+    from rl_loop.engines.sglang.engine import SglangEngine
+
+    return SglangEngine(
+        lambda: statuses(servers),
+        num_layers=model.num_layers,
+        top_k=model.experts_per_token,
+        num_experts=model.num_experts,
+        vocab_size=model.vocab_size,
+        wait_seconds=wait_seconds,
+    )

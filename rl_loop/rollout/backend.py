@@ -1,0 +1,224 @@
+"""The seam between the loop and whatever samples its episodes.
+
+A *backend* provides the engines of one run and keeps them at the policy's weights. Rollout workers run the agent loop;
+each asks the backend's ``engine_factory`` for the ``RolloutEngine`` that it talks to. That engine may hold a model
+itself (``engines/embedded``) or be a client of servers that all workers share (``engines/sglang``).
+
+A backend from outside the project is a subclass of ``RolloutBackend`` that the configuration names as MODULE:CLASS:
+
+    rollout:
+      engine: {type: my_package.my_engine:MyBackend, options: {replicas: 2}}
+
+Importing this module needs neither torch nor Ray: configurations do it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from megatron_gptoss.config import ModelConfig, StrictModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_loop.engines.protocol import RolloutEngine
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerProcesses:
+    """Server processes that a backend starts as Ray actors beside the rollout workers.
+
+    ``gptoss launch`` plans a place for each; the backend asks for it with ``place_of(ENGINE_SERVER, index)``."""
+
+    name: str
+    """What one of them is called, such as "SGLang server"."""
+    key: str
+    """The configuration key that sets ``count``, for error messages."""
+    count: int
+    """How many of them there are."""
+    gpus_each: int
+    """GPUs that one of them uses; 0 for none."""
+    share_trainer_gpus: bool = False
+    """Server i runs on the GPUs of the trainer ranks from i x gpus_each on, and takes turns with them."""
+
+
+class EngineConfig(StrictModel):
+    """Base of every engine's settings: what the rest of the program asks without knowing the engine."""
+
+    @property
+    def server_processes(self) -> ServerProcesses | None:
+        """Processes that need a place of their own; None if the engines live in the rollout workers."""
+        return None
+
+    @property
+    def shares_trainer_gpus(self) -> bool:
+        """Whether engine and trainer take turns on the same GPUs, so that they cannot work at the same time."""
+        processes = self.server_processes
+        return processes is not None and processes.share_trainer_gpus
+
+    @property
+    def trainer_gpu_memory_fraction(self) -> float:
+        """Share of each trainer GPU's memory that the engine holds while it generates."""
+        return 0.0
+
+    @property
+    def scores_at_any_temperature(self) -> bool:
+        """Whether ``RolloutEngine.score`` takes another temperature than 1."""
+        return True
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether weights reach the engine as tensors by name in the driver, where an ablation can alter them."""
+        return True
+
+    def check_machine(self) -> None:
+        """Raise CannotStart if this machine lacks something that the engine needs, before anything is started."""
+        return None
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+class WeightSender(Protocol):
+    """Carries weights to engines from the process that has them. It is pickled and sent to trainer rank 0."""
+
+    @property
+    def transposed(self) -> bool:
+        """Whether ``send`` takes expert matrices as transposed views, which saves a copy (``export_hf_weights``)."""
+        ...
+
+    def send(self, named: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Send all tensors by Hugging Face name, from trainer rank 0."""
+        ...
+
+    def send_from_driver(self, named: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Send them from the driver, which has no GPU and is in no process group."""
+        ...
+
+
+class WeightSource(Protocol):
+    """Holds the policy: the trainer, or tensors that were read from files."""
+
+    def weights(self) -> "dict[str, torch.Tensor]":
+        """Return all weights by Hugging Face name."""
+        ...
+
+    def send_weights(self, sender: WeightSender) -> None:
+        """Let ``sender`` send all weights, without bringing them into this process if they are elsewhere."""
+        ...
+
+
+class LoadedWeights:
+    """A WeightSource of tensors in this process."""
+
+    def __init__(self, named: "dict[str, torch.Tensor]") -> None:
+        self._named = named
+
+    def weights(self) -> "dict[str, torch.Tensor]":
+        return self._named
+
+    def send_weights(self, sender: WeightSender) -> None:
+        sender.send_from_driver(self._named.items())
+
+
+# -- the backend ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BackendContext:
+    """What a run tells the backend that it builds."""
+
+    model: ModelConfig
+    dtype: str
+    """``float32`` or ``bfloat16``: precision of the trainer's parameters."""
+    seed: int
+    """Seed of the run; every request has a seed of its own besides."""
+    directory: Path
+    """Where the backend may keep files; all nodes see it."""
+    routed_experts: bool = False
+    """Whether requests ask which experts the engine chose for every token."""
+
+
+class EngineWorkers(Protocol):
+    """The rollout workers, as a backend reaches the engines that they hold. A worker that died is replaced and brought
+    to the weights of the last ``load_weights`` before it answers."""
+
+    def load_weights(self, weights: "dict[str, torch.Tensor]", version: int) -> None:
+        """Call ``RolloutEngine.sync_weights`` in every worker."""
+        ...
+
+    def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        """Call ``RolloutEngine.score`` in every worker."""
+        ...
+
+
+type EngineFactory = Callable[[], RolloutEngine]
+"""Makes the engine of one rollout worker. It is pickled, so it holds settings and handles, not the engine."""
+
+
+class RolloutBackend(ABC):
+    """The engines of one run. Methods block and are called from the driver, one at a time.
+
+    The exception is ``heal``: where rollouts overlap training it is called from the thread that waits for them, while
+    the driver may be inside ``updating_weights``."""
+
+    Options: ClassVar[type[EngineConfig]] = EngineConfig
+    """The settings of a backend that is named as MODULE:CLASS: what ``rollout.engine.options`` may say."""
+
+    def __init__(self, settings: Any, context: BackendContext) -> None:
+        """Begin to start what the engines need. ``settings``: an instance of ``Options``."""
+        self.settings = settings
+        self.context = context
+        self.workers: EngineWorkers | None = None
+
+    @abstractmethod
+    def engine_factory(self) -> EngineFactory:
+        """Return what makes a worker's engine: called once in the process of every worker."""
+
+    def start(self, workers: EngineWorkers) -> None:
+        """Wait until engines can take weights, and remember how to reach those in ``workers``. Raises what keeps them
+        from starting."""
+        self.workers = workers
+
+    @abstractmethod
+    def sync_weights(self, source: WeightSource, version: int) -> None:
+        """Give all engines the policy's weights under a version number, which every sampled token is marked with. Ends
+        a ``pause``. What runs is aborted and goes on with the new weights.
+
+        ``source`` keeps these weights until the next call, or until ``updating_weights``: engines that were restarted
+        ask for them again."""
+
+    @abstractmethod
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        """Return the log-probs of ``token_ids[1:]``, in nats, from every engine that serves."""
+
+    def compare_weights(self) -> None:
+        """Raise an error that names a tensor which an engine holds otherwise than it was sent, if that can be told."""
+        return None
+
+    def pause(self) -> None:
+        """Make room for the trainer until the next ``sync_weights``: nothing is generated, and memory that the engines
+        share with the trainer is freed."""
+        return None
+
+    def heal(self) -> None:
+        """Bring engines that were restarted back to the current weights. Called about once a second during rollouts."""
+        return None
+
+    def updating_weights(self, version: int) -> AbstractContextManager[None]:
+        """Keep ``heal`` from asking the source for weights while the trainer updates them; from the end of the block on
+        the source has weights ``version``."""
+        return nullcontext()
+
+    @abstractmethod
+    def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return what an engine says of itself, as far as it knows ``names``; "engine" says which one it is."""
+
+    def close(self) -> None:
+        """Stop everything that the backend started. Called once, also after a failed start."""
+        return None

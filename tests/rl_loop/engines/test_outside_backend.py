@@ -1,0 +1,141 @@
+"""A rollout backend from outside the project: a module of the user's, named as MODULE:CLASS, trains a policy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from rl_loop.cluster.ray_session import start_local_ray
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.run import run_rl
+from rl_loop.session import build_tasks
+from rl_loop.tracking.run_directory import read_json_lines
+from tests.rl_loop.test_loop_on_ray import RL, Quiet
+
+CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
+
+MODULE = '''
+"""An engine whose every other turn is a script. The other turns, and all log-probs, are those of the policy."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rl_loop.engines.embedded.backend import build_engine
+from rl_loop.engines.protocol import FinishReason, GenerateRequest, GenerateResult, WeightVersionSpan
+from rl_loop.rollout.backend import EngineConfig, RolloutBackend, WeightSource
+
+
+class Options(EngineConfig):
+    """Settings of this backend."""
+
+    script: list[int]
+    log: Path
+
+
+class ScriptedEngine:
+    """Samples ``script`` on odd seeds, with the log-probs that the policy gives it."""
+
+    def __init__(self, engine: Any, script: list[int]) -> None:
+        self.engine, self.script, self.version = engine, script, 0
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.sampling.seed % 2 == 0:
+            return await self.engine.generate(request)
+        if request.on_begin is not None:
+            request.on_begin()
+        text = request.input_ids + self.script
+        log_probs = await self.engine.score(text, request.sampling.temperature)
+        count = len(self.script)
+        spans = [WeightVersionSpan(0, count, self.version)]
+        return GenerateResult(list(self.script), log_probs[-count:], FinishReason.STOP, spans)
+
+    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        return await self.engine.score(input_ids, temperature)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        await self.engine.abort(request_id)
+
+    async def sync_weights(self, named_tensors: Any, version: int) -> None:
+        await self.engine.sync_weights(named_tensors, version)
+        self.version = version
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+
+def build(model: Any, dtype: str, script: list[int]) -> ScriptedEngine:
+    return ScriptedEngine(build_engine(model, dtype, max_batch_size=16), script)
+
+
+class ScriptedBackend(RolloutBackend):
+    Options = Options
+
+    def note(self, what: str) -> None:
+        with self.settings.log.open("a") as log:
+            log.write(what + "\\n")
+
+    def engine_factory(self) -> Any:
+        return partial(build, self.context.model, self.context.dtype, self.settings.script)
+
+    def sync_weights(self, source: WeightSource, version: int) -> None:
+        self.note(f"sync {version}")
+        self.workers.load_weights(source.weights(), version)
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        return self.workers.engine_scores(token_ids, temperature)
+
+    def pause(self) -> None:
+        self.note("pause")
+
+    def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
+        return {"engine": "scripted"}
+
+    def close(self) -> None:
+        self.note("close")
+'''
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory in sys.path with the module in it, and a Ray whose workers find it too."""
+    (tmp_path / "my_engine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+    start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
+    yield tmp_path
+    ray.shutdown()
+
+
+def test_three_steps_with_a_backend_from_outside_the_project(outside: Path) -> None:
+    def config(script: list[int]) -> RlConfig:
+        engine = f"{{type: 'my_engine:ScriptedBackend', options: {{script: {script}, log: {outside}/log}}}}"
+        options = ["training.steps=3", "evaluate_every=3", f"output_dir={outside}", f"rollout.engine={engine}"]
+        return load_config(CONFIG, RlConfig, [*RL, *options])
+
+    # not a legal message, which is punished: the two kinds of episodes earn differently
+    script = [build_tasks(config([0])).harmony.stop_token_ids[0]]
+    run = run_rl(config(script), Quiet())
+
+    steps = [record for record in read_json_lines(run / "metrics.jsonl") if "reward" in record]
+    assert len(steps) == 3
+    assert all(step["grad_norm"] > 0 for step in steps)
+    assert all(step["mismatch/canary_gap"] < 1e-4 for step in steps)
+    assert json.loads((run / "summary.json").read_text())["max_ratio_deviation"] == 0
+
+    log = (outside / "log").read_text().splitlines()
+    assert log == ["sync 0", "pause", "sync 1", "pause", "sync 2", "pause", "sync 3", "close"]
+
+
+def test_options_of_a_backend_from_outside_are_checked_with_the_configuration(outside: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)rollout.engine: .*script.*Field required"):
+        load_config(CONFIG, RlConfig, ["rollout.engine.type=my_engine:ScriptedBackend"])
