@@ -1,6 +1,7 @@
 """Rollout workers as Ray actors, and a pool that loses no episode when one of them dies."""
 
 import itertools
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,10 +18,13 @@ from rl_loop.config.run import RunConfig
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.sglang.fleet import SglangFleet, WeightSource
 from rl_loop.environments import Task
-from rl_loop.infrastructure import InfrastructureBreaker
+from rl_loop.infrastructure import InfrastructureBreaker, describe
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.tasks.task_file import TaskFileError
+from rl_loop.tracking.logs import with_logging
 from rl_loop.tracking.metric_sinks import RolloutCounters
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class RolloutPool:
         self._workers = [self._start(index) for index in range(config.rollout.workers)]
 
     def _start(self, index: int) -> Any:
-        actor = ray.remote(RolloutWorker)
+        actor = ray.remote(with_logging(RolloutWorker))
         servers = self._fleet.actors if self._fleet else None
         concurrency = self._config.rollout.max_batch_size * 4
         options = {"num_cpus": 0, "max_concurrency": concurrency, **place_of(ROLLOUT_WORKER, index)}
@@ -155,6 +159,7 @@ class RolloutPool:
                     f"rollout workers died {self._restarts} times, the last with: {death}. If the machine is out of "
                     "memory, lower rollout.max_batch_size or rollout.workers"
                 ) from death
+            logger.warning("rollout worker %d died and is replaced: %s", index, describe(death))
             self._workers[index] = self._start(index)
             try:
                 ray.get(self._workers[index].start.remote())

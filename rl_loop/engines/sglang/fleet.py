@@ -5,6 +5,7 @@ STALE and are synced again from the beginning."""
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.engine import score_on
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.weight_sender import SyncFailed, SyncPlan, TransportName, send_weights
+from rl_loop.tracking.logs import with_logging
+
+logger = logging.getLogger(__name__)
 
 MAX_SYNCS = 3
 SAME_WEIGHTS = 0.02  # nats per token that two servers may differ on one text
@@ -55,7 +59,7 @@ class SglangFleet:
         (self._directory / "config.json").write_text(model)
         has_gpus = ray.cluster_resources().get("GPU", 0) >= settings.servers * settings.tensor_parallel
         gpus = settings.tensor_parallel if has_gpus and not settings.colocated else 0
-        actor = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=-1)(SglangServer)
+        actor = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=-1)(with_logging(SglangServer))
         engine: dict[str, Any] = {"routed_experts": config.rollout.routed_experts, "seed": config.seed}
         limits = {"start_seconds": settings.start_seconds, "health_seconds": settings.health_seconds}
         self.actors: list[Any] = []
@@ -96,7 +100,7 @@ class SglangFleet:
             except SyncFailed as failure:
                 if attempt + 1 == MAX_SYNCS:
                     raise
-                print(f"once more, with servers started anew: {failure}", flush=True)
+                logger.warning("weight sync is tried again, with restarted servers: %s", failure)
 
     def heal(self) -> None:
         """Bring servers that were restarted to the weights of the last ``sync``, or to what became of them since. They
@@ -108,10 +112,11 @@ class SglangFleet:
             stale = {actor: status for actor, status in alive.items() if status.state is ServerState.STALE}
             if stale:
                 self._bring(stale)
+                logger.info("SGLang servers that were restarted hold the policy again: %d", len(stale))
         except SyncFailed as failure:
             if len(stale) == len(alive):
                 raise
-            print(f"a restarted SGLang server stays out: {failure}")
+            logger.warning("a restarted SGLang server stays out: %s", failure)
         finally:
             self._source_learns.release()
 
