@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.tracking.logs import configure_logging
 
 
 class ErrorsInOneLine(typer.core.TyperGroup):
@@ -22,6 +23,7 @@ class ErrorsInOneLine(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            configure_logging()
             return super().invoke(ctx)
         except KeyboardInterrupt:
             print("gptoss: stopped", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Running a configuration from start to export: ``run_sft`` and ``run_rl`` are what the ``gptoss`` commands call."""
 
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from rl_loop.rollout.pool import RolloutPool
     from rl_loop.tasks.source import TaskSource
     from rl_loop.trainer.group import TrainerGroup
+
+
+logger = logging.getLogger(__name__)
 
 
 class Progress(Protocol):
@@ -154,7 +158,7 @@ def _session(config: RunConfig, show: ProgressFactory, how: Start) -> Iterator[S
         changes = changes_since(run, config) if how.may_resume else []
         check_what_a_run_needs(config)
         for change in changes:
-            print(f"{config.name}: --resume changes {change}", flush=True)
+            logger.info("%s: --resume changes %s", config.name, change)
         tasks = build_tasks(config)  # which may find mistakes in files: before weights are loaded
         if isinstance(config, RlConfig):
             check_reward_parts(config, tasks.reward_parts())
@@ -182,7 +186,7 @@ def _actors(config: RunConfig, interrupt: Interrupt) -> Iterator[tuple["TrainerG
     with SeparateSessions() as daemons, ray_session():
         daemons.all_started()
         interrupt.install()  # Ray has taken SIGTERM
-        print(f"{config.name}: loading the policy, trainer ranks: {config.parallel.world_size}", flush=True)
+        logger.info("%s: loading the policy, trainer ranks: %d", config.name, config.parallel.world_size)
         trainer, rollouts = TrainerGroup(config), None
         try:
             if isinstance(config, RlConfig):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.session import build_rollouts, build_tasks, worker_settings
 from rl_loop.tasks.source import TaskSource
 from rl_loop.tracking.run_directory import atomic_write_text
+
+logger = logging.getLogger(__name__)
 
 
 def evaluation_figures(episodes: Sequence[Trajectory]) -> dict[str, float]:
@@ -62,7 +65,7 @@ def evaluate(config: RlConfig, weights: Path | None, output: Path) -> list[dict[
         groups = asyncio.run(_at_endpoint(config, config.evaluation.endpoint, requests))
         for group in groups:
             if group.skipped is not None:
-                print(f"not evaluated: {group.skipped}", flush=True)
+                logger.warning("not evaluated: %s", group.skipped)
     else:
         source = weights or config.initial_weights
         if source is None:

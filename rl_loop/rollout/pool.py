@@ -1,5 +1,6 @@
 """Rollout workers as Ray actors, and a pool that loses no episode when one of them dies."""
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,10 +14,11 @@ from ray.exceptions import RayActorError
 from rl_loop.cluster.placement import ROLLOUT_WORKER, outlive_sigterm, place_of
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Task
-from rl_loop.infrastructure import InfrastructureBreaker
+from rl_loop.infrastructure import InfrastructureBreaker, describe
 from rl_loop.rollout.backend import RolloutBackend, WeightSource
 from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
 from rl_loop.tasks.task_file import TaskFileError
+from rl_loop.tracking.logs import with_logging
 from rl_loop.tracking.metric_sinks import RolloutCounters
 
 POLL_SECONDS = 1.0
@@ -24,6 +26,8 @@ POLL_SECONDS = 1.0
 
 CLOSE_SECONDS = 10.0
 """What workers have to end their sandboxes and engines before they are killed."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class RolloutPool:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def _create_worker(self, index: int) -> Any:
-        actor_class: Any = ray.remote(RolloutWorker)
+        actor_class: Any = ray.remote(with_logging(RolloutWorker))
         actor = actor_class.options(
             num_cpus=0,
             max_concurrency=self._settings.rollout.concurrent_tasks,
@@ -110,6 +114,7 @@ class RolloutPool:
                     f"rollout workers died {self._restarts} times, the last with: {death}. If the machine is out of "
                     "memory, lower rollout.workers, or rollout.engine.max_batch_size of embedded engines"
                 ) from death
+            logger.warning("rollout worker %d died and is replaced: %s", index, describe(death))
             self._workers[index] = self._create_worker(index)
             try:
                 ray.get(self._workers[index].start.remote())

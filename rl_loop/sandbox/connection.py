@@ -13,38 +13,57 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from rl_loop.sandbox.cgroup import ServerCgroup, find_base
 from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
+from rl_loop.sandbox.inside.messages import FAILED, READY, RESULT, STARTED, Call, CallResult, ServerSettings
 from rl_loop.sandbox.isolation import SERVER_FILES, SERVER_FOLDER, bubblewrap_command, hints
 from rl_loop.sandbox.seccomp import seccomp_filter
 
 START_SECONDS = 60
-# how much later than its own limit a server may answer before it counts as hung: a loaded machine is slow, not broken
+
 GRACE_SECONDS = 20.0
-_LARGEST_HEADER = 1 << 16
-_SOCKET_BUFFER = Path("/proc/sys/net/core/wmem_default")
+"""How much later than its own limit a server may answer before it counts as hung: a loaded machine is slow, not
+broken."""
+
+LARGEST_HEADER = 1 << 16
+"""Bytes of a message beside the program's output."""
+
+SOCKET_BUFFER_FILE = Path("/proc/sys/net/core/wmem_default")
 
 
 @dataclass(frozen=True)
 class ExecutionResult:
-    """What one program did. ``error`` is None when it ended by itself, whatever its exit code."""
+    """What one program did."""
 
-    output: str  # standard output and standard error in the order written, undecodable bytes replaced
-    exit_code: int  # 0 to 255; 1 after an exception; minus the signal's number if it was killed
-    error: str | None = None  # why it was killed, or what failed in the sandbox
-    timed_out: bool = False  # it ran into the wall-clock limit and was killed
-    truncated: bool = False  # it printed more than the limit; the output then ends in a line that says so
-    seconds: float = 0.0  # wall-clock time of the program, without its set-up and without its session's history
-    # it ended its interpreter, by exit() or because it was killed: no session goes on from here. An exception does not
+    output: str
+    """Standard output and standard error in the order written, undecodable bytes replaced."""
+
+    exit_code: int
+    """0 to 255; 1 after an exception; minus the signal's number if it was killed."""
+
+    error: str | None = None
+    """Why it was killed, or what failed in the sandbox; None when it ended by itself, whatever its exit code."""
+
+    timed_out: bool = False
+    """It ran into the wall-clock limit and was killed."""
+
+    truncated: bool = False
+    """It printed more than the limit; the output then ends in a line that says so."""
+
+    seconds: float = 0.0
+    """Wall-clock time of the program, without its set-up and without its session's history."""
+
     ended: bool = False
+    """It ended its interpreter, by exit() or because it was killed: no session goes on from here. An exception does
+    not end it."""
 
 
 class ServerLost(Exception):
-    """The server died, hung or could not set the call up. ``started``: the program had begun and may be the cause."""
+    """The server died, hung or could not set the call up."""
 
     def __init__(self, reason: str, started: bool) -> None:
+        """``started``: the program had begun and may be the cause."""
         super().__init__(reason)
         self.started = started
 
@@ -59,17 +78,20 @@ class ServerProcess:
         self._config = config
         self.calls = 0
         self._cgroup: ServerCgroup | None = None
-        ours, theirs = socket.socketpair()
+
+        host_end, server_end = socket.socketpair()
         # a server that hangs takes no large program
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", START_SECONDS, 0))
-        self._connection = Connection(ours.detach())
+        send_timeout = struct.pack("@ll", START_SECONDS, 0)
+        host_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, send_timeout)
+        self._connection = Connection(host_end.detach())
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the server)
-        with theirs:
-            self._init_process = self._start_bubblewrap(theirs)
+        with server_end:
+            self._init_process = self._start_bubblewrap(server_end)
+
         try:
-            self._connection.send_bytes(json.dumps(self._settings()).encode())
+            self._connection.send_bytes(self._settings().to_json())
             kind, _ = self._receive(START_SECONDS)
-            if kind != b"Y":
+            if kind != READY:
                 raise OSError(f"unexpected answer {kind!r}")
             if self._cgroup is not None:
                 self._cgroup.limit_calls(config.total_memory_bytes)
@@ -80,17 +102,18 @@ class ServerProcess:
     def _start_bubblewrap(self, control: socket.socket) -> int | None:
         """Start the process and return the id that process 1 of the sandbox has on the host, None if there is none."""
         with contextlib.ExitStack() as stack:
-            sources = [stack.enter_context((SERVER_FOLDER / name).open("rb")).fileno() for name in SERVER_FILES]
+            sources = {name: stack.enter_context((SERVER_FOLDER / name).open("rb")).fileno() for name in SERVER_FILES}
             info_read, info_write = os.pipe()
             info = stack.enter_context(open(info_read))
-            inherited = [*sources, info_write]
+            inherited = [*sources.values(), info_write]
             try:
-                command = bubblewrap_command(self._config, sources, info_write)
+                command = bubblewrap_command(self._config, sources, info_descriptor=info_write)
                 base = find_base() if self._config.use_cgroup else None
                 if base is not None:
                     self._cgroup = ServerCgroup(base)
                     command = self._cgroup.joining(command)
                     inherited.append(self._cgroup.memory_events)
+
                 self._process = subprocess.Popen(
                     command,
                     cwd="/",
@@ -107,17 +130,31 @@ class ServerProcess:
                 raise
             finally:
                 os.close(info_write)
+
+            # nothing, if bubblewrap has failed before it forked
             text = info.read()
         return json.loads(text)["child-pid"] if text else None
 
-    def _settings(self) -> dict[str, Any]:
-        """The configuration and what else a server must be told."""
-        return self._config.model_dump(mode="json") | {
-            "seccomp": seccomp_filter(platform.machine()).hex(),
-            "socket_buffer_bytes": int(_SOCKET_BUFFER.read_text()),
-            "memory_events": None if self._cgroup is None else self._cgroup.memory_events,
-            "cpu_weight": self._cgroup is not None and self._cgroup.has_cpu_weight,
-        }
+    def _settings(self) -> ServerSettings:
+        """Collect the configuration and what else a server must be told."""
+        config = self._config
+        return ServerSettings(
+            preload_modules=list(config.preload_modules),
+            timeout_seconds=config.timeout_seconds,
+            cpu_seconds=config.cpu_seconds,
+            memory_bytes=config.memory_bytes,
+            total_memory_bytes=config.total_memory_bytes,
+            processes=config.processes,
+            open_files=config.open_files,
+            file_bytes=config.file_bytes,
+            tmp_bytes=config.tmp_bytes,
+            tmp_files=config.tmp_files,
+            output_bytes=config.output_bytes,
+            seccomp=seccomp_filter(platform.machine()).hex(),
+            socket_buffer_bytes=int(SOCKET_BUFFER_FILE.read_text()),
+            memory_events=None if self._cgroup is None else self._cgroup.memory_events,
+            has_cpu_weight=self._cgroup is not None and self._cgroup.has_cpu_weight,
+        )
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -126,25 +163,27 @@ class ServerProcess:
         """Run one program, after those of ``history``. Raises ServerLost; the server is then of no further use."""
         self.calls += 1
         # a lone surrogate is no UTF-8
-        code, *history = [program.encode("utf-8", "replace").decode() for program in (code, *history)]
-        size = len(code.encode())
+        programs = [program.encode("utf-8", "replace").decode() for program in (*history, code)]
+        call = Call(code=programs[-1], history=programs[:-1])
+        size = len(call.code.encode())
         if size > self._config.code_bytes:
             reason = f"the program has {size} bytes, more than the limit of {self._config.code_bytes}"
-            return ExecutionResult("", 1, reason)
+            return ExecutionResult(output="", exit_code=1, error=reason)
 
         started = False
-        seconds = self._config.timeout_seconds * (1 + len(history)) + GRACE_SECONDS
+        seconds = self._config.timeout_seconds * call.programs + GRACE_SECONDS
         try:
-            self._connection.send_bytes(json.dumps({"code": code, "history": history}).encode())
-            kind, answer = self._receive(seconds)
-            if kind == b"S":
+            self._connection.send_bytes(call.to_json())
+            kind, payload = self._receive(seconds)
+            if kind == STARTED:
                 started = True
-                kind, answer = self._receive(seconds)
-            if kind == b"F":
-                raise ServerLost(f"a call failed in the sandbox: {answer.decode('utf-8', 'replace')}", started)
-            if kind != b"R" or not started:
+                kind, payload = self._receive(seconds)
+            if kind == FAILED:
+                reason = payload.decode("utf-8", "replace")
+                raise ServerLost(f"a call failed in the sandbox: {reason}", started)
+            if kind != RESULT or not started:
                 raise ServerLost(f"the server sent {kind!r} out of turn", started)
-            return self._result(answer)
+            return self._result(payload)
         except TimeoutError as error:
             raise ServerLost(str(error), started) from None
         except (OSError, EOFError, ValueError, KeyError) as error:
@@ -181,32 +220,37 @@ class ServerProcess:
         """Kind and payload of the server's next message."""
         if not self._connection.poll(seconds):
             raise TimeoutError(f"the server did not answer within {seconds:g} s")
-        message = self._connection.recv_bytes(self._config.output_bytes + _LARGEST_HEADER)
+        message = self._connection.recv_bytes(self._config.output_bytes + LARGEST_HEADER)
         return message[:1], message[1:]
 
-    def _result(self, answer: bytes) -> ExecutionResult:
-        line, _, output = answer.partition(b"\n")
-        header = json.loads(line)
-        exit_code, killed_for, truncated = int(header["exit_code"]), header["killed_for"], bool(header["truncated"])
+    def _result(self, payload: bytes) -> ExecutionResult:
+        """Put what the server says of a program into words. Raises ValueError or KeyError if it says nothing."""
+        call, output = CallResult.from_payload(payload)
         text = output.decode("utf-8", "replace")
-        if truncated:
+        if call.truncated:
             text += f"\n[output truncated at {self._config.output_bytes} bytes]"
-        errors = {
+
+        error = self._reason(call.killed_for)
+        if error is None and call.exit_code < 0:
+            name = signal.Signals(-call.exit_code).name
+            error = f"killed by signal {-call.exit_code} ({name})"
+        return ExecutionResult(
+            output=text,
+            exit_code=call.exit_code,
+            error=error,
+            timed_out=call.killed_for == "time",
+            truncated=call.truncated,
+            seconds=call.seconds,
+            ended=call.ended,
+        )
+
+    def _reason(self, killed_for: str | None) -> str | None:
+        """Say to people, and to the model, why a program was killed."""
+        reasons = {
             "time": f"killed: it ran longer than {self._config.timeout_seconds:g} s",
             "memory": f"killed: its processes used more than {self._config.total_memory_bytes} bytes of memory",
             "locks": "killed: its processes held too many locks of files",
             "output": f"killed: it printed more than {self._config.output_bytes} bytes",
             "history": "the earlier programs of its session ended the interpreter when they ran again",
         }
-        error = errors.get(killed_for)
-        if error is None and exit_code < 0:
-            error = f"killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
-        return ExecutionResult(
-            output=text,
-            exit_code=exit_code,
-            error=error,
-            timed_out=killed_for == "time",
-            truncated=truncated,
-            seconds=float(header["seconds"]),
-            ended=bool(header["ended"]),
-        )
+        return None if killed_for is None else reasons.get(killed_for)

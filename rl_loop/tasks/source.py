@@ -1,5 +1,6 @@
 """The tasks of a run: which ones a step trains on, which ones measure it, and demonstrations of them."""
 
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,8 @@ from rl_loop.tasks.task_file import TaskData, TaskFileError
 
 if TYPE_CHECKING:
     from megatron_gptoss.packing import Sample
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 64  # training positions within which sources have exactly their shares
 
@@ -102,7 +105,7 @@ class TaskSource:
             source.keep_usable(is_usable)
         if self.unusable:
             shown = "; ".join(self.unusable[:5]) + ("; ..." if len(self.unusable) > 5 else "")
-            print(f"warning: {len(self.unusable)} tasks are left out: {shown}", flush=True)
+            logger.warning("%d tasks are left out: %s", len(self.unusable), shown)
 
     def _train_task(self, position: int) -> Task:
         block, place = divmod(position, BLOCK)
@@ -155,7 +158,7 @@ class Source:
         if any(giveaways):
             count = f"{sum(giveaways)} of {len(giveaways)} training tasks are left out"
             reason = f"they have the prompt, or {SHARED_WORDS} words in a row, in common with a held-out task"
-            print(f"tasks.sources.{self.name}: {count}: {reason}", flush=True)
+            logger.warning("tasks.sources.%s: %s: %s", self.name, count, reason)
         self._data.keep([not gives_away for gives_away in giveaways])
 
     def train(self, index: int) -> Task:

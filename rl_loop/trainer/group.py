@@ -16,6 +16,7 @@ from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.cluster.placement import TRAINER_RANK, is_placed, master_address, outlive_sigterm, place_of
 from rl_loop.config.run import RunConfig
 from rl_loop.rollout.backend import WeightSender
+from rl_loop.tracking.logs import with_logging
 from rl_loop.trainer.rank_start import check_local_ranks, start_limit, wait_for_processes
 from rl_loop.trainer.worker import RlUpdates, TrainerWorker
 
@@ -42,8 +43,8 @@ class TrainerGroup:
         threads = max(1, cores // world)
         has_gpus = ray.cluster_resources().get("GPU", 0) >= world
         if not has_gpus and not is_placed():
-            check_local_ranks(world, cores, _say)
-        actor = ray.remote(TrainerProcess)
+            check_local_ranks(world, cores)
+        actor = ray.remote(with_logging(TrainerProcess))
         options = {"num_cpus": 0, "num_gpus": 1 if has_gpus else 0}
         master, port = master_address()
         self._ranks: list[Any] = [
@@ -59,7 +60,7 @@ class TrainerGroup:
 
     def ready(self) -> None:
         """Wait until every rank has its weights; raises what went wrong in one."""
-        wait_for_processes(self._started, self._start_limit, _say)
+        wait_for_processes(self._started, self._start_limit)
         self._processes = self._join(self._started)
         self._join(self._loaded)
 
@@ -123,10 +124,6 @@ class TrainerGroup:
     def close(self) -> None:
         for rank in self._ranks:
             ray.kill(rank)
-
-
-def _say(message: str) -> None:
-    print(message, flush=True)
 
 
 def _process(worker: TrainerWorker) -> str:

@@ -1,11 +1,14 @@
 """Starting the processes of trainer ranks: whether this machine has room for them, and what is said meanwhile."""
 
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_gptoss.user_error import UserError
+
+logger = logging.getLogger(__name__)
 
 RANKS_PER_CORE = 16
 """More local ranks than this for each core are a mistake: every one of them imports torch and Megatron by itself."""
@@ -24,15 +27,17 @@ class RankStartError(UserError):
     """The processes of the trainer's ranks did not come up; the message says how many did and what to change."""
 
 
-def check_local_ranks(ranks: int, cores: int, say: Callable[[str], object]) -> None:
-    """Say in one line that local ranks share cores; raise RankStartError if they are absurdly many."""
+def check_local_ranks(ranks: int, cores: int) -> None:
+    """Warn if local ranks share cores; raise RankStartError if they are absurdly many."""
     if ranks > cores * RANKS_PER_CORE:
         raise RankStartError(
             f"parallel.world_size is {ranks}, and this machine has {cores} cores and no GPUs for them: use at most "
             f"{cores}, or `gptoss launch` for a cluster"
         )
     if ranks > cores:
-        say(f"warning: {ranks} trainer ranks share {cores} cores, which is slow; parallel.world_size={cores} is not")
+        logger.warning(
+            "%d trainer ranks share %d cores, which is slow; parallel.world_size=%d is not", ranks, cores, cores
+        )
 
 
 def start_limit(ranks: int, cores: int) -> float:
@@ -40,8 +45,8 @@ def start_limit(ranks: int, cores: int) -> float:
     return START_SECONDS + SECONDS_PER_SHARED_RANK * max(0.0, ranks / cores - 1)
 
 
-def wait_for_processes(calls: Sequence[Any], limit: float, say: Callable[[str], object]) -> None:
-    """Wait until every rank's process has answered its first call or failed, and say how many have.
+def wait_for_processes(calls: Sequence[Any], limit: float) -> None:
+    """Wait until every rank's process has answered its first call or failed, and log how many have.
 
     ``calls`` are object references, one per rank. Raises RankStartError if an answer is missing after ``limit``
     seconds. Failures are left to who asks for the results."""
@@ -59,7 +64,7 @@ def wait_for_processes(calls: Sequence[Any], limit: float, say: Callable[[str], 
                 f"on {os.cpu_count()} cores): use fewer ranks (parallel.world_size), or end what else runs here"
             )
         if waiting and now - told >= NEWS_SECONDS:
-            say(f"starting trainer ranks: {started} of {len(calls)} after {now - began:.0f} s")
+            logger.info("starting trainer ranks: %d of %d after %.0f s", started, len(calls), now - began)
             told = now
     if told > began:
-        say(f"all {len(calls)} trainer ranks have started; they load their weights")
+        logger.info("all %d trainer ranks have started; they load their weights", len(calls))

@@ -135,7 +135,7 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 1
     assert "tasks.jsonl, line 2" in result.stderr
-    assert "loading the policy" not in result.stdout
+    assert "loading the policy" not in result.stdout + result.stderr
     assert (tmp_path / "x/metrics.jsonl").exists(), "nothing is overwritten by a run that does not begin"
 
 
@@ -149,7 +149,8 @@ def test_an_error_of_an_actor_is_one_line_and_leaves_the_earlier_run_as_it_is(tm
     (damaged / "model.safetensors").write_bytes(b"no safetensors")
     result = gptoss("sft", SFT, f"initial_weights={damaged}", f"output_dir={tmp_path}", "name=x", "--overwrite")
     assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
+    *events, line = result.stderr.splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \S+ INFO rl_loop\.", event) for event in events)
     assert re.match(rf"gptoss: {re.escape(str(damaged))}/model\.safetensors.*", line)
     assert line.endswith(f"the traceback is in {tmp_path}/x/error.log")
     assert "TrainerProcess" in (tmp_path / "x/error.log").read_text()

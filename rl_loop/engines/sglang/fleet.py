@@ -5,6 +5,7 @@ as STALE and are synced again from the beginning."""
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ from rl_loop.engines.sglang.engine import score_on
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.weight_sender import SyncFailed, SyncPlan, TransportName, send_weights
 from rl_loop.rollout.backend import BackendContext, WeightSource
+from rl_loop.tracking.logs import with_logging
+
+logger = logging.getLogger(__name__)
 
 MAX_SYNCS = 3
 """Attempts to bring the servers to one version; servers that failed are started anew between two of them."""
@@ -122,7 +126,7 @@ class SglangFleet:
         # ranks have reserved them already.
         has_gpus = ray.cluster_resources().get("GPU", 0) >= settings.servers * settings.tensor_parallel
         gpus = settings.tensor_parallel if has_gpus and not settings.colocated else 0
-        actor_class = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=-1)(SglangServer)
+        actor_class = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=-1)(with_logging(SglangServer))
 
         actors = []
         for index in range(settings.servers):
@@ -193,7 +197,7 @@ class SglangFleet:
             except SyncFailed as failure:
                 if attempt + 1 == MAX_SYNCS:
                     raise
-                print(f"once more, with servers started anew: {failure}", flush=True)
+                logger.warning("weight sync is tried again, with restarted servers: %s", failure)
 
     def heal(self) -> None:
         """Bring servers that were restarted to the current weights. They serve only if they score the canary as the
@@ -210,7 +214,7 @@ class SglangFleet:
             except SyncFailed as failure:
                 if len(stale) == len(healthy):
                     raise
-                print(f"a restarted SGLang server stays out: {failure}", flush=True)
+                logger.warning("a restarted SGLang server stays out: %s", failure)
         finally:
             self._updating.release()
 

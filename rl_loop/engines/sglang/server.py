@@ -7,6 +7,7 @@ Only a SYNCED server serves. A process that is started again is another *incarna
 before, such as its weights, does not hold for it."""
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -20,6 +21,8 @@ from typing import Any
 from rl_loop.cluster.placement import end_with_parent, free_address
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import Command
+
+logger = logging.getLogger(__name__)
 
 # starts that failed one after the other, after which a server is given up
 MAX_FAILURES = 5
@@ -123,8 +126,14 @@ class SglangServer:
             given_up = failures >= MAX_FAILURES
             self._change(state=ServerState.DEAD, version=None, fault=f"{fault}{self._tail()}", given_up=given_up)
             if given_up:
+                logger.error("SGLang server %s is given up: %s", self._status.url, self._status.fault)
                 return
-            await asyncio.sleep(min(MAX_BACK_OFF, 2.0 ** (failures - 1)))
+
+            back_off = min(MAX_BACK_OFF, 2.0 ** (failures - 1))
+            logger.warning(
+                "SGLang server %s failed and starts again in %.0f s: %s", self._status.url, back_off, self._status.fault
+            )
+            await asyncio.sleep(back_off)
 
     async def _one_incarnation(self) -> str:
         """Run a process until it fails; returns how it did."""

@@ -342,8 +342,8 @@ ATTACKS = (
             r"""
             import os
             for path in (
-                '/usr/x', '/x', '/etc/x', '/dev/x', '/rl_loop/sandbox/server.py', '/proc/sys/kernel/core_pattern',
-                '/proc/sysrq-trigger', '@FOLDER@/x', os.__file__,
+                '/usr/x', '/x', '/etc/x', '/dev/x', '/rl_loop/sandbox/inside/server.py',
+                '/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger', '@FOLDER@/x', os.__file__,
             ):
                 try:
                     open(path, 'a').close()

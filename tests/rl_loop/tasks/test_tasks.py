@@ -65,7 +65,9 @@ def test_a_file_is_shuffled_each_epoch_and_nothing_is_lost(tmp_path: Path) -> No
     assert texts(tasks.train(37, 30)) == (first + second)[37:67]
 
 
-def test_training_tasks_that_give_away_a_held_out_prompt_are_dropped(tmp_path: Path, capsys) -> None:
+def test_training_tasks_that_give_away_a_held_out_prompt_are_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     story = "A farmer has seven brown goats and sells three of them at the market on Monday"
     form = "Solve this and put the last line of your work in a box with the answer only please:"
     questions = [f"{form} {i}+1" for i in range(40)]
@@ -73,7 +75,7 @@ def test_training_tasks_that_give_away_a_held_out_prompt_are_dropped(tmp_path: P
     tasks = from_files(train, write(tmp_path / "held.jsonl", [f"Once, {story}!", "What is x?", f"{form} 77*7"]))
     found = set(texts(tasks.train(0, 41)))
     assert found == {*questions, "What is y?"}, "the words of a form that many share give nothing away"
-    assert "2 of 43 training tasks are left out" in capsys.readouterr().out
+    assert "2 of 43 training tasks are left out" in caplog.text
 
 
 def test_near_copies_of_a_conversation_are_found_by_what_its_user_says(tmp_path: Path) -> None:
@@ -231,7 +233,7 @@ def rl_source(*overrides: str) -> TaskSource:
 
 
 def test_tasks_whose_prompts_leave_no_room_are_left_out_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     questions = [("1 " * 3000 if i % 5 == 0 else "") + f"What is {i}?" for i in range(50)]
     train, held_out = write(tmp_path / "train.jsonl", questions), write(tmp_path / "held.jsonl", ["1 " * 3000, "x?"])
@@ -240,9 +242,9 @@ def test_tasks_whose_prompts_leave_no_room_are_left_out_and_named(
     assert sorted(texts(tasks.train(0, 40))) == sorted(f"What is {i}?" for i in range(50) if i % 5)
     assert texts(tasks.held_out()) == ["x?"]
     assert len(tasks.unusable) == 11
-    printed = capsys.readouterr().out
-    assert "warning: 11 tasks are left out: the prompt of task" in printed
-    assert printed.count("\n") == 1
+    (warning,) = caplog.messages
+    assert "11 tasks are left out: the prompt of task" in warning
+    assert "\n" not in warning
 
     for path, other in ((train, held_out), (held_out, train)):
         write(path, ["1 " * 3000])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
@@ -30,10 +29,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Ray:
     return Ray(monkeypatch)
 
 
-def test_slow_ranks_are_counted_as_they_start(clock: Ray) -> None:
-    said: list[str] = []
-    wait_for_processes([4.0 * rank for rank in range(1, 9)], limit=300, say=said.append)
-    *news, end = said
+def test_slow_ranks_are_counted_as_they_start(clock: Ray, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        wait_for_processes([4.0 * rank for rank in range(1, 9)], limit=300)
+    *news, end = caplog.messages
     assert end == "all 8 trainer ranks have started; they load their weights"
     counts = [int(re.fullmatch(r"starting trainer ranks: (\d) of 8 after \d+ s", line)[1]) for line in news]
     assert len(counts) == 3
@@ -41,31 +40,34 @@ def test_slow_ranks_are_counted_as_they_start(clock: Ray) -> None:
     assert counts[0] == 2
 
 
-def test_ranks_that_start_at_once_say_nothing(clock: Ray) -> None:
-    said: list[str] = []
-    wait_for_processes([0.5, 1.0], limit=300, say=said.append)
-    assert said == []
+def test_ranks_that_start_at_once_say_nothing(clock: Ray, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        wait_for_processes([0.5, 1.0], limit=300)
+    assert caplog.messages == []
 
 
-def test_ranks_that_never_start_end_with_how_many_did(clock: Ray) -> None:
-    said: list[str] = []
-    with pytest.raises(RankStartError, match=r"3 of 4 trainer ranks started within 60 s .*parallel\.world_size"):
-        wait_for_processes([1.0, 2.0, 3.0, 1e9], limit=60, say=said.append)
+def test_ranks_that_never_start_end_with_how_many_did(clock: Ray, caplog: pytest.LogCaptureFixture) -> None:
+    told = r"3 of 4 trainer ranks started within 60 s .*parallel\.world_size"
+    with caplog.at_level("INFO"), pytest.raises(RankStartError, match=told):
+        wait_for_processes([1.0, 2.0, 3.0, 1e9], limit=60)
     assert clock.now - 1000 < 70
-    assert len(said) == 6
+    assert len(caplog.messages) == 6
 
 
 @pytest.mark.parametrize(("ranks", "cores", "lines"), [(1, 2, 0), (2, 2, 0), (3, 2, 1), (16, 2, 1)])
-def test_ranks_that_share_cores_are_warned_of_in_one_line(ranks: int, cores: int, lines: int) -> None:
-    said: list[Any] = []
-    check_local_ranks(ranks, cores, said.append)
-    assert len(said) == lines
-    assert all(f"{ranks} trainer ranks share {cores} cores" in line and "\n" not in line for line in said)
+def test_ranks_that_share_cores_are_warned_of_in_one_line(
+    ranks: int, cores: int, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_local_ranks(ranks, cores)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * lines
+    for message in caplog.messages:
+        assert f"{ranks} trainer ranks share {cores} cores" in message
+        assert "\n" not in message
 
 
 def test_ranks_beyond_reason_are_refused() -> None:
     with pytest.raises(RankStartError, match=r"parallel\.world_size is 64, and this machine has 2 cores and no GPUs"):
-        check_local_ranks(64, 2, print)
+        check_local_ranks(64, 2)
 
 
 def test_more_ranks_per_core_get_more_time() -> None:

@@ -46,19 +46,19 @@ class ProcessWatch:
     """All processes of one call but its supervisor. Make it in the supervisor, before the program mounts its /proc."""
 
     def __init__(
-        self, memory_bytes: int, socket_buffer_bytes: int, memory_events: int | None, cpu_weight: bool
+        self, memory_bytes: int, socket_buffer_bytes: int, memory_events: int | None, has_cpu_weight: bool
     ) -> None:
         """
         memory_bytes: most that the call may hold, if there is no cgroup.
         socket_buffer_bytes: net.core.wmem_default, which only the host's network namespace tells.
         memory_events: open descriptor of the cgroup's memory.events, None without a cgroup.
-        cpu_weight: the cgroup shares processors, so that nothing need be done here.
+        has_cpu_weight: the cgroup shares processors, so that nothing need be done here.
         """
         self._limit = memory_bytes
         # a message may begin while its buffer has room, and so fill it twice
         self._socket_bytes = 2 * socket_buffer_bytes + LARGEST_OPTION_MEMORY
         self._memory_events = memory_events
-        self._cpu_weight = cpu_weight
+        self._has_cpu_weight = has_cpu_weight
 
         # /proc of the server's process namespace: it shows the call's processes too, and none can cover it
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
@@ -80,7 +80,7 @@ class ProcessWatch:
     def look(self) -> str | None:
         """Why the call must be killed, "memory" or "locks", or None. Makes it nicer where it has many busy tasks."""
         self._looks += 1
-        if not self._cpu_weight:
+        if not self._has_cpu_weight:
             self._share_processors()
 
         if self._count_lines("locks", LOCKS) > LOCKS:

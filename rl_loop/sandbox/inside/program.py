@@ -1,0 +1,199 @@
+"""The program's own process, process 1 of its namespace: builds its world, gives up every privilege, and runs the code.
+
+When it ends, or is killed, the kernel kills all that it started."""
+
+import ast
+import builtins
+import contextlib
+import linecache
+import math
+import os
+import resource
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Iterator
+from typing import NoReturn
+
+from rl_loop.sandbox.inside.confinement import (
+    SeccompProgram,
+    die_with_parent,
+    drop_capabilities,
+    mount_own_files,
+    set_resource_limits,
+    write_file,
+)
+from rl_loop.sandbox.inside.messages import Call, ServerSettings
+from rl_loop.sandbox.inside.progress import Progress
+
+SET_UP = b"ok"
+"""What the process says to its supervisor when its world is built."""
+
+PROGRAM_NAME = "<sandbox>"
+TRACEBACK_FRAMES = 8
+LINE_CHARACTERS = 400
+
+
+def run_program(
+    call: Call,
+    settings: ServerSettings,
+    seccomp: SeccompProgram,
+    progress: Progress,
+    output_write: int,
+    setup_write: int,
+) -> NoReturn:
+    """Build the world of a call around this process, run its programs in it, and end.
+
+    ``output_write`` becomes standard output and error. ``setup_write`` hears SET_UP, or what went wrong before it."""
+    try:
+        die_with_parent()
+        # else kill(0, ...) would reach the server's process group, namespaces or not
+        os.setsid()
+        setup_write = keep_descriptors(output_write, setup_write)
+
+        write_file("/proc/self/oom_score_adj", "1000")
+        mount_own_files(settings)
+        os.chdir("/tmp")
+
+        # in this order: mounting needs the capabilities, and the filter refuses what went before
+        set_resource_limits(settings, call.programs)
+        drop_capabilities()
+        seccomp.install()
+        os.write(setup_write, SET_UP)
+        os.close(setup_write)
+    except BaseException as error:
+        os.write(setup_write, str(error).encode())
+        os._exit(1)
+    os._exit(execute(call, settings, progress))
+
+
+def keep_descriptors(output_write: int, setup_write: int) -> int:
+    """Close all descriptors but those of standard input, which is empty, output and error, and ``setup_write``.
+
+    Returns the new number of ``setup_write``."""
+    os.dup2(output_write, 1)
+    os.dup2(output_write, 2)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    kept = os.dup2(setup_write, 3)
+    os.closerange(4, 4096)
+    return kept
+
+
+def execute(call: Call, settings: ServerSettings, progress: Progress) -> int:
+    """Run the session's programs as one ``__main__`` and return the exit code of the last, the only one to be heard."""
+    main = make_main_module()
+    if call.history:
+        with muted():
+            for number, code in enumerate(call.history, start=1):
+                progress.begin(number)
+                run_code(code, main)
+        limit_remaining_cpu(settings.cpu_seconds, call.programs)
+
+    progress.begin(call.programs)
+    try:
+        exit_code = run_code(call.code, main)
+        progress.reach_end()
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+    except SystemExit as error:
+        exit_code = exit_code_of(error)
+
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        exit_code = exit_code or 1
+    return exit_code
+
+
+def make_main_module() -> types.ModuleType:
+    """Make this process look like a fresh interpreter: an empty ``__main__``, and nothing of the server to import."""
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    sys.argv = [PROGRAM_NAME]
+    sys.path[0] = "/tmp"
+
+    servers = [name for name in sys.modules if name.partition(".")[0] == "rl_loop"]
+    for name in servers:
+        del sys.modules[name]
+    return main
+
+
+def limit_remaining_cpu(cpu_seconds: int, programs: int) -> None:
+    """Leave the last program ``cpu_seconds`` on top of what its history took.
+
+    That is less than what was set for all programs together, and no process can raise it again."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = min(math.ceil(used.ru_utime + used.ru_stime) + cpu_seconds, cpu_seconds * programs)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+
+
+def run_code(source: str, main: types.ModuleType) -> int:
+    """Run one program in ``main``; print a last expression's repr unless it is None, or the traceback of an exception.
+
+    Returns 0, or 1 after an exception. SystemExit goes through: it ends the interpreter."""
+    linecache.cache[PROGRAM_NAME] = (len(source), None, source.splitlines(keepends=True), PROGRAM_NAME)
+    try:
+        tree = ast.parse(source, PROGRAM_NAME)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, PROGRAM_NAME, "exec"), main.__dict__)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), PROGRAM_NAME, "eval"), main.__dict__)
+            if value is not None:
+                print(repr(value))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        print_traceback(error)
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Throw away what is printed inside, by whatever route."""
+    null = os.open("/dev/null", os.O_WRONLY)
+    outputs = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+    for descriptor in outputs:
+        os.dup2(null, descriptor)
+    os.close(null)
+    yield
+
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    for descriptor, copy in outputs.items():
+        os.dup2(copy, descriptor)
+        os.close(copy)
+
+
+def exit_code_of(error: SystemExit) -> int:
+    """The code that ``sys.exit`` stands for, 0 to 255; any other object is printed and counts as 1."""
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 255
+    with contextlib.suppress(BaseException):
+        print(error.code, file=sys.stderr)
+    return 1
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print the traceback with the program's own frames only, the last TRACEBACK_FRAMES of them, lines cut."""
+    try:
+        sys.stdout.flush()
+        summary = traceback.TracebackException.from_exception(error)
+        shown: traceback.TracebackException | None = summary
+        while shown is not None:
+            frames = [frame for frame in shown.stack if frame.filename == PROGRAM_NAME]
+            shown.stack = traceback.StackSummary.from_list(frames[-TRACEBACK_FRAMES:])
+            shown = shown.__cause__ or shown.__context__
+
+        # cut, because the error in a line of a megabyte would be quoted whole
+        lines = "".join(summary.format()).splitlines()
+        text = "".join(f"{line[:LINE_CHARACTERS]}\n" for line in lines)
+    except BaseException:  # a hostile __str__, or no memory left
+        text = f"{type(error).__name__}\n"
+    with contextlib.suppress(BaseException):
+        print(text, end="", file=sys.stderr)

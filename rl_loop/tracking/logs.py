@@ -1,0 +1,121 @@
+"""Logging of the command line and of actors: one line per event on standard error, plain or as JSON.
+
+Modules log with ``logging.getLogger(__name__)`` and configure nothing; a process that starts something calls
+``configure_logging`` once. What a command was asked for (a table, a path) is no event and is printed to standard
+output."""
+
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TextIO
+
+from rl_loop.config.errors import ConfigError
+
+FORMAT_VARIABLE = "GPTOSS_LOG"
+LEVEL_VARIABLE = "GPTOSS_LOG_LEVEL"
+FORMATS = ("plain", "json")
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+PACKAGES = ("gptoss_kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
+"""Their messages are shown from the chosen level on; those of libraries from WARNING on."""
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """How a process logs."""
+
+    format: str = "plain"
+    """One of FORMATS."""
+
+    level: str = "INFO"
+    """One of LEVELS: the least that is shown of PACKAGES."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "LogSettings":
+        """Read GPTOSS_LOG and GPTOSS_LOG_LEVEL. Raises ConfigError naming the variable and what it may be."""
+        chosen_format = environment.get(FORMAT_VARIABLE, "plain").lower()
+        if chosen_format not in FORMATS:
+            raise ConfigError(f"{FORMAT_VARIABLE} is {chosen_format!r}; use one of {', '.join(FORMATS)}")
+
+        level = environment.get(LEVEL_VARIABLE, "INFO").upper()
+        if level not in LEVELS:
+            raise ConfigError(f"{LEVEL_VARIABLE} is {level!r}; use one of {', '.join(LEVELS)}")
+        return cls(chosen_format, level)
+
+
+def configure_logging(settings: LogSettings | None = None) -> None:
+    """Send all log messages of this process to standard error. Safe to repeat: the last settings count.
+
+    ``settings`` default to those of the environment. Raises ConfigError if a variable there is wrong."""
+    if settings is None:
+        settings = LogSettings.from_environment()
+
+    handler = StderrHandler()
+    handler.setFormatter(JsonFormatter() if settings.format == "json" else PlainFormatter())
+
+    root = logging.getLogger()
+    for earlier in root.handlers[:]:
+        if isinstance(earlier, StderrHandler):
+            root.removeHandler(earlier)
+    root.addHandler(handler)
+    for package in PACKAGES:
+        logging.getLogger(package).setLevel(settings.level)
+
+
+def with_logging[T](actor: type[T]) -> type[T]:
+    """Make a class whose instances configure logging first, as this process does: for ``ray.remote``.
+
+    The settings travel with the class, as actors on another machine do not see the driver's environment."""
+    settings = LogSettings.from_environment()
+
+    class LoggingActor(actor):  # type: ignore[valid-type, misc]
+        def __init__(self, *arguments: object, **options: object) -> None:
+            configure_logging(settings)
+            super().__init__(*arguments, **options)
+
+    # Ray names processes and log lines after the class
+    LoggingActor.__name__ = actor.__name__
+    LoggingActor.__qualname__ = actor.__qualname__
+    return LoggingActor
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what ``sys.stderr`` is at that moment: the progress display and ``outlive_output`` replace it."""
+
+    def __init__(self) -> None:
+        # not StreamHandler's, which would keep today's stream
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+class PlainFormatter(logging.Formatter):
+    """``2026-11-22 21:04:05 WARNING rl_loop.canary: message``, in local time."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (UTC), level, module, message, host, pid and, where there is one, traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, UTC)
+        fields = {
+            "time": when.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "module": record.name,
+            "message": record.getMessage(),
+            "host": socket.gethostname(),
+            "pid": record.process,
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)

@@ -1,0 +1,107 @@
+"""What is logged reaches standard error, plain or as JSON, in the driver and in actors."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from rl_loop.config.errors import ConfigError
+from rl_loop.tracking import logs
+from rl_loop.tracking.logs import LogSettings, StderrHandler, configure_logging, with_logging
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers = root.handlers[:]
+    levels = {name: logging.getLogger(name).level for name in logs.PACKAGES}
+    yield
+    root.handlers = handlers
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def test_plain_lines_have_time_level_module_and_message(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(LogSettings())
+    logging.getLogger("rl_loop.canary").info("gap %.1e", 0.02)
+    printed = capsys.readouterr()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO rl_loop\.canary: gap 2\.0e-02\n", printed.err)
+    assert printed.out == ""
+
+
+def test_json_lines_can_be_read_back_with_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(LogSettings(format="json"))
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logging.getLogger("launch.node").exception("a node is lost")
+    (line,) = capsys.readouterr().err.splitlines()
+    record = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", record["time"])
+    assert (record["level"], record["module"], record["message"]) == ("ERROR", "launch.node", "a node is lost")
+    assert record["traceback"].endswith("ValueError: two\nlines")
+
+
+def test_the_level_is_that_of_our_packages_and_libraries_only_warn(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(LogSettings(level="DEBUG"))
+    for name in ("rl_loop.loop", "converters.live", "some.library"):
+        logging.getLogger(name).debug("detail")
+        logging.getLogger(name).warning("trouble")
+    lines = [line.partition(" ")[2].partition(" ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "DEBUG rl_loop.loop: detail",
+        "WARNING rl_loop.loop: trouble",
+        "DEBUG converters.live: detail",
+        "WARNING converters.live: trouble",
+        "WARNING some.library: trouble",
+    ]
+
+
+def test_configuring_twice_says_everything_once(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(LogSettings())
+    configure_logging(LogSettings(format="json"))
+    logging.getLogger("rl_loop").warning("once")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["message"] == "once"
+
+
+def test_lines_go_to_the_stream_that_is_standard_error_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the progress display replaces it."""
+    configure_logging(LogSettings())
+    later = io.StringIO()
+    monkeypatch.setattr("sys.stderr", later)
+    logging.getLogger("rl_loop").info("above the display")
+    assert later.getvalue().endswith("above the display\n")
+
+
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ("GPTOSS_LOG", "GPTOSS_LOG is 'loud'; use one of plain, json"),
+        ("GPTOSS_LOG_LEVEL", "GPTOSS_LOG_LEVEL is 'LOUD'; use one of DEBUG, INFO, WARNING, ERROR"),
+    ],
+)
+def test_a_wrong_variable_is_named_with_what_it_may_be(variable: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        LogSettings.from_environment({variable: "loud"})
+
+
+def test_an_actor_logs_as_its_driver_did_when_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker:
+        def __init__(self, size: int) -> None:
+            self.size = size
+            self.handlers = [h for h in logging.getLogger().handlers if isinstance(h, StderrHandler)]
+
+    monkeypatch.setenv("GPTOSS_LOG", "json")
+    actor = with_logging(Worker)
+    monkeypatch.delenv("GPTOSS_LOG")  # as on another machine
+
+    worker = actor(size=3)
+    (handler,) = worker.handlers
+    assert isinstance(handler.formatter, logs.JsonFormatter)
+    assert (worker.size, actor.__name__) == (3, "Worker")
