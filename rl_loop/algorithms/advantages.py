@@ -84,6 +84,7 @@ def leave_one_out(rewards: BatchRewards) -> torch.Tensor:
 
 def gdpo(rewards: BatchRewards, *, standard_deviation: StandardDeviation = "sample") -> torch.Tensor:
     """Normalise every reward part of a group by itself and add up: fp64 [samples]."""
+    # Parts, not totals: a total hides a rare reward behind a common one.
     groups = rewards.parts.split(rewards.group_sizes)
     return torch.cat([gdpo_advantages(group, rewards.part_weights, standard_deviation) for group in groups])
 
@@ -116,6 +117,7 @@ def group_advantages(
     if rewards.ndim != 1 or len(rewards) == 0:
         raise ValueError(f"rewards must be a non-empty vector, got shape {tuple(rewards.shape)}")
 
+    # Equal rewards leave here: they have no standard deviation to divide by.
     centred = centre(rewards)
     if estimator == "dr_grpo" or not centred.any():
         return centred
@@ -162,6 +164,7 @@ def generalized_advantages(
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     delta = rewards + gamma * following - values
 
+    # Backwards, as A_t = delta_t + gamma lambda A_{t+1}.
     advantages = torch.zeros_like(delta)
     running = torch.zeros_like(delta[:, 0])
     for t in range(delta.shape[1] - 1, -1, -1):
@@ -219,6 +222,7 @@ def centre(values: torch.Tensor) -> torch.Tensor:
     if not values.isfinite().all():
         raise ValueError(f"rewards must be finite, got {values.tolist()}")
 
+    # Even in fp64 the mean of equal values need not be that value.
     values = values.double()
     if are_equal(values):
         return torch.zeros_like(values)

@@ -249,6 +249,7 @@ class AlgorithmConfig(StrictModel):
                 f"a critic is of no use to advantage {self.advantage}: use gae or set algorithm.critic to null"
             )
 
+        # Unused weights or a missing critic would be a run that differs silently from what was asked.
         if self.advantage == "gdpo" and not self.reward_weights:
             raise ValueError("advantage gdpo needs algorithm.reward_weights, such as {correct: 1.0}")
         if self.reward_weights and self.advantage != "gdpo" and not foreign:
@@ -279,6 +280,7 @@ class AlgorithmConfig(StrictModel):
         if source == "detach":
             self._check_ratio_of_one()
 
+        # Only a ratio or a correction knows how old a token is.
         if source == "forward" and self.max_staleness > 0 and not self.correction.active:
             raise ValueError(
                 "max_staleness above 0 with old_log_probs forward ignores how far the policy "

@@ -65,6 +65,7 @@ def rollout_correction(
     - k3 rejection: keeps a sequence if mean_t(rho_t - 1 - log rho_t) <= c.
     - veto: drops a sequence with any rho_t < threshold.
     - OPSM: drops a sequence if A < 0 and mean_t log(pi_old / pi) > d."""
+    # rho = 1 where it means nothing: such a token neither weighs nor condemns its sequence.
     log_rho = torch.where(mask, log_rho.detach(), 0.0)
     correction = _weigh(config, log_rho, mask, sequences)
     dropped = correction.dropped
@@ -87,6 +88,7 @@ def rollout_correction(
         drifted = sequences.spread(~(drift <= config.off_policy_limit))
         dropped["off_policy"] = (advantages < 0) & drifted
 
+    # Weights of what is dropped are 0 and not merely unused: metrics average them.
     for tokens in dropped.values():
         correction.weights = torch.where(tokens, 0.0, correction.weights)
     return correction
@@ -103,6 +105,7 @@ def _weigh(config: CorrectionConfig, log_rho: torch.Tensor, mask: torch.Tensor, 
         outside = ~within(rho, config.bounds or (0.5, 5.0))
         return Correction(weights=rho, dropped={"icepop": outside})
 
+    # The sum of logarithms is clamped, not its terms: a product of thousands of ratios overflows.
     product = sequences.spread(bounded_exp(sequences.sum(log_rho, mask))).to(rho.dtype)
     correction = Correction(weights=product.clamp(max=config.cap), dropped={})
     if config.weight == "sequence_mis":
@@ -129,6 +132,7 @@ def mismatch_sums(
     d = torch.where(mask, log_probs.detach() - rollout_log_probs, 0.0)
     ratio_minus_one = bounded_expm1(d)
 
+    # Sequences first, then tokens: one long sequence that drifted shows up in the largest gap.
     length = sequences.sum(mask, mask).clamp(min=1)
     gap = (sequences.sum(d, mask) / length).abs()
     # A sequence may be spread over ranks: every token brings its share of it.

@@ -59,12 +59,14 @@ def policy_objective(
         correction = _correct(config, log_probs, trainer_log_probs, batch, roles, sequences)
         learns = roles.fresh & correction.keeps
 
+        # Every term gets zeros where a token does not learn, so that its NaN reaches no gradient.
         policy = _policy_loss(config, log_probs, batch, learns, sequences)
         terms = correction.weights * policy.loss - config.entropy_bonus * _only(learns, entropy)
         if config.kl and config.kl.place == "loss" and batch.reference_log_probs is not None:
             reference = _only(learns, batch.reference_log_probs)
             kl = kl_estimate(_only(learns, log_probs), reference, config.kl.estimator)
             terms = terms + config.kl.coefficient * kl
+        # Weights are not those of ``learns``: the denominators were fixed before anything was dropped.
         total = _only(learns, terms * weight).sum()
 
         # Metrics are of all sampled tokens, also of those that are left out.
@@ -162,6 +164,7 @@ def _policy_loss(
         mask=learns,
         sequences=sequences,
     )
+    # Resolved by name in this process: functions of the user are not sent from the driver.
     policy_loss = POLICY_LOSSES.resolve(config.policy_loss)
     result = policy_loss(inputs, **config.policy_loss_arguments)
 
@@ -246,6 +249,7 @@ def value_objective(
         sequences = _sequences(batch, len(mini_batch), group)
         weight = sequences.spread(sample_weight.to(values.device))
 
+        # Without old log-probs nothing is known of the trainer yet: the configuration refuses that.
         learns = roles.fresh
         if config.correction.rejects and batch.old_log_probs is not None:
             learns = learns & _correction_before_update(config, batch, roles, sequences).keeps

@@ -80,12 +80,14 @@ def ppo_loss(
     advantages = inputs.advantages
     plain = -ratio * advantages
     if inputs.old_log_probs is None:
+        # The ratio is exactly 1, so there is nothing to clip.
         return PolicyLoss(loss=plain, ratio=ratio.detach(), clipped=torch.zeros_like(plain, dtype=torch.bool))
 
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = torch.maximum(plain, bounded)
     clipped = bounded > plain
 
+    # For A < 0 the maximum above leaves a growing ratio unbounded: one token could rule an update.
     if dual_clip is not None:
         cap = -dual_clip * advantages
         capped = (advantages < 0) & (cap < loss)
@@ -116,6 +118,7 @@ def cispo_loss(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 
     L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585, eq. 4)."""
     ratio = inputs.ratio().detach()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    # The gradient comes from log pi alone, so a clipped token still learns.
     loss = -bounded * inputs.advantages * inputs.log_probs
     return PolicyLoss(loss=loss, ratio=ratio, clipped=bounded != ratio)
 
@@ -132,6 +135,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
     L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, as in OpenAI's PPO."""
     bounded = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
+    # The larger error counts: a value gains nothing by leaving the range around its old estimate.
     plain_error = (values - returns).square()
     bounded_error = (bounded - returns).square()
     return torch.maximum(plain_error, bounded_error) / 2, bounded_error > plain_error
