@@ -4,7 +4,6 @@ refused.
 ``configs/algorithm`` holds the combinations that papers have names for. Needs neither torch nor
 Ray."""
 
-from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -27,13 +26,6 @@ POLICY_LOSS_KEYS = {
     "reinforce": (),
 }
 """Which keys of AlgorithmConfig a known loss takes as arguments."""
-
-
-def refuse(reasons: Mapping[str, object]) -> None:
-    """Raise ValueError with the first of the reasons that applies: whose value is true."""
-    for reason, applies in reasons.items():
-        if applies:
-            raise ValueError(reason)
 
 
 class CorrectionConfig(StrictModel):
