@@ -29,6 +29,10 @@ class Registry[T]:
         """Iterate over the known names."""
         return iter(self.entries)
 
+    def __len__(self) -> int:
+        """Count the known names."""
+        return len(self.entries)
+
     def __contains__(self, name: object) -> bool:
         """Say whether a name is known, ``MODULE:NAME`` aside."""
         return name in self.entries

@@ -1,45 +1,56 @@
-"""The algorithm of a run: every choice is one key, and choices that do not go together are refused with the reason.
-Needs neither torch nor Ray. ``configs/algorithm`` holds the combinations that papers have names for."""
+"""The algorithm of a run: every choice is one key, and choices that do not go together are
+refused.
 
-from collections.abc import Mapping
-from typing import Literal, Self
+``configs/algorithm`` holds the combinations that papers have names for. Needs neither torch nor
+Ray."""
 
-from pydantic import Field, model_validator
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
 
 from megatron_gptoss.config import OptimizerConfig, StrictModel
+from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES, check_function
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "leave_one_out", "gdpo")
 """They compare a sample with the other samples of its task."""
 
+ADVANTAGE_KEYS = {"grpo": ("standard_deviation",), "gdpo": ("standard_deviation",)}
+"""Which keys of AlgorithmConfig a known estimator takes as arguments."""
 
-def refuse(reasons: Mapping[str, object]) -> None:
-    """Raise ValueError with the first of the reasons that applies: whose value is true."""
-    for reason, applies in reasons.items():
-        if applies:
-            raise ValueError(reason)
+POLICY_LOSS_KEYS = {
+    "ppo": ("clip_low", "clip_high", "dual_clip"),
+    "gspo": ("clip_low", "clip_high"),
+    "cispo": ("clip_low", "clip_high"),
+    "reinforce": (),
+}
+"""Which keys of AlgorithmConfig a known loss takes as arguments."""
 
 
 class CorrectionConfig(StrictModel):
-    """What is done about the engine sampling from a slightly different policy than the trainer's. rho is always
-    pi_trainer / pi_rollout per token."""
+    """What is done about the engine sampling from a slightly different policy than the trainer's.
+
+    rho is always pi_trainer / pi_rollout per token."""
 
     weight: Literal["none", "token_tis", "sequence_tis", "sequence_mis", "icepop"] = "token_tis"
-    """token_tis: min(rho, cap). sequence_tis: min(product of rho over the sequence, cap). sequence_mis: the same, and 0
-    outside bounds. icepop: rho, and 0 outside bounds."""
+    """token_tis: min(rho, cap). sequence_tis: min(product of rho over the sequence, cap).
+    sequence_mis: the same, and 0 outside bounds. icepop: rho, and 0 outside bounds."""
     cap: float = Field(2.0, gt=0)
     """Largest weight of token_tis, sequence_tis and sequence_mis."""
     bounds: tuple[float, float] | None = None
     """Of sequence_mis (null: 0.5 to 2) and icepop (null: 0.5 to 5)."""
     geometric_bounds: tuple[float, float] | None = None
-    """Keep a sequence if exp(mean log rho) lies within; usual are 0.999 and 1.001. Here and below, sums and means are
-    over the tokens that the engine sampled where they stand: grafted and stale ones are not counted."""
+    """Keep a sequence if exp(mean log rho) lies within; usual are 0.999 and 1.001. Here and below,
+    sums and means are over the tokens that the engine sampled where they stand: grafted and stale
+    ones are not counted."""
     k3_limit: float | None = Field(None, gt=0)
     """Keep a sequence if the mean of rho - 1 - log rho is at most this; usual is 0.01."""
     veto: float | None = Field(None, gt=0, lt=1)
     """Drop a sequence with any rho below this; usual is 1e-4."""
     off_policy_limit: float | None = Field(None, gt=0)
-    """Drop a sequence of negative advantage if the mean of log(pi_old / pi) exceeds this (OPSM); usual is 1e-4."""
+    """Drop a sequence of negative advantage if the mean of log(pi_old / pi) exceeds this (OPSM);
+    usual is 1e-4."""
 
     @property
     def active(self) -> bool:
@@ -56,10 +67,11 @@ class CorrectionConfig(StrictModel):
     def _check(self) -> Self:
         if self.bounds and self.weight not in ("sequence_mis", "icepop"):
             raise ValueError(f"correction.bounds belong to sequence_mis and icepop; weight is {self.weight}")
+
         for name in ("bounds", "geometric_bounds"):
-            pair = getattr(self, name)
-            if pair and not 0 <= pair[0] <= 1 <= pair[1]:
-                raise ValueError(f"correction.{name} {pair} must hold 1, the ratio of equal policies")
+            bounds = getattr(self, name)
+            if bounds and not 0 <= bounds[0] <= 1 <= bounds[1]:
+                raise ValueError(f"correction.{name} {bounds} must hold 1, the ratio of equal policies")
         return self
 
 
@@ -67,10 +79,12 @@ class KlConfig(StrictModel):
     """A penalty on leaving the initial weights, which are kept as a frozen reference policy."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With d = log pi - log pi_reference: d, d^2 / 2, exp(-d) - 1 + d (Schulman, "Approximating KL divergence")."""
+    """With d = log pi - log pi_reference: d, d^2 / 2, exp(-d) - 1 + d (Schulman, "Approximating KL
+    divergence")."""
     place: Literal["loss", "reward"] = "loss"
     """reward: taken from every sampled token's reward, with the engine's log-probs as pi."""
     coefficient: float = Field(1e-3, gt=0)
+    """Factor of the penalty."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -80,12 +94,14 @@ class KlConfig(StrictModel):
 
 
 class CriticConfig(StrictModel):
-    """The value model of GAE: the policy's architecture with a scalar head, in the policy's parallel layout."""
+    """The value model of GAE: the policy's architecture and parallel layout, with a scalar
+    head."""
 
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-6)
     """Usually twice the policy's learning rate."""
     warmup_steps: int = Field(20, ge=0)
-    """Steps at the start in which only the critic learns. The policy's learning-rate schedule begins after them."""
+    """Steps at the start in which only the critic learns. The policy's learning-rate schedule
+    begins after them."""
     value_clip: float = Field(0.5, gt=0)
     """A value may leave its estimate before the step by at most this much with profit."""
 
@@ -93,43 +109,55 @@ class CriticConfig(StrictModel):
 class AlgorithmConfig(StrictModel):
     """Advantages, the policy loss and what keeps them honest."""
 
-    advantage: Literal["grpo", "dr_grpo", "leave_one_out", "gdpo", "reinforce", "gae"] = "grpo"
-    """What a sample is compared with: its group (grpo, dr_grpo, leave_one_out; gdpo for several rewards), the mean of
-    the batch (reinforce) or a value model (gae)."""
+    advantage: str = "grpo"
+    """What a sample is compared with: its group (grpo, dr_grpo, leave_one_out; gdpo for several
+    rewards), the mean of the batch (reinforce) or a value model (gae); or MODULE:FUNCTION."""
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of an advantage that is MODULE:FUNCTION."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
-    """Of gdpo: reward part -> weight. A part that an episode does not have counts as 0, what doing nothing scores."""
+    """Of gdpo and MODULE:FUNCTION: reward part -> weight. A part that an episode does not have
+    counts as 0, what doing nothing scores."""
     standard_deviation: Literal["sample", "population"] = "sample"
-    """Of grpo, gdpo and whitening: whether sums of squares are divided by n - 1 (sample: verl, TRL, slime, OpenRLHF) or
-    by n (population). With population, advantages are 15 % larger at 4 samples per task, 7 % at 8."""
+    """Of grpo, gdpo and whitening: whether sums of squares are divided by n - 1 (sample: verl,
+    TRL, slime, OpenRLHF) or by n (population). With population, advantages are 15 % larger at 4
+    samples per task, 7 % at 8."""
     whiten_advantages: bool = False
     """Bring the advantages of the batch to mean 0 and standard deviation 1; gdpo always does."""
     whiten_over: Literal["auto", "tokens", "samples"] = "auto"
-    """What counts once in that mean and standard deviation: every sampled token (verl, slime, OpenRLHF) or every sample
-    (TRL). Over tokens, long episodes count more, and groups of equal rewards are moved away from 0. auto: samples with
-    gdpo (its paper and TRL), tokens otherwise."""
+    """What counts once in that mean and standard deviation: every sampled token (verl, slime,
+    OpenRLHF) or every sample (TRL). Over tokens, long episodes count more, and groups of equal
+    rewards are moved away from 0. auto: samples with gdpo (its paper and TRL), tokens
+    otherwise."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per sampled token, of gae."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """1 trusts returns, 0 the critic."""
     critic: CriticConfig | None = None
     """Goes together with gae."""
-    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
-    """ppo: clipped ratio per token. gspo: per sequence. cispo: clipped ratio as constant weight. reinforce: none."""
+    policy_loss: str = "ppo"
+    """ppo: clipped ratio per token. gspo: per sequence. cispo: clipped ratio as constant weight.
+    reinforce: none. Or MODULE:FUNCTION."""
+    policy_loss_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a loss that is MODULE:FUNCTION; it gets none of the three keys
+    below."""
     clip_low: float = Field(0.2, ge=0, le=1)
     """Lower bound of the importance ratio is 1 - clip_low."""
     clip_high: float = Field(0.28, ge=0)
     """Upper bound of the importance ratio is 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Of ppo: bound of the loss for negative advantages, as a multiple of the advantage; null for none."""
+    """Of ppo: bound of the loss for negative advantages, as a multiple of the advantage; null for
+    none."""
     aggregation: Aggregation = "token-mean"
-    """How token losses become one number; always over the whole mini-batch. token-mean: DAPO. seq-mean-token-mean: GRPO
-    and GSPO. seq-mean-token-sum-norm: Dr. GRPO, sums divided by rollout.max_tokens."""
+    """How token losses become one number; always over the whole mini-batch. token-mean: DAPO.
+    seq-mean-token-mean: GRPO and GSPO. seq-mean-token-sum-norm: Dr. GRPO, sums divided by
+    rollout.max_tokens."""
     mini_batches: int = Field(1, gt=0)
     """Optimizer steps per batch of episodes. 1 is on-policy."""
-    old_log_probs: Literal["auto", "substitute", "forward", "rollout"] = "auto"
-    """Denominator of the importance ratio. substitute: the new log-probs, detached, so that the ratio is exactly 1.
-    forward: those of a forward pass before the first update. rollout: the engine's, which puts mismatch and staleness
-    into the ratio. auto: substitute if mini_batches is 1 and max_staleness 0, else forward."""
+    old_log_probs: Literal["auto", "detach", "forward", "rollout"] = "auto"
+    """Denominator of the importance ratio. detach: the new log-probs, detached, so that the ratio
+    is exactly 1. forward: those of a forward pass before the first update. rollout: the engine's,
+    which puts mismatch and staleness into the ratio. auto: detach if mini_batches is 1 and
+    max_staleness 0, else forward."""
     kl: KlConfig | None = None
     """Null for no reference policy."""
     entropy_bonus: float = Field(0.0, ge=0)
@@ -137,26 +165,31 @@ class AlgorithmConfig(StrictModel):
     correction: CorrectionConfig = CorrectionConfig()
     """Of the difference between engine and trainer."""
     max_staleness: int = Field(0, ge=0)
-    """Weight versions that a token may be older than the policy it trains; older ones are left out of the loss. 0:
-    generation and training take turns. 1: a step's episodes are generated while the trainer learns from the last."""
+    """Weight versions that a token may be older than the policy it trains; older ones are left out
+    of the loss. 0: generation and training take turns. 1: a step's episodes are generated while
+    the trainer learns from the last."""
     routing_replay: Literal["none", "R2", "R3"] = "none"
-    """Which experts the trainer uses. R2: those of its own forward pass for the old log-probs. R3: the engine's."""
+    """Which experts the trainer uses. R2: those of its own forward pass for the old log-probs. R3:
+    the engine's."""
     dynamic_sampling_rounds: int = Field(1, gt=0)
-    """Above 1 (DAPO), groups in which everything that the advantage compares is equal make room for new tasks; at most
-    this times rollout.tasks_per_step."""
+    """Above 1 (DAPO), groups in which everything that the advantage compares is equal make room
+    for new tasks; at most this times rollout.tasks_per_step."""
     overlong_buffer: int | None = Field(None, gt=0)
-    """Tokens before the longest response over which a penalty on length rises from 0 to overlong_penalty (DAPO). The
-    response is what the policy sampled, prompt and tool outputs left out; the longest is the least of
-    rollout.max_sampled_tokens, max_tokens and max_turns x max_new_tokens_per_turn."""
+    """Tokens before the longest response over which a penalty on length rises from 0 to
+    overlong_penalty (DAPO). The response is what the policy sampled, prompt and tool outputs left
+    out; the longest is the least of rollout.max_sampled_tokens, max_tokens and max_turns x
+    max_new_tokens_per_turn."""
     overlong_penalty: float = Field(1.0, gt=0)
-    """Largest penalty on length. With gdpo the penalty is one more reward part, and this its weight."""
+    """Largest penalty on length. With gdpo the penalty is one more reward part, and this its
+    weight."""
 
     @property
     def old_log_probs_from(self) -> str:
         """``old_log_probs`` with auto resolved."""
         if self.old_log_probs != "auto":
             return self.old_log_probs
-        return "substitute" if self.mini_batches == 1 and self.max_staleness == 0 else "forward"
+        on_policy = self.mini_batches == 1 and self.max_staleness == 0
+        return "detach" if on_policy else "forward"
 
     @property
     def whitens_over(self) -> str | None:
@@ -167,79 +200,124 @@ class AlgorithmConfig(StrictModel):
             return self.whiten_over
         return "samples" if self.advantage == "gdpo" else "tokens"
 
+    @property
+    def advantage_arguments(self) -> dict[str, Any]:
+        """Keyword arguments with which the advantage estimator is called."""
+        if self.advantage not in ADVANTAGES:
+            return self.advantage_options
+        return {key: getattr(self, key) for key in ADVANTAGE_KEYS.get(self.advantage, ())}
+
+    @property
+    def policy_loss_arguments(self) -> dict[str, Any]:
+        """Keyword arguments with which the policy loss is called."""
+        if self.policy_loss not in POLICY_LOSSES:
+            return self.policy_loss_options
+        return {key: getattr(self, key) for key in POLICY_LOSS_KEYS[self.policy_loss]}
+
+    @field_validator("old_log_probs", mode="before")
+    @classmethod
+    def _name_the_successor(cls, value: Any) -> Any:
+        if value == "substitute":
+            raise ValueError("old_log_probs substitute is called detach now: set old_log_probs to detach")
+        return value
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_function(ADVANTAGES, self.advantage, self.advantage_options)
+        check_function(POLICY_LOSSES, self.policy_loss, self.policy_loss_options)
         self._check_advantage()
+        self._check_whitening()
         self._check_old_log_probs()
-        if self.dual_clip and self.policy_loss != "ppo":
-            raise ValueError(f"dual_clip belongs to policy_loss ppo, not {self.policy_loss}")
+        self._check_policy_loss()
         return self
 
     def _check_advantage(self) -> None:
+        foreign = self.advantage not in ADVANTAGES
+
         if self.advantage == "gae" and not self.critic:
             raise ValueError("advantage gae needs a value model: set algorithm.critic")
         if self.critic and self.advantage != "gae":
             raise ValueError(
                 f"a critic is of no use to advantage {self.advantage}: use gae or set algorithm.critic to null"
             )
+
+        # Unused weights or a missing critic would be a run that differs silently from what was asked.
         if self.advantage == "gdpo" and not self.reward_weights:
             raise ValueError("advantage gdpo needs algorithm.reward_weights, such as {correct: 1.0}")
-        if self.reward_weights and self.advantage != "gdpo":
+        if self.reward_weights and self.advantage != "gdpo" and not foreign:
             raise ValueError(f"reward_weights belong to gdpo; advantage is {self.advantage}")
         if self.advantage == "gdpo" and self.kl and self.kl.place == "reward":
             raise ValueError(
-                "kl.place reward with advantage gdpo: every reward is divided by its own standard deviation, which "
-                "would undo kl.coefficient, and the paper has its KL in the loss: set kl.place to loss"
+                "kl.place reward with advantage gdpo: every reward is divided by its own "
+                "standard deviation, which would undo kl.coefficient, and the paper has its KL "
+                "in the loss: set kl.place to loss"
             )
+
+        # Whether a foreign estimator learns from groups of equal rewards is its author's to know.
+        if self.dynamic_sampling_rounds > 1 and self.advantage not in GROUP_ADVANTAGES and not foreign:
+            raise ValueError(
+                "dynamic_sampling_rounds above 1 drops groups of equal rewards, and advantage "
+                f"{self.advantage} learns from them, as it compares with other tasks or a value "
+                "model: set it to 1, or use a group-relative advantage"
+            )
+
+    def _check_whitening(self) -> None:
         if self.whiten_over != "auto" and self.whitens_over is None:
             raise ValueError("whiten_over belongs to whiten_advantages, which is false")
         if self.whiten_over == "samples" and self.advantage == "gae":
             raise ValueError("whiten_over samples with advantage gae, which has one advantage per token: use tokens")
-        if self.dynamic_sampling_rounds > 1 and self.advantage not in GROUP_ADVANTAGES:
-            raise ValueError(
-                f"dynamic_sampling_rounds above 1 drops groups of equal rewards, and advantage {self.advantage} learns "
-                "from them, as it compares with other tasks or a value model: set it to 1, or use a group-relative "
-                "advantage"
-            )
 
     def _check_old_log_probs(self) -> None:
         source = self.old_log_probs_from
-        if source == "substitute" and self.mini_batches > 1:
-            raise ValueError(
-                f"old_log_probs substitute makes the ratio 1 in all {self.mini_batches} mini-batches, though only the "
-                "first is on-policy: use forward, or mini_batches 1"
-            )
-        if source == "substitute" and self.max_staleness > 0:
-            raise ValueError(
-                "max_staleness above 0 with old_log_probs substitute calls stale tokens on-policy: use rollout, or "
-                "forward with a correction"
-            )
+        if source == "detach":
+            self._check_ratio_of_one()
+
+        # Only a ratio or a correction knows how old a token is.
         if source == "forward" and self.max_staleness > 0 and not self.correction.active:
             raise ValueError(
-                "max_staleness above 0 with old_log_probs forward ignores how far the policy has moved since tokens "
-                "were sampled: set a correction, or use rollout"
+                "max_staleness above 0 with old_log_probs forward ignores how far the policy "
+                "has moved since tokens were sampled: set a correction, or use rollout"
             )
         if source == "rollout" and self.correction.active:
             raise ValueError(
-                "old_log_probs rollout already has the mismatch in its ratio; a correction would count it twice: set "
-                "correction.weight to none and its rejections to null"
+                "old_log_probs rollout already has the mismatch in its ratio; a correction "
+                "would count it twice: set correction.weight to none and its rejections to null"
             )
-        if self.policy_loss == "reinforce" and source == "forward" and not self.correction.active:
+        if source != "forward" and self.routing_replay == "R2":
             raise ValueError(
-                "policy_loss reinforce has no ratio: old_log_probs would be computed for nothing; leave it at auto "
-                "with mini_batches 1"
+                "routing_replay R2 replays the routes of the forward pass for old log-probs, "
+                "and there is none: use old_log_probs forward, or R3"
             )
-        if source == "substitute" and self.correction.off_policy_limit:
+
+    def _check_ratio_of_one(self) -> None:
+        """Refuse what ``old_log_probs: detach`` would silently get wrong."""
+        if self.mini_batches > 1:
             raise ValueError(
-                "correction.off_policy_limit looks at pi_old / pi, which is 1 with old_log_probs substitute"
+                f"old_log_probs detach makes the ratio 1 in all {self.mini_batches} "
+                "mini-batches, though only the first is on-policy: use forward, or mini_batches "
+                "1"
             )
-        if source == "substitute" and self.critic and self.correction.rejects:
+        if self.max_staleness > 0:
             raise ValueError(
-                "a correction that rejects must reject for the critic too, which learns before the trainer's "
-                "log-probs are known with old_log_probs substitute: set old_log_probs to forward"
+                "max_staleness above 0 with old_log_probs detach calls stale tokens on-policy: "
+                "use rollout, or forward with a correction"
             )
-        if self.routing_replay == "R2" and source != "forward":
+        if self.correction.off_policy_limit:
+            raise ValueError("correction.off_policy_limit looks at pi_old / pi, which is 1 with old_log_probs detach")
+        if self.critic and self.correction.rejects:
             raise ValueError(
-                "routing_replay R2 replays the routes of the forward pass for old log-probs, and there is none: use "
-                "old_log_probs forward, or R3"
+                "a correction that rejects must reject for the critic too, which learns before "
+                "the trainer's log-probs are known with old_log_probs detach: set old_log_probs "
+                "to forward"
+            )
+
+    def _check_policy_loss(self) -> None:
+        if self.dual_clip and self.policy_loss != "ppo":
+            raise ValueError(f"dual_clip belongs to policy_loss ppo, not {self.policy_loss}")
+
+        needless = self.old_log_probs_from == "forward" and not self.correction.active
+        if self.policy_loss == "reinforce" and needless:
+            raise ValueError(
+                "policy_loss reinforce has no ratio: old_log_probs would be computed for "
+                "nothing; leave it at auto with mini_batches 1"
             )

@@ -1,9 +1,12 @@
-"""Losses over packed micro-batches, with the metrics that belong to them: weighted sums over tokens, whose weights
-follow from counts of the *global* mini-batch, so how it is cut into micro-batches and ranks changes nothing.
+"""Losses over packed micro-batches, with the metrics that belong to them.
 
-A token that is left out (outside the loss mask, stale, or dropped by rollout correction) has no gradient from any term
-and no influence on the gradient of another, whatever its log-prob says. It still counts in the denominators, which are
-known before anything is computed, unless it is outside the loss mask."""
+They are weighted sums over tokens, whose weights follow from counts of the *global* mini-batch, so
+how it is cut into micro-batches and ranks changes nothing.
+
+A token that is left out (outside the loss mask, stale, or dropped by rollout correction) has no
+gradient from any term and no influence on the gradient of another, whatever its log-prob says. It
+still counts in the denominators, which are known before anything is computed, unless it is outside
+the loss mask."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,19 +16,67 @@ import torch.distributed as dist
 
 from megatron_gptoss.packing import GRAFTED, PackedBatch, Sample
 from megatron_gptoss.trainer import LossFunction, LossOutput
-from rl_loop.algorithms import policy_loss
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.correction import Correction, mismatch_sums, rollout_correction
+from rl_loop.algorithms.policy_loss import LossInputs, PolicyLoss, bounded_exp, kl_estimate, value_loss
+from rl_loop.algorithms.registry import POLICY_LOSSES
 from rl_loop.algorithms.sequences import Sequences, sample_weights
 
 
 def sft_objective(loss_tokens: int) -> LossFunction:
-    """Cross-entropy in nats per loss token. ``loss_tokens``: of the global batch."""
+    """Make the cross-entropy in nats per loss token. ``loss_tokens``: of the global batch."""
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
-        on = batch.loss_mask > 0
-        total = -torch.where(on, log_probs, 0.0).sum()
-        return LossOutput(total / loss_tokens, {"loss": total, "tokens": on.sum()})
+        in_loss = batch.loss_mask > 0
+        total = -torch.where(in_loss, log_probs, 0.0).sum()
+        return LossOutput(total / loss_tokens, {"loss": total, "tokens": in_loss.sum()})
+
+    return loss
+
+
+# ---- the policy
+
+
+def policy_objective(
+    config: AlgorithmConfig,
+    mini_batch: Sequence[Sample],
+    max_tokens: int = 1,
+    group: dist.ProcessGroup | None = None,
+) -> LossFunction:
+    """Make the policy loss with correction, KL penalty and entropy bonus.
+
+    ``mini_batch``: all samples of the optimizer step, on all ranks; ``max_tokens``: the longest
+    possible sample; ``group``: context-parallel ranks. Where the batch has no old log-probs the
+    importance ratio is exactly 1."""
+    sample_weight = _token_weights(config, mini_batch, max_tokens)
+
+    def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
+        roles = token_roles(batch, config.max_staleness)
+        sequences = _sequences(batch, len(mini_batch), group)
+        weight = sequences.spread(sample_weight.to(log_probs.device))
+
+        trainer_log_probs = _trainer_log_probs(config, log_probs, batch)
+        correction = _correct(config, log_probs, trainer_log_probs, batch, roles, sequences)
+        learns = roles.fresh & correction.keeps
+
+        # Every term gets zeros where a token does not learn, so that its NaN reaches no gradient.
+        policy = _policy_loss(config, log_probs, batch, learns, sequences)
+        terms = correction.weights * policy.loss - config.entropy_bonus * _only(learns, entropy)
+        if config.kl and config.kl.place == "loss" and batch.reference_log_probs is not None:
+            reference = _only(learns, batch.reference_log_probs)
+            kl = kl_estimate(_only(learns, log_probs), reference, config.kl.estimator)
+            terms = terms + config.kl.coefficient * kl
+        # Weights are not those of ``learns``: the denominators were fixed before anything was dropped.
+        total = _only(learns, terms * weight).sum()
+
+        # Metrics are of all sampled tokens, also of those that are left out.
+        rollout_log_probs = batch.rollout_log_probs
+        sums, maxima = mismatch_sums(trainer_log_probs, rollout_log_probs, roles.comparable, sequences)
+        sums |= _policy_sums(config, log_probs, entropy, batch, roles, policy, learns)
+        sums |= _correction_sums(config, correction, trainer_log_probs, batch, roles)
+        sums["loss"] = total
+        maxima["ratio/deviation_max"] = _only(learns, (policy.ratio - 1).abs()).max()
+        return LossOutput(total, sums, maxima)
 
     return loss
 
@@ -34,89 +85,161 @@ def sft_objective(loss_tokens: int) -> LossFunction:
 class TokenRoles:
     """What each token of a micro-batch may do, bool [tokens] each."""
 
-    sampled: torch.Tensor  # in the loss mask: what the policy sampled, of episodes that are not excluded
-    stale: torch.Tensor  # sampled more weight versions ago than the algorithm takes
-    fresh: torch.Tensor  # sampled and not stale
-    comparable: torch.Tensor  # fresh, and sampled by the engine where it stands now: not grafted
+    sampled: torch.Tensor
+    """In the loss mask: what the policy sampled, of episodes that are not excluded."""
+    stale: torch.Tensor
+    """Sampled more weight versions ago than the algorithm takes."""
+    fresh: torch.Tensor
+    """Sampled and not stale."""
+    comparable: torch.Tensor
+    """Fresh, and sampled by the engine where it stands now: not grafted."""
 
 
 def token_roles(batch: PackedBatch, max_staleness: int) -> TokenRoles:
     """Read the roles of tokens from the loss mask and staleness of a micro-batch."""
     sampled = batch.loss_mask > 0
     if batch.staleness is None:
-        return TokenRoles(sampled, torch.zeros_like(sampled), sampled, sampled)
+        nothing = torch.zeros_like(sampled)
+        return TokenRoles(sampled=sampled, stale=nothing, fresh=sampled, comparable=sampled)
 
     stale = sampled & (batch.staleness > max_staleness)
     fresh = sampled & ~stale
-    return TokenRoles(sampled, stale, fresh, fresh & (batch.staleness != GRAFTED))
+    comparable = fresh & (batch.staleness != GRAFTED)
+    return TokenRoles(sampled=sampled, stale=stale, fresh=fresh, comparable=comparable)
 
 
-def policy_objective(
-    config: AlgorithmConfig, mini_batch: Sequence[Sample], max_tokens: int = 1, group: dist.ProcessGroup | None = None
-) -> LossFunction:
-    """The policy loss with correction, KL penalty and entropy bonus.
+def _trainer_log_probs(config: AlgorithmConfig, log_probs: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Return what the trainer said of the tokens [tokens] when they were sampled, as far as known.
 
-    ``mini_batch``: all samples of the optimizer step, on all ranks; ``max_tokens``: the longest possible sample;
-    ``group``: context-parallel ranks. Where the batch has no old log-probs the importance ratio is exactly 1."""
-    sample_weight = _token_weights(config, mini_batch, max_tokens)
+    With the engine's log-probs as old ones nobody has asked the trainer: the new ones come
+    closest."""
+    if batch.old_log_probs is None or config.old_log_probs_from == "rollout":
+        return log_probs.detach()
+    return batch.old_log_probs
 
-    def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
-        roles = token_roles(batch, config.max_staleness)
-        sequences = _sequences(batch, len(mini_batch), group)
-        weight = sequences.spread(sample_weight.to(log_probs.device))
 
-        old = batch.old_log_probs
-        # with the engine's log-probs as old ones, the trainer's at the time of sampling are best known by the new ones
-        trainer = log_probs.detach() if old is None or config.old_log_probs_from == "rollout" else old
-        moved = None if old is None else old - log_probs.detach()
-        log_rho = trainer - batch.rollout_log_probs
-        correction = rollout_correction(
-            config.correction, log_rho, roles.comparable, sequences, batch.advantages, moved, moved_mask=roles.fresh
-        )
-        learns = roles.fresh & correction.keeps
+def _correct(
+    config: AlgorithmConfig,
+    log_probs: torch.Tensor,
+    trainer_log_probs: torch.Tensor,
+    batch: PackedBatch,
+    roles: TokenRoles,
+    sequences: Sequences,
+) -> Correction:
+    """Apply rollout correction to the tokens of a micro-batch."""
+    log_old_over_new = None
+    if batch.old_log_probs is not None:
+        log_old_over_new = batch.old_log_probs - log_probs.detach()
 
-        policy = _policy_loss(config, log_probs, batch, learns, sequences)
-        terms = correction.weights * policy.loss - config.entropy_bonus * _only(learns, entropy)
-        if config.kl and config.kl.place == "loss" and batch.reference_log_probs is not None:
-            reference = _only(learns, batch.reference_log_probs)
-            kl = policy_loss.kl_estimate(_only(learns, log_probs), reference, config.kl.estimator)
-            terms = terms + config.kl.coefficient * kl
-        total = _only(learns, terms * weight).sum()
+    return rollout_correction(
+        config.correction,
+        log_rho=trainer_log_probs - batch.rollout_log_probs,
+        mask=roles.comparable,
+        sequences=sequences,
+        advantages=batch.advantages,
+        log_old_over_new=log_old_over_new,
+        moved_mask=roles.fresh,
+    )
 
-        # metrics are of all sampled tokens, also of those that are left out
-        sums, maxima = mismatch_sums(trainer, batch.rollout_log_probs, roles.comparable, sequences)
-        sampled = roles.sampled
-        if batch.reference_log_probs is not None:
-            estimator = config.kl.estimator if config.kl else "k3"
-            kl = policy_loss.kl_estimate(log_probs.detach(), batch.reference_log_probs, estimator)
-            sums["kl_reference"] = _only(sampled, kl).sum()
-        for reason, tokens in (correction.dropped | {"stale": roles.stale}).items():
-            sums[f"correction/dropped_{reason}"] = (tokens & sampled).sum()
-        truncated = roles.comparable & (policy_loss.bounded_exp(log_rho) > config.correction.cap)
-        sums |= {
-            "loss": total,
-            "tokens": sampled.sum(),
-            "comparable": roles.comparable.sum(),
-            "entropy": _only(sampled, entropy).sum(),
-            "clip_fraction": (policy.clipped & learns).sum(),
-            "ratio/mean": _only(sampled, policy.ratio).sum(),
-            "correction/weight": _only(roles.fresh, correction.weights).sum(),
-            "correction/truncated": truncated.sum(),
-        }
-        maxima["ratio/deviation_max"] = _only(learns, (policy.ratio - 1).abs()).max()
-        return LossOutput(total, sums, maxima)
 
-    return loss
+def _policy_loss(
+    config: AlgorithmConfig,
+    log_probs: torch.Tensor,
+    batch: PackedBatch,
+    learns: torch.Tensor,
+    sequences: Sequences,
+) -> PolicyLoss:
+    """Call the configured loss.
+
+    Tokens that do not learn go in as zeros. Masking the result would not do: in a backward pass
+    0 x NaN is NaN. Raises ValueError if a foreign loss returns anything else than a loss per token."""
+    old_log_probs = None
+    if batch.old_log_probs is not None:
+        old_log_probs = _only(learns, batch.old_log_probs)
+
+    inputs = LossInputs(
+        log_probs=_only(learns, log_probs),
+        old_log_probs=old_log_probs,
+        advantages=_only(learns, batch.advantages),
+        mask=learns,
+        sequences=sequences,
+    )
+    # Resolved by name in this process: functions of the user are not sent from the driver.
+    policy_loss = POLICY_LOSSES.resolve(config.policy_loss)
+    result = policy_loss(inputs, **config.policy_loss_arguments)
+
+    # A mean instead of a loss per token would be broadcast, and silently weigh every token alike.
+    name = f"algorithm.policy_loss {config.policy_loss}"
+    if not isinstance(result, PolicyLoss):
+        raise ValueError(f"{name} returned {type(result).__name__}, expected PolicyLoss")
+    for field in ("loss", "ratio", "clipped"):
+        shape = getattr(result, field).shape
+        if shape != log_probs.shape:
+            raise ValueError(f"{name} returned {field} {list(shape)}, expected {list(log_probs.shape)}")
+    if log_probs.requires_grad and not result.loss.requires_grad:
+        raise ValueError(f"{name} returned a loss without a gradient to log_probs")
+    return PolicyLoss(loss=result.loss, ratio=result.ratio.detach(), clipped=result.clipped)
+
+
+def _policy_sums(
+    config: AlgorithmConfig,
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    roles: TokenRoles,
+    policy: PolicyLoss,
+    learns: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Add up what there is to know about the policy, by metric."""
+    sampled = roles.sampled
+    sums = {
+        "tokens": sampled.sum(),
+        "comparable": roles.comparable.sum(),
+        "entropy": _only(sampled, entropy).sum(),
+        "clip_fraction": (policy.clipped & learns).sum(),
+        "ratio/mean": _only(sampled, policy.ratio).sum(),
+    }
+    if batch.reference_log_probs is not None:
+        estimator = config.kl.estimator if config.kl else "k3"
+        kl = kl_estimate(log_probs.detach(), batch.reference_log_probs, estimator)
+        sums["kl_reference"] = _only(sampled, kl).sum()
+    return sums
+
+
+def _correction_sums(
+    config: AlgorithmConfig,
+    correction: Correction,
+    trainer_log_probs: torch.Tensor,
+    batch: PackedBatch,
+    roles: TokenRoles,
+) -> dict[str, torch.Tensor]:
+    """Add up what was weighed and what was left out, by metric."""
+    rho = bounded_exp(trainer_log_probs - batch.rollout_log_probs)
+    sums = {
+        "correction/weight": _only(roles.fresh, correction.weights).sum(),
+        "correction/truncated": (roles.comparable & (rho > config.correction.cap)).sum(),
+        "correction/dropped_stale": (roles.stale & roles.sampled).sum(),
+    }
+    for reason, tokens in correction.dropped.items():
+        sums[f"correction/dropped_{reason}"] = (tokens & roles.sampled).sum()
+    return sums
+
+
+# ---- the critic
 
 
 def value_objective(
-    config: AlgorithmConfig, mini_batch: Sequence[Sample], max_tokens: int = 1, group: dist.ProcessGroup | None = None
+    config: AlgorithmConfig,
+    mini_batch: Sequence[Sample],
+    max_tokens: int = 1,
+    group: dist.ProcessGroup | None = None,
 ) -> LossFunction:
-    """The critic's clipped squared error; arguments as above.
+    """Make the critic's clipped squared error; arguments as for ``policy_objective``.
 
-    What the policy leaves out as stale, or rollout correction drops before the update, the critic leaves out too.
-    OPSM is no part of that: it looks at how far the update of the policy has gone."""
-    clip = config.critic.value_clip if config.critic else 0.5
+    What the policy leaves out as stale, or rollout correction drops before the update, the critic
+    leaves out too. OPSM is no part of that: it looks at how far the update of the policy has
+    gone."""
+    value_clip = config.critic.value_clip if config.critic else 0.5
     sample_weight = _token_weights(config, mini_batch, max_tokens)
 
     def loss(values: torch.Tensor, batch: PackedBatch) -> LossOutput:
@@ -125,19 +248,27 @@ def value_objective(
         roles = token_roles(batch, config.max_staleness)
         sequences = _sequences(batch, len(mini_batch), group)
         weight = sequences.spread(sample_weight.to(values.device))
+
+        # Without old log-probs nothing is known of the trainer yet: the configuration refuses that.
         learns = roles.fresh
         if config.correction.rejects and batch.old_log_probs is not None:
             learns = learns & _correction_before_update(config, batch, roles, sequences).keeps
 
-        old, returns = _only(learns, batch.values), _only(learns, batch.returns)
-        each, clipped = policy_loss.value_loss(_only(learns, values), old, returns, clip)
-        total = _only(learns, each * weight).sum()
+        old_values = _only(learns, batch.values)
+        returns = _only(learns, batch.returns)
+        token_losses, clipped = value_loss(_only(learns, values), old_values, returns, clip=value_clip)
+        total = _only(learns, token_losses * weight).sum()
 
-        sampled = roles.sampled
         error = (batch.returns - values.detach()).square()
-        columns = {"error": error, "returns": batch.returns, "returns_square": batch.returns.square()}
-        sums = {name: _only(sampled, column).sum() for name, column in columns.items()}
-        return LossOutput(total, sums | {"loss": total, "tokens": sampled.sum(), "clipped": (clipped & learns).sum()})
+        sums = {
+            "error": _only(roles.sampled, error).sum(),
+            "returns": _only(roles.sampled, batch.returns).sum(),
+            "returns_square": _only(roles.sampled, batch.returns.square()).sum(),
+            "loss": total,
+            "tokens": roles.sampled.sum(),
+            "clipped": (clipped & learns).sum(),
+        }
+        return LossOutput(total, sums)
 
     return loss
 
@@ -145,42 +276,34 @@ def value_objective(
 def _correction_before_update(
     config: AlgorithmConfig, batch: PackedBatch, roles: TokenRoles, sequences: Sequences
 ) -> Correction:
-    """What rollout correction says of the trainer's log-probs from before the update."""
+    """Apply rollout correction to the trainer's log-probs from before the update."""
     assert batch.old_log_probs is not None
-    log_rho = batch.old_log_probs - batch.rollout_log_probs
-    return rollout_correction(config.correction, log_rho, roles.comparable, sequences, batch.advantages)
+    return rollout_correction(
+        config.correction,
+        log_rho=batch.old_log_probs - batch.rollout_log_probs,
+        mask=roles.comparable,
+        sequences=sequences,
+        advantages=batch.advantages,
+    )
 
 
-def _policy_loss(
-    config: AlgorithmConfig, log_probs: torch.Tensor, batch: PackedBatch, learns: torch.Tensor, sequences: Sequences
-) -> policy_loss.PolicyLoss:
-    """The configured loss; tokens that do not learn go in as zeros.
-
-    Masking the result would not do: in a backward pass 0 x NaN is NaN."""
-    new = _only(learns, log_probs)
-    old = None if batch.old_log_probs is None else _only(learns, batch.old_log_probs)
-    advantages = _only(learns, batch.advantages)
-    bounds = (config.clip_low, config.clip_high)
-    if config.policy_loss == "ppo":
-        return policy_loss.ppo_loss(new, old, advantages, *bounds, config.dual_clip)
-    if config.policy_loss == "gspo":
-        return policy_loss.gspo_loss(new, old, advantages, learns, sequences, *bounds)
-    if config.policy_loss == "cispo":
-        return policy_loss.cispo_loss(new, old, advantages, *bounds)
-    if config.policy_loss == "reinforce":
-        return policy_loss.reinforce_loss(new, advantages)
-    raise ValueError(f"unknown policy loss {config.policy_loss!r}")
+# ---- both
 
 
 def _only(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """``values`` [tokens] where ``mask`` is true, and 0 elsewhere, without a gradient there."""
+    """Return ``values`` [tokens] where ``mask`` is true, and 0 elsewhere, without a gradient
+    there."""
     return torch.where(mask, values, 0.0)
 
 
 def _token_weights(config: AlgorithmConfig, mini_batch: Sequence[Sample], max_tokens: int) -> torch.Tensor:
+    """Compute the weight of a token loss of each sample, fp64 [samples]."""
+    # Labels are shifted: the loss of a sample begins with its second token.
     tokens = torch.tensor([sum(sample.loss_mask[1:]) for sample in mini_batch])
     return sample_weights(tokens, config.aggregation, max_tokens)
 
 
-def _sequences(batch: PackedBatch, count: int, group: dist.ProcessGroup | None = None) -> Sequences:
+def _sequences(batch: PackedBatch, count: int, group: dist.ProcessGroup | None) -> Sequences:
+    """Read which sequence the tokens of a micro-batch belong to."""
+    # Padding has sample id -1, which would index from the end; no mask holds it.
     return Sequences(batch.sample_ids.clamp(min=0), count, group)

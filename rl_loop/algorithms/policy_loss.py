@@ -1,9 +1,9 @@
-"""Policy losses on tokens, to be minimised. r = exp(log_probs - old_log_probs).
+"""Policy losses on tokens, to be minimised, of the ratio r = exp(log_probs - old_log_probs).
 
-The papers exponentiate as it is; here the logarithm is clamped to +-20 first, as in verl, so that no ratio overflows. A
-token beyond has a ratio of e^20 or e^-20 and no gradient through it."""
+The papers exponentiate as it is. Here the logarithm is clamped to +-20 first, as in verl, so that
+no ratio overflows: a token beyond has a ratio of e^20 or e^-20 and no gradient through it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,16 +11,52 @@ from torch import Tensor
 from rl_loop.algorithms.sequences import Sequences
 
 LOG_RATIO_LIMIT = 20.0
-"""Nats. e^20 is 4.9e8: far beyond any bound that a ratio is compared with, and its square is finite in fp32."""
+"""Nats. e^20 is 4.9e8, beyond any bound of a ratio, and its square is finite in fp32."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a policy loss may look at: the tokens of one micro-batch, packed.
+
+    Where ``mask`` is false, log-probs and advantages are 0 and carry no gradient; whatever a loss
+    says of such tokens is dropped."""
+
+    log_probs: Tensor
+    """[tokens]: log pi of the sampled tokens, with gradient."""
+    old_log_probs: Tensor | None
+    """[tokens]: what the ratio compares with, constant. None on-policy, where the ratio is exactly
+    1."""
+    advantages: Tensor
+    """[tokens]: constant."""
+    mask: Tensor
+    """bool [tokens]: the tokens that learn."""
+    sequences: Sequences
+    """Which sequence every token belongs to, for sums and means over whole sequences."""
+
+    def log_ratio(self) -> Tensor:
+        """Compute log(pi / pi_old) [tokens] with a gradient to ``log_probs``.
+
+        On-policy the old log-probs are the detached new ones. A second forward pass would not give
+        a ratio of 1: a mixture of experts may route a token differently in it."""
+        if self.old_log_probs is None:
+            return self.log_probs - self.log_probs.detach()
+        return self.log_probs - self.old_log_probs
+
+    def ratio(self) -> Tensor:
+        """Compute pi / pi_old [tokens] with a gradient to ``log_probs``, from e^-20 to e^20."""
+        return bounded_exp(self.log_ratio())
 
 
 @dataclass
 class PolicyLoss:
-    """All [tokens]; only ``loss`` carries a gradient."""
+    """What a policy loss returns, [tokens] each."""
 
     loss: Tensor
+    """To be minimised; the only one with a gradient."""
     ratio: Tensor
-    clipped: Tensor  # bool: the clipped branch was the active one
+    """The importance ratio, for metrics."""
+    clipped: Tensor
+    """bool: whether clipping decided the loss of the token, for metrics."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -29,90 +65,88 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def bounded_expm1(log_ratio: Tensor) -> Tensor:
-    """``bounded_exp`` minus 1, exact for logarithms near 0."""
+    """Compute ``bounded_exp`` minus 1, exact for logarithms near 0."""
     return torch.expm1(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def ppo_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor | None,
-    advantages: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> PolicyLoss:
-    """L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv 1707.06347, eq. 7; separate bounds as in DAPO,
-    arXiv 2503.14476, eq. 10); with ``dual_clip`` = c > 1 it is at most -c A where A < 0 (arXiv 1912.09729, eq. 5).
+    """Clip the ratio of every token: L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    ``old_log_probs=None`` means on-policy: the old log-probs are the detached new ones and r is exactly 1. A second
-    forward pass would not give that: a mixture of experts may route a token differently in it."""
-    ratio = bounded_exp(log_probs - (log_probs.detach() if old_log_probs is None else old_log_probs))
+    PPO, arXiv 1707.06347, eq. 7; separate bounds as in DAPO, arXiv 2503.14476, eq. 10. With
+    ``dual_clip`` = c > 1 the loss is at most -c A where A < 0 (arXiv 1912.09729, eq. 5)."""
+    ratio = inputs.ratio()
+    advantages = inputs.advantages
     plain = -ratio * advantages
-    if old_log_probs is None:
-        return PolicyLoss(plain, ratio.detach(), torch.zeros_like(plain, dtype=torch.bool))
+    if inputs.old_log_probs is None:
+        # The ratio is exactly 1, so there is nothing to clip.
+        return PolicyLoss(loss=plain, ratio=ratio.detach(), clipped=torch.zeros_like(plain, dtype=torch.bool))
+
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = torch.maximum(plain, bounded)
     clipped = bounded > plain
+
+    # For A < 0 the maximum above leaves a growing ratio unbounded: one token could rule an update.
     if dual_clip is not None:
         cap = -dual_clip * advantages
         capped = (advantages < 0) & (cap < loss)
         loss = torch.where(capped, cap, loss)
         clipped = clipped | capped
-    return PolicyLoss(loss, ratio.detach(), clipped)
+    return PolicyLoss(loss=loss, ratio=ratio.detach(), clipped=clipped)
 
 
-def gspo_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    sequences: Sequences,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-) -> PolicyLoss:
-    """PPO's loss with one ratio per sequence, s = exp(mean of log r) (GSPO, arXiv 2507.18071, eq. 5 and 7).
+def gspo_loss(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
+    """Clip one ratio per sequence, s = exp(mean of log r) (GSPO, arXiv 2507.18071, eq. 5 and 7).
 
-    ``mask``: the tokens that learn; the mean is over those of the sequence. The mean is clamped, not what it is of.
-    Written per token as s_t = sg(s) p_t / sg(p_t) (eq. 14): the gradient is the same where the advantage is that of the
-    sequence, and no gradient has to cross context-parallel ranks."""
-    if old_log_probs is not None:
-        log_ratio = sequences.spread(sequences.mean(log_probs - old_log_probs, mask)).to(log_probs.dtype)
-        # exactly the token's own p / sg(p), shifted to the ratio of its sequence
-        old_log_probs = log_probs.detach() - log_ratio
-    return ppo_loss(log_probs, old_log_probs, advantages, clip_low, clip_high)
+    The mean is over the tokens of the sequence that learn, and is clamped itself, not its terms.
+    Written per token as s_t = sg(s) p_t / sg(p_t) (eq. 14): the gradient is the same where the
+    advantage is that of the sequence, and no gradient has to cross context-parallel ranks."""
+    if inputs.old_log_probs is not None:
+        sequences = inputs.sequences
+        mean = sequences.mean(inputs.log_ratio(), inputs.mask)
+        log_ratio = sequences.spread(mean).to(inputs.log_probs.dtype)
+
+        # Exactly the token's own p / sg(p), shifted to the ratio of its sequence.
+        inputs = replace(inputs, old_log_probs=inputs.log_probs.detach() - log_ratio)
+    return ppo_loss(inputs, clip_low=clip_low, clip_high=clip_high)
 
 
-def cispo_loss(
-    log_probs: Tensor, old_log_probs: Tensor | None, advantages: Tensor, clip_low: float = 1.0, clip_high: float = 0.28
-) -> PolicyLoss:
-    """L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: no token loses its gradient (CISPO, arXiv 2506.13585,
-    eq. 4)."""
-    old = log_probs if old_log_probs is None else old_log_probs
-    ratio = bounded_exp((log_probs - old).detach())
+def cispo_loss(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> PolicyLoss:
+    """Take the clipped ratio as a constant weight: no token loses its gradient.
+
+    L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585, eq. 4)."""
+    ratio = inputs.ratio().detach()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return PolicyLoss(-bounded * advantages * log_probs, ratio, bounded != ratio)
+    # The gradient comes from log pi alone, so a clipped token still learns.
+    loss = -bounded * inputs.advantages * inputs.log_probs
+    return PolicyLoss(loss=loss, ratio=ratio, clipped=bounded != ratio)
 
 
-def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
-    """L = -A log pi (Williams, 1992)."""
-    one = torch.ones_like(log_probs)
-    return PolicyLoss(-advantages * log_probs, one, torch.zeros_like(one, dtype=torch.bool))
+def reinforce_loss(inputs: LossInputs) -> PolicyLoss:
+    """Weigh log-probs by advantages, without a ratio: L = -A log pi (Williams, 1992)."""
+    loss = -inputs.advantages * inputs.log_probs
+    ratio = torch.ones_like(inputs.log_probs)
+    return PolicyLoss(loss=loss, ratio=ratio, clipped=torch.zeros_like(ratio, dtype=torch.bool))
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """The critic's loss [tokens], and where the clipped branch was the active one:
+    """Compute the critic's loss [tokens], and where the clipped branch was the active one.
+
     L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, as in OpenAI's PPO."""
     bounded = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
-    plain, clipped = (values - returns).square(), (bounded - returns).square()
-    return torch.maximum(plain, clipped) / 2, clipped > plain
+    # The larger error counts: a value gains nothing by leaving the range around its old estimate.
+    plain_error = (values - returns).square()
+    bounded_error = (bounded - returns).square()
+    return torch.maximum(plain_error, bounded_error) / 2, bounded_error > plain_error
 
 
 def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) -> Tensor:
-    """[tokens], estimates of KL(pi || pi_reference) on tokens sampled from pi. With d = log pi - log pi_reference:
-    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence").
+    """Estimate KL(pi || pi_reference) [tokens] from tokens that pi sampled.
 
-    Only k3 can overflow: below -20, d counts as -20 there (as in verl), and has no gradient. Raises ValueError for
-    another name."""
+    With d = log pi - log pi_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman,
+    "Approximating KL divergence"). Only k3 can overflow: below -20, d counts as -20 there (as in
+    verl), and has no gradient. Raises ValueError for another name."""
     d = log_probs - reference_log_probs
     if estimator == "k1":
         return d

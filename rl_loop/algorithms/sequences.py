@@ -1,4 +1,5 @@
-"""Sums over the sequences of a packed row, whichever rank holds their tokens, and what each weighs in the loss."""
+"""Sums over the sequences of a packed row, on whichever ranks their tokens lie, and their
+weights."""
 
 from dataclasses import dataclass
 
@@ -10,39 +11,47 @@ import torch.distributed as dist
 class Sequences:
     """Which sequence every token belongs to. Everything is constant to autograd."""
 
-    index: torch.Tensor  # int64 [tokens], below ``count``; padding may say anything, as it is in no mask
+    index: torch.Tensor
+    """int64 [tokens], below ``count``. Padding may say anything, as it is in no mask."""
     count: int
-    group: dist.ProcessGroup | None = None  # ranks that hold the other tokens of the same sequences
+    """Number of sequences of the mini-batch."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that hold the other tokens of the same sequences (context parallelism)."""
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """values [tokens], mask bool [tokens] -> [count], fp64."""
+        """Add up values [tokens] where mask, bool [tokens], is true -> [count], fp64."""
         total = torch.zeros(self.count, dtype=torch.float64, device=values.device)
         total.index_add_(0, self.index, torch.where(mask, values.detach(), 0).double())
+
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(total, group=self.group)
         return total
 
     def mean(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """[count]; 0 for a sequence without masked tokens."""
+        """Average values [tokens] over masked tokens -> [count], fp64; 0 for a sequence without
+        any."""
         return self.sum(values, mask) / self.sum(mask, mask).clamp(min=1)
 
     def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
-        """[count] -> [tokens]"""
+        """Give every token the value of its sequence: [count] -> [tokens]."""
         return per_sequence[self.index]
 
 
 def sample_weights(tokens: torch.Tensor, aggregation: str, constant: float) -> torch.Tensor:
-    """Weight of each token loss of a sample, so that the loss is the weighted sum over all tokens of the mini-batch.
+    """Compute what a token loss of each sample weighs in the sum that is the loss: [samples],
+    fp64.
 
-    tokens: [samples], the loss tokens of every sample of the *global* mini-batch; -> [samples], fp64.
+    ``tokens`` [samples]: the loss tokens of every sample of the *global* mini-batch.
 
     - ``token-mean``: every token counts the same (DAPO, arXiv 2503.14476, eq. 12).
     - ``seq-mean-token-mean``: every sample counts the same (GRPO, arXiv 2402.03300, eq. 3; GSPO).
     - ``seq-mean-token-sum``: the mean over samples of their sums; long samples count more.
-    - ``seq-mean-token-sum-norm``: that divided by ``constant``, the longest sample (Dr. GRPO, arXiv 2503.20783).
+    - ``seq-mean-token-sum-norm``: that divided by ``constant``, the longest sample (Dr. GRPO,
+      arXiv 2503.20783).
 
-    Samples without loss tokens do not count. What is left out later, as stale or dropped by rollout correction, still
-    counts in the denominators, which keeps the gradient an average over what was sampled."""
+    Samples without loss tokens do not count. What is left out later, as stale or dropped by
+    rollout correction, still counts in the denominators, which keeps the gradient an average over
+    what was sampled."""
     tokens = tokens.double()
     samples = (tokens > 0).sum().clamp(min=1)
     divisors = {

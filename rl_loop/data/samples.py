@@ -31,7 +31,7 @@ def to_samples(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, versi
         trajectory.validate()
         staleness = _staleness(trajectory, version)
         oldest = max(staleness, default=0)
-        if oldest > 0 and config.old_log_probs_from == "substitute":
+        if oldest > 0 and config.old_log_probs_from == "detach":
             stale = f"task {trajectory.task_id}: tokens sampled {oldest} weight versions ago would count as on-policy"
             advice = "With algorithm.old_log_probs rollout or forward they would be left out"
             raise OffPolicyError(f"{stale} (importance ratio 1). {advice}")
@@ -94,7 +94,7 @@ def with_advantages(
         part_weights=weights,
         group_sizes=[len(group.trajectories) for group in groups if group.trajectories],
     )
-    per_sample = advantages.sample_advantages(config.advantage, rewards, config.standard_deviation)
+    per_sample = advantages.sample_advantages(config, rewards)
     if config.whitens_over == "samples":
         per_sample = advantages.whiten(per_sample, config.standard_deviation)
 

@@ -25,6 +25,8 @@ from rl_loop.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
 from rl_loop.algorithms.correction import mismatch_sums
 from rl_loop.algorithms.objectives import policy_objective, value_objective
 from rl_loop.algorithms.policy_loss import (
+    LossInputs,
+    PolicyLoss,
     cispo_loss,
     gspo_loss,
     kl_estimate,
@@ -32,6 +34,7 @@ from rl_loop.algorithms.policy_loss import (
     reinforce_loss,
     value_loss,
 )
+from rl_loop.algorithms.registry import POLICY_LOSSES
 from rl_loop.algorithms.sequences import Sequences, sample_weights
 
 rewards = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=2, max_size=12)
@@ -159,18 +162,22 @@ def plain_reinforce(lp: list[float]) -> list[float]:
 
 
 MASK = torch.ones(7, dtype=torch.bool)
-LOSSES: dict[str, tuple[Callable[[list[float]], list[float]], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "ppo": (plain_ppo, lambda lp: ppo_loss(lp, tensor(OLD), tensor(ADVANTAGES), 0.2, 0.28).loss),
+
+
+def inputs(log_probs: torch.Tensor, advantages: list[float], old: list[float] | None = OLD) -> LossInputs:
+    old_log_probs = None if old is None else tensor(old)
+    return LossInputs(log_probs, old_log_probs, tensor(advantages), MASK, SEQUENCES)
+
+
+LOSSES: dict[str, tuple[Callable[[list[float]], list[float]], Callable[[torch.Tensor], PolicyLoss]]] = {
+    "ppo": (plain_ppo, lambda lp: ppo_loss(inputs(lp, ADVANTAGES), clip_low=0.2, clip_high=0.28)),
     "ppo with dual clip": (
         lambda lp: plain_ppo(lp, 3.0),
-        lambda lp: ppo_loss(lp, tensor(OLD), tensor(ADVANTAGES), 0.2, 0.28, 3.0).loss,
+        lambda lp: ppo_loss(inputs(lp, ADVANTAGES), clip_low=0.2, clip_high=0.28, dual_clip=3.0),
     ),
-    "gspo": (
-        plain_gspo,
-        lambda lp: gspo_loss(lp, tensor(OLD), tensor(SEQUENCE_ADVANTAGES), MASK, SEQUENCES, 0.6, 0.6).loss,
-    ),
-    "cispo": (plain_cispo, lambda lp: cispo_loss(lp, tensor(OLD), tensor(ADVANTAGES), 1.0, 0.28).loss),
-    "reinforce": (plain_reinforce, lambda lp: reinforce_loss(lp, tensor(ADVANTAGES)).loss),
+    "gspo": (plain_gspo, lambda lp: gspo_loss(inputs(lp, SEQUENCE_ADVANTAGES), clip_low=0.6, clip_high=0.6)),
+    "cispo": (plain_cispo, lambda lp: cispo_loss(inputs(lp, ADVANTAGES), clip_low=1.0, clip_high=0.28)),
+    "reinforce": (plain_reinforce, lambda lp: reinforce_loss(inputs(lp, ADVANTAGES))),
 }
 
 
@@ -178,7 +185,7 @@ LOSSES: dict[str, tuple[Callable[[list[float]], list[float]], Callable[[torch.Te
 def test_policy_losses_and_their_gradients_are_those_of_the_formula(name: str) -> None:
     plain, ours = LOSSES[name]
     log_probs = tensor(LOG_PROBS).requires_grad_()
-    loss = ours(log_probs)
+    loss = ours(log_probs).loss
     assert loss.tolist() == pytest.approx(plain(LOG_PROBS), **EXACT)
     loss.sum().backward()
     assert log_probs.grad is not None
@@ -188,20 +195,14 @@ def test_policy_losses_and_their_gradients_are_those_of_the_formula(name: str) -
         assert log_probs.grad[i].item() == pytest.approx(difference, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_on_policy_every_loss_has_the_gradient_of_reinforce_and_clips_nothing(name: str) -> None:
     log_probs = tensor(LOG_PROBS).requires_grad_()
-    advantages = tensor(SEQUENCE_ADVANTAGES)
-    result = {
-        "ppo": lambda: ppo_loss(log_probs, None, advantages),
-        "gspo": lambda: gspo_loss(log_probs, None, advantages, MASK, SEQUENCES),
-        "cispo": lambda: cispo_loss(log_probs, None, advantages),
-        "reinforce": lambda: reinforce_loss(log_probs, advantages),
-    }[name]()
+    result = POLICY_LOSSES.resolve(name)(inputs(log_probs, SEQUENCE_ADVANTAGES, old=None))
     assert torch.equal(result.ratio, torch.ones_like(result.ratio))
     assert not result.clipped.any()
     result.loss.sum().backward()
-    assert torch.equal(log_probs.grad, -advantages)
+    assert torch.equal(log_probs.grad, -tensor(SEQUENCE_ADVANTAGES))
 
 
 def test_the_value_loss_is_clipped_around_the_old_values() -> None:

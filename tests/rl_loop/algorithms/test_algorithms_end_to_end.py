@@ -84,7 +84,7 @@ def test_an_algorithm_trains_without_nan(name: str, tmp_path: Path, rollouts: Lo
     trained = [step for step in steps if "loss" in step]
     assert len(trained) == (18 if name == "ppo" else 20)
     assert sum(step["grad_norm"] > 0 for step in trained) > 10
-    if settings.algorithm.old_log_probs_from == "substitute":
+    if settings.algorithm.old_log_probs_from == "detach":
         assert {step["clip_fraction"] for step in trained} == {0}
         assert {step["ratio/mean"] for step in trained} == {1}
         assert {step["ratio/deviation_max"] for step in trained} == {0}

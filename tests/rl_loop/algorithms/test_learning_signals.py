@@ -21,6 +21,7 @@ from rl_loop.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfi
 from rl_loop.algorithms.correction import mismatch_sums, rollout_correction
 from rl_loop.algorithms.objectives import policy_objective, value_objective
 from rl_loop.algorithms.policy_loss import kl_estimate
+from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rl_loop.algorithms.sequences import Sequences
 from rl_loop.data.samples import has_signal, signal_metrics, to_samples, with_advantages
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
@@ -32,8 +33,6 @@ def choices(model: Any, field: str) -> tuple[str, ...]:
     return get_args(model.model_fields[field].annotation)
 
 
-ADVANTAGES = choices(AlgorithmConfig, "advantage")
-LOSSES = choices(AlgorithmConfig, "policy_loss")
 CORRECTIONS = choices(CorrectionConfig, "weight")
 DEVIATIONS = choices(AlgorithmConfig, "standard_deviation")
 REJECTIONS: dict[str, dict[str, Any]] = {
@@ -147,7 +146,7 @@ def test_rewards_that_differ_by_rounding_are_equal(
     step = np.spacing(np.float32(reward)).item()
     rewards = torch.tensor([reward + n * step for n in ulps], dtype=dtype)
     batch = BatchRewards(rewards, rewards[:, None], [1.0], [len(ulps)])
-    assert not sample_advantages(estimator, batch).any()
+    assert not sample_advantages(algorithm(estimator), batch).any()
     assert not whiten(rewards).any()
 
 
@@ -264,7 +263,7 @@ def label_mask(out: np.ndarray, batch: PackedBatch) -> torch.Tensor:
 GARBAGE = [math.nan, math.inf, -math.inf, -1e30, -77.0, 0.0]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
 @pytest.mark.parametrize("kind", EXCLUSIONS)
 def test_a_token_that_is_left_out_has_no_gradient_from_any_term_and_no_influence(kind: str, loss: str) -> None:
     config, samples, out = exclusion(kind, loss)
@@ -318,7 +317,7 @@ def test_the_critic_leaves_out_what_the_policy_leaves_out(kind: str) -> None:
 
 
 def combinations() -> Iterator[tuple[str, str, str]]:
-    yield from itertools.product(sorted(set(ADVANTAGES) - {"gae"}), LOSSES, CORRECTIONS)
+    yield from itertools.product(sorted(set(ADVANTAGES) - {"gae"}), POLICY_LOSSES, CORRECTIONS)
 
 
 @pytest.mark.parametrize(("advantage", "loss", "correction"), list(combinations()))

@@ -1,0 +1,206 @@
+"""The loss and the advantage of docs/algorithms.md do what it says: their code is taken from there and run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_gptoss.packing import build_batch
+from rl_loop.algorithms.advantages import BatchRewards, sample_advantages
+from rl_loop.algorithms.config import AlgorithmConfig
+from rl_loop.algorithms.objectives import policy_objective
+from rl_loop.algorithms.policy_loss import LossInputs, PolicyLoss
+from rl_loop.algorithms.registry import POLICY_LOSSES
+from rl_loop.algorithms.sequences import Sequences
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from tests.rl_loop.algorithms.test_algorithms import samples
+from tests.waiting import PATIENCE_SECONDS
+
+ROOT = Path(__file__).resolve().parents[3]
+GUIDE = ROOT / "docs/algorithms.md"
+GPTOSS = f'gptoss() {{ "{sys.executable}" -c "from launch.cli import main; main()" "$@"; }}\n'
+"""The installed command, of this checkout."""
+SHORT = [
+    "training.steps=3",
+    "model.num_layers=1",
+    "initial_weights=null",
+    "rollout.tasks_per_step=2",
+    "rollout.samples_per_task=4",
+    "rollout.max_new_tokens_per_turn=32",
+    "reward.format_error=-2",
+    "tasks.held_out_tasks=1",
+    "sandbox.workers=1",
+]
+"""Three steps of an untrained model, whose episodes end illegally or at the limit: they differ in reward."""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the guide's files and our configs, which Python can import from."""
+    files = re.findall(r"```\w+ (\S+)\n(.*?)```", GUIDE.read_text(), flags=re.S)
+    assert [name for name, _ in files] == ["my_algorithms.py", "configs/algorithm/sapo.yaml"]
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    for name, text in files:
+        (tmp_path / name).write_text(text)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_algorithms", raising=False)
+    return tmp_path
+
+
+def load(workplace: Path, *overrides: str) -> AlgorithmConfig:
+    config = load_config(workplace / "configs/rl/tiny_retool.yaml", RlConfig, ["algorithm=sapo", *overrides])
+    return config.algorithm
+
+
+def vector(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_the_guides_functions_have_twenty_lines(workplace: Path) -> None:
+    code = (workplace / "my_algorithms.py").read_text()
+    functions = code[code.index("def sapo") :].split("def ")[1:]
+    assert len(functions) == 2
+    assert all(function.count("\n") <= 20 for function in functions)
+
+
+def test_the_guides_loss_is_its_formula_and_on_policy_that_of_reinforce(workplace: Path) -> None:
+    options = load(workplace).policy_loss_arguments
+    assert options == {"tau_negative": 1.1}
+    loss = POLICY_LOSSES.resolve("my_algorithms:sapo")
+    log_probs = [-0.5, -1.2, -0.1]
+    old_log_probs = [-0.7, -1.0, -0.1]
+    advantages = [1.5, -0.5, 2.0]
+
+    def inputs(new: torch.Tensor, old: torch.Tensor | None) -> LossInputs:
+        mask = torch.ones(3, dtype=torch.bool)
+        return LossInputs(new, old, vector(advantages), mask, Sequences(torch.tensor([0, 0, 1]), count=2))
+
+    got = loss(inputs(vector(log_probs), vector(old_log_probs)), **options).loss
+    for i, (new, old, advantage) in enumerate(zip(log_probs, old_log_probs, advantages, strict=True)):
+        tau = 1.0 if advantage > 0 else 1.1
+        gate = 4 / tau / (1 + math.exp(-tau * (math.exp(new - old) - 1)))
+        assert float(got[i]) == pytest.approx(-gate * advantage, rel=1e-6)
+
+    on_policy = vector(log_probs).requires_grad_()
+    loss(inputs(on_policy, None), **options).loss.sum().backward()
+    assert on_policy.grad is not None
+    assert on_policy.grad.tolist() == pytest.approx([-a for a in advantages], rel=1e-6)
+
+
+def test_the_guides_advantage_compares_with_a_quantile_of_the_group(workplace: Path) -> None:
+    config = load(workplace)
+    assert config.advantage_arguments == {"share": 0.5}
+    groups = [[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0], [1.0], [0.3, 0.3]]
+    totals = vector([reward for group in groups for reward in group])
+    rewards = BatchRewards(totals, totals[:, None][:, :0], [], [len(group) for group in groups])
+
+    expected = []
+    for group in groups:
+        baseline = sorted(group)[math.ceil(0.5 * len(group)) - 1]
+        expected += [(reward - baseline) / (statistics.pstdev(group) + 1e-6) for reward in group]
+    assert sample_advantages(config, rewards).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy_loss=my_algorithms:spao", "policy loss 'my_algorithms:spao' cannot be imported: .* has no 'spao'"),
+        ("policy_loss=my_algorithm:sapo", "No module named 'my_algorithm'; is its folder in PYTHONPATH"),
+        ("policy_loss=sapo", "there is no policy loss 'sapo'; known: cispo, gspo, ppo, reinforce, or give MODULE:NAME"),
+        ("policy_loss=my_algorithms:PolicyLoss", "is the class PolicyLoss, expected a function of LossInputs"),
+        ("policy_loss_options={tau: 1}", "unexpected keyword argument 'tau'; it is .*tau_positive"),
+        ("advantage=quantile", "there is no advantage 'quantile'; known: dr_grpo, gae, gdpo, grpo, "),
+        ("advantage_options={shares: 1}", "unexpected keyword argument 'shares'"),
+        ("advantage=grpo", "advantage grpo takes no options"),
+        ("dual_clip=3", "dual_clip belongs to policy_loss ppo"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(
+    workplace: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(workplace, f"algorithm.{override}")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (vector([1.0, 2.0]), r"returned \(2,\), expected \[3\]"),
+        (1.0, r"returned float, expected \[3\]"),
+        (vector([1.0, math.nan, 2.0]), "returned .*nan"),
+    ],
+)
+def test_an_advantage_of_the_wrong_form_stops_the_run(
+    result: Any, message: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(workplace)
+    monkeypatch.setattr(sys.modules["my_algorithms"], "quantile", lambda rewards, **options: result)
+    rewards = vector([1.0, 0.0, 0.5])
+    with pytest.raises(ValueError, match=f"algorithm.advantage my_algorithms:quantile {message}"):
+        sample_advantages(config, BatchRewards(rewards, rewards[:, None][:, :0], [], [3]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda result: result.loss, "returned Tensor, expected PolicyLoss"),
+        (lambda result: replace(result, loss=result.loss.mean()), r"returned loss \[\], expected \[\d+\]"),
+        (lambda result: replace(result, loss=result.loss.detach()), "returned a loss without a gradient"),
+    ],
+)
+def test_a_loss_of_the_wrong_form_stops_the_run(
+    change: Callable[[PolicyLoss], Any], message: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(workplace)
+    everyone = samples()
+    batch = build_batch([replace(sample, sample_id=i) for i, sample in enumerate(everyone)])
+    log_probs = batch.rollout_log_probs.clone().requires_grad_()
+    objective = policy_objective(config, everyone)
+    assert objective(log_probs, log_probs.abs(), batch).loss.requires_grad
+
+    sapo = POLICY_LOSSES.resolve("my_algorithms:sapo")
+    wrong = lambda inputs, **options: change(sapo(inputs, **options))  # noqa: E731
+    monkeypatch.setattr(sys.modules["my_algorithms"], "sapo", wrong)
+    with pytest.raises(ValueError, match=f"algorithm.policy_loss my_algorithms:sapo {message}"):
+        objective(log_probs, log_probs.abs(), batch)
+
+
+def test_the_guide_pasted_as_it_is_trains_in_processes_that_import_it_anew(workplace: Path) -> None:
+    commands = re.search(r"```bash\n(export PYTHONPATH=\.\n.*?)```", GUIDE.read_text(), flags=re.S)[1]
+    assert commands.count("gptoss ") == 1
+    # Only what makes it short is added: an untrained model of one layer, and this checkout's code.
+    pasted = commands.replace("PYTHONPATH=.", "PYTHONPATH=.:$PYTHONPATH")
+    pasted = pasted.replace("algorithm=sapo", " ".join(["algorithm=sapo", *SHORT]))
+
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        ["bash", "-euc", GPTOSS + pasted],
+        cwd=workplace,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+        timeout=2 * PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    lines = (workplace / "runs/tiny_retool/metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if "loss" in record]
+    assert len(steps) == 3
+    assert all(math.isfinite(step["loss"]) for step in steps)
+    assert any(step["grad_norm"] > 0 for step in steps)

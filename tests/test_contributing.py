@@ -1,0 +1,52 @@
+"""CONTRIBUTING.md and the hooks of pre-commit name what exists, and run what CI runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def lint_commands() -> list[str]:
+    """What ``make lint`` runs, with the Makefile's variables filled in."""
+    rooms = re.search(r"^TYPED_ROOMS := (.*)$", MAKEFILE, flags=re.M)[1]
+    recipe = re.search(r"^lint: setup\n((?:\t.*\n)+)", MAKEFILE, flags=re.M)[1]
+    return [line.strip().replace("$(TYPED_ROOMS)", rooms) for line in recipe.splitlines()]
+
+
+def test_pre_commit_runs_what_make_lint_runs_and_downloads_nothing() -> None:
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repository["repo"] for repository in repositories] == ["local"]
+    hooks = repositories[0]["hooks"]
+    assert all(hook["language"] == "system" for hook in hooks)
+
+    # Hooks get the changed files, and format instead of asking for it.
+    entries = [hook["entry"].replace(" --force-exclude", "") for hook in hooks]
+    assert entries == [command.removesuffix(" .").replace(" --check", "") for command in lint_commands()]
+
+
+def test_targets_and_files_that_the_guide_names_exist() -> None:
+    targets = set(re.findall(r"`make ([\w-]+)`", GUIDE))
+    assert {"setup", "test", "lint"} <= targets
+    assert targets <= set(re.findall(r"^([\w-]+):", MAKEFILE, flags=re.M))
+
+    linked = re.findall(r"\]\(([\w./-]+)", GUIDE)
+    quoted = re.findall(r"`([\w./-]+)`", GUIDE)
+    rooms = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    named = [path for path in quoted if path.partition("/")[0] in rooms - {".venv"}]
+    assert len(named) > 10
+    for path in linked + named:
+        assert (ROOT / path).exists(), path
+
+
+def test_markers_that_the_guide_selects_by_are_registered() -> None:
+    registered = set(re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), flags=re.M))
+    expressions = re.findall(r"pytest[^|]*? -m \"?([a-z ]+)", GUIDE)
+    assert len(expressions) == 3
+    for expression in expressions:
+        assert set(expression.split()) - {"and", "not"} <= registered

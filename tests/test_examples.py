@@ -1,0 +1,75 @@
+"""The programs of examples/ run as their docstrings say, and do what they claim."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_loop.config.tasks import SourceConfig
+from rl_loop.environments import environment_class
+from tests.waiting import PATIENCE_SECONDS
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(name: str, *arguments: str) -> str:
+    """Run a program of examples/ as a user would; what it printed."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, f"examples/{name}.py", *arguments],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_says_how_to_run_it(path: Path) -> None:
+    assert f"\n    python examples/{path.name}" in path.read_text()
+
+
+def test_every_example_is_tried() -> None:
+    assert {path.stem for path in EXAMPLES} == {"convert_checkpoint", "custom_environment", "sink_attention_in_torch"}
+
+
+def test_the_torch_model_with_sink_attention_learns_to_repeat() -> None:
+    printed = run("sink_attention_in_torch", "200")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert losses[0] > 3
+    assert losses[-1] < 0.1
+    sinks = [float(sink) for sink in re.search(r"sinks: \[(.*)\]", printed)[1].split(", ")]
+    assert all(abs(sink) > 0.01 for sink in sinks), "a sink had no gradient"
+
+
+def test_the_converted_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    printed = run("convert_checkpoint", str(tmp_path))
+    assert "exported: 0 weights differ" in printed
+    assert "tensors are equal bit for bit" in printed
+    assert "transformers loads it" in printed
+    assert (tmp_path / "exported/model.safetensors").exists()
+
+
+def test_the_custom_environment_tells_an_expert_from_a_greedy_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = run("custom_environment")
+    rewards = {name: re.findall(rf"{name}: .*reward ([+-][\d.]+)", printed) for name in ("expert", "greedy")}
+    assert set(rewards["expert"]) == {"+1.00"}
+    assert min(map(float, rewards["greedy"])) < 1
+
+    # A configuration takes it, and an agent that says nothing useful earns the least.
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    SourceConfig(environment="custom_environment:CoinEnvironment", options={"largest": 30})
+    coins = environment_class("custom_environment:CoinEnvironment")
+    task = coins.generate("train", 0, 0, coins.Options())
+    episode = coins(task, None, sys.modules["custom_environment"].RewardConfig())  # type: ignore[arg-type]
+    assert asyncio.run(episode.answer("0")).reward == -1
