@@ -125,8 +125,8 @@ class RowCache:
         # Indexing with a list copies, so the right side is read in full before the left is written.
         self.keys_values[:, :, [a, b], :, :length] = self.keys_values[:, :, [b, a], :, :length]
         self.routes[[a, b], :length] = self.routes[[b, a], :length]
-        for per_row in (self.tokens, self._last_used):
-            per_row[a], per_row[b] = per_row[b], per_row[a]
+        self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
+        self._last_used[a], self._last_used[b] = self._last_used[b], self._last_used[a]
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], longer_than: int = 0) -> int:

@@ -155,9 +155,17 @@ class SglangFleet:
     def _send(
         self, source: Source, urls: tuple[str, ...], version: int, compare: bool, by: TransportName | None = None
     ) -> None:
-        settings, directory = self._settings, self._directory / "weights"
-        sizes = settings.tensor_parallel, settings.bucket_bytes
-        plan = SyncPlan(urls, version, by or settings.weight_sync, *sizes, directory, settings.sync_seconds, compare)
+        settings = self._settings
+        plan = SyncPlan(
+            urls=urls,
+            version=version,
+            transport=by or settings.weight_sync,
+            tensor_parallel=settings.tensor_parallel,
+            bucket_bytes=settings.bucket_bytes,
+            directory=self._directory / "weights",
+            seconds=settings.sync_seconds,
+            compare=compare,
+        )
         if isinstance(source, dict):  # they are in this process, which has no GPU
             asyncio.run(send_weights(source.items(), self._config.model, replace(plan, transport="disk")))
         else:
