@@ -1,5 +1,7 @@
-"""RolloutEngine over an OpenAI-compatible completions endpoint that takes and returns token ids (vLLM and others). For
-evaluation: such an endpoint offers no weight sync."""
+"""RolloutEngine over an OpenAI-compatible completions endpoint that returns token ids, as vLLM does.
+
+For evaluation: such an endpoint offers no weight sync.
+"""
 
 import asyncio
 from collections.abc import Iterable
@@ -12,77 +14,125 @@ from megatron_gptoss.user_error import UserError
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 
+SEEDS = 1 << 31
+"""Seeds that every server takes are below this."""
+
 
 class EndpointError(UserError, RuntimeError):
     """The endpoint cannot be used; the message names it."""
 
 
 class CompletionsEngine:
-    """``url`` ends with ``/v1``; ``model`` is its name there. At most ``concurrency`` requests run at a time."""
+    """Samples from one endpoint.
+
+    ``url`` ends with ``/v1``; ``model`` is the model's name there. At most ``concurrency`` requests
+    run at a time.
+    """
 
     def __init__(self, url: str, model: str, concurrency: int = 64) -> None:
-        self._url, self._model = f"{url.rstrip('/')}/completions", model
-        self._running: dict[str, asyncio.Timeout] = {}
+        self._url = f"{url.rstrip('/')}/completions"
+        self._model = model
+        self._limits: dict[str, asyncio.Timeout] = {}  # of running requests; an abort sets the time
         self._slots = asyncio.Semaphore(concurrency)
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Raises EndpointError naming the address and what it answered."""
+        """Sample one continuation.
+
+        Raises EndpointError naming the address and what it answered.
+        """
         try:
-            async with asyncio.timeout(None) as self._running[request.request_id]:
+            async with asyncio.timeout(None) as self._limits[request.request_id]:
                 return await self._complete(request)
         except TimeoutError:  # only an abort sets a limit
             return GenerateResult([], [], FinishReason.ABORT)
         finally:
-            del self._running[request.request_id]
+            del self._limits[request.request_id]
 
     async def _complete(self, request: GenerateRequest) -> GenerateResult:
-        sampling = request.sampling
-        seed = None if sampling.seed is None else sampling.seed % (1 << 31)
-        body = {
-            "model": self._model, "prompt": request.input_ids, "max_tokens": sampling.max_new_tokens, "seed": seed,
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "logprobs": 0, "return_token_ids": True,
-            "stop_token_ids": list(sampling.stop_token_ids), "skip_special_tokens": False,
-        }  # fmt: skip
+        body = self._request_body(request)
         try:
             async with self._slots:
                 if request.on_begin is not None:
                     request.on_begin()
-                return _result(await self._post(body), sampling.stop_token_ids, self._url)
+                choice = await self._post(body)
+            return _read_choice(choice, request.sampling.stop_token_ids, self._url)
         except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
             raise EndpointError(f"{self._url} cannot be used: {error!r}") from error
 
+    def _request_body(self, request: GenerateRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        seed = sampling.seed
+        if seed is not None:
+            seed %= SEEDS
+        return {
+            "model": self._model,
+            "prompt": request.input_ids,
+            "max_tokens": sampling.max_new_tokens,
+            "seed": seed,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            # Of the sampled token only, without alternatives.
+            "logprobs": 0,
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+        }
+
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The only choice of the endpoint's answer."""
+        """Send a request and return the only choice of the endpoint's answer."""
         async with self._session.post(self._url, json=body) as response:
             if response.status != 200:
-                raise EndpointError(f"{self._url} answered {response.status}: {(await response.text())[:300]}")
-            choice: dict[str, Any] = (await response.json(content_type=None))["choices"][0]
-            return choice
+                text = await response.text()
+                raise EndpointError(f"{self._url} answered {response.status}: {text[:300]}")
+            answer = await response.json(content_type=None)
+        choice: dict[str, Any] = answer["choices"][0]
+        return choice
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """Raise EndpointError: an endpoint does not score."""
         raise EndpointError(f"{self._url} is for sampling only")
 
     async def abort(self, request_id: str | None = None) -> None:
-        for name, limit in self._running.items():
+        """Stop one request, or all; each ends without tokens."""
+        for name, limit in self._limits.items():
             if request_id in (None, name) and not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time())
 
-    async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    async def sync_weights(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+    ) -> None:
+        """Raise EndpointError: an endpoint takes no weights."""
         raise EndpointError(f"{self._url} keeps its own weights")
 
     async def close(self) -> None:
+        """Close all connections."""
         await self._session.close()
 
 
-def _result(choice: dict[str, Any], stop_token_ids: tuple[int, ...], url: str) -> GenerateResult:
+def _read_choice(
+    choice: dict[str, Any],
+    stop_token_ids: tuple[int, ...],
+    url: str,
+) -> GenerateResult:
+    """Read a choice; log-probs that the endpoint leaves out become 0."""
     ids = choice.get("token_ids")
     if not isinstance(ids, list):
         raise EndpointError(f"{url} does not return token ids: it must know return_token_ids, as vLLM does")
-    given = (choice.get("logprobs") or {}).get("token_logprobs") or []
-    log_probs = [float(value or 0.0) for value in given][: len(ids)]
-    stopped = choice.get("finish_reason") == "stop"
-    if stopped and (not ids or ids[-1] not in stop_token_ids) and choice.get("stop_reason") in stop_token_ids:
-        ids = [*ids, choice["stop_reason"]]  # some servers name the stop token that was sampled apart
+
+    token_log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    log_probs = [float(value or 0.0) for value in token_log_probs][: len(ids)]
+
+    reason = FinishReason.LENGTH
+    if choice.get("finish_reason") == "stop":
+        reason = FinishReason.STOP
+
+        # Some servers leave the stop token that was sampled out of the ids and name it apart.
+        ends_with_stop = bool(ids) and ids[-1] in stop_token_ids
+        if not ends_with_stop and choice.get("stop_reason") in stop_token_ids:
+            ids = [*ids, choice["stop_reason"]]
+
     log_probs += [0.0] * (len(ids) - len(log_probs))
-    return GenerateResult(ids, log_probs, FinishReason.STOP if stopped else FinishReason.LENGTH)
+    return GenerateResult(ids, log_probs, reason)

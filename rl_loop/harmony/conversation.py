@@ -1,4 +1,4 @@
-"""Conversations as data sets and clients write them, turned into messages of Harmony.
+"""Turns conversations, as data sets and clients write them, into messages of Harmony.
 
 A message is a dictionary, as in OpenAI's chat format, and may say more where Harmony knows more:
 
@@ -13,7 +13,8 @@ A message is a dictionary, as in OpenAI's chat format, and may say more where Ha
     content_type  of an assistant's message, such as "code" or "<|constrain|>json"
 
 What is left out, or null as Parquet has it, is filled in as the format documents it
-(github.com/openai/harmony, docs/format.md)."""
+(github.com/openai/harmony, docs/format.md).
+"""
 
 import json
 import re
@@ -26,7 +27,7 @@ from openai_harmony import Author, DeveloperContent, Message, Role
 CHANNELS = ("analysis", "commentary", "final")
 CONSTRAIN = "<|constrain|>"
 
-KEYS = {
+ALLOWED_KEYS = {
     "system": {"content"},
     "developer": {"content"},
     "user": {"content", "name"},
@@ -34,7 +35,7 @@ KEYS = {
     "tool": {"content", "name", "tool_call_id", "channel", "recipient"},
 }
 
-# What a header can carry: it is read by splitting it at spaces, and "<" begins a special token
+# What a header can carry: it is read by splitting it at spaces, and "<" begins a special token.
 HEADER_WORD = re.compile(r"[^\s<>|]+")
 CONTENT_TYPE = re.compile(r"(<\|constrain\|> ?)?[^\s<>|]+")
 
@@ -51,10 +52,13 @@ class OpenCall:
 def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
     """Turn the conversation of a prompt into messages of Harmony, analysis of every turn included.
 
-    A chat's "system" message is what Harmony calls the developer message. A tool's answer belongs to the open call of
-    its ``tool_call_id`` or its ``name``, or to the only one, and gets that call's recipient as its name. Raises
-    ValueError, naming the message and the reason, for what cannot be rendered, and if the assistant's turn is not
-    what comes next."""
+    A chat's "system" message is what Harmony calls the developer message. A tool's answer belongs to
+    the open call of its ``tool_call_id`` or its ``name``, or to the only one, and gets that call's
+    recipient as its name.
+
+    Raises ValueError, naming the message and the reason, for what cannot be rendered, and if the
+    assistant's turn is not what comes next.
+    """
     rendered: list[Message] = []
     open_calls: list[OpenCall] = []
 
@@ -62,32 +66,44 @@ def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
         try:
             rendered += _to_harmony(message, open_calls)
         except ValueError as error:
-            role = message.get("role") if isinstance(message, dict) else None
+            role = None
+            if isinstance(message, dict):
+                role = message.get("role")
             raise ValueError(f"message {number} (role {role!r}): {error}") from None
 
     if messages and messages[-1]["role"] == "assistant":
         raise ValueError(
-            "the prompt ends with a message of the assistant, whose turn comes next; end it with a message of the "
-            "user, the developer or a tool"
+            "the prompt ends with a message of the assistant, whose turn comes next; "
+            "end it with a message of the user, the developer or a tool"
         )
     return rendered
 
 
 def without_finished_analysis(messages: Sequence[Message]) -> list[Message]:
-    """Leave out the analysis that led to earlier answers, which the format drops once the answer is given.
+    """Leave out the analysis that led to earlier answers, as the format does once they are given.
 
-    Analysis since the last message on ``final`` stays: calls to tools are part of a train of thought that goes on.
-    With it go calls on that channel and their answers (Python's). openai-harmony 0.0.8 drops only what precedes the
-    *first* answer, and nothing while a later turn is calling tools; the documentation has no such exceptions."""
-    finals = [number for number, message in enumerate(messages) if message.channel == "final"]
-    last_final = finals[-1] if finals else 0
+    Analysis since the last message on ``final`` stays: calls to tools are part of a train of thought
+    that goes on. With it go calls on that channel and their answers (Python's).
 
-    return [m for number, m in enumerate(messages) if number >= last_final or m.channel != "analysis"]
+    openai-harmony 0.0.8 drops only what precedes the *first* answer, and nothing while a later turn
+    is calling tools; the documentation has no such exceptions.
+    """
+    last_final = 0
+    for number, message in enumerate(messages):
+        if message.channel == "final":
+            last_final = number
+
+    return [message for number, message in enumerate(messages) if number >= last_final or message.channel != "analysis"]
 
 
 def assistant_message(
-    channel: str, text: str, recipient: str | None = None, content_type: str | None = None
+    channel: str,
+    text: str,
+    recipient: str | None = None,
+    content_type: str | None = None,
 ) -> Message:
+    """Make a message of the assistant."""
+    # Set one by one: with_content_type() and its like take no None.
     message = Message.from_role_and_content(Role.ASSISTANT, text)
     message.channel = channel
     message.recipient = recipient
@@ -96,49 +112,60 @@ def assistant_message(
 
 
 def tool_message(name: str, channel: str, text: str, recipient: str = "assistant") -> Message:
+    """Make the answer of a tool; ``name`` and ``channel`` are recipient and channel of the call."""
     message = Message.from_author_and_content(Author.new(Role.TOOL, name), text)
     return message.with_channel(channel).with_recipient(recipient)
 
 
 def user_message(text: str, name: str | None = None) -> Message:
+    """Make a message of the user."""
     return Message.from_author_and_content(Author(role=Role.USER, name=name), text)
 
 
 def content_text(message: dict[str, Any]) -> str:
-    """The text of a message that ``prompt_messages`` takes, "" if it has none."""
-    return _content(message) if message.get("content") else ""
+    """Return the text of a message that ``prompt_messages`` takes, "" if it has none."""
+    if not message.get("content"):
+        return ""
+    return _content(message)
 
 
 def _to_harmony(message: dict[str, Any], open_calls: list[OpenCall]) -> list[Message]:
+    """Turn one message into those of Harmony, and keep account of the open calls."""
     if not isinstance(message, dict):
         raise ValueError(f"a message must be a mapping of keys to values, not {type(message).__name__}")
 
     role = message.get("role")
-    if not isinstance(role, str) or role not in KEYS:
-        raise ValueError(f"the role must be one of {', '.join(KEYS)}")
+    if not isinstance(role, str) or role not in ALLOWED_KEYS:
+        raise ValueError(f"the role must be one of {', '.join(ALLOWED_KEYS)}")
 
-    # null, "" and [] say nothing, and data sets write them for what is not there
-    present = {key for key, value in message.items() if key != "role" and value not in (None, "", [], {})}
-    if unknown := sorted(present - KEYS[role]):
-        raise ValueError(f"{unknown[0]!r} cannot be rendered here; known: {', '.join(sorted(KEYS[role]))}")
+    # null, "" and [] say nothing, and data sets write them for what is not there.
+    present = {key for key, value in message.items() if value not in (None, "", [], {})}
+    allowed = ALLOWED_KEYS[role]
+    if unknown := sorted(present - allowed - {"role"}):
+        known = ", ".join(sorted(allowed))
+        raise ValueError(f"{unknown[0]!r} cannot be rendered here; known: {known}")
 
     if role == "assistant":
-        rendered, calls = _assistant(message)
+        rendered, calls = _assistant_messages(message)
         open_calls += calls
         return rendered
     if role == "tool":
-        return [_tool(message, open_calls)]
+        return [_tool_answer(message, open_calls)]
     if role == "user":
         return [user_message(_content(message), _header_word(message, "name"))]
-    return [Message.from_role_and_content(Role.DEVELOPER, DeveloperContent(instructions=_content(message)))]
+
+    instructions = DeveloperContent(instructions=_content(message))
+    return [Message.from_role_and_content(Role.DEVELOPER, instructions)]
 
 
-def _assistant(message: dict[str, Any]) -> tuple[list[Message], list[OpenCall]]:
+def _assistant_messages(message: dict[str, Any]) -> tuple[list[Message], list[OpenCall]]:
+    """Turn a message of the assistant into thoughts, text and calls; return them and the calls."""
     rendered: list[Message] = []
     calls: list[OpenCall] = []
 
     if message.get("thinking"):
-        rendered.append(assistant_message("analysis", _text(message["thinking"], "thinking")))
+        thoughts = _text(message["thinking"], "thinking")
+        rendered.append(assistant_message("analysis", thoughts))
 
     tool_calls = message.get("tool_calls") or []
     if not isinstance(tool_calls, list):
@@ -147,33 +174,56 @@ def _assistant(message: dict[str, Any]) -> tuple[list[Message], list[OpenCall]]:
     if tool_calls and recipient:
         raise ValueError("it has both tool_calls and a recipient")
 
-    # beside thoughts or calls, a message without text is none, unless its header says that there is one
-    header_is_given = any(message.get(key) for key in ("channel", "recipient", "content_type"))
-    if message.get("content") or header_is_given or not (tool_calls or message.get("thinking")):
+    # Beside thoughts or calls, a message without text is none, unless its header says that there is
+    # one.
+    has_header = any(message.get(key) for key in ("channel", "recipient", "content_type"))
+    says_more = tool_calls or message.get("thinking")
+    if message.get("content") or has_header or not says_more:
         channel = message.get("channel") or _usual_channel(recipient, bool(tool_calls))
         _check_channel(channel)
-        rendered.append(assistant_message(channel, _content(message), recipient, _content_type(message)))
+        text = _content(message)
+        rendered.append(assistant_message(channel, text, recipient, _content_type(message)))
         if recipient:
             calls.append(OpenCall(None, recipient, channel))
 
     for tool_call in tool_calls:
-        call_id, recipient, arguments = _function_call(tool_call)
-        rendered.append(assistant_message("commentary", arguments, recipient, f"{CONSTRAIN}json"))
-        calls.append(OpenCall(call_id, recipient, "commentary"))
+        call = _function_call(tool_call)
+        rendered.append(
+            assistant_message(
+                "commentary",
+                call.arguments,
+                recipient=call.recipient,
+                content_type=f"{CONSTRAIN}json",
+            )
+        )
+        calls.append(OpenCall(call.call_id, call.recipient, "commentary"))
 
     return rendered, calls
 
 
 def _usual_channel(recipient: str | None, before_calls: bool) -> str:
-    """Functions are called on commentary, built-in tools on analysis; text before calls is a preamble for the user."""
-    if recipient is not None:
-        return "commentary" if recipient.startswith("functions.") else "analysis"
-    return "commentary" if before_calls else "final"
+    """Return the channel of a message that names none."""
+    if recipient is None:
+        # Text before calls is a preamble for the user.
+        return "commentary" if before_calls else "final"
+    is_function = recipient.startswith("functions.")
+    return "commentary" if is_function else "analysis"
 
 
-def _function_call(tool_call: Any) -> tuple[str | None, str, str]:
-    """Id, recipient and arguments of one entry of ``tool_calls``."""
-    function = tool_call.get("function") or tool_call if isinstance(tool_call, dict) else None
+@dataclass(frozen=True)
+class _FunctionCall:
+    """One entry of ``tool_calls``."""
+
+    call_id: str | None
+    recipient: str
+    arguments: str
+    """JSON."""
+
+
+def _function_call(tool_call: Any) -> _FunctionCall:
+    function = None
+    if isinstance(tool_call, dict):
+        function = tool_call.get("function") or tool_call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError('a tool call must be like {"id": ..., "function": {"name": ..., "arguments": ...}}')
 
@@ -181,17 +231,32 @@ def _function_call(tool_call: Any) -> tuple[str | None, str, str]:
     if not HEADER_WORD.fullmatch(name):
         raise ValueError(f"a function is called {name!r}, which no header can carry")
 
+    # OpenAI's format has them as a string of JSON, data sets often as the object itself.
     arguments = function.get("arguments")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
+    return _FunctionCall(
+        call_id=tool_call.get("id"),
+        recipient=f"functions.{name}",
+        arguments=_text(arguments, "arguments"),
+    )
 
-    return tool_call.get("id"), f"functions.{name}", _text(arguments, "arguments")
+
+def _tool_answer(message: dict[str, Any], open_calls: list[OpenCall]) -> Message:
+    """Turn a tool's answer into a message, and close the call that it answers."""
+    call = _answered_call(message, open_calls)
+    open_calls.remove(call)
+    channel = message.get("channel") or call.channel
+    _check_channel(channel)
+    recipient = _header_word(message, "recipient") or "assistant"
+    return tool_message(call.recipient, channel, _content(message), recipient)
 
 
-def _tool(message: dict[str, Any], open_calls: list[OpenCall]) -> Message:
-    call_id, name = message.get("tool_call_id"), _header_word(message, "name")
+def _answered_call(message: dict[str, Any], open_calls: list[OpenCall]) -> OpenCall:
+    call_id = message.get("tool_call_id")
+    name = _header_word(message, "name")
     candidates = open_calls
     if call_id is not None:
         candidates = [call for call in candidates if call.call_id == call_id]
@@ -199,18 +264,17 @@ def _tool(message: dict[str, Any], open_calls: list[OpenCall]) -> Message:
         candidates = [call for call in candidates if call.recipient in (name, f"functions.{name}")]
 
     if not candidates:
-        wanted = f" of {name}" if name else ""
-        wanted += f" with id {call_id!r}" if call_id is not None else ""
-        raise ValueError(f"no open call{wanted} precedes this answer")
+        description = "open call"
+        if name:
+            description += f" of {name}"
+        if call_id is not None:
+            description += f" with id {call_id!r}"
+        raise ValueError(f"no {description} precedes this answer")
+
+    # Several calls of one function without ids are answered in their order.
     if call_id is None and len({call.recipient for call in candidates}) > 1:
         raise ValueError("several calls are open: say by name or tool_call_id which one this answers")
-
-    call = candidates[0]
-    open_calls.remove(call)
-    channel = message.get("channel") or call.channel
-    _check_channel(channel)
-    recipient = _header_word(message, "recipient") or "assistant"
-    return tool_message(call.recipient, channel, _content(message), recipient)
+    return candidates[0]
 
 
 def _check_channel(channel: Any) -> None:
@@ -219,13 +283,16 @@ def _check_channel(channel: Any) -> None:
 
 
 def _content(message: dict[str, Any]) -> str:
+    """Return the text of a message; raise ValueError if it has none."""
     content = message.get("content")
     if not isinstance(content, list):
         return _text(content, "content")
 
     texts: list[str] = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = None
+        if isinstance(part, dict):
+            kind = part.get("type")
         if kind != "text":
             raise ValueError(f"a part of its content is of type {kind!r}; only text can be rendered")
         texts.append(_text(part.get("text"), "content"))
@@ -233,6 +300,7 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def _text(value: Any, key: str) -> str:
+    """Return ``value`` if it is text that UTF-8 can have."""
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be text, not {type(value).__name__}")
     try:
@@ -243,6 +311,7 @@ def _text(value: Any, key: str) -> str:
 
 
 def _header_word(message: dict[str, Any], key: str) -> str | None:
+    """Return a value that goes into a header, None if there is none."""
     value = message.get(key)
     if not value:
         return None

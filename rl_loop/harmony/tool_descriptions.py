@@ -14,19 +14,23 @@ NAME = re.compile(r"[\w.-]+")
 class Tool:
     """A function that the policy calls as ``functions.name`` with JSON arguments.
 
-    The prompt shows ``parameters`` in TypeScript, as openai-harmony translates them: types, enums, optional properties,
-    defaults, nested objects, arrays, ``oneOf``, ``nullable``, titles, descriptions and examples. Any other keyword of
-    JSON schema (``anyOf``, ``$ref``) becomes ``any``. Raises ValueError for a name that no header can carry."""
+    The prompt shows ``parameters`` in TypeScript, as openai-harmony translates them: types, enums,
+    optional properties, defaults, nested objects, arrays, ``oneOf``, ``nullable``, titles,
+    descriptions and examples. Any other keyword of JSON schema (``anyOf``, ``$ref``) becomes
+    ``any``. Raises ValueError for a name that no header can carry.
+    """
 
     name: str
     description: str
-    parameters: dict[str, Any] | None = None  # JSON schema of the arguments; None for a function without any
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments; None for a function without any."""
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise ValueError(f"a tool is named {self.name!r}; a name has letters, digits and any of _ . - only")
 
     def described(self) -> ToolDescription:
+        """Return the description that openai-harmony renders."""
         return ToolDescription.new(self.name, self.description, self.parameters)
 
 
@@ -34,30 +38,37 @@ class Tool:
 class BuiltinTool:
     """A tool that GPT-OSS knows from its training, or a namespace of such tools, called by its own name."""
 
-    name: str  # "python", or the namespace "browser" with functions such as browser.search
+    name: str
+    """"python", or the namespace "browser" with functions such as browser.search."""
     description: str
     functions: tuple[Tool, ...] = ()
 
     def described(self) -> ToolNamespaceConfig:
-        functions = [function.described() for function in self.functions]
-        return ToolNamespaceConfig(name=self.name, description=self.description, tools=functions)
+        """Return the description that openai-harmony renders."""
+        return ToolNamespaceConfig(
+            name=self.name,
+            description=self.description,
+            tools=[function.described() for function in self.functions],
+        )
 
 
 @dataclass(frozen=True)
 class PythonTool:
     """The built-in ``python`` of this project's sandbox."""
 
-    stateful: bool = False  # whether variables last from one call of an episode to the next
     name: ClassVar[str] = "python"
+    stateful: bool = False
+    """Whether variables last from one call of an episode to the next."""
 
     def in_sandbox(self, timeout_seconds: float) -> BuiltinTool:
-        """The tool with the text that is true of a sandbox with this limit for one call."""
+        """Describe the tool as it is in a sandbox with this limit for one call."""
         text = STATEFUL_PYTHON if self.stateful else STATELESS_PYTHON
         return BuiltinTool(self.name, text.format(seconds=float(timeout_seconds)))
 
 
-# The text that the released models were trained with, but for three things: the seconds are those of the sandbox, the
-# drive /mnt/data is left out because there is none, and the internet is known to be out of reach.
+# The text that the released models were trained with, but for three things: the seconds are those of
+# the sandbox, the drive /mnt/data is left out because there is none, and the internet is known to be
+# out of reach.
 STATEFUL_PYTHON = """\
 Use this tool to execute Python code in your chain of thought. The code will not be shown to the user. This tool \
 should be used for internal reasoning, but not for code that is intended to be visible to the user (e.g. when \
@@ -67,9 +78,9 @@ When you send a message containing Python code to python, it will be executed in
 environment. python will respond with the output of the execution or time out after {seconds} seconds. Internet \
 access for this session is disabled."""
 
-# After the text that OpenAI's reference implementation puts in place of the one above where the tool is stateless
-# (github.com/openai/gpt-oss, gpt_oss/tools/python_docker/docker_tool.py). There it runs in a Docker container without
-# a limit of time, and values of last expressions are not printed.
+# After the text that OpenAI's reference implementation puts in place of the one above where the tool
+# is stateless (github.com/openai/gpt-oss, gpt_oss/tools/python_docker/docker_tool.py). There it runs
+# in a Docker container without a limit of time, and values of last expressions are not printed.
 STATELESS_PYTHON = """\
 Use this tool to execute STATELESS Python code in your chain of thought. The code will not be shown to the user. This \
 tool should be used for internal reasoning, but not for code that is intended to be visible to the user (e.g. when \
@@ -82,14 +93,19 @@ IMPORTANT: Your python environment is not shared between calls. You will have to
 
 
 def released_tool(name: Literal["python", "browser"]) -> BuiltinTool:
-    """A built-in tool exactly as openai-harmony describes it; its ``python`` is a notebook with a drive /mnt/data."""
-    namespace = ToolNamespaceConfig.python() if name == "python" else ToolNamespaceConfig.browser()
-    functions = tuple(Tool(tool.name, tool.description, tool.parameters) for tool in namespace.tools)
+    """Describe a built-in tool exactly as openai-harmony does.
+
+    Its ``python`` is a notebook with a drive /mnt/data.
+    """
+    makers = {"python": ToolNamespaceConfig.python, "browser": ToolNamespaceConfig.browser}
+    namespace = makers[name]()
+    tools = namespace.tools
+    functions = tuple(Tool(tool.name, tool.description, tool.parameters) for tool in tools)
     return BuiltinTool(namespace.name, namespace.description or "", functions)
 
 
 def check_names(tools: Sequence[Tool | BuiltinTool | PythonTool]) -> None:
-    """Raises ValueError if two tools have one name."""
+    """Raise ValueError if two tools have one name."""
     names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:

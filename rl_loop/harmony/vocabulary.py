@@ -1,8 +1,9 @@
 """Token ids: the vocabulary of the released models, and a small one cut from it.
 
-openai-harmony renders and parses in the ids of the released models ("Harmony ids"). A vocabulary translates between
-those and the ids of its model. Text from outside (prompts, tool output) is always encoded as text: it can never become
-a special token."""
+openai-harmony renders and parses in the ids of the released models ("Harmony ids"). A vocabulary
+translates between those and the ids of its model. Text from outside (prompts, tool output) is always
+encoded as text: it can never become a special token.
+"""
 
 import base64
 from collections.abc import Callable, Iterator, Sequence
@@ -20,30 +21,48 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = (
-    "<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>",
-    "<|message|>", "<|call|>",
-)  # fmt: skip
-# Harmony ids from here on are special tokens that mean nothing
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "<|return|>",
+    "<|constrain|>",
+    "<|channel|>",
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|call|>",
+)
+TURN_ENDS = ("<|return|>", "<|call|>")
+"""What ends an assistant turn."""
 FIRST_RESERVED_ID = 200_013
+"""Harmony ids from here on are special tokens that mean nothing."""
+BYTES = 256
+"""Single-byte tokens, which come first in o200k."""
 
 
 @cache
 def harmony_encoding() -> HarmonyEncoding:
-    """openai-harmony's encoding; raises VocabularyUnavailable where its file cannot be had."""
+    """Load openai-harmony's encoding.
+
+    Raises VocabularyUnavailable where its file cannot be had.
+    """
     ensure_o200k()
     return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
 
 
 @cache
 def special_id(token: str) -> int:
-    """Harmony id of a special token. openai-harmony takes milliseconds to look one up."""
+    """Return the Harmony id of a special token; cached, as a look-up takes milliseconds."""
     (token_id,) = harmony_encoding().encode(token, allowed_special={token})
     return token_id
 
 
 def _harmony_ids(text: str) -> list[int]:
-    """Harmony ids of plain text."""
-    return encode_bounded(text, lambda part: harmony_encoding().encode(part, disallowed_special=()))
+    """Encode plain text; nothing in it becomes a special token."""
+
+    def encode(piece: str) -> list[int]:
+        return harmony_encoding().encode(piece, disallowed_special=())
+
+    return encode_bounded(text, encode)
 
 
 class GptOssVocabulary:
@@ -51,104 +70,149 @@ class GptOssVocabulary:
 
     def __init__(self) -> None:
         self.size = 201_088
-        # what ends an assistant turn
-        self.stop_token_ids: tuple[int, ...] = (special_id("<|return|>"), special_id("<|call|>"))
+        self.stop_token_ids: tuple[int, ...] = tuple(map(special_id, TURN_ENDS))
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of plain text; "<|end|>" in it is five ordinary characters and more, never the special token."""
+        """Encode plain text; "<|end|>" in it is seven ordinary characters, not the special token."""
         return _harmony_ids(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text with special tokens written out; bytes that are not UTF-8 become U+FFFD."""
+        """Decode with special tokens written out; bytes that are not UTF-8 become U+FFFD."""
         return harmony_encoding().decode(list(ids))
 
     def from_harmony(self, ids: Sequence[int]) -> list[int]:
+        """Translate Harmony ids to those of the model."""
         return list(ids)
 
     def to_harmony(self, ids: Sequence[int]) -> list[int]:
+        """Translate ids of the model to Harmony's."""
         return list(ids)
 
     def save(self, directory: Path) -> list[Path]:
-        """Write what transformers' AutoTokenizer needs; returns the files. None here: those of the checkpoint that
-        training started from are copied."""
+        """Write what transformers' AutoTokenizer needs; return the files.
+
+        None here: those of the checkpoint that training started from are copied.
+        """
         return []
 
 
 class TinyVocabulary:
-    """The 256 bytes, the o200k tokens that ``corpus`` is made of, the special tokens, then unused ids up to ``size``.
+    """The tokens that a corpus is made of: what small models of the demos and tests use.
 
-    With every token come the shorter ones that byte-pair merging makes it from, in o200k's order. So text like the
-    corpus is split as GPT-OSS splits it, and all other text is encoded too, only in more tokens."""
+    The ids are the 256 bytes, then o200k tokens in o200k's order, then the special tokens, then
+    unused ids up to ``size``. With every token come the shorter ones that byte-pair merging makes it
+    from. So text like the corpus is split as GPT-OSS splits it, and all other text can be encoded
+    too, only in more tokens.
+    """
 
     def __init__(self, size: int, corpus: str) -> None:
+        """Choose the tokens. Raises ValueError if ``size`` is too small for ``corpus``."""
         self.size = size
         self._bytes = _tokens_of(corpus)
-        first = len(self._bytes)
-        unused = size - first - len(SPECIAL_TOKENS)
+
+        first_special = len(self._bytes)
+        unused = size - first_special - len(SPECIAL_TOKENS)
         if unused < 0:
-            raise ValueError(f"a tiny vocabulary of {size} ids is too small: the tasks need {size - unused}")
+            needed = size - unused
+            raise ValueError(f"a tiny vocabulary of {size} ids is too small: the tasks need {needed}")
+
         names = [*SPECIAL_TOKENS, *(f"<|unused_{i}|>" for i in range(unused))]
-        self._names = dict(enumerate(names, start=first))
-        harmony_ids = [*map(special_id, SPECIAL_TOKENS), *range(FIRST_RESERVED_ID, FIRST_RESERVED_ID + unused)]
-        self._to_harmony = dict(enumerate(harmony_ids, start=first))
-        self._from_harmony = {big: small for small, big in self._to_harmony.items()}
-        self._text = _tokenizer(self._bytes)  # without the special tokens: text can then not contain one
-        ends = special_id("<|return|>"), special_id("<|call|>")
-        self.stop_token_ids: tuple[int, ...] = tuple(self._from_harmony[end] for end in ends)
+        self._names = dict(enumerate(names, start=first_special))
+
+        # Unused ids become reserved ones of Harmony: sampled, they are format errors as there.
+        reserved = range(FIRST_RESERVED_ID, FIRST_RESERVED_ID + unused)
+        harmony_ids = [*map(special_id, SPECIAL_TOKENS), *reserved]
+        self._to_harmony = dict(enumerate(harmony_ids, start=first_special))
+        self._from_harmony = {theirs: ours for ours, theirs in self._to_harmony.items()}
+        self.stop_token_ids: tuple[int, ...] = tuple(self._from_harmony[special_id(end)] for end in TURN_ENDS)
+
+        # Without the special tokens, so that no text can become one.
+        self._tokenizer = _byte_pair_tokenizer(self._bytes)
 
     def encode_text(self, text: str) -> list[int]:
-        return encode_bounded(text, lambda part: self._text.encode(part, add_special_tokens=False).ids)
+        """Encode plain text; nothing in it becomes a special token."""
+
+        def encode(piece: str) -> list[int]:
+            return self._tokenizer.encode(piece, add_special_tokens=False).ids
+
+        return encode_bounded(text, encode)
 
     def decode(self, ids: Sequence[int]) -> str:
-        pieces = self._pieces(ids)
-        return "".join(self._names[p] if isinstance(p, int) else p.decode("utf-8", errors="replace") for p in pieces)
+        """Decode with special tokens written out; bytes that are not UTF-8 become U+FFFD."""
+        text = ""
+        for piece in self._pieces(ids):
+            if isinstance(piece, bytes):
+                text += piece.decode("utf-8", errors="replace")
+            else:
+                text += self._names[piece]
+        return text
 
     def _pieces(self, ids: Sequence[int]) -> Iterator[bytes | int]:
-        """Runs of ordinary tokens as bytes, and the ids of special and unused tokens between them."""
-        for ordinary, group in groupby(ids, key=lambda i: i < len(self._bytes)):
-            if ordinary:
+        """Split ids into runs of ordinary tokens, as bytes, and special or unused ids."""
+        # A run is joined before it is decoded: one character may be spread over several tokens.
+        for is_ordinary, group in groupby(ids, key=lambda i: i < len(self._bytes)):
+            if is_ordinary:
                 yield b"".join(self._bytes[i] for i in group)
             else:
                 yield from group
 
     def from_harmony(self, ids: Sequence[int]) -> list[int]:
-        out: list[int] = []
-        for special, group in groupby(ids, key=lambda i: i in self._from_harmony):
-            if special:
-                out += [self._from_harmony[i] for i in group]
+        """Translate Harmony ids to those of the model; text is encoded anew."""
+        translated: list[int] = []
+        for is_special, group in groupby(ids, key=lambda i: i in self._from_harmony):
+            if is_special:
+                translated += [self._from_harmony[i] for i in group]
             else:
-                out += self.encode_text(harmony_encoding().decode(list(group)))
-        return out
+                translated += self.encode_text(harmony_encoding().decode(list(group)))
+        return translated
 
     def to_harmony(self, ids: Sequence[int]) -> list[int]:
-        """For parsing only: text that is not UTF-8 or is split unusually does not come back as the same ids."""
-        out: list[int] = []
+        """Translate ids of the model to Harmony's, for parsing only.
+
+        Text that is not UTF-8 or is split unusually does not come back as the same ids.
+        """
+        translated: list[int] = []
         for piece in self._pieces(ids):
             if isinstance(piece, bytes):
-                out += _harmony_ids(piece.decode("utf-8", errors="replace"))
+                translated += _harmony_ids(piece.decode("utf-8", errors="replace"))
             else:
-                out.append(self._to_harmony[piece])
-        return out
+                translated.append(self._to_harmony[piece])
+        return translated
 
     def save(self, directory: Path) -> list[Path]:
+        """Write what transformers' AutoTokenizer needs; return the files."""
         from tokenizers import AddedToken
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer = _tokenizer(self._bytes)
-        tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in self._names.values()])
-        special = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
-        whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=131_072, **special)
-        return [Path(file) for file in whole.save_pretrained(directory)]
+        special_tokens = [AddedToken(name, normalized=False) for name in self._names.values()]
+        tokenizer = _byte_pair_tokenizer(self._bytes)
+        tokenizer.add_special_tokens(special_tokens)
+
+        exported = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            model_max_length=131_072,
+            bos_token="<|startoftext|>",
+            eos_token="<|return|>",
+            pad_token="<|endoftext|>",
+        )
+        return [Path(file) for file in exported.save_pretrained(directory)]
 
 
 Vocabulary = GptOssVocabulary | TinyVocabulary
 
 
-def make_vocabulary(kind: Literal["gptoss", "tiny"], size: int, corpus: Callable[[], str]) -> Vocabulary:
-    """The vocabulary of a model with ``size`` ids; the tiny one is made for ``corpus``. Raises ValueError if that is
-    not its size."""
+def make_vocabulary(
+    kind: Literal["gptoss", "tiny"],
+    size: int,
+    corpus: Callable[[], str],
+) -> Vocabulary:
+    """Make the vocabulary of a model with ``size`` ids; the tiny one is made for ``corpus``.
+
+    Raises ValueError if that is not its size.
+    """
     if kind == "tiny":
         return TinyVocabulary(size, corpus())
+
     vocabulary = GptOssVocabulary()
     if size != vocabulary.size:
         raise ValueError(f"model.vocab_size is {size}, but vocabulary 'gptoss' has {vocabulary.size} ids")
@@ -156,47 +220,66 @@ def make_vocabulary(kind: Literal["gptoss", "tiny"], size: int, corpus: Callable
 
 
 def _tokens_of(corpus: str) -> list[bytes]:
-    """The single bytes and all tokens on the merge paths of ``corpus``, in order of rank."""
+    """Collect the single bytes and all tokens on the merge paths of ``corpus``, in order of rank."""
     path = ensure_o200k()
     if path is None:
-        advice = "set TIKTOKEN_ENCODINGS_BASE to its folder"
-        raise VocabularyUnavailable(f"the tiny vocabulary needs the file {FILE_NAME}; {advice}")
+        raise VocabularyUnavailable(
+            f"the tiny vocabulary needs the file {FILE_NAME}; set TIKTOKEN_ENCODINGS_BASE to its folder"
+        )
+
+    # A line of the file is a token in base64 and its rank; the ranks are the numbers of the lines.
     by_rank = [base64.b64decode(line.split()[0]) for line in path.read_bytes().splitlines()]
     ranks = {token: rank for rank, token in enumerate(by_rank)}
-    kept = set(range(256))
+
+    chosen = set(range(BYTES))
     waiting = set(harmony_encoding().encode(corpus, disallowed_special=()))
     while waiting:
         rank = waiting.pop()
-        if rank not in kept:
-            kept.add(rank)
+        if rank not in chosen:
+            chosen.add(rank)
             waiting |= {ranks[part] for part in _last_merge(ranks, by_rank[rank])}
-    return [by_rank[rank] for rank in sorted(kept)]
+    return [by_rank[rank] for rank in sorted(chosen)]
 
 
-def _tokenizer(tokens: list[bytes]) -> "Tokenizer":
-    """The tokens as a Hugging Face byte-level BPE: merges are recovered from the ranks."""
+def _byte_pair_tokenizer(tokens: list[bytes]) -> "Tokenizer":
+    """Make a Hugging Face byte-level BPE of the tokens; merges are recovered from their ranks."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    letters = bytes_to_unicode()
+    # Byte-level BPE writes each byte as one printable character.
+    characters = bytes_to_unicode()
 
     def spell(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
+        return "".join(characters[byte] for byte in token)
 
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    merges = [tuple(map(spell, _last_merge(ranks, token))) for token in tokens if len(token) > 1]
-    tokenizer = Tokenizer(models.BPE({spell(token): rank for token, rank in ranks.items()}, merges))
+    vocabulary = {spell(token): rank for token, rank in ranks.items()}
+    merges = []
+    for token in tokens:
+        if len(token) > 1:
+            left, right = _last_merge(ranks, token)
+            merges.append((spell(left), spell(right)))
+
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     split = pre_tokenizers.Split(Regex(O200K_PATTERN), "isolated")
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    # The pattern above has cut the text already: ByteLevel must not cut it by GPT-2's.
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
-    """The two parts whose merge makes ``token``: merge its bytes by rank until two parts are left."""
+    """Return the two parts whose merge makes ``token``.
+
+    Its bytes are merged, the pair of the lowest rank first, until two parts are left.
+    """
     parts = [bytes([byte]) for byte in token]
+
+    def rank_of_pair(i: int) -> int:
+        return ranks.get(parts[i] + parts[i + 1], len(ranks))
+
     while len(parts) > 2:
-        best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], len(ranks)))
+        best = min(range(len(parts) - 1), key=rank_of_pair)
         parts[best : best + 2] = [parts[best] + parts[best + 1]]
     return parts[0], parts[1]

@@ -17,7 +17,8 @@ from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import ENVIRONMENTS, RewardConfig, Task, arithmetic, make_environment
-from rl_loop.harmony.codec import FIRST_SPECIAL_ID, Harmony, PromptConfig
+from rl_loop.harmony.codec import Harmony, PromptConfig
+from rl_loop.harmony.turn_headers import FIRST_SPECIAL_ID
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, GptOssVocabulary, TinyVocabulary, harmony_encoding
 from rl_loop.rollout.agent import run_episode
 from tests.rl_loop import harmony_reference as reference

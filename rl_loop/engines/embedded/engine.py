@@ -1,7 +1,8 @@
-"""The embedded rollout engine: transformers' GptOssForCausalLM with continuous batching, in this process.
+"""The embedded rollout engine: transformers' GptOssForCausalLM in this process.
 
-One thread owns the model. Steps and commands queue for it, so commands take effect between two steps, and the event
-loop, and the tool calls on it, go on meanwhile."""
+One thread owns the model. Steps and commands queue for it, so a command takes effect between two
+steps, and the event loop, with the tool calls that run on it, is never blocked.
+"""
 
 import asyncio
 import copy
@@ -15,46 +16,75 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from rl_loop.engines.embedded.kv_cache import ATTENTION_NAME, row_cache_attention
-from rl_loop.engines.embedded.scheduler import BatchedGeneration, RunningSequence
+from rl_loop.engines.embedded.scheduler import RunningSequence, Scheduler
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
+
+MAX_REPORTED_FAULTS = 20
+"""Tensors that an error about weights names."""
 
 AttentionInterface.register(ATTENTION_NAME, row_cache_attention)
 
 
 class TransformersEngine:
-    """RolloutEngine around a GptOssForCausalLM, which it takes over: nobody else may run or change that model."""
+    """Implements RolloutEngine with a GptOssForCausalLM and continuous batching.
+
+    The engine takes the model over: nobody else may run or change it.
+    """
 
     def __init__(self, model: GptOssForCausalLM, *, max_batch_size: int = 64) -> None:
-        """``max_batch_size``: sequences decoded together; as many finished ones keep their keys and values for the next
-        turn."""
+        """Prepare ``model`` for generation.
+
+        ``max_batch_size`` sequences are decoded together; as many finished ones keep their keys
+        and values for the next turn.
+        """
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
+
         model.eval().requires_grad_(False)
         model.set_attn_implementation(ATTENTION_NAME)
         if model.lm_head.weight.dtype == torch.float64:
-            model.set_experts_implementation("eager")  # torch's grouped matrix product, the default, knows no fp64
+            # The default, torch's grouped matrix product, has no fp64 kernel.
+            model.set_experts_implementation("eager")
+
         self._model = model
-        self._generation = BatchedGeneration(model, max_batch_size)
+        self._scheduler = Scheduler(model, max_batch_size)
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
         self._closed = False
 
     @classmethod
-    def from_config(cls, config: GptOssConfig, *, dtype: torch.dtype = torch.float32, **options: Any) -> Self:
-        """On the CPU, with random weights for ``sync_weights`` to replace; ``options`` are the constructor's."""
-        own_config = copy.deepcopy(config)  # the engine changes it
-        return cls(AutoModelForCausalLM.from_config(own_config, dtype=dtype), **options)
+    def from_config(
+        cls,
+        config: GptOssConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> Self:
+        """Build a model on the CPU with random weights, for ``sync_weights`` to replace.
+
+        ``options`` are the constructor's.
+        """
+        model_config = copy.deepcopy(config)  # the engine changes it
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        return cls(model, **options)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation; requests made concurrently are batched.
 
-        Raises ValueError for a request that cannot run, RuntimeError with the cause if the model failed. Cancelling
-        frees the request's place. Aborted before it started, a request has no outputs and no routed experts."""
+        Cancelling frees the request's place. A request that is aborted before it starts has no
+        outputs and no routed experts.
+
+        Raises:
+            ValueError: for a request that cannot run.
+            RuntimeError: with the cause, if the model failed.
+        """
         name = f"request {request.request_id}"
         self._check_tokens(request.input_ids, name)
         total = len(request.input_ids) + request.sampling.max_new_tokens
         limit = self._model.config.max_position_embeddings
         if total > limit:
             raise ValueError(f"{name}: prompt and max_new_tokens make {total} tokens, the model has {limit} positions")
+
+        # on_begin belongs to the event loop; the sequence leaves the queue on the engine's thread.
         loop = asyncio.get_running_loop()
 
         def begin() -> None:
@@ -68,68 +98,86 @@ class TransformersEngine:
             await self._call(lambda: self._add(sequence))
             return await answer
         finally:
+            # If our task is cancelled, the next step sees it here and frees the place.
             answer.cancel()
 
     def _add(self, sequence: RunningSequence) -> None:
-        idle = not self._generation.has_work
-        self._generation.add(sequence)
-        if idle:
+        was_idle = not self._scheduler.has_work
+        self._scheduler.add(sequence)
+        # While there is work, each step submits the next one: a second chain must not begin.
+        if was_idle:
             self._thread.submit(self._step)
 
     def _step(self) -> None:
-        """One step of generation; the next one queues behind the commands that came meanwhile."""
+        """Run one step; the next one queues behind the commands that came meanwhile."""
         try:
-            self._generation.step()
+            self._scheduler.step()
         except Exception as error:  # whatever the model raises belongs to those who wait for it
-            self._generation.fail(error)
-        if self._generation.has_work:
+            self._scheduler.fail(error)
+        if self._scheduler.has_work:
             self._thread.submit(self._step)
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """log p(input_ids[i] | input_ids[:i]) for i >= 1: len(input_ids) - 1 natural logs, between two steps."""
+        """Compute log p(input_ids[i] | input_ids[:i]) for i >= 1, between two steps.
+
+        Returns len(input_ids) - 1 natural logs.
+        """
         self._check_tokens(input_ids, "score")
         if len(input_ids) == 1:
             return []
-        return await self._call(lambda: self._generation.score(list(input_ids), temperature))
+        return await self._call(lambda: self._scheduler.score(list(input_ids), temperature))
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Stop one request, or all, waiting ones too. A request that is unknown or has ended is no error."""
-        await self._call(lambda: self._generation.abort(request_id))
+        """Stop one request, or all, waiting ones too.
 
-    async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace all weights, by Hugging Face name, in place and cast to the engine's dtype; all requests are aborted.
+        A request that is unknown or has ended is no error.
+        """
+        await self._call(lambda: self._scheduler.abort(request_id))
 
-        Raises ValueError listing missing, unknown, repeated and wrongly shaped tensors; then nothing changed."""
+    async def sync_weights(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+    ) -> None:
+        """Replace all weights, by Hugging Face name; all requests are aborted.
+
+        Tensors are copied in place and cast to the engine's dtype. Raises ValueError listing
+        missing, unknown, repeated and wrongly shaped tensors; then nothing has changed.
+        """
         named = list(named_tensors)
         await self._call(lambda: self._replace_weights(named, version))
 
     def _replace_weights(self, named: list[tuple[str, torch.Tensor]], version: int) -> None:
-        targets = dict(self._model.named_parameters())  # tied weights appear once
-        given = dict(named)
-        faults = [f"missing {name}" for name in targets if name not in given]
-        faults += [f"unknown {name}" for name in given if name not in targets]
-        faults += [f"repeated {name}" for name, count in Counter(name for name, _ in named).items() if count > 1]
-        wrong = [name for name in targets if name in given and given[name].shape != targets[name].shape]
-        faults += [f"shape of {n} is {list(given[n].shape)}, not {list(targets[n].shape)}" for n in wrong]
+        # Everything is compared before anything is written. Tied weights appear once.
+        parameters = dict(self._model.named_parameters())
+        faults = _faults_in_weights(named, parameters)
         if faults:
-            shown = "; ".join(faults[:20]) + (f"; and {len(faults) - 20} more" if len(faults) > 20 else "")
+            shown = "; ".join(faults[:MAX_REPORTED_FAULTS])
+            if len(faults) > MAX_REPORTED_FAULTS:
+                shown += f"; and {len(faults) - MAX_REPORTED_FAULTS} more"
             raise ValueError(f"weights {version} do not fit the rollout engine's model, nothing was changed: {shown}")
-        self._generation.abort(None)
-        self._generation.drop_cache()
+
+        self._scheduler.abort(None)
+        self._scheduler.drop_cache()
+        new_weights = dict(named)
         with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(given[name])
-        self._generation.weight_version = version
+            for name, parameter in parameters.items():
+                parameter.copy_(new_weights[name])
+        self._scheduler.weight_version = version
 
     async def close(self) -> None:
         """Stop the thread. Requests under way and later ones fail with RuntimeError."""
-        if not self._closed:
-            self._closed = True
-            failing = self._thread.submit(self._generation.fail, RuntimeError("the rollout engine was closed"))
-            await asyncio.wrap_future(failing)
-            self._thread.shutdown()
+        if self._closed:
+            return
+        self._closed = True
+        error = RuntimeError("the rollout engine was closed")
+        # Queued behind the step that runs: the model is not touched by two threads.
+        failing = self._thread.submit(self._scheduler.fail, error)
+        await asyncio.wrap_future(failing)
+        self._thread.shutdown()
 
     async def _call[T](self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the thread that owns the model."""
         if self._closed:
             raise RuntimeError("the rollout engine is closed")
         return await asyncio.wrap_future(self._thread.submit(function))
@@ -140,3 +188,21 @@ class TransformersEngine:
             raise ValueError(f"{name}: input_ids is empty")
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             raise ValueError(f"{name}: input_ids holds ids outside [0, {vocab_size})")
+
+
+def _faults_in_weights(
+    named: list[tuple[str, torch.Tensor]],
+    parameters: dict[str, torch.nn.Parameter],
+) -> list[str]:
+    """Describe every tensor of ``named`` that does not fit, and every one that is missing."""
+    tensors = dict(named)
+    counts = Counter(name for name, _ in named)
+
+    faults = [f"missing {name}" for name in parameters if name not in tensors]
+    faults += [f"unknown {name}" for name in tensors if name not in parameters]
+    faults += [f"repeated {name}" for name, count in counts.items() if count > 1]
+    for name, parameter in parameters.items():
+        if name in tensors and tensors[name].shape != parameter.shape:
+            shape = list(tensors[name].shape)
+            faults.append(f"shape of {name} is {shape}, not {list(parameter.shape)}")
+    return faults

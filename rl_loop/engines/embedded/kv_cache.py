@@ -1,11 +1,13 @@
-"""A cache of keys and values with one row per sequence, and attention over it for a flat batch of decoding and
-prefilling sequences.
+"""A key/value cache with one row per sequence, and attention of a flat batch over it.
 
-The model's linear layers see one row of tokens without padding; only attention knows which token belongs to which
-sequence. It reaches a transformers model through the public attention registry: ``model.set_attn_implementation``
-with ``ATTENTION_NAME``, and a ``StepLayout`` passed to the model's forward as the keyword ``layout``."""
+The model's linear layers see one row of tokens without padding, in which decoding sequences (one
+token each) and prefilling ones (many tokens each) follow each other. Only attention knows which
+token belongs to which sequence. It reaches a transformers model through the public attention
+registry: ``model.set_attn_implementation(ATTENTION_NAME)``, and a ``StepLayout`` passed to the
+model's forward as the keyword ``layout``.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,71 +18,126 @@ from transformers import GptOssConfig
 
 ATTENTION_NAME = "rl_loop_row_cache"
 
-# queries of a prefill that are attended at a time; bounds the score matrix
 QUERY_CHUNK = 512
-
+"""Queries of a prefill that are attended at a time; bounds the score matrix."""
+MIN_CAPACITY = 128
+"""Positions that a row has from the first token on."""
 NO_WINDOW = 1 << 40
+"""Window of a full-attention layer: more than any text has tokens."""
 
 
 class RowCache:
-    """``rows`` sequences, position p of a sequence at index p of its row.
+    """Keys, values and routes of ``rows`` sequences: position p is at index p of a row.
 
-    Running sequences have the first rows, so that a decoding step reads them without a copy. The rows behind them hold
-    finished ones, ``tokens[row]``, for turns that continue them. The capacity grows in powers of two."""
+    Running sequences have the first rows, so that a decoding step reads them without a copy. The
+    rows behind them keep finished sequences (``tokens[row]``) for turns that continue them. The
+    capacity grows in powers of two.
+    """
 
-    def __init__(self, config: GptOssConfig, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        layers, heads, size = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        self.keys_values = torch.zeros(layers, 2, rows, heads, 0, size, dtype=dtype, device=device)
-        self.routes = torch.zeros(rows, 0, layers, config.num_experts_per_tok, dtype=torch.int16, device=device)
-        # of finished sequences; empty where nothing is kept and for those that run
+    def __init__(
+        self,
+        config: GptOssConfig,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        layers = config.num_hidden_layers
+        kv_heads = config.num_key_value_heads
+
+        # Both begin with room for no token at all and grow with the first step.
+        self.keys_values = torch.zeros(
+            (layers, 2, rows, kv_heads, 0, config.head_dim),
+            dtype=dtype,
+            device=device,
+        )
+        """[layers, key or value, rows, kv_heads, capacity, head_size]."""
+        self.routes = torch.zeros(
+            (rows, 0, layers, config.num_experts_per_tok),
+            dtype=torch.int16,
+            device=device,
+        )
+        """Experts chosen for each token: int16 [rows, capacity, layers, top_k]."""
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self._used = [0] * rows  # larger is later
+        """Tokens of finished sequences; empty for running ones and where nothing is kept."""
+        self._last_used = [0] * rows  # a counter, not a time: larger is later
 
     def reserve(self, length: int) -> None:
         """Make room for sequences of ``length`` tokens; what is cached stays."""
         capacity = self.routes.shape[1]
-        if length > capacity:
-            more = max(128, 1 << (length - 1).bit_length()) - capacity
-            self.keys_values = functional.pad(self.keys_values, (0, 0, 0, more))
-            self.routes = functional.pad(self.routes, (0, 0, 0, 0, 0, more))
+        if length <= capacity:
+            return
+
+        # Doubling keeps the number of copies of the cache logarithmic in the longest sequence.
+        power_of_two = 1 << (length - 1).bit_length()
+        added = max(MIN_CAPACITY, power_of_two) - capacity
+        self.keys_values = functional.pad(self.keys_values, (0, 0, 0, added))
+        self.routes = functional.pad(self.routes, (0, 0, 0, 0, 0, added))
 
     def write(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
     ) -> None:
-        """Store key and value [kv_heads, tokens, head_size] of one layer; rows, positions: [tokens]."""
-        for part, new in enumerate((key, value)):
-            self.keys_values[layer, part][rows, :, positions] = new.transpose(0, 1)
+        """Store key and value [kv_heads, tokens, head_size] of one layer.
+
+        ``rows`` and ``positions`` [tokens] say where each token goes.
+        """
+        self.keys_values[layer, 0][rows, :, positions] = key.transpose(0, 1)
+        self.keys_values[layer, 1][rows, :, positions] = value.transpose(0, 1)
 
     def begin(self, row: int, source: int, length: int) -> None:
-        """Give ``row``, the first behind the running ones, to a sequence whose first ``length`` tokens are those of row
-        ``source``. What it replaces is the row itself, if all of it goes on, or else the oldest finished sequence."""
-        replaced = source
-        if source < row or len(self.tokens[source]) > length:
-            replaced = min(range(row, len(self._used)), key=lambda r: self._used[r])
-            self.keys_values[:, :, replaced, :, :length] = self.keys_values[:, :, source, :, :length]
+        """Give ``row``, the first behind the running ones, to a new sequence.
+
+        The first ``length`` tokens of that sequence are those of row ``source``.
+        """
+        continues_source = source >= row and len(self.tokens[source]) <= length
+        if continues_source:
+            # The finished sequence goes on as a whole: its row is taken over without a copy.
+            replaced = source
+        else:
+            # Some of the source has to stay, for its own sequence or for another turn: the prefix
+            # is copied over the finished sequence that was used longest ago.
+            replaced = min(range(row, len(self._last_used)), key=lambda r: self._last_used[r])
+            prefix = self.keys_values[:, :, source, :, :length]
+            self.keys_values[:, :, replaced, :, :length] = prefix
             self.routes[replaced, :length] = self.routes[source, :length]
-        self._swap(replaced, row, max(length, len(self.tokens[row])))
+
+        self._swap(replaced, row, length=max(length, len(self.tokens[row])))
         self.tokens[row] = []
 
-    def finish(self, row: int, tokens: list[int], last: int, last_length: int) -> None:
-        """Keep ``tokens``, whose sequence ran in ``row``; the sequence of the ``last`` running row takes its place."""
+    def finish(self, row: int, tokens: list[int], last_row: int, last_length: int) -> None:
+        """Keep ``tokens``, whose sequence ran in ``row``, and close the gap that it leaves.
+
+        The sequence in ``last_row``, the last running one, moves to ``row``; it has
+        ``last_length`` cached tokens.
+        """
         self.tokens[row] = tokens
-        self._used[row] = max(self._used) + 1
-        self._swap(row, last, max(len(tokens), last_length))
+        self._last_used[row] = max(self._last_used) + 1
+        self._swap(row, last_row, length=max(len(tokens), last_length))
 
     def _swap(self, a: int, b: int, length: int) -> None:
-        if a != b:
-            self.keys_values[:, :, [a, b], :, :length] = self.keys_values[:, :, [b, a], :, :length]
-            self.routes[[a, b], :length] = self.routes[[b, a], :length]
-            self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
-            self._used[a], self._used[b] = self._used[b], self._used[a]
+        """Exchange two rows, of which the first ``length`` positions are in use."""
+        if a == b:
+            return
+        # Indexing with a list copies, so the right side is read in full before the left is written.
+        self.keys_values[:, :, [a, b], :, :length] = self.keys_values[:, :, [b, a], :, :length]
+        self.routes[[a, b], :length] = self.routes[[b, a], :length]
+        self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
+        self._last_used[a], self._last_used[b] = self._last_used[b], self._last_used[a]
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], longer_than: int = 0) -> int:
-    """How many leading tokens a and b share; 0 if they are not more than ``longer_than``."""
+    """Return how many leading tokens a and b share; 0 if not more than ``longer_than``."""
     shortest = min(len(a), len(b))
-    # the one token that would make the prefix longer comes first, because it rules most candidates out
-    if shortest <= longer_than or a[longer_than] != b[longer_than] or a[:longer_than] != b[:longer_than]:
+    if shortest <= longer_than:
+        return 0
+
+    # The one token that would make the prefix longer is compared first, because it rules out most
+    # candidates.
+    if a[longer_than] != b[longer_than] or a[:longer_than] != b[:longer_than]:
         return 0
     if a[:shortest] == b[:shortest]:
         return shortest
@@ -89,49 +146,83 @@ def common_prefix(a: Sequence[int], b: Sequence[int], longer_than: int = 0) -> i
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive new tokens of one sequence: ``length`` of them from ``first`` in the flat input."""
+    """Consecutive new tokens of one sequence in the flat input of a step."""
 
     first: int
+    """Index of the first of them in the flat input."""
     length: int
-    past: int  # tokens of the sequence that are in the cache already
-    row: int  # of the cache, if there is one
+    """How many there are."""
+    past: int
+    """Tokens of the sequence that are in the cache already."""
+    row: int
+    """The sequence's row in the cache, if there is a cache."""
+
+
+@dataclass(frozen=True)
+class VisibleKeys:
+    """Which cached keys a group of queries looks at."""
+
+    positions: slice
+    """Positions that at least one of the queries sees."""
+    masked: torch.Tensor
+    """bool [queries, positions], True where a query does not see a key."""
 
 
 class StepLayout:
-    """How the flat tokens of one forward pass map to sequences.
+    """Maps the flat tokens of one forward pass to sequences.
 
-    Tokens ``[0, len(decoding))`` decode: token i is the one new token of cache row i, at position ``decoding[i]`` of
-    its sequence. The segments follow. Without a cache nothing is read or written."""
+    Tokens ``[0, len(decoding))`` decode: token i is the one new token of cache row i, at position
+    ``decoding[i]`` of its sequence. The segments follow. Without a cache nothing is read or
+    written.
+    """
 
     def __init__(
-        self, decoding: list[int], segments: list[Segment], cache: RowCache | None, device: torch.device
+        self,
+        decoding: list[int],
+        segments: list[Segment],
+        cache: RowCache | None,
+        device: torch.device,
     ) -> None:
-        self.decoding, self.segments, self.cache = decoding, segments, cache
-        positions, rows = list(decoding), list(range(len(decoding)))
+        self.decoding = decoding
+        self.segments = segments
+        self.cache = cache
+
+        positions = list(decoding)
+        rows = list(range(len(decoding)))
         for segment in segments:
             positions += range(segment.past, segment.past + segment.length)
             rows += [segment.row] * segment.length
         self.positions = torch.tensor(positions, device=device)
+        """Position of each token in its sequence, [tokens]."""
         self.rows = torch.tensor(rows, device=device)
-        self._hidden: dict[int, tuple[slice, torch.Tensor]] = {}
+        """Cache row of each token, [tokens]."""
+        self._decoding_keys: dict[int, VisibleKeys] = {}
 
-    def decoding_keys(self, window: int) -> tuple[slice, torch.Tensor]:
-        """Which cached positions the decoding rows look at, and bool [rows, 1, 1, positions]: which they do not see."""
-        if window not in self._hidden:
-            seen = slice(max(0, min(self.decoding) - window + 1), max(self.decoding) + 1)
-            hidden = _hidden(self.positions[: len(self.decoding)], seen, window)
-            self._hidden[window] = seen, hidden[:, None, None]
-        return self._hidden[window]
+    def decoding_keys(self, window: int) -> VisibleKeys:
+        """Return which cached keys the decoding rows look at; the same for all layers of a window."""
+        if window not in self._decoding_keys:
+            # One slice for all rows, so that keys are read without a gather; what is not in a
+            # row's own window is masked.
+            first = max(0, min(self.decoding) - window + 1)
+            keys = slice(first, max(self.decoding) + 1)
+            queries = self.positions[: len(self.decoding)]
+            self._decoding_keys[window] = _visible_keys(queries, keys, window)
+        return self._decoding_keys[window]
 
     def last_tokens(self) -> list[int]:
-        """Index in the flat input of every sequence's last token: decoding rows first, then the segments."""
-        return [*range(len(self.decoding)), *(segment.first + segment.length - 1 for segment in self.segments)]
+        """Return where each sequence's last token is in the flat input: decoding rows first."""
+        last_of_segments = [segment.first + segment.length - 1 for segment in self.segments]
+        return [*range(len(self.decoding)), *last_of_segments]
 
 
-def _hidden(positions: torch.Tensor, keys: slice, window: int) -> torch.Tensor:
-    """bool [len(positions), keys]: the keys after a position, and those before its window."""
-    key = torch.arange(keys.start, keys.stop, device=positions.device)
-    return (key > positions[:, None]) | (key <= positions[:, None] - window)
+def _visible_keys(queries: torch.Tensor, keys: slice, window: int) -> VisibleKeys:
+    """Mask the keys after each query and those before its window.
+
+    ``queries`` [queries] and ``keys`` are positions in one sequence.
+    """
+    key = torch.arange(keys.start, keys.stop, device=queries.device)
+    query = queries[:, None]
+    return VisibleKeys(keys, masked=(key > query) | (key <= query - window))
 
 
 def row_cache_attention(
@@ -147,47 +238,150 @@ def row_cache_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, heads, tokens, head_size], key and value [1, kv_heads, tokens, head_size], s_aux [heads] (the sinks).
+    """Attend each token to its own sequence, as transformers' attention interface asks for it.
 
-    Returns [1, tokens, heads, head_size]. ``attention_mask`` is ignored: the layout says it all."""
-    heads, tokens, size = query.shape[1:]
-    kv_heads, window, cache = key.shape[1], sliding_window or NO_WINDOW, layout.cache
+    Args:
+        module: the attention layer.
+        query: [1, heads, tokens, head_size]; key and value: [1, kv_heads, tokens, head_size].
+        attention_mask: ignored; the layout says it all.
+        scaling: factor of the scores.
+        s_aux: [heads], the attention sinks.
+        layout: which token belongs where.
+        sliding_window: tokens that a query sees, itself included; None for all before it.
+
+    Returns:
+        [1, tokens, heads, head_size], and None in place of attention weights.
+    """
+    heads, tokens, head_size = query.shape[1:]
+    kv_heads = key.shape[1]
+    window = sliding_window or NO_WINDOW
+    cache = layout.cache
+
+    # Grouped-query attention: query heads are grouped by the key/value head that they share.
+    grouped = (query[0] * scaling).view(kv_heads, -1, tokens, head_size)
     sinks = s_aux.view(kv_heads, -1, 1)
-    grouped = (query[0] * scaling).view(kv_heads, -1, tokens, size)  # [kv_heads, heads of each, tokens, head_size]
-    output = query.new_empty(tokens, heads, size)
+    output = query.new_empty(tokens, heads, head_size)
+
+    cached: torch.Tensor | None = None
     if cache is not None:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
+        # Before anything is read: a token sees its own key too.
         cache.write(layer, key[0], value[0], layout.rows, layout.positions)
-        if rows := len(layout.decoding):
-            seen, hidden = layout.decoding_keys(window)
-            keys, values = cache.keys_values[layer, :, :rows, :, seen]
-            scores = grouped[:, :, :rows].permute(2, 0, 1, 3) @ keys.transpose(-1, -2)
-            output[:rows] = (_sink_softmax(scores, hidden, sinks) @ values).view(rows, heads, size)
+        cached = cache.keys_values[layer]
+        if layout.decoding:
+            rows = len(layout.decoding)
+            output[:rows] = _attend_decoding(grouped[:, :, :rows], cached, sinks, layout, window)
+
     for segment in layout.segments:
-        if cache is not None and segment.past:
-            keys, values = cache.keys_values[layer, :, segment.row]
+        if cached is not None and segment.past:
+            keys, values = cached[:, segment.row]
         else:
-            own = slice(segment.first, segment.first + segment.length)
-            keys, values = key[0, :, own], value[0, :, own]
-        for start in range(0, segment.length, QUERY_CHUNK):
-            count = min(QUERY_CHUNK, segment.length - start)
-            at = slice(segment.first + start, segment.first + start + count)
-            first = segment.past + start
-            seen = slice(max(0, first - window + 1), first + count)
-            queries = grouped[:, :, at].reshape(kv_heads, -1, size)
-            scores = (queries @ keys[:, seen].transpose(-1, -2)).view(kv_heads, -1, count, seen.stop - seen.start)
-            weights = _sink_softmax(scores, _hidden(layout.positions[at], seen, window), sinks[..., None])
-            attended = weights.reshape(kv_heads, -1, seen.stop - seen.start) @ values[:, seen]
-            output[at] = attended.view(heads, count, size).transpose(0, 1)
+            # Nothing of this sequence was cached before: the new tokens are all that it has.
+            new_tokens = slice(segment.first, segment.first + segment.length)
+            keys = key[0, :, new_tokens]
+            values = value[0, :, new_tokens]
+
+        for chunk, visible in _query_chunks(segment, layout, window):
+            output[chunk] = _attend_prefill(grouped[:, :, chunk], keys, values, sinks, visible)
+
     return output[None], None
 
 
-def _sink_softmax(scores: torch.Tensor, hidden: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Softmax over the last dimension with one more logit per head, the sink, that has no value.
+def _query_chunks(
+    segment: Segment,
+    layout: StepLayout,
+    window: int,
+) -> Iterator[tuple[slice, VisibleKeys]]:
+    """Cut a segment into chunks of queries: where they are in the flat input, and their keys."""
+    for start in range(0, segment.length, QUERY_CHUNK):
+        count = min(QUERY_CHUNK, segment.length - start)
+        chunk = slice(segment.first + start, segment.first + start + count)
 
-    ``hidden`` (bool) and ``sinks``, with its last dimension 1, broadcast against ``scores`` [..., keys]. Halves are
-    summed in fp32."""
-    wide = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
-    wide = wide.masked_fill(hidden, float("-inf"))
-    combined = torch.cat([wide, sinks.to(wide.dtype).expand(*wide.shape[:-1], 1)], dim=-1)
+        # From the first key in the first query's window to the last query itself: for a window
+        # layer that is much less than the whole prefix.
+        position = segment.past + start
+        keys = slice(max(0, position - window + 1), position + count)
+        yield chunk, _visible_keys(layout.positions[chunk], keys, window)
+
+
+def _attend_decoding(
+    queries: torch.Tensor,
+    cached: torch.Tensor,
+    sinks: torch.Tensor,
+    layout: StepLayout,
+    window: int,
+) -> torch.Tensor:
+    """Attend one new token of each decoding row to that row of the cache.
+
+    Args:
+        queries: [kv_heads, heads per kv head, rows, head_size], scaled.
+        cached: keys and values of one layer, [2, rows, kv_heads, capacity, head_size].
+        sinks: [kv_heads, heads per kv head, 1].
+        layout: of the step.
+        window: tokens that a query sees, itself included.
+
+    Returns:
+        [rows, heads, head_size].
+    """
+    rows, head_size = queries.shape[2:]
+    visible = layout.decoding_keys(window)
+    keys, values = cached[:, :rows, :, visible.positions]
+
+    # One small matrix product per row and key/value head.
+    scores = queries.permute(2, 0, 1, 3) @ keys.transpose(-1, -2)
+    weights = _sink_softmax(scores, visible.masked[:, None, None], sinks)
+    return (weights @ values).view(rows, -1, head_size)
+
+
+def _attend_prefill(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: torch.Tensor,
+    visible: VisibleKeys,
+) -> torch.Tensor:
+    """Attend consecutive new tokens of one sequence to its keys.
+
+    Args:
+        queries: [kv_heads, heads per kv head, count, head_size], scaled.
+        keys: [kv_heads, positions, head_size], from position 0 on; so are ``values``.
+        values: see ``keys``.
+        sinks: [kv_heads, heads per kv head, 1].
+        visible: the keys that these queries see.
+
+    Returns:
+        [count, heads, head_size].
+    """
+    kv_heads, _, count, head_size = queries.shape
+    keys = keys[:, visible.positions]
+    values = values[:, visible.positions]
+    key_count = keys.shape[1]
+
+    # One matrix product per key/value head: its query heads are stacked along the rows.
+    scores = queries.reshape(kv_heads, -1, head_size) @ keys.transpose(-1, -2)
+    scores = scores.view(kv_heads, -1, count, key_count)
+    weights = _sink_softmax(scores, visible.masked, sinks[..., None])
+    attended = weights.reshape(kv_heads, -1, key_count) @ values
+    return attended.view(-1, count, head_size).transpose(0, 1)
+
+
+def _sink_softmax(scores: torch.Tensor, masked: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Softmax over the keys and the sink, one more logit per head that has no value.
+
+    Args:
+        scores: [..., keys]; bf16 and fp16 are summed in fp32.
+        masked: bool, broadcasts against ``scores``.
+        sinks: broadcasts against ``scores``; its last dimension is 1.
+
+    Returns:
+        [..., keys] in the dtype of ``scores``; a row sums to less than 1.
+    """
+    wide = scores
+    if scores.dtype in (torch.bfloat16, torch.float16):
+        wide = scores.float()
+
+    # The sink takes part in the sum of the softmax and is then cut off: it has no value to weigh.
+    wide = wide.masked_fill(masked, float("-inf"))
+    sink_column = sinks.to(wide.dtype).expand(*wide.shape[:-1], 1)
+    combined = torch.cat([wide, sink_column], dim=-1)
     return torch.softmax(combined, dim=-1)[..., :-1].to(scores.dtype)

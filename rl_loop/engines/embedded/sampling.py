@@ -4,35 +4,66 @@ import torch
 
 
 def sampling_log_probs(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Natural log of the softmax at each row's temperature, in fp32 or better; temperature 0 counts as 1.
+    """Compute the log-softmax at each row's temperature, in fp32, or fp64 if the logits are.
 
-    logits: [rows, vocab_size]; temperatures: [rows]; returns [rows, vocab_size]."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    Args:
+        logits: [rows, vocab_size].
+        temperatures: [rows]; 0 (greedy) counts as 1.
+
+    Returns:
+        [rows, vocab_size], natural logs.
+    """
+    if logits.dtype != torch.float64:
+        logits = logits.float()
     scale = torch.where(temperatures == 0, 1.0, temperatures).to(logits.dtype)
     return torch.log_softmax(logits / scale[:, None], dim=-1)
 
 
-def sample(log_probs: torch.Tensor, uniforms: torch.Tensor, greedy: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    """One token per row by inverting the cumulative distribution at a uniform number.
+def sample(
+    log_probs: torch.Tensor,
+    uniforms: torch.Tensor,
+    greedy: torch.Tensor,
+    top_ps: torch.Tensor,
+) -> torch.Tensor:
+    """Sample one token per row by inverting the cumulative distribution at a uniform number.
 
-    One number per token, drawn by the request's own generator, makes a continuation independent of the batch.
+    A request draws one number per token from its own generator, so its continuation does not
+    depend on what it is batched with.
 
-    log_probs: [rows, vocab_size]; uniforms: fp64 [rows] in [0, 1); greedy: bool [rows]; top_ps: [rows].
-    Returns int64 [rows]."""
+    Args:
+        log_probs: [rows, vocab_size].
+        uniforms: fp64 [rows] in [0, 1).
+        greedy: bool [rows]; such rows take the most likely token.
+        top_ps: [rows].
+
+    Returns:
+        int64 [rows], the token ids.
+    """
+    # In fp64, or the cumulative sum over 200,000 tokens would lose the unlikely ones.
     probs = log_probs.double().exp()
-    tokens = _invert(probs, uniforms)
-    (nucleus,) = torch.nonzero(top_ps < 1, as_tuple=True)
-    if len(nucleus):
-        ordered, order = probs[nucleus].sort(dim=-1, descending=True, stable=True)
-        # the smallest set whose mass reaches top_p: a token belongs if the mass before it does not
-        before = ordered.cumsum(-1) - ordered
-        kept = ordered * (before < top_ps[nucleus, None])
-        tokens[nucleus] = order.gather(1, _invert(kept, uniforms[nucleus])[:, None])[:, 0]
+    tokens = _invert_cumulative(probs, uniforms)
+
+    (nucleus_rows,) = torch.nonzero(top_ps < 1, as_tuple=True)
+    if len(nucleus_rows):
+        # Stable, so that ties fall the same way in every batch.
+        ordered, order = probs[nucleus_rows].sort(dim=-1, descending=True, stable=True)
+        # The nucleus is the smallest set whose mass reaches top_p: a token belongs to it if the mass
+        # of all likelier tokens does not reach top_p yet.
+        mass_before = ordered.cumsum(-1) - ordered
+        nucleus = ordered * (mass_before < top_ps[nucleus_rows, None])
+        places = _invert_cumulative(nucleus, uniforms[nucleus_rows])
+        tokens[nucleus_rows] = order.gather(1, places[:, None])[:, 0]
+
     return torch.where(greedy, log_probs.argmax(-1), tokens)
 
 
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The index in which each row's cumulative weight passes ``uniform * total``; weights need not sum to 1."""
+def _invert_cumulative(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return, per row, the index where the cumulative weight passes ``uniform * total``.
+
+    ``weights`` [rows, n] need not sum to 1. ``uniforms`` [rows]. Returns int64 [rows].
+    """
     cumulative = weights.cumsum(-1)
-    found = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    return found.clamp_(max=weights.shape[-1] - 1)
+    targets = uniforms[:, None] * cumulative[:, -1:]
+    indices = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    # Rounding may leave the target at the total, which no index passes.
+    return indices.clamp_(max=weights.shape[-1] - 1)

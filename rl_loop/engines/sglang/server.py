@@ -1,10 +1,13 @@
-"""One SGLang server: its process, its health and whether it holds the policy. ``sglang_fleet`` makes Ray actors of it.
+"""One SGLang server: its process, its health and whether it holds the policy.
+
+``fleet`` makes Ray actors of ``SglangServer``.
 
     DEAD -> STARTING -> STALE -> SYNCED
-      ^________|__________|________|      the process ended, was silent or did not finish taking weights
+      ^________|__________|________|    the process ended, was silent or did not finish a sync
 
-Only a SYNCED server serves. A process that is started again is another *incarnation*: what was known about the one
-before, such as its weights, does not hold for it."""
+Only a SYNCED server serves. A process that is started again is another *incarnation*: what was known
+about the one before, such as its weights, does not hold for it.
+"""
 
 import asyncio
 import logging
@@ -24,9 +27,13 @@ from rl_loop.engines.sglang.config import Command
 
 logger = logging.getLogger(__name__)
 
-# starts that failed one after the other, after which a server is given up
 MAX_FAILURES = 5
-MAX_BACK_OFF = 60.0  # seconds
+"""Starts that failed one after the other, after which a server is given up."""
+MAX_BACK_OFF = 60.0
+"""Longest pause in seconds before another start; the pause doubles with each failure."""
+LOG_BYTES = 2000
+LOG_LINES = 3
+"""How much of the end of a server's log an error quotes."""
 
 
 class ServerState(StrEnum):
@@ -38,14 +45,18 @@ class ServerState(StrEnum):
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """``incarnation`` is another for every process; ``version``: of the weights if SYNCED; ``fault``: how it ended."""
+    """What is known of a server at one moment."""
 
     url: str
     state: ServerState
     incarnation: int = 0
+    """Another one for every process."""
     version: int | None = None
+    """Of the weights, if SYNCED."""
     fault: str = ""
+    """How the last process ended, if one did."""
     given_up: bool = False
+    """Whether it failed too often to be started again."""
 
     @property
     def healthy(self) -> bool:
@@ -53,36 +64,63 @@ class ServerStatus:
 
 
 class SglangServer:
-    """Keeps one server process alive. All methods run on one event loop and return at once, except ``stop``.
+    """Keeps one server process alive.
 
-    ``env`` is added to this process's own; what the server prints goes to ``log``. ``start_seconds``: until
-    then it must be healthy. ``health_seconds``: between two checks, and the time for one."""
+    All methods run on one event loop and return at once, except ``stop``.
+    """
 
     def __init__(
-        self, command: Command, env: dict[str, str], log: Path, start_seconds: float = 1200, health_seconds: float = 30
+        self,
+        command: Command,
+        env: dict[str, str],
+        log: Path,
+        start_seconds: float = 1200,
+        health_seconds: float = 30,
     ) -> None:
-        self._command, self._log = command, log
-        own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        self._environment = own | env
-        self._start_seconds, self._health_seconds = start_seconds, health_seconds
+        """Prepare a server; the first call of ``status`` starts it.
+
+        Args:
+            command: (host, port) -> the argument vector of the process.
+            env: environment variables besides those of this process.
+            log: file that gets what the server prints.
+            start_seconds: the process must be healthy within this time.
+            health_seconds: time between two health checks, and longest that one may take.
+        """
+        self._command = command
+        self._log = log
+        self._start_seconds = start_seconds
+        self._health_seconds = health_seconds
+
+        # The server may run in another Python environment, whose packages ours would hide.
+        self._environment = {
+            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+        } | env
+
         self._status = ServerStatus("", ServerState.DEAD)
         self._syncing = False
         self._process: subprocess.Popen[bytes] | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
     async def status(self) -> ServerStatus:
-        """The first call starts the server."""
+        """Return the state of the server. The first call starts it."""
         if self._supervisor is None:
             self._supervisor = asyncio.create_task(self._supervise())
+
+        # The supervisor ends by itself only after giving the server up. An exception in it is a
+        # fault of ours, and since nobody awaits the task it is raised here.
         if self._supervisor.done() and not self._supervisor.cancelled():
-            # It ends by itself only after giving the server up; an exception is a fault of ours, and nobody awaits it.
             self._supervisor.result()
-        if self._status.healthy and not self._running():
-            return replace(self._status, state=ServerState.DEAD, version=None)  # before the supervisor has noticed
+
+        # The process may have ended and the supervisor not have noticed yet.
+        if self._status.healthy and not self._is_running():
+            return replace(self._status, state=ServerState.DEAD, version=None)
         return self._status
 
     async def begin_sync(self, incarnation: int) -> bool:
-        """From now on its weights are in doubt. False if it is no longer that incarnation."""
+        """Take the server out of service: from now on its weights are in doubt.
+
+        Returns False if it is no longer that incarnation.
+        """
         if not self._is_alive(incarnation):
             return False
         self._syncing = True  # a paused server answers no health check
@@ -90,7 +128,10 @@ class SglangServer:
         return True
 
     async def end_sync(self, incarnation: int, version: int | None) -> None:
-        """It holds weights ``version``; None: nobody knows what it holds, and it is started anew."""
+        """Put the server back into service with weights ``version``.
+
+        None: nobody knows what it holds, and its process is started anew.
+        """
         if not self._is_alive(incarnation):
             return
         self._syncing = False
@@ -101,6 +142,7 @@ class SglangServer:
             self._change(state=ServerState.SYNCED, version=version)
 
     async def stop(self) -> None:
+        """End the process for good."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             with suppress(asyncio.CancelledError):
@@ -108,23 +150,35 @@ class SglangServer:
         self._kill()
 
     def _is_alive(self, incarnation: int) -> bool:
-        return self._status.healthy and self._status.incarnation == incarnation and self._running()
+        is_same = self._status.incarnation == incarnation
+        return is_same and self._status.healthy and self._is_running()
 
-    def _running(self) -> bool:
+    def _is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def _change(self, **fields: Any) -> None:
         self._status = replace(self._status, **fields)
 
     async def _supervise(self) -> None:
+        """Run one process after another, with growing pauses, until the server is given up."""
         failures = 0
         while True:
-            fault = await self._one_incarnation()
-            failures = 1 if self._status.healthy else failures + 1
-            self._kill()
-            fault = self._status.fault or fault
+            fault = await self._run_once()
+
+            # A process that became healthy ends the series of failed starts.
+            if self._status.healthy:
+                failures = 0
+            failures += 1
             given_up = failures >= MAX_FAILURES
-            self._change(state=ServerState.DEAD, version=None, fault=f"{fault}{self._tail()}", given_up=given_up)
+
+            self._kill()
+            fault = self._status.fault or fault  # end_sync knows better why it ended
+            self._change(
+                state=ServerState.DEAD,
+                version=None,
+                fault=f"{fault}{self._log_tail()}",
+                given_up=given_up,
+            )
             if given_up:
                 logger.error("SGLang server %s is given up: %s", self._status.url, self._status.fault)
                 return
@@ -135,57 +189,90 @@ class SglangServer:
             )
             await asyncio.sleep(back_off)
 
-    async def _one_incarnation(self) -> str:
-        """Run a process until it fails; returns how it did."""
+    async def _run_once(self) -> str:
+        """Run a process until it fails; return how it did."""
         host, port = free_address()
         url = f"http://{host}:{port}"
-        client, command = SglangClient(url), self._command(host, port)
+        client = SglangClient(url)
+        command = self._command(host, port)
         self._syncing = False
-        self._status = ServerStatus(url, ServerState.STARTING, time.time_ns())
+        self._status = ServerStatus(url, ServerState.STARTING, incarnation=time.time_ns())
+
         try:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            with self._log.open("ab") as log:
-                options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-                options |= {"env": self._environment, "preexec_fn": end_with_parent}
-                self._process = subprocess.Popen(command, **options)
-            deadline = asyncio.get_running_loop().time() + self._start_seconds
-            while not await client.healthy(self._health_seconds):
-                if not self._running():
-                    return f"the process ended with status {self._process.returncode} while it started"
-                if asyncio.get_running_loop().time() > deadline:
-                    return f"not healthy within {self._start_seconds:.0f} seconds"
-                await asyncio.sleep(min(1.0, self._health_seconds / 4))
+            self._process = self._start_process(command)
+            fault = await self._wait_until_healthy(client, self._process)
+            if fault is not None:
+                return fault
             self._change(state=ServerState.STALE)
-            return await self._until_failure(client)
+            return await self._watch_health(client, self._process)
         except OSError as error:
             return f"{command[0]}: {error}"
         finally:
             await client.close()
 
-    async def _until_failure(self, client: SglangClient) -> str:
+    def _start_process(self, command: list[str]) -> subprocess.Popen[bytes]:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                # A process group of its own, which _kill ends with all of SGLang's helpers.
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+
+    async def _wait_until_healthy(
+        self,
+        client: SglangClient,
+        process: subprocess.Popen[bytes],
+    ) -> str | None:
+        """Return None once the server is healthy, or why it will not be."""
         loop = asyncio.get_running_loop()
-        checked = loop.time()
-        while self._running():
+        deadline = loop.time() + self._start_seconds
+        while not await client.healthy(self._health_seconds):
+            if process.poll() is not None:
+                return f"the process ended with status {process.returncode} while it started"
+            if loop.time() > deadline:
+                return f"not healthy within {self._start_seconds:.0f} seconds"
+            await asyncio.sleep(min(1.0, self._health_seconds / 4))
+        return None
+
+    async def _watch_health(
+        self,
+        client: SglangClient,
+        process: subprocess.Popen[bytes],
+    ) -> str:
+        """Check the server's health for as long as it lasts; return what ended it."""
+        loop = asyncio.get_running_loop()
+        checked_at = loop.time()
+        while process.poll() is None:
             await asyncio.sleep(min(0.2, self._health_seconds))
-            if self._syncing or loop.time() < checked + self._health_seconds:
+            if self._syncing or loop.time() < checked_at + self._health_seconds:
                 continue
-            if not await client.healthy(self._health_seconds) and not self._syncing:
+
+            # A sync may have begun, and paused the server, while it was asked.
+            healthy = await client.healthy(self._health_seconds)
+            if not healthy and not self._syncing:
                 return f"no answer to a health check within {self._health_seconds:.0f} seconds"
-            checked = loop.time()
-        return f"the process ended with status {self._process.returncode if self._process else None}"
+            checked_at = loop.time()
+        return f"the process ended with status {process.returncode}"
 
     def _kill(self) -> None:
+        """End the process and all that it started."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def _tail(self) -> str:
-        """The end of the log, for people."""
+    def _log_tail(self) -> str:
+        """Quote the end of the log, for the person who reads the error."""
         try:
             with self._log.open("rb") as log:
-                log.seek(max(0, self._log.stat().st_size - 2000))
-                lines = log.read().decode(errors="replace").strip().splitlines()[-3:]
+                log.seek(max(0, self._log.stat().st_size - LOG_BYTES))
+                text = log.read().decode(errors="replace")
         except OSError:
             return ""
+        lines = text.strip().splitlines()[-LOG_LINES:]
         return f"; {self._log} ends with: {' | '.join(lines)}"

@@ -1,161 +1,197 @@
 """Whether SGLang servers hold what they were sent: checksums of a sample, taken on both sides.
 
-SGLang's GPT-OSS cannot be asked for a tensor (``/get_weights_by_name`` is an error for this model), but its
-``/weights_checker`` hashes every parameter where it lies: QKV in one, experts output-major, biases of experts in fp32,
-each rank its own shard. Here the same numbers come from Hugging Face tensors as they pass on their way to the servers.
+SGLang's GPT-OSS cannot be asked for a tensor (``/get_weights_by_name`` is an error for this model),
+but its ``/weights_checker`` hashes every parameter as each rank holds it: QKV fused, experts
+output-major, biases of experts in fp32, each rank with its own shard. Here the same hashes are made
+of Hugging Face tensors as they pass on their way to the servers.
 
-Sources: ``srt/models/gpt_oss.py``, ``srt/utils/weight_checker.py`` and ``kernels/ops/memory/gpu_tensor_hash.py`` of
-SGLang 0.5.17."""
+What a server holds follows ``GptOssForCausalLM.load_weights`` in ``srt/models/gpt_oss.py`` of SGLang
+0.5.17, and which parameters are hashed ``WeightChecker._compute_checksum`` in
+``srt/utils/weight_checker.py``. The hash itself is in ``tensor_hash``.
+"""
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from megatron_gptoss.config import ModelConfig
+from rl_loop.engines.sglang.tensor_hash import cpu_hash, gpu_hash
 
-VOCABULARY_PADDING = 64  # SGLang's; padded embeddings are not compared
-SPLIT = {"sinks": 0, "embed_tokens.weight": 0, "lm_head.weight": 0, "o_proj.weight": 1, "w13_weight": 1, "w2_weight": 2}
-SPLIT["w13_weight_bias"] = 1  # the dimension that tensor-parallel ranks share; of others each has all
-PIECE = 1 << 24  # bytes: what a hash works on at a time, or one expert
-TILE = 8192  # words of 32 bits; from here on constants of SGLang's hash on GPUs
-HALVES = ((0x27D4EB2D, 0x243F6A88, 15), (0x165667B1, 0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF, 13))  # factor, seed, turn
-MIX = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1))  # shift, factor
-SPLIT_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+VOCABULARY_PADDING = 64
+"""SGLang pads embeddings to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE`` in
+``srt/layers/vocab_parallel_embedding.py``); padded ones are not compared."""
+SHARDED_DIMENSIONS = {
+    "sinks": 0,
+    "embed_tokens.weight": 0,
+    "lm_head.weight": 0,
+    "o_proj.weight": 1,
+    "w13_weight": 1,
+    "w13_weight_bias": 1,
+    "w2_weight": 2,
+}
+"""The dimension along which tensor-parallel ranks share a parameter, by the end of its name. QKV is
+apart; of all others each rank has everything."""
+LAYER_PARAMETERS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "mlp.router.weight",
+    "mlp.router.bias",
+    "self_attn.sinks",
+    "self_attn.o_proj.weight",
+    "self_attn.o_proj.bias",
+)
+"""Parameters of a layer that have the same name in SGLang and in Hugging Face's checkpoints."""
+EXPERT_PARAMETERS = {
+    "w13_weight": "gate_up_proj",
+    "w13_weight_bias": "gate_up_proj_bias",
+    "w2_weight": "down_proj",
+    "w2_weight_bias": "down_proj_bias",
+}
+"""SGLang's name -> Hugging Face's, behind ``mlp.experts.``."""
 
 
 def sampled_parameters(config: ModelConfig, version: int) -> dict[str, list[str]]:
-    """SGLang's parameters to compare after sync ``version``, and the Hugging Face tensors that each is made of: all of
-    one layer and one outside the layers. Other versions bring all others their turn."""
-    layer = f"model.layers.{version % config.num_layers}"
-    outside = ["model.norm.weight"]
+    """Choose what to compare after sync ``version``: one layer and one parameter outside the layers.
+
+    Returns SGLang's parameters and the Hugging Face tensors that each is made of. Other versions
+    take others, until every parameter had its turn.
+    """
+    outside_layers = ["model.norm.weight"]
     if config.vocab_size % VOCABULARY_PADDING == 0:
-        outside += ["model.embed_tokens.weight", "lm_head.weight"]
-    whole = "input_layernorm.weight post_attention_layernorm.weight mlp.router.weight mlp.router.bias"
-    whole += " self_attn.sinks self_attn.o_proj.weight self_attn.o_proj.bias"
-    names = [outside[version % len(outside)], *(f"{layer}.{name}" for name in whole.split())]
-    parameters = {name: [name] for name in names}
+        outside_layers += ["model.embed_tokens.weight", "lm_head.weight"]
+    chosen = outside_layers[version % len(outside_layers)]
+    parameters = {chosen: [chosen]}
+
+    layer = f"model.layers.{version % config.num_layers}"
+    for suffix in LAYER_PARAMETERS:
+        parameters[f"{layer}.{suffix}"] = [f"{layer}.{suffix}"]
     for kind in ("weight", "bias"):
-        parameters[f"{layer}.self_attn.qkv_proj.{kind}"] = [f"{layer}.self_attn.{x}_proj.{kind}" for x in "qkv"]
-    for name, source in (("w13_weight", "gate_up_proj"), ("w2_weight", "down_proj")):
-        for tail in ("", "_bias"):
-            parameters[f"{layer}.mlp.experts.{name}{tail}"] = [f"{layer}.mlp.experts.{source}{tail}"]
+        fused = f"{layer}.self_attn.qkv_proj.{kind}"
+        parameters[fused] = [f"{layer}.self_attn.{x}_proj.{kind}" for x in "qkv"]
+    for name, source in EXPERT_PARAMETERS.items():
+        parameters[f"{layer}.mlp.experts.{name}"] = [f"{layer}.mlp.experts.{source}"]
     return parameters
 
 
 class WeightSample:
-    """The samples of some versions in one. ``server_info`` is what a server answers to /server_info."""
+    """Hashes the sampled tensors of a sync and compares them with what servers answer."""
 
-    def __init__(self, config: ModelConfig, versions: range, ranks: int, server_info: dict[str, Any]) -> None:
-        self._groups, self._ranks, self._info = config.num_key_value_heads, ranks, server_info
-        self._sources = {name: s for version in versions for name, s in sampled_parameters(config, version).items()}
-        if server_info["ep_size"] > 1 or server_info["enable_dp_attention"]:  # who has what else is not known here
-            self._sources = {name: s for name, s in self._sources.items() if "norm" in name or "router" in name}
-        self._parameters = {source: name for name, sources in self._sources.items() for source in sources}
-        self._passed: dict[str, torch.Tensor] = {}
-        self._expected: dict[str, list[str]] = {}
+    def __init__(
+        self,
+        config: ModelConfig,
+        versions: range,
+        ranks: int,
+        server_info: dict[str, Any],
+    ) -> None:
+        """Choose the sample.
 
-    def watch(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same tensors; those of the sample are hashed as they pass."""
+        Args:
+            config: of the model.
+            versions: the samples of all of these are taken together.
+            ranks: tensor-parallel ranks of each server.
+            server_info: what a server answers to /server_info.
+        """
+        self._kv_heads = config.num_key_value_heads
+        self._ranks = ranks
+        self._info = server_info
+
+        self._sources: dict[str, list[str]] = {}  # SGLang's parameter -> Hugging Face tensors
+        for version in versions:
+            self._sources |= sampled_parameters(config, version)
+        if server_info["ep_size"] > 1 or server_info["enable_dp_attention"]:
+            # Which rank has what of the others is not known here.
+            self._sources = {
+                name: sources for name, sources in self._sources.items() if "norm" in name or "router" in name
+            }
+
+        self._parameters = {  # and back
+            source: name for name, sources in self._sources.items() for source in sources
+        }
+        self._waiting: dict[str, torch.Tensor] = {}  # passed, but others of its parameter have not
+        self._expected: dict[str, list[str]] = {}  # parameter -> checksum of each rank
+
+    def watch(
+        self,
+        named: Iterable[tuple[str, torch.Tensor]],
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same tensors; those of the sample are hashed as they pass."""
         for name, tensor in named:
-            if parameter := self._parameters.get(name):
-                self._passed[name] = tensor
-                sources = self._sources[parameter]
-                if all(source in self._passed for source in sources):
-                    parts = [self._passed.pop(source) for source in sources]
-                    self._expected[parameter] = [self._checksum(parameter, parts, r) for r in range(self._ranks)]
-                    del parts
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                self._waiting[name] = tensor
+                self._hash_if_complete(parameter)
             yield name, tensor
             del tensor  # or it would outlive its bucket
 
+    def _hash_if_complete(self, parameter: str) -> None:
+        sources = self._sources[parameter]
+        if all(source in self._waiting for source in sources):
+            parts = [self._waiting.pop(source) for source in sources]
+            self._expected[parameter] = [self._checksum(parameter, parts, rank) for rank in range(self._ranks)]
+
     def first_difference(self, answer: dict[str, Any]) -> str | None:
-        """Hugging Face tensors that a server with this answer to /weights_checker does not hold as they were sent."""
+        """Name the Hugging Face tensors of the first parameter that a server does not hold as sent.
+
+        ``answer`` is the server's to /weights_checker. Returns None if all are as they were sent.
+        """
         for parameter, expected in self._expected.items():
             for rank in answer["ranks"]:
-                if rank["checksums"].get(parameter) != expected[rank["parallelism_info"]["tp_rank"]]:
+                tp_rank = rank["parallelism_info"]["tp_rank"]
+                if rank["checksums"].get(parameter) != expected[tp_rank]:
                     return ", ".join(self._sources[parameter])
         return None
 
     def _checksum(self, parameter: str, parts: list[torch.Tensor], rank: int) -> str:
-        dtype = getattr(torch, self._info["dtype"])
-        if parameter.endswith("_weight_bias"):
-            dtype = torch.float32
-        elif parameter.endswith("sinks"):
-            dtype = torch.float32 if self._info["attention_backend"] == "trtllm_mha" else torch.bfloat16
-        parts = [part.to(dtype) for part in self._shard(parameter, parts, rank)]
-        return f"{_cpu_hash(parts) if self._info['device'] == 'cpu' else gpu_hash(parts):016x}"
+        dtype = self._dtype(parameter)
+        shard = [part.to(dtype) for part in self._shard(parameter, parts, rank)]
+        hash_parts = cpu_hash if self._info["device"] == "cpu" else gpu_hash
+        return f"{hash_parts(shard):016x}"
 
-    def _shard(self, parameter: str, parts: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """What tensor-parallel ``rank`` holds of ``parameter``: views to be joined along dim 0."""
-        if "qkv_proj" in parameter:  # ranks share key and value heads if they are more
-            shards = [min(self._ranks, heads) for heads in (self._ranks, self._groups, self._groups)]
-            return [part.chunk(n)[rank * n // self._ranks] for part, n in zip(parts, shards, strict=True)]
+    def _dtype(self, parameter: str) -> torch.dtype:
+        """Return the dtype in which SGLang holds a parameter."""
+        if parameter.endswith("_weight_bias"):
+            return torch.float32
+        if parameter.endswith("sinks"):
+            if self._info["attention_backend"] == "trtllm_mha":
+                return torch.float32
+            return torch.bfloat16
+        dtype: torch.dtype = getattr(torch, self._info["dtype"])
+        return dtype
+
+    def _shard(
+        self,
+        parameter: str,
+        parts: list[torch.Tensor],
+        rank: int,
+    ) -> list[torch.Tensor]:
+        """Cut out what tensor-parallel ``rank`` holds: views that are joined along dim 0."""
+        if "qkv_proj" in parameter:
+            return self._shard_qkv(parts, rank)
+
         (part,) = parts
+        # The ranks' outputs of the down projection are added up, so only one rank has its bias.
         if parameter.endswith("w2_weight_bias"):
-            return [torch.zeros_like(part) if rank else part]  # the ranks' outputs are added up
+            return [torch.zeros_like(part) if rank else part]
+
+        # Hugging Face has experts as [experts, inputs, outputs], SGLang as [experts, outputs, inputs].
         if parameter.endswith(("w13_weight", "w2_weight")):
             part = part.mT
-        dim = next((dim for end, dim in SPLIT.items() if parameter.endswith(end)), None)
-        return [part if dim is None else part.chunk(self._ranks, dim)[rank]]
+        for suffix, dimension in SHARDED_DIMENSIONS.items():
+            if parameter.endswith(suffix):
+                return [part.chunk(self._ranks, dimension)[rank]]
+        return [part]
 
+    def _shard_qkv(self, parts: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        """Cut out a rank's heads of Q, K and V.
 
-def _pieces(parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of all parts in order, uint8."""
-    for part in parts:
-        rows = max(1, PIECE * len(part) // part.nbytes)
-        for piece in part.split(rows):
-            yield piece.contiguous().view(-1).view(torch.uint8)
-
-
-def _cpu_hash(parts: list[torch.Tensor]) -> int:
-    digest = hashlib.sha256()
-    for piece in _pieces(parts):
-        digest.update(piece.cpu().numpy())
-    return int.from_bytes(digest.digest()[:8], "big")
-
-
-def gpu_hash(parts: list[torch.Tensor]) -> int:
-    """What SGLang's Triton kernel computes, on any device: per tile two sums of 32 bits, over words mixed with their
-    places; the sum of 64 bits over the tiles is mixed once more."""
-    size, first = -(-sum(part.nbytes for part in parts) // 4) * 4, 0
-    total = torch.zeros((), dtype=torch.int64, device=parts[0].device)
-    for tiles in _tiles(parts):
-        place = torch.arange(first, first + tiles.numel(), dtype=torch.int32, device=tiles.device).view_as(tiles)
-        first += tiles.numel()
-        for factor, seed, turn in HALVES:
-            word = place * factor
-            word += _int32(seed)
-            word ^= (place << turn) | (place >> (32 - turn))
-            word ^= tiles
-            half = _mixed(_mixed(word).sum(1, dtype=torch.int32) ^ _int32(size)).long() & 0xFFFFFFFF
-            total += (half << 32 if factor == HALVES[0][0] else half).sum()
-    value = int(total) & (1 << 64) - 1
-    for shift, factor in SPLIT_MIX:
-        value = (value ^ value >> shift) * factor & (1 << 64) - 1
-    return value
-
-
-def _tiles(parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The words of all parts, int32 [tiles, TILE], in the end the [1, rest], padded to whole words."""
-    rest = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
-    for piece in _pieces(parts):
-        rest = torch.cat([rest, piece])
-        whole = rest.numel() // (4 * TILE) * 4 * TILE
-        yield rest[:whole].view(torch.int32).view(-1, TILE)
-        rest = rest[whole:]
-    if rest.numel():
-        yield torch.cat([rest, rest.new_zeros(-rest.numel() % 4)]).view(torch.int32)[None]
-
-
-def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """The finalizer of MurmurHash3, in place."""
-    for shift, factor in MIX:
-        words ^= (words >> shift) & (1 << 32 - shift) - 1  # >> keeps the sign
-        words *= _int32(factor)
-    return words
-
-
-def _int32(value: int) -> int:
-    """The signed integer with the lowest 32 bits of ``value``."""
-    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+        With more ranks than key/value heads, neighbouring ranks have the same one.
+        """
+        q, k, v = parts
+        kv_shards = min(self._ranks, self._kv_heads)
+        kv_shard = rank * kv_shards // self._ranks
+        return [
+            q.chunk(self._ranks)[rank],
+            k.chunk(kv_shards)[kv_shard],
+            v.chunk(kv_shards)[kv_shard],
+        ]

@@ -3,8 +3,10 @@
     pause by abort -> buckets, names and shapes checked -> compare a sample -> drop the prefix cache
     -> name the new version -> go on
 
-A server is paused all the while, and only the last steps give its weights a version: answers come wholly from before or
-wholly from after. If anything fails, the servers stay paused, and whoever asked must not let them serve."""
+A server is paused all the while, and only the last steps give its weights a version: every answer
+comes wholly from before or wholly from after. If anything fails, the servers stay paused, and
+whoever asked for the sync must not let them serve.
+"""
 
 import asyncio
 import base64
@@ -32,8 +34,7 @@ from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.weight_checksums import WeightSample
 
 TransportName = Literal["nccl", "gloo", "cuda_ipc", "shared_memory", "disk", "none"]
-"""none: nothing is sent, and all that was sent before is compared."""
-Body = dict[str, Any] | Callable[[int], dict[str, Any]]
+"""How weights travel; none: nothing is sent, and all that was sent before is compared."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -43,91 +44,178 @@ class SyncFailed(RuntimeError):
 
 
 class WeightMismatch(ValueError):
-    """The weights are none of this model, or a server holds others than it was sent; the message names the tensor."""
+    """The weights do not belong to this model, or a server holds others than it was sent.
+
+    The message names the tensor.
+    """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SyncPlan:
-    """Which servers get weights ``version``, and how.
-
-    ``bucket_bytes`` bounds a bucket, or the largest tensor if that is larger: gate and up projections of a layer
-    (20B: 1.06 GB). Besides its model a server holds one, and the sender one (``nccl``, ``gloo``) or two.
-    ``directory`` is for ``disk`` and must be seen by all. ``seconds``: for one bucket. ``compare``: some checksums."""
+    """Which servers get which weights, and how."""
 
     urls: tuple[str, ...]
+    """Of the servers."""
     version: int
+    """Of the weights."""
     transport: TransportName
     tensor_parallel: int = 1
+    """Ranks of each server."""
     bucket_bytes: int = 1 << 30
+    """Bound of a bucket, or the largest tensor if that is larger: gate and up projections of a layer
+    (20B: 1.06 GB). Besides its model a server holds one bucket, and the sender one (``nccl``,
+    ``gloo``) or two."""
     directory: Path = Path("weights")
+    """For ``disk``; all servers must see it."""
     seconds: float = 120.0
+    """Longest that the servers may take for one bucket."""
     compare: bool = True
+    """Whether to compare checksums of a sample afterwards."""
 
 
 async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan) -> None:
-    """Raises SyncFailed naming the server or WeightMismatch naming the tensor; ``named`` is not read further then."""
+    """Give the servers of ``plan`` all weights, by Hugging Face name.
+
+    Raises:
+        SyncFailed: naming the server; ``named`` is not read further then.
+        WeightMismatch: naming the tensor; ``named`` is not read further then.
+    """
     servers = Servers(plan)
     try:
-        await servers.call("/pause_generation", {"mode": "abort"})
-        watched, sample = checked(named, config), None
-        if plan.compare:
-            (info, *_), _ = await servers.call("/server_info", None)
-            turns = 3 * config.num_layers if plan.transport == "none" else 1  # in so many versions all have theirs
-            sample = WeightSample(config, range(plan.version, plan.version + turns), plan.tensor_parallel, info)
-            watched = sample.watch(watched)
-        if plan.transport == "none":
-            await asyncio.to_thread(deque, watched, 0)
-        elif plan.transport == "disk":
-            await asyncio.to_thread(write_hf_directory, plan.directory, config, watched, overwrite=True)
-            # servers start with --load-format dummy, which would hold here too
-            body = {"model_path": str(plan.directory), "load_format": "auto", "flush_cache": False}
-            await servers.call("/update_weights_from_disk", body)
-        else:
-            send = _server_group.broadcast if plan.transport in ("nccl", "gloo") else _share_memory
-            await send(buckets(watched, plan.bucket_bytes), servers)
-        if sample is not None:
-            held, _ = await servers.call("/weights_checker", {"action": "checksum"})
-            for url, answer in zip(plan.urls, held, strict=True):
-                if lost := sample.first_difference(answer):
-                    raise WeightMismatch(f"{url} was sent weights {plan.version} and holds something else in {lost}")
-        await servers.call("/flush_cache", {})
-        await servers.call("/update_weight_version", {"new_version": str(plan.version), "abort_all_requests": False})
-        await servers.call("/continue_generation", {"torch_empty_cache": False})
-    except* Exception as errors:
-        first: BaseException = errors
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        if isinstance(first, WeightMismatch):
-            raise first from None
-        raise SyncFailed(f"weights {plan.version} did not reach all servers: {first}") from first
+        await _sync(named, config, servers)
+    except Exception as error:
+        # Servers are asked in task groups, which wrap what goes wrong, the first fault first.
+        cause: BaseException = error
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        if isinstance(cause, WeightMismatch):
+            raise cause from None
+        raise SyncFailed(f"weights {plan.version} did not reach all servers: {cause}") from cause
     finally:
-        for client in servers.clients:
-            await client.close()
+        await servers.close()
+
+
+async def _sync(named: NamedTensors, config: ModelConfig, servers: "Servers") -> None:
+    plan = servers.plan
+    await servers.call("/pause_generation", {"mode": "abort"})
+
+    tensors: NamedTensors = _check_names_and_shapes(named, config)
+    sample: WeightSample | None = None
+    if plan.compare:
+        sample = await _choose_sample(config, servers)
+        tensors = sample.watch(tensors)
+    await _transfer(tensors, config, servers)
+    if sample is not None:
+        await _compare(sample, servers)
+
+    # What is cached was computed with the old weights. The version comes last: a server that
+    # answers with it has been through everything above.
+    await servers.call("/flush_cache", {})
+    version = {"new_version": str(plan.version), "abort_all_requests": False}
+    await servers.call("/update_weight_version", version)
+    await servers.call("/continue_generation", {"torch_empty_cache": False})
+
+
+async def _choose_sample(config: ModelConfig, servers: "Servers") -> WeightSample:
+    plan = servers.plan
+    versions = range(plan.version, plan.version + 1)
+    if plan.transport == "none":
+        # Within so many versions every parameter has its turn: each layer, and of the three
+        # outside the layers one per version.
+        versions = range(plan.version, plan.version + 3 * config.num_layers)
+
+    server_info = (await servers.call("/server_info", None))[0]
+    return WeightSample(config, versions, plan.tensor_parallel, server_info)
+
+
+async def _transfer(tensors: NamedTensors, config: ModelConfig, servers: "Servers") -> None:
+    plan = servers.plan
+    match plan.transport:
+        case "none":
+            # They only pass the sample. A deque of no length keeps not even the last one.
+            await asyncio.to_thread(deque, tensors, 0)
+        case "disk":
+            await asyncio.to_thread(
+                write_hf_directory,
+                plan.directory,
+                config,
+                tensors,
+                overwrite=True,
+            )
+            body = {
+                "model_path": str(plan.directory),
+                # Servers start with --load-format dummy, which would hold here too.
+                "load_format": "auto",
+                "flush_cache": False,
+            }
+            await servers.call("/update_weights_from_disk", body)
+        case "nccl" | "gloo":
+            await _server_group.broadcast(buckets(tensors, plan.bucket_bytes), servers)
+        case "cuda_ipc" | "shared_memory":
+            await _share_memory(buckets(tensors, plan.bucket_bytes), servers)
+
+
+async def _compare(sample: WeightSample, servers: "Servers") -> None:
+    """Raise WeightMismatch if a server holds something else than what it was sent."""
+    plan = servers.plan
+    answers = await servers.call("/weights_checker", {"action": "checksum"})
+    for url, answer in zip(plan.urls, answers, strict=True):
+        if tensors := sample.first_difference(answer):
+            raise WeightMismatch(f"{url} was sent weights {plan.version} and holds something else in {tensors}")
 
 
 class Servers:
-    """Those of a plan, asked all at once."""
+    """Asks all servers of a plan at once."""
 
     def __init__(self, plan: SyncPlan) -> None:
-        self.plan, self.clients = plan, [SglangClient(url, plan.seconds) for url in plan.urls]
+        self.plan = plan
+        self._clients = [SglangClient(url, plan.seconds) for url in plan.urls]
 
-    async def call[T](
-        self, path: str, body: Body | None, meanwhile: Callable[[], T | None] = lambda: None
-    ) -> tuple[list[Any], T | None]:
-        """POST ``body``, or what it makes of the server's number, to each, or GET without one; the answers, and the
-        result of ``meanwhile``, which runs in a thread at the same time."""
+    async def call(self, path: str, body: dict[str, Any] | None) -> list[Any]:
+        """POST ``body`` to each server, or GET without one; return their answers."""
         async with asyncio.TaskGroup() as tasks:
-            answers = []
-            for number, client in enumerate(self.clients):
-                own = body(number) if callable(body) else body
-                answers.append(tasks.create_task(client.call(path, own, seconds=self.plan.seconds)))
-            result = await asyncio.to_thread(meanwhile)
-        return [answer.result() for answer in answers], result
+            answers = self._ask_all(tasks, path, [body] * len(self._clients))
+        return [answer.result() for answer in answers]
+
+    async def call_while[T](
+        self,
+        path: str,
+        bodies: list[dict[str, Any]],
+        work: Callable[[], T],
+    ) -> T:
+        """POST each server its body and run ``work`` in a thread until all have answered.
+
+        Returns the result of ``work``, which is the other end of what the servers do.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            self._ask_all(tasks, path, bodies)
+            return await asyncio.to_thread(work)
+
+    def _ask_all(
+        self,
+        tasks: asyncio.TaskGroup,
+        path: str,
+        bodies: "list[dict[str, Any]] | list[dict[str, Any] | None]",
+    ) -> list[asyncio.Task[Any]]:
+        return [
+            tasks.create_task(client.call(path, body, seconds=self.plan.seconds))
+            for client, body in zip(self._clients, bodies, strict=True)
+        ]
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
 
 
-def checked(named: NamedTensors, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors. Raises WeightMismatch at the first that is unknown, repeated or wrongly shaped, and at the end
-    if one is missing: SGLang itself answers "success" to names that it does not know."""
+def _check_names_and_shapes(
+    named: NamedTensors,
+    config: ModelConfig,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the same tensors if they are all of the model's, each once and of its shape.
+
+    Raises WeightMismatch at the first that is not, and at the end if one is missing: SGLang itself
+    answers "success" to names that it does not know.
+    """
     missing = hf_shapes(config)
     known = set(missing)
     for name, tensor in named:
@@ -139,116 +227,199 @@ def checked(named: NamedTensors, config: ModelConfig) -> Iterator[tuple[str, tor
         if tuple(tensor.shape) != tuple(expected):
             raise WeightMismatch(f"tensor {name} has shape {list(tensor.shape)}, the engine expects {list(expected)}")
         yield name, tensor
+
     if missing:
-        raise WeightMismatch(f"{len(missing)} tensors are missing, the first is {next(iter(missing))}")
+        first = next(iter(missing))
+        raise WeightMismatch(f"{len(missing)} tensors are missing, the first is {first}")
 
 
 def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
-    """In order; each at most ``limit`` bytes, or one tensor after others of an eighth of that. What is half full goes
-    before the next tensor is made."""
+    """Collect tensors, in order, into buckets of at most ``limit`` bytes.
+
+    A tensor that does not fit goes with others of up to an eighth of ``limit``: so a large one does
+    not leave a bucket of next to nothing behind.
+    """
     bucket: Bucket = []
     size = 0
     for name, tensor in named:
         if size > limit // 8 and size + tensor.nbytes > limit:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
+
         bucket.append((name, tensor))
         size += tensor.nbytes
         del tensor  # or it would outlive its bucket
+
+        # What is half full goes before the next tensor is made, which may take as much again.
         if size > limit // 2:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
+
     if bucket:
         yield bucket
 
 
 class ServerGroup:
-    """A process group of this process (rank 0) and every rank of every server. Kept while the servers stay the same,
-    as NCCL takes most of a second to make one; a server that was started anew has another URL."""
+    """A process group of this process (rank 0) and every rank of every server.
 
-    _urls: tuple[str, ...] = ()
-    _name = ""
-    _group: Any = None
+    Kept while the servers stay the same, as NCCL takes most of a second to make one. A server that
+    was started anew has another URL.
+    """
+
+    def __init__(self) -> None:
+        self._urls: tuple[str, ...] = ()
+        self._name = ""
+        self._group: Any = None
 
     async def broadcast(self, parts: Iterator[Bucket], servers: Servers) -> None:
+        """Send all buckets. If anything fails the group is left, and made anew the next time."""
+        plan = servers.plan
         try:
-            if self._urls != servers.plan.urls:
+            if self._urls != plan.urls:
                 await self._join(servers)
+
             bucket = next(parts, None)
             while bucket:
-                shapes = [list(tensor.shape) for _, tensor in bucket]
                 dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
-                body = {"names": [name for name, _ in bucket], "dtypes": dtypes, "shapes": shapes, "flush_cache": False}
-                body["group_name"], send = self._name, partial(self._send, bucket, parts)
-                _, bucket = await servers.call("/update_weights_from_distributed", body, send)
+                body = {
+                    "names": [name for name, _ in bucket],
+                    "dtypes": dtypes,
+                    "shapes": [list(tensor.shape) for _, tensor in bucket],
+                    "flush_cache": False,
+                    "group_name": self._name,
+                }
+                # Servers answer when they have received everything, so both sides must go at once.
+                bucket = await servers.call_while(
+                    "/update_weights_from_distributed",
+                    [body] * len(plan.urls),
+                    partial(self._send, bucket, parts),
+                )
         except BaseException:
             self._leave()
             raise
 
     def _send(self, bucket: Bucket, following: Iterator[Bucket]) -> Bucket | None:
+        """Broadcast a bucket and return the next one."""
         for work in [self._group.broadcast(tensor, 0) for _, tensor in bucket]:
             work.wait()
-        if bucket[0][1].is_cuda:
-            torch.cuda.synchronize(bucket[0][1].device)
+
+        # With NCCL, wait() only orders the stream behind the broadcast. The memory must not be
+        # reused before the last byte has left.
+        device = bucket[0][1].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
         bucket.clear()  # servers have it, and the next one needs the room
         return next(following, None)
 
     async def _join(self, servers: Servers) -> None:
+        """Make a group with all ranks of the servers of this sync."""
         self._leave()
-        plan, (host, port) = servers.plan, free_address()
-        world, self._name = 1 + len(plan.urls) * plan.tensor_parallel, f"weights_{uuid.uuid4().hex}"
+        plan = servers.plan
+        host, port = free_address()
+        world = 1 + len(plan.urls) * plan.tensor_parallel
+        self._name = f"weights_{uuid.uuid4().hex}"  # a server takes no name twice
 
-        def member(number: int) -> dict[str, Any]:
-            place = {"rank_offset": 1 + number * plan.tensor_parallel, "world_size": world, "backend": plan.transport}
-            return place | {"master_address": host, "master_port": port, "group_name": self._name}
-
-        def own() -> Any:
-            timeout = timedelta(seconds=plan.seconds)
-            store = dist.PrefixStore(self._name, dist.TCPStore(host, port, world, is_master=True, timeout=timeout))
-            # torch has no public call for processes that share no default group; servers make theirs like this
-            helper: Any = dist.distributed_c10d._new_process_group_helper
-            backend = dist.Backend(plan.transport)
-            return helper(world, 0, [], backend, store, group_name=self._name, timeout=timeout)[0]
-
-        _, self._group = await servers.call("/init_weights_update_group", member, own)
-        dist.distributed_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world)}
+        bodies = [
+            {
+                "rank_offset": 1 + number * plan.tensor_parallel,
+                "world_size": world,
+                "backend": plan.transport,
+                "master_address": host,
+                "master_port": port,
+                "group_name": self._name,
+            }
+            for number in range(len(plan.urls))
+        ]
+        self._group = await servers.call_while(
+            "/init_weights_update_group",
+            bodies,
+            partial(_make_group, self._name, host, port, world, plan),
+        )
+        # What torch keeps of groups that it made itself; destroy_process_group looks for it.
+        dist.distributed_c10d._world.pg_group_ranks[self._group] = {r: r for r in range(world)}
         self._urls = plan.urls
 
     def _leave(self) -> None:
-        """Without asking the others: one may be dead, and a thread of ours may wait for it in a broadcast."""
+        """Leave the group without asking the others.
+
+        One of them may be dead, and a thread of ours may wait for it in a broadcast.
+        """
         if self._group is not None:
-            for leave in (self._group.abort, partial(dist.destroy_process_group, self._group)):
-                with suppress(RuntimeError, ValueError):  # gloo can not abort; all groups may be gone already
-                    leave()
-        self._urls, self._group = (), None
+            with suppress(RuntimeError, ValueError):  # gloo cannot abort
+                self._group.abort()
+            with suppress(RuntimeError, ValueError):  # all groups may be gone already
+                dist.destroy_process_group(self._group)
+        self._urls = ()
+        self._group = None
+
+
+def _make_group(name: str, host: str, port: int, world: int, plan: SyncPlan) -> Any:
+    """Make rank 0 of a process group that is not part of this process's default one."""
+    timeout = timedelta(seconds=plan.seconds)
+    store = dist.TCPStore(host, port, world, is_master=True, timeout=timeout)
+
+    # torch has no public call for processes that share no default group; SGLang's servers make
+    # theirs in the same way (init_custom_process_group in srt/utils/common.py).
+    new_group: Any = dist.distributed_c10d._new_process_group_helper
+    group, _ = new_group(
+        world,
+        0,  # our rank
+        [],
+        dist.Backend(plan.transport),
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+    )
+    return group
 
 
 _server_group = ServerGroup()  # this process has one
 
 
 async def _share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
-    """The server opens the memory of the tensors: GPU memory of the same node, or host memory."""
-    set_sharing_strategy("file_system")  # with file descriptors the server would have to be our child
+    """Let servers open the memory of the tensors: GPU memory of the same node, or host memory."""
+    # With the default, file descriptors, a server would have to be our child.
+    set_sharing_strategy("file_system")
     plan = servers.plan
+
     bucket = next(parts, None)
     while bucket:
-        kept = bucket if plan.transport == "cuda_ipc" else [(name, tensor.cpu()) for name, tensor in bucket]
+        # Tensors must live until all servers have answered; the next bucket is made meanwhile.
+        shared = bucket
+        if plan.transport != "cuda_ipc":
+            shared = [(name, tensor.cpu()) for name, tensor in bucket]
+
         buffer = io.BytesIO()
-        ForkingPickler(buffer).dump([(name, _Handle(tensor)) for name, tensor in kept])
+        ForkingPickler(buffer).dump([(name, _SharedTensor(tensor)) for name, tensor in shared])
         payload = base64.b64encode(buffer.getvalue()).decode()
-        body = {"serialized_named_tensors": [payload] * plan.tensor_parallel, "flush_cache": False}
-        _, bucket = await servers.call("/update_weights_from_tensor", body, partial(next, parts, None))
+        body = {
+            "serialized_named_tensors": [payload] * plan.tensor_parallel,
+            "flush_cache": False,
+        }
+        bucket = await servers.call_while(
+            "/update_weights_from_tensor",
+            [body] * len(plan.urls),
+            partial(next, parts, None),
+        )
 
 
 @dataclass
-class _Handle:
-    """Pickles as a tensor in shared memory, on a device that is named by UUID: numbers differ between processes."""
+class _SharedTensor:
+    """Pickles as a handle of its tensor's memory, for ``rebuild_cuda_tensor`` in another process.
+
+    The device is named by UUID, because processes that see other GPUs number them differently.
+    """
 
     tensor: torch.Tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = reductions.reduce_tensor(self.tensor)
         if self.tensor.is_cuda:
+            # Argument 6 of rebuild_cuda_tensor is the device's number. SGLang takes a UUID there
+            # too (srt/utils/patch_torch.py).
             device = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
             arguments = (*arguments[:6], device, *arguments[7:])
         return rebuild, arguments

@@ -32,8 +32,8 @@ FOREVER = 50_000
 
 
 async def started(engine: TransformersEngine, steps: int = 5) -> None:
-    first = engine._generation.steps
-    await wait_until_async(lambda: engine._generation.steps >= first + steps)
+    first = engine._scheduler.steps
+    await wait_until_async(lambda: engine._scheduler.steps >= first + steps)
 
 
 def start(engine: TransformersEngine, **options: object) -> tuple:
@@ -57,9 +57,9 @@ def test_abort_returns_partial_tokens_of_that_request_only() -> None:
         assert len(result.output_ids) == len(result.output_log_probs) >= 4
         np.testing.assert_array_equal(result.routed_experts, plain_routes(MODEL, first.input_ids + result.output_ids))
         assert not second_task.done()
-        before = engine._generation.steps
+        before = engine._scheduler.steps
         await started(engine)
-        assert engine._generation.steps > before
+        assert engine._scheduler.steps > before
         await engine.abort()
         assert len((await answer(second_task)).output_ids) > len(result.output_ids)
 
@@ -104,8 +104,8 @@ def test_event_loop_goes_on_while_tokens_are_sampled() -> None:
     async def main() -> None:
         _, running = start(engine)
         await started(engine)
-        steps, turns = engine._generation.steps, 0
-        while engine._generation.steps < steps + 20:
+        steps, turns = engine._scheduler.steps, 0
+        while engine._scheduler.steps < steps + 20:
             await asyncio.sleep(0)
             turns += 1
         assert turns > 20
@@ -136,7 +136,7 @@ def test_weight_sync_ends_what_runs_and_the_rest_is_sampled_with_the_new_weights
         r, running = start(engine, routes=True)
         await started(engine)
         await engine.sync_weights(OTHER.state_dict().items(), 2)
-        assert engine._generation.weight_version == 2
+        assert engine._scheduler.weight_version == 2
         part = await answer(running)
         n = len(part.output_ids)
         assert (part.finish_reason, part.weight_versions) == (FinishReason.ABORT, [WeightVersionSpan(0, n, 1)])
@@ -187,7 +187,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(fault: s
         before = await engine.generate(request(prompt(20), 5, temperature=0.0))
         with pytest.raises(ValueError, match=f"{fault}.*{name}"):
             await engine.sync_weights([*named.items(), *extra], 2)
-        assert engine._generation.weight_version == 1
+        assert engine._scheduler.weight_version == 1
         after = await engine.generate(request(prompt(20), 5, temperature=0.0))
         assert after.cached_tokens == 19  # not even the cache was dropped
         assert after.output_ids == before.output_ids

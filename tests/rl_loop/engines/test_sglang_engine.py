@@ -187,7 +187,7 @@ async def test_only_servers_that_hold_the_policy_answer() -> None:
         for result in results:
             check(result, PROMPT)
         fleet.states = {restarted.url: ServerState.STARTING, good.url: ServerState.STALE}
-        engine._wait_seconds, engine._asked = 0.3, 0.0
+        engine._wait_seconds, engine._refreshed_at = 0.3, 0.0
         with pytest.raises(RuntimeError, match=r"no SGLang server held policy weights 3 .* is stale"):
             await engine.generate(request(PROMPT, 5, "late/0/0/0"))
 

@@ -85,7 +85,13 @@ def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path)
         engine = SglangEngine(servers, num_layers=4, top_k=2, num_experts=4, vocab_size=201_088)
         for version, transport in enumerate(["gloo", "shared_memory", "disk", "gloo"], start=1):
             weights = weights_of(version)
-            plan = SyncPlan((url,), version, transport, bucket_bytes=200_000, directory=tmp_path / "weights")
+            plan = SyncPlan(
+                urls=(url,),
+                version=version,
+                transport=transport,
+                bucket_bytes=200_000,
+                directory=tmp_path / "weights",
+            )
             running = None
             if version > 1:
                 request = GenerateRequest(f"r/0/0/{version}", PROMPT, SamplingParams(1500))
@@ -102,7 +108,7 @@ def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path)
             assert gap(scores, await reference(weights, PROMPT)) < 0.02
             assert gap(scores, await reference(weights_of(version + 1), PROMPT)) > 0.2
 
-        everything = SyncPlan((url,), 4, "none")
+        everything = SyncPlan(urls=(url,), version=4, transport="none")
         held = weights_of(4)
         await send_weights(held.items(), MODEL, everything)
         last = "model.layers.3.mlp.experts.down_proj"

@@ -26,7 +26,8 @@ from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet, SglangSender, statuses
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
-from rl_loop.engines.sglang.weight_checksums import gpu_hash, sampled_parameters
+from rl_loop.engines.sglang.tensor_hash import gpu_hash
+from rl_loop.engines.sglang.weight_checksums import sampled_parameters
 from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, buckets, send_weights
 from rl_loop.rollout.backend import BackendContext
 from rl_loop.session import build_rollouts
@@ -85,7 +86,13 @@ def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(transpo
             )
             if not turn:
                 await syncing
-                plan = SyncPlan((url,), 2, transport, bucket_bytes=20_000, directory=tmp_path / "weights")
+                plan = SyncPlan(
+                    urls=(url,),
+                    version=2,
+                    transport=transport,
+                    bucket_bytes=20_000,
+                    directory=tmp_path / "weights",
+                )
                 await send_weights(weights_of(2).items(), MODEL, plan)
             result = await running
             tokens += result.output_ids
@@ -117,7 +124,12 @@ def test_weights_of_another_model_are_named_and_never_served(change: object, mes
     async def main() -> None:
         server = LocalServer()
         server.weights, server.version = weights_of(1), "1"
-        plan = SyncPlan((await server.start(),), 2, "shared_memory", bucket_bytes=20_000)
+        plan = SyncPlan(
+            urls=(await server.start(),),
+            version=2,
+            transport="shared_memory",
+            bucket_bytes=20_000,
+        )
         with pytest.raises(WeightMismatch, match=message):
             await send_weights(change(weights_of(2)).items(), MODEL, plan)
         assert server.version == "1"
@@ -151,7 +163,12 @@ def test_a_tensor_that_a_server_drops_or_transposes_in_silence_is_named_and_neve
     async def main() -> None:
         server = LocalServer()
         server.weights, server.version, server.ranks = before, "1", ranks
-        plan = SyncPlan((await server.start(),), 3, "shared_memory", ranks)
+        plan = SyncPlan(
+            urls=(await server.start(),),
+            version=3,
+            transport="shared_memory",
+            tensor_parallel=ranks,
+        )
         if fault:
             setattr(server, fault, f"model.layers.1.{name}")
             with pytest.raises(
@@ -175,7 +192,12 @@ def test_all_that_was_sent_can_be_compared_without_sending_it_again(lost: str | 
     async def main() -> None:
         server = LocalServer()
         server.weights, server.version, server.drops = weights_of(1), "1", lost or ""
-        sync = SyncPlan((await server.start(),), 2, "shared_memory", compare=False)
+        sync = SyncPlan(
+            urls=(await server.start(),),
+            version=2,
+            transport="shared_memory",
+            compare=False,
+        )
         await send_weights(after.items(), MODEL, sync)
         held = dict(server.weights)
         assert [name for name in held if not torch.equal(held[name], after[name])] == ([lost] if lost else [])

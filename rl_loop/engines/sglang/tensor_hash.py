@@ -1,0 +1,137 @@
+"""The 64-bit hash by which SGLang's ``/weights_checker`` names the contents of a tensor.
+
+SGLang 0.5.17 takes it in ``tensor_hash`` of ``srt/managers/mm_utils.py``: on a CPU the first eight
+bytes of SHA-256, on a GPU a Triton kernel of its own (``gpu_tensor_hash`` and
+``hash_tiles32_kernel_blocked`` in ``kernels/ops/memory/gpu_tensor_hash.py``). Here the same numbers
+come from torch operations on any device, and from a tensor that lies in several parts. All names in
+capitals below are constants of that kernel, and all its arithmetic is modulo 2**32.
+
+The kernel reads a tensor as 32-bit words. The word at index i is XORed with a number made from i, so
+that words that change places are noticed, and mixed; the words of a tile are added up, and the sum,
+XORed with the tensor's size, is mixed again. This is done twice with different numbers, for the two
+halves of a 64-bit word per tile. These are added modulo 2**64, which needs no order, and mixed once
+more.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+PIECE_BYTES = 1 << 24
+"""What is hashed at a time, or one expert if that is more; bounds the memory that hashing needs."""
+TILE = 8192
+"""Words that one program of the kernel adds up (``tile_words``)."""
+
+
+@dataclass(frozen=True)
+class _Half:
+    """How one half of a tile's 64-bit word is made: word i meets (i * factor + seed) ^ rotl(i)."""
+
+    factor: int
+    """POS_C1 and POS_C2 of the kernel."""
+    seed: int
+    rotation: int
+    """Bits by which the index is rotated to the left."""
+    shift: int
+    """Place of this half in the 64-bit word."""
+
+
+SEED = 0x243F6A88
+HALVES = (
+    _Half(factor=0x27D4EB2D, seed=SEED, rotation=15, shift=32),
+    _Half(factor=0x165667B1, seed=SEED * 0x9E3779B1 ^ 0xDEADBEEF, rotation=13, shift=0),
+)
+MURMUR_STEPS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1))
+"""(shift, factor) of the 32-bit finalizer of MurmurHash3 (``_fmix32``); the last has no product."""
+SPLITMIX_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+"""(shift, factor) of the finalizer of SplitMix64 (``_final_splitmix64``)."""
+
+
+def cpu_hash(parts: list[torch.Tensor]) -> int:
+    """Hash ``parts``, joined along dim 0, as SGLang does on a CPU."""
+    digest = hashlib.sha256()
+    for piece in _byte_pieces(parts):
+        digest.update(piece.cpu().numpy())
+    return int.from_bytes(digest.digest()[:8], "big")
+
+
+def gpu_hash(parts: list[torch.Tensor]) -> int:
+    """Hash ``parts``, joined along dim 0, as SGLang does on a GPU; they may lie on any device."""
+    total_bytes = sum(part.nbytes for part in parts)
+    size = -(-total_bytes // 4) * 4  # padded to whole words
+
+    first = 0
+    total = torch.zeros((), dtype=torch.int64, device=parts[0].device)
+    for tiles in _tiles(parts):
+        # torch has no uint32 arithmetic: int32 wraps around to the same bits.
+        index = torch.arange(
+            first,
+            first + tiles.numel(),
+            dtype=torch.int32,
+            device=tiles.device,
+        ).view_as(tiles)
+        first += tiles.numel()
+
+        for half in HALVES:
+            words = index * half.factor
+            words += _as_int32(half.seed)
+            words ^= (index << half.rotation) | (index >> (32 - half.rotation))
+            words ^= tiles
+
+            sums = _murmur_mix(words).sum(1, dtype=torch.int32)
+            mixed = _murmur_mix(sums ^ _as_int32(size)).long() & 0xFFFFFFFF
+            total += (mixed << half.shift).sum()
+
+    return _splitmix_mix(int(total))
+
+
+def _byte_pieces(parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the bytes of all parts in order, uint8 [bytes], whole rows at a time."""
+    for part in parts:
+        rows = max(1, PIECE_BYTES * len(part) // part.nbytes)
+        for piece in part.split(rows):
+            yield piece.contiguous().view(-1).view(torch.uint8)
+
+
+def _tiles(parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the words of all parts, int32 [tiles, TILE].
+
+    What does not fill a tile comes last, [1, rest], padded with zeros to whole words. Tiles do not
+    end where parts or pieces do, so the bytes left over from one are put before the next.
+    """
+    tile_bytes = 4 * TILE
+    rest = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
+    for piece in _byte_pieces(parts):
+        rest = torch.cat([rest, piece])
+        full = rest.numel() // tile_bytes * tile_bytes
+        yield rest[:full].view(torch.int32).view(-1, TILE)
+        rest = rest[full:]
+
+    if rest.numel():
+        padding = rest.new_zeros(-rest.numel() % 4)
+        yield torch.cat([rest, padding]).view(torch.int32)[None]
+
+
+def _murmur_mix(words: torch.Tensor) -> torch.Tensor:
+    """Mix the bits of each word, int32, in place."""
+    for shift, factor in MURMUR_STEPS:
+        # >> on a signed integer repeats the sign; the mask takes those bits away.
+        words ^= (words >> shift) & ((1 << (32 - shift)) - 1)
+        words *= _as_int32(factor)
+    return words
+
+
+def _splitmix_mix(value: int) -> int:
+    """Mix the lowest 64 bits of ``value``."""
+    mask = (1 << 64) - 1
+    value &= mask
+    for shift, factor in SPLITMIX_STEPS:
+        value = ((value ^ (value >> shift)) * factor) & mask
+    return value
+
+
+def _as_int32(value: int) -> int:
+    """Return the signed integer with the lowest 32 bits of ``value``."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
