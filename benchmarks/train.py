@@ -36,8 +36,9 @@ from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, Sample, build_batch
 from megatron_gptoss.planning.flops import forward_flops, matmul_ceiling
+from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.static_shape_p2p import StaticShapeP2P
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer, gather_parameters
+from megatron_gptoss.trainer import LossOutput, PolicyTrainer
 
 VOCAB = 201_088
 

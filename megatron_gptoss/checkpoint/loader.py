@@ -24,8 +24,8 @@ from megatron_gptoss.trainer import PolicyTrainer
 def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     """Restore model and optimizer in place and return the saved training state. Collective.
 
-    The layout may differ from the one that saved, if both or neither have expert or tensor parallelism. The
-    optimizer's settings (learning rate, betas, ...) stay those of ``trainer``.
+    The layout may differ from the one that saved, if both or neither have expert or tensor
+    parallelism. The optimizer's settings (learning rate, betas, ...) stay those of ``trainer``.
 
     Raises:
         CheckpointError: when files are missing or damaged, or the layouts cannot be converted.
