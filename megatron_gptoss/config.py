@@ -292,11 +292,13 @@ class ParallelConfig(StrictModel):
     def check_layout(self, model: ModelConfig) -> None:
         """Raise ValueError naming the key that makes the layout impossible for ``model``."""
         self._check_ranks()
-        self._check_options()
+        self._check_options(model)
         _check_divides("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads)
         _check_divides("tensor", self.tensor, "vocab_size", model.vocab_size)
         self._check_pipeline(model)
         _check_divides("expert", self.expert, "num_experts", model.num_experts)
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline above 1")
         self._check_context_schemes(model)
 
     def _check_ranks(self) -> None:
@@ -315,36 +317,35 @@ class ParallelConfig(StrictModel):
         if stage_ranks % self.expert:
             raise ValueError(f"parallel.expert ({self.expert}) must divide world_size / pipeline ({stage_ranks})")
 
-    def _check_options(self) -> None:
-        """No option may be set that has no effect."""
+    def _check_options(self, model: ModelConfig) -> None:
+        """No option may be set that cannot have an effect."""
         if self.recompute_layers is not None and not self.recompute:
             raise ValueError("parallel.recompute_layers has no effect: parallel.recompute does not say what they do")
         if self.expert_dispatcher == "deepep" and self.expert == 1:
             raise ValueError("parallel.expert_dispatcher deepep has nobody to send to: parallel.expert is 1")
 
-    def _check_pipeline(self, model: ModelConfig) -> None:
-        """Every chunk of layers must have equally many, but for those of a shorter last stage."""
-        layers = model.num_layers
         last = self.last_stage_layers
-        if last is None:
+        layers = model.num_layers
+        if last is not None and (self.pipeline == 1 or self.virtual_pipeline > 1 or last >= layers):
+            raise ValueError(
+                f"parallel.last_stage_layers ({last}) needs parallel.pipeline above 1, "
+                f"virtual_pipeline 1 and to be less than num_layers ({layers})"
+            )
+
+    def _check_pipeline(self, model: ModelConfig) -> None:
+        """All chunks must have equally many layers, but for a last stage that is set apart."""
+        layers = model.num_layers
+        if self.last_stage_layers is None:
             chunks = self.pipeline * self.virtual_pipeline
             _check_divides("pipeline", self.pipeline, "num_layers", layers)
             _check_divides("pipeline x virtual_pipeline", chunks, "num_layers", layers)
         else:
-            if self.pipeline == 1 or self.virtual_pipeline > 1 or last >= layers:
-                raise ValueError(
-                    f"parallel.last_stage_layers ({last}) needs parallel.pipeline above 1, "
-                    f"virtual_pipeline 1 and to be less than num_layers ({layers})"
-                )
             _check_divides(
                 "pipeline less the last stage",
                 self.pipeline - 1,
                 "num_layers - last_stage_layers",
-                layers - last,
+                layers - self.last_stage_layers,
             )
-
-        if self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise ValueError(f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline above 1")
 
     def _check_context_schemes(self, model: ModelConfig) -> None:
         """all_to_all gives every context-parallel rank equally many heads."""

@@ -23,7 +23,7 @@ from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
 from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.planning.memory import out_of_memory_explained
+from megatron_gptoss.planning.memory_advice import out_of_memory_explained
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.scorer import Scorer, alignment, data_parallel_slice, gather_parameters
 from megatron_gptoss.trainer import LossFunction, PolicyTrainer, StepStatistics
