@@ -33,8 +33,9 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Compute log p(labels) and the entropy of softmax(hidden @ weight.T / temperature).
 
-    Differentiable in ``hidden``, where each rank's gradient is its vocabulary's share, to be summed
-    over the group, and in ``weight``, added to ``weight.main_grad`` where Megatron keeps one.
+    Differentiable in ``hidden``, where each rank's gradient is its vocabulary's share, to be
+    summed over the group, and in ``weight``, added to ``weight.main_grad`` where Megatron keeps
+    one.
 
     Args:
         hidden: [tokens, hidden_size], the same on all ranks of ``group``.

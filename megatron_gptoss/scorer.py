@@ -60,8 +60,8 @@ class Scorer:
     def _evaluate(self, batches: Sequence[PackedBatch], head: Head) -> list[Tensor]:
         self.module.eval()
 
-        # What Megatron's schedule takes for a loss: the loss itself, a number of tokens by which it
-        # would be normalised, and what the schedule is to return.
+        # What Megatron's schedule takes for a loss: the loss itself, a number of tokens by which
+        # it would be normalised, and what the schedule is to return.
         def collect(values: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
             return values.new_zeros(()), torch.ones((), dtype=torch.int), values
 

@@ -88,7 +88,8 @@ class StepClock:
 
 
 class TimedMoELayer(MoELayer):
-    """Counts sending tokens to their experts and back as communication, and their gradients too."""
+    """Counts sending tokens to their experts and back as communication, and their gradients
+    too."""
 
     clock: StepClock | None = None
     """Set by the trainer."""

@@ -1,4 +1,5 @@
-"""The layer specification for GPUs: Transformer Engine's linears around our attention, router and experts."""
+"""The layer specification for GPUs: Transformer Engine's linears around our attention, router
+and experts."""
 
 from copy import copy
 from functools import partial

@@ -173,8 +173,8 @@ def _working_memory(inputs: MemoryInputs, stage: int) -> float:
     if stage < parallel.pipeline - 1:
         return max(0, layer)
 
-    # A block's fp32 logits, its bf16 gradient and that of the block before; or the bf16 gradient of
-    # the weight that Megatron's hooks are shown. Beside them hidden states and their gradients.
+    # A block's fp32 logits, its bf16 gradient and that of the block before; or the bf16 gradient
+    # of the weight that Megatron's hooks are shown. Beside them hidden states and their gradients.
     block = min(CHUNK_TOKENS, inputs.tokens / parallel.context) * CHUNK_COLUMNS
     vocabulary = _vocabulary_parameters(model, parallel)
     head = max(8 * block, 2 * vocabulary) + 6 * local_tokens * model.hidden_size

@@ -1,4 +1,5 @@
-"""Which layouts and settings fit the memory of a GPU, for ``gptoss plan`` and out-of-memory errors."""
+"""Which layouts and settings fit the memory of a GPU, for ``gptoss plan`` and out-of-memory
+errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

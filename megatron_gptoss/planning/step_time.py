@@ -95,7 +95,8 @@ def predict_step(
     other_exchanges = (experts + tensor) * (stages - 1) / micro_batches
     bubble = (other_stages + other_exchanges) / parallel.virtual_pipeline
 
-    # Gradients are reduced under the backward pass of the last micro-batch, two thirds of its time.
+    # Gradients are reduced under the backward pass of the last micro-batch, two thirds of its
+    # time.
     gradient_bytes = bytes_of(optimizer.gradient_dtype)
     reduction = _data_parallel_seconds(model, parallel, gradient_bytes)
     hidden = arithmetic * 2 / 3 / micro_batches
