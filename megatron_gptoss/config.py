@@ -97,7 +97,8 @@ class ModelConfig(StrictModel):
     @property
     def layer_types(self) -> list[str]:
         """Per layer "sliding_attention" or "full_attention", as in the Hugging Face config."""
-        return ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(self.num_layers)]
+        pair = ("sliding_attention", "full_attention")
+        return [pair[layer % 2] for layer in range(self.num_layers)]
 
     @property
     def query_size(self) -> int:
@@ -133,14 +134,15 @@ class ModelConfig(StrictModel):
 
     def to_hf_config(self, **extra: Any) -> dict[str, Any]:
         """Return the content of ``config.json``; ``extra`` adds keys such as eos_token_id."""
-        fields = {
-            _HF_NAMES.get(name, name): value for name, value in self.model_dump().items() if name not in _HF_ROPE_NAMES
-        }
-        rope_scaling = {
-            "rope_type": "yarn",
-            "truncate": False,
-            **{key: getattr(self, name) for name, key in _HF_ROPE_NAMES.items()},
-        }
+        fields = {}
+        for name, value in self.model_dump().items():
+            if name not in _HF_ROPE_NAMES:
+                fields[_HF_NAMES.get(name, name)] = value
+
+        rope_scaling = {"rope_type": "yarn", "truncate": False}
+        for name, key in _HF_ROPE_NAMES.items():
+            rope_scaling[key] = getattr(self, name)
+
         return {
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",

@@ -150,7 +150,10 @@ def _local_statistics(
     return statistics
 
 
-def _reduce_statistics(statistics: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _reduce_statistics(
+    statistics: Tensor,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Combine the statistics of all shares of the vocabulary, in place."""
     peak = statistics[0].clone()
     sums = statistics[1:]
@@ -234,7 +237,11 @@ def _logit_gradient(
 
 
 @torch.no_grad()
-def greedy_tokens(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def greedy_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Return the ids of the largest logits, int64 [tokens]; of equal ones the smallest id.
 
     Arguments as for ``log_probs_and_entropy``.

@@ -34,9 +34,9 @@ class OffloadedState:
     """
 
     def __init__(self, optimizer: Any, fraction: float) -> None:
-        self._optimizers = [
-            chained.optimizer for chained in optimizer.chained_optimizers if chained.optimizer is not None
-        ]
+        inner = [chained.optimizer for chained in optimizer.chained_optimizers]
+        # A rank may have no parameter of some kind.
+        self._optimizers = [optimizer for optimizer in inner if optimizer is not None]
         self._fraction = fraction
         self._host: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
 
@@ -53,7 +53,10 @@ class OffloadedState:
 
     def _offloaded_entries(self) -> Iterator[_StateEntry]:
         for optimizer in self._optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parameters = []
+            for group in optimizer.param_groups:
+                parameters += group["params"]
+
             elements_left = self._fraction * sum(parameter.numel() for parameter in parameters)
             for parameter in parameters:
                 if elements_left <= 0:

@@ -149,8 +149,12 @@ class PackedBatch:
         return replace(self, **moved)
 
     def _tensors(self) -> dict[str, Any]:
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
+        columns = {}
+        for field in fields(self):
+            column = getattr(self, field.name)
+            if isinstance(column, torch.Tensor):
+                columns[field.name] = column
+        return columns
 
 
 @dataclass

@@ -33,7 +33,8 @@ class LayerReplay:
         """Its number in the whole model, from 0."""
 
         config = router.config
-        self.is_recomputed = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or [])
+        modules = config.recompute_modules or []
+        self.is_recomputed = config.recompute_granularity == "selective" and "moe" in modules
         self.is_recomputing = False
         """Whether the call that goes on is the second of its micro-batch."""
 

@@ -89,7 +89,10 @@ class Scorer:
             On the last pipeline stage the result of ``loss`` of every micro-batch, else nothing.
         """
 
-        def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(
+            batches: Iterator[PackedBatch],
+            model: Any,
+        ) -> tuple[Tensor, Callable[..., Any]]:
             batch = self._local_shard(next(batches))
 
             # The first chunk meets a micro-batch first; its routes are those of all chunks.

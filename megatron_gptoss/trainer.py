@@ -40,8 +40,8 @@ class LossOutput:
 
 
 LossFunction = Callable[..., LossOutput]
-"""(log_probs [tokens], entropy [tokens], batch) -> LossOutput; of a critic (values [tokens], batch)
--> LossOutput"""
+"""(log_probs [tokens], entropy [tokens], batch) -> LossOutput; of a critic
+(values [tokens], batch) -> LossOutput"""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class PolicyTrainer(Scorer):
             temperature: by which logits are divided.
 
         Raises:
-            FloatingPointError: for a gradient that is not finite where ``on_non_finite`` is "stop".
+            FloatingPointError: for such a gradient where ``on_non_finite`` is "stop".
         """
         started = time.perf_counter()
         self.clock.begin()
@@ -179,7 +179,10 @@ class PolicyTrainer(Scorer):
 
         return head
 
-    def _reduce_outputs(self, outputs: Sequence[LossOutput]) -> tuple[dict[str, float], dict[str, float]]:
+    def _reduce_outputs(
+        self,
+        outputs: Sequence[LossOutput],
+    ) -> tuple[dict[str, float], dict[str, float]]:
         """Reduce sums and maxima over micro-batches; every rank gets them. Collective."""
         sums = reduce_scalars([output.sums for output in outputs], dist.ReduceOp.SUM)
         maxima = reduce_scalars([output.maxima for output in outputs], dist.ReduceOp.MAX)
@@ -205,8 +208,12 @@ class PolicyTrainer(Scorer):
     def _gradients_are_finite(self) -> bool:
         """Return whether all gradients of all ranks are finite. Collective."""
         # The largest magnitude needs no temporary, and NaN is the maximum of anything.
-        buffers = [buffer for chunk in self.model for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-        largest = [torch.linalg.vector_norm(buffer.grad_data, ord=torch.inf).float() for buffer in buffers]
+        largest = []
+        for chunk in self.model:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                magnitude = torch.linalg.vector_norm(buffer.grad_data, ord=torch.inf)
+                largest.append(magnitude.float())
+
         is_finite = torch.stack(largest).isfinite().all().int()
         dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
         return bool(is_finite)

@@ -124,6 +124,8 @@ def _expert_settings(
     parallel: ParallelConfig,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
+    # DeepEP is the default implementation of Megatron's flex dispatcher.
+    dispatchers = {"alltoall": "alltoall", "deepep": "flex"}
     return {
         # Clamped SwiGLU: swish(clamp(gate)) * (clamp(up) + 1). None of Megatron's fusions are on:
         # some need CUDA, and bias_activation_fusion would clamp before it adds the bias.
@@ -139,8 +141,7 @@ def _expert_settings(
         "moe_router_score_function": "softmax",
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
-        # DeepEP is one of the flex dispatcher's implementations, and its default.
-        "moe_token_dispatcher_type": ("flex" if parallel.expert_dispatcher == "deepep" else "alltoall"),
+        "moe_token_dispatcher_type": dispatchers[parallel.expert_dispatcher],
     }
 
 
@@ -157,7 +158,10 @@ def _training_settings(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]
 
 
 def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    # Megatron takes any number of chunks, even 1, for an interleaved schedule.
     is_interleaved = parallel.virtual_pipeline > 1
+    virtual_pipeline = parallel.virtual_pipeline if is_interleaved else None
+
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "sequence_parallel": parallel.tensor > 1,
@@ -165,7 +169,7 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
         "expert_tensor_parallel_size": 1,
         "pipeline_model_parallel_size": parallel.pipeline,
         "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
-        "virtual_pipeline_model_parallel_size": (parallel.virtual_pipeline if is_interleaved else None),
+        "virtual_pipeline_model_parallel_size": virtual_pipeline,
         # In one batch, two ranks would take the interleaved schedule's messages of one direction
         # for those of the other.
         "overlap_p2p_comm": is_interleaved,

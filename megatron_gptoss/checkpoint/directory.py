@@ -1,10 +1,10 @@
 """The files of a directory of checkpoints: their names, the ``latest`` pointer, and how both
 change.
 
-    ROOT/step_000120/                         torch_dist: model and optimizer, loadable at other layouts
-    ROOT/step_000120/gptoss_config.json       the ModelConfig
-    ROOT/step_000120/training_state.json      what the caller wants back: step, data position, ...
-    ROOT/latest                               the name of the newest complete checkpoint
+    ROOT/step_000120/                      torch_dist: model and optimizer, for any layout
+    ROOT/step_000120/gptoss_config.json    the ModelConfig
+    ROOT/step_000120/training_state.json   what the caller wants back: step, data position, ...
+    ROOT/latest                            the name of the newest complete checkpoint
 
 A checkpoint is written as ``step_000120.partial`` and renamed when every rank is done; ``latest``
 changes last.

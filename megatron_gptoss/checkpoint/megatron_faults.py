@@ -36,12 +36,11 @@ def number_fp32_parameters(optimizer: Any) -> Iterator[None]:
         # their place.
         originals.append((chained, chained.float16_groups, chained.fp32_from_float16_groups))
         fp32_groups = chained.fp32_from_fp32_groups
-        chained.float16_groups = [
-            group or fp32_group for group, fp32_group in zip(chained.float16_groups, fp32_groups, strict=True)
-        ]
-        chained.fp32_from_float16_groups = [
-            group or fp32_group for group, fp32_group in zip(chained.fp32_from_float16_groups, fp32_groups, strict=True)
-        ]
+        chained.float16_groups = _first_nonempty(chained.float16_groups, fp32_groups)
+        chained.fp32_from_float16_groups = _first_nonempty(
+            chained.fp32_from_float16_groups,
+            fp32_groups,
+        )
     try:
         yield
     finally:
@@ -50,15 +49,23 @@ def number_fp32_parameters(optimizer: Any) -> Iterator[None]:
             chained.fp32_from_float16_groups = fp32_from_float16_groups
 
 
+def _first_nonempty(groups: list[Any], alternatives: list[Any]) -> list[Any]:
+    """Return each group of parameters, or its alternative where it is empty."""
+    pairs = zip(groups, alternatives, strict=True)
+    return [group or alternative for group, alternative in pairs]
+
+
 @contextmanager
 def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
     """Let the distributed optimizer save and load every parameter's own state, which by itself it
     does not.
 
-    - Transformer Engine's Adam keeps of an fp32 master weight only the 16 bits that its bf16 weight lacks, and Megatron
-      would save those bits as if they were a number. Inside, the optimizer gives and takes whole master weights.
-    - Megatron joins buckets without the gaps between them, but looks a parameter up where it lies with the gaps: from
-      the first gap on, parameters would get each other's state. Inside, their places are those without gaps.
+    - Transformer Engine's Adam keeps of an fp32 master weight only the 16 bits that its bf16 weight
+      lacks, and Megatron would save those bits as if they were a number. In the block, the
+      optimizer gives and takes whole master weights.
+    - Megatron joins buckets without the gaps between them, but looks a parameter up where it lies
+      with the gaps: from the first gap on, parameters would get each other's state. In the block,
+      parameters have the places that they have without gaps.
     """
     adams = [
         chained.optimizer
@@ -68,7 +75,9 @@ def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
     for adam in adams:
         _exchange_whole_master_weights(adam)
 
-    buffers = [buffer for chained in optimizer.chained_optimizers for buffer in getattr(chained, "buffers", ())]
+    buffers: list[Any] = []
+    for chained in optimizer.chained_optimizers:
+        buffers += getattr(chained, "buffers", ())
     original_maps = [buffer.param_index_map for buffer in buffers]
     for buffer in buffers:
         buffer.param_index_map = _places_without_gaps(buffer)
@@ -80,7 +89,8 @@ def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
             buffer.param_index_map = original_map
         for adam in adams:
             # The instance's attributes covered the methods of the class.
-            del adam.get_unscaled_state, adam.set_scaled_state, adam.state_dict, adam.load_state_dict
+            for name in ("get_unscaled_state", "set_scaled_state", "state_dict", "load_state_dict"):
+                delattr(adam, name)
 
 
 def _exchange_whole_master_weights(adam: Any) -> None:
@@ -105,8 +115,9 @@ def _exchange_whole_master_weights(adam: Any) -> None:
 
     # Megatron wants no state from the optimizer's dictionary; Transformer Engine's would copy all
     # of it in fp32.
-    adam.state_dict = partial(torch.optim.Optimizer.state_dict, adam)
-    adam.load_state_dict = lambda saved: torch.optim.Optimizer.load_state_dict(adam, saved | {"state": {}})
+    base = torch.optim.Optimizer
+    adam.state_dict = partial(base.state_dict, adam)
+    adam.load_state_dict = lambda saved: base.load_state_dict(adam, saved | {"state": {}})
 
 
 def _places_without_gaps(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:

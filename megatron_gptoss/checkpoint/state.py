@@ -28,7 +28,10 @@ def sharding_metadata() -> dict[str, Any]:
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
     """Describe the weights of every chunk of ``model``, by the chunk's number."""
     metadata = sharding_metadata()
-    return {str(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks_of(model))}
+    state = {}
+    for i, chunk in enumerate(chunks_of(model)):
+        state[str(i)] = chunk.sharded_state_dict(metadata=metadata)
+    return state
 
 
 def load_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
@@ -62,4 +65,5 @@ def experts_apart(trainer: PolicyTrainer) -> bool:
     It does so with expert or tensor parallelism, and marks their parameters as not reduced with
     the others.
     """
-    return any(not getattr(parameter, "allreduce", True) for parameter in trainer.module.parameters())
+    parameters = trainer.module.parameters()
+    return any(not getattr(parameter, "allreduce", True) for parameter in parameters)

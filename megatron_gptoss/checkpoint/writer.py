@@ -151,7 +151,8 @@ class _PendingSave:
 
         with fail_together(self.partial):
             if dist.get_rank() == 0:
-                (self.partial / MODEL_CONFIG_FILE).write_text(self.model_config.model_dump_json(indent=1))
+                model_config = self.model_config.model_dump_json(indent=1)
+                (self.partial / MODEL_CONFIG_FILE).write_text(model_config)
                 (self.partial / TRAINING_STATE_FILE).write_text(json.dumps(self.training_state))
                 sync_directory(self.partial)
                 publish(self.partial, self.final, keep)
@@ -171,12 +172,12 @@ class _PendingSave:
                 self.results.get_nowait()
 
 
-def _copy_to_host(file: tuple[Any, Any, tuple[Any, list[Any]]]) -> tuple[Any, Any, tuple[Any, list[Any]]]:
-    """Copy the tensors of one file, as Megatron describes it, to memory that training does not
-    change.
+_File = tuple[Any, Any, tuple[Any, list[Any]]]
+"""A file as Megatron describes it: (path, storage key, (objects, [(item, tensor), ...]))."""
 
-    file: (path, storage key, (objects, [(item, tensor), ...])).
-    """
+
+def _copy_to_host(file: _File) -> _File:
+    """Copy the tensors of a file to memory that training does not change."""
     # On a GPU's machine what already lies on the host is a copy that Megatron made for this save.
     always_copy = not torch.cuda.is_available()
     path, key, (objects, tensors) = file
@@ -209,6 +210,6 @@ def fail_together(partial: Path) -> Iterator[None]:
     volume = partial.parent if partial.parent.exists() else Path.cwd()
     free_mib = shutil.disk_usage(volume).free >> 20
     raise CheckpointError(
-        f"checkpoint {partial.with_suffix('')} could not be written ({failures[0]}); {free_mib} MiB are free there. "
-        "The previous checkpoint is untouched."
+        f"checkpoint {partial.with_suffix('')} could not be written ({failures[0]}); "
+        f"{free_mib} MiB are free there. The previous checkpoint is untouched."
     ) from error

@@ -39,7 +39,8 @@ class SinkAttention(DotProductAttention):
     ) -> None:
         MegatronModule.__init__(self, config)
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+            groups = ["tp", "cp"]
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=groups)
         self.tp_group = pg_collection.tp
         self.cp_group = pg_collection.cp
 
@@ -63,7 +64,8 @@ class SinkAttention(DotProductAttention):
 
         # The attribute's name is Megatron's, so that its sharded state dict includes the sinks.
         local_heads = config.num_attention_heads // self.tp_group.size()
-        self.softmax_offset = torch.nn.Parameter(torch.empty(local_heads, dtype=config.params_dtype))
+        sinks = torch.empty(local_heads, dtype=config.params_dtype)
+        self.softmax_offset = torch.nn.Parameter(sinks)
         if config.perform_initialization:
             config.init_method(self.softmax_offset)
         mark(

@@ -16,7 +16,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -80,7 +83,11 @@ class CpuAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none: CPU"
         super().__init__(*args, **kwargs)
 
-    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+    def _maybe_dtoh_and_synchronize(
+        self,
+        point: str,
+        tokens_per_expert: Tensor | None = None,
+    ) -> Tensor | None:
         if self.drop_and_pad or point != self.cuda_dtoh_point:
             return tokens_per_expert
 
@@ -129,7 +136,9 @@ def cpu_block_spec(config: TransformerConfig, stage: int) -> TransformerBlockSub
     submodules.pre_mlp_layernorm = CpuRMSNorm
 
     # The checkpoint keys of Transformer Engine's layers, so that one checkpoint serves both.
-    submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    submodules.sharded_state_dict_keys_map = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    }
 
     layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
     layers = [layer] * get_num_layers_to_build(config, stage)

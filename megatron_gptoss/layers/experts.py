@@ -67,7 +67,12 @@ class GptOssGroupedMLP(TEGroupedMLP):
         return add_weighted_bias(output, biases, permuted_probs, row_counts), None
 
 
-def add_weighted_bias(output: Tensor, biases: Tensor, probs: Tensor, row_counts: list[int]) -> Tensor:
+def add_weighted_bias(
+    output: Tensor,
+    biases: Tensor,
+    probs: Tensor,
+    row_counts: list[int],
+) -> Tensor:
     """Compute output[row] + probs[row] * biases[expert of row].
 
     It is one product with a matrix that has one entry per row, without a copy of the bias for

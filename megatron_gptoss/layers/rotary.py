@@ -11,7 +11,10 @@ import torch
 from megatron_gptoss.config import ModelConfig
 
 
-def yarn_inverse_frequencies(config: ModelConfig, truncate: bool = False) -> tuple[torch.Tensor, float]:
+def yarn_inverse_frequencies(
+    config: ModelConfig,
+    truncate: bool = False,
+) -> tuple[torch.Tensor, float]:
     """Compute the inverse frequencies of YaRN (arXiv 2309.00071, section 3.2).
 
     Frequencies that turn more than beta_fast times over the original length are kept, those that
@@ -64,7 +67,11 @@ class RotaryEmbedding:
     def __init__(self, config: ModelConfig) -> None:
         self._inverse_frequencies, self._concentration = yarn_inverse_frequencies(config)
 
-    def cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin(
+        self,
+        positions: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, [tokens, 1, head_size / 2] in ``dtype``, times the concentration.
 
         positions: int [tokens].

@@ -9,7 +9,10 @@ from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_gptoss.layers.attention import SinkAttention
@@ -30,7 +33,10 @@ class NoRecomputeLayer(TransformerLayer):
         super().__init__(config, *args, **kwargs)
 
 
-def transformer_engine_block_spec(config: GptOssTransformerConfig, stage: int) -> TransformerBlockSubmodules:
+def transformer_engine_block_spec(
+    config: GptOssTransformerConfig,
+    stage: int,
+) -> TransformerBlockSubmodules:
     """Specify the layers of one chunk of this pipeline rank.
 
     Raises:

@@ -87,7 +87,11 @@ def fits(inputs: MemoryInputs, memory: Memory, gigabytes: float) -> bool:
     return max(memory.total, beside_servers) <= gigabytes * 1e9
 
 
-def parameters_per_gpu(model: ModelConfig, parallel: ParallelConfig, stage: int = 0) -> tuple[float, float]:
+def parameters_per_gpu(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    stage: int = 0,
+) -> tuple[float, float]:
     """Return (dense, expert) parameters of one rank of a pipeline stage."""
     layers = parallel.layers_of_stage(stage, model)
     hidden = model.hidden_size

@@ -13,7 +13,10 @@ from megatron_gptoss.planning.memory import Memory, fits, worst_stage
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 
 
-def layouts_that_fit(inputs: MemoryInputs, gigabytes: float) -> list[tuple[ParallelConfig, Memory]]:
+def layouts_that_fit(
+    inputs: MemoryInputs,
+    gigabytes: float,
+) -> list[tuple[ParallelConfig, Memory]]:
     """Return the layouts of as many GPUs that stay within ``gigabytes``, the simplest first.
 
     All other settings stay as they are.

@@ -112,7 +112,11 @@ def predict_step(
     )
 
 
-def _forward_seconds(model: ModelConfig, parallel: ParallelConfig, lengths: Sequence[int]) -> list[float]:
+def _forward_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    lengths: Sequence[int],
+) -> list[float]:
     """Return each pipeline stage's forward pass of one micro-batch, if one GPU had all of it."""
     output_layer = 2 * model.hidden_size * model.vocab_size * sum(lengths)
     layer = (forward_flops(model, lengths) - output_layer) / model.num_layers
@@ -131,7 +135,11 @@ def _forward_seconds(model: ModelConfig, parallel: ParallelConfig, lengths: Sequ
     return seconds
 
 
-def _expert_exchange_seconds(model: ModelConfig, parallel: ParallelConfig, local_tokens: float) -> float:
+def _expert_exchange_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    local_tokens: float,
+) -> float:
     """Return the all-to-all of one layer and micro-batch.
 
     There are four: dispatch and combine, forward and backward. The fullest rank decides.
@@ -141,7 +149,11 @@ def _expert_exchange_seconds(model: ModelConfig, parallel: ParallelConfig, local
     return _message_seconds(routed_bytes, ranks=parallel.expert, span=parallel.expert)
 
 
-def _tensor_exchange_seconds(model: ModelConfig, parallel: ParallelConfig, local_tokens: float) -> float:
+def _tensor_exchange_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    local_tokens: float,
+) -> float:
     """Return the gathering and scattering of one layer and micro-batch.
 
     There are eight: around attention and around the experts, forward and backward.
@@ -154,17 +166,27 @@ def _tensor_exchange_seconds(model: ModelConfig, parallel: ParallelConfig, local
     )
 
 
-def _data_parallel_seconds(model: ModelConfig, parallel: ParallelConfig, bytes_per_parameter: float) -> float:
+def _data_parallel_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    bytes_per_parameter: float,
+) -> float:
     """Return the reduction or the gathering of all parameters over their replicas."""
     dense, expert = parameters_per_gpu(model, parallel)
     dense_replicas, expert_replicas = _replicas(parallel)
     span = parallel.world_size // parallel.pipeline
-    return _message_seconds(bytes_per_parameter * dense, ranks=dense_replicas, span=span) + _message_seconds(
-        bytes_per_parameter * expert, ranks=expert_replicas, span=span
+    dense_bytes = bytes_per_parameter * dense
+    expert_bytes = bytes_per_parameter * expert
+    return _message_seconds(dense_bytes, ranks=dense_replicas, span=span) + _message_seconds(
+        expert_bytes, ranks=expert_replicas, span=span
     )
 
 
-def _optimizer_seconds(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig) -> float:
+def _optimizer_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+) -> float:
     gradient_bytes = bytes_of(optimizer.gradient_dtype)
     moment_bytes = 2 * bytes_of(optimizer.moment_dtype)
 
