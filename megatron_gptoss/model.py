@@ -39,7 +39,7 @@ def build_model(
 
     Raises:
         ValueError: when the layout is impossible for the model.
-        RuntimeError: when Transformer Engine or DeepEP is needed and missing.
+        MissingPackageError: when Transformer Engine or DeepEP is needed and missing.
     """
     parallel.check_layout(model)
     config = build_transformer_config(

@@ -8,6 +8,11 @@ from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.user_error import UserError
+
+
+class MissingPackageError(UserError, RuntimeError):
+    """The configuration needs a package that is not installed; the message names it."""
 
 
 @dataclass
@@ -71,10 +76,12 @@ def build_transformer_config(
     ``overrides`` replace single fields, as negative controls and benchmarks do.
 
     Raises:
-        RuntimeError: where ``parallel`` asks for a dispatcher that is not installed.
+        MissingPackageError: where ``parallel`` asks for a dispatcher that is not installed.
     """
     if parallel.expert_dispatcher == "deepep" and not (HAVE_DEEP_EP and torch.cuda.is_available()):
-        raise RuntimeError("parallel.expert_dispatcher deepep: install DeepEP on a machine with GPUs, or use alltoall")
+        raise MissingPackageError(
+            "parallel.expert_dispatcher deepep: install DeepEP on a machine with GPUs, or use alltoall"
+        )
 
     settings = {
         "gptoss": model,

@@ -19,7 +19,7 @@ from megatron_gptoss.layers.attention import SinkAttention
 from megatron_gptoss.layers.experts import GptOssGroupedMLP
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.step_clock import TimedMoELayer
-from megatron_gptoss.transformer_config import GptOssTransformerConfig
+from megatron_gptoss.transformer_config import GptOssTransformerConfig, MissingPackageError
 
 
 class NoRecomputeLayer(TransformerLayer):
@@ -40,10 +40,12 @@ def transformer_engine_block_spec(
     """Specify the layers of one chunk of this pipeline rank.
 
     Raises:
-        RuntimeError: where Transformer Engine is missing.
+        MissingPackageError: where Transformer Engine is missing.
     """
     if not HAVE_TE:
-        raise RuntimeError("training on GPUs needs Transformer Engine 2.x (pip install transformer-engine[pytorch])")
+        raise MissingPackageError(
+            "training on GPUs needs Transformer Engine 2.x (pip install transformer-engine[pytorch])"
+        )
 
     submodules = get_gpt_layer_with_transformer_engine_submodules(
         num_experts=config.num_moe_experts,
