@@ -33,7 +33,7 @@ from megatron_gptoss.config import ModelConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import Sample, pack, unpack
 from megatron_gptoss.routing_replay import RoutingReplay
-from megatron_gptoss.trainer import Scorer, alignment
+from megatron_gptoss.scorer import Scorer, alignment
 from rl_loop.cluster.placement import free_port
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient

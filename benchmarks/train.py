@@ -2,18 +2,20 @@
 
     python benchmarks/train.py log-probs
     python benchmarks/train.py step --layers 4 --length 4096 --sequences 4
-    torchrun --nproc_per_node 4 benchmarks/train.py step --expert 4 --length 4096 --sequences 4 --micro-batches 2
+    torchrun --nproc_per_node 4 benchmarks/train.py step --expert 4 --sequences 4 --micro-batches 2
     torchrun --nproc_per_node 4 benchmarks/train.py stock --expert 4
     torchrun --nproc_per_node 2 benchmarks/train.py check-overlap --layers 2 --experts 8
 
-Weights are random (normal with std 0.02, biases and sinks 0, norms 1), tokens uniform, routing what follows from them.
-``--also "step ARGUMENTS"`` runs a further case in the same processes. Prints a JSON object per case; ``--out FILE``
-appends them as lines. MFU is taken against a matrix product measured beforehand.
+Weights are random (normal with std 0.02, biases and sinks 0, norms 1), tokens uniform, routing
+what follows from them. ``--also "step ARGUMENTS"`` runs a further case in the same processes.
+Prints a JSON object per case; ``--out FILE`` appends them as lines. MFU is taken against a matrix
+product measured beforehand.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -32,20 +34,24 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, Sample, build_batch
 from megatron_gptoss.planning.flops import forward_flops, matmul_ceiling
+from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.static_shape_p2p import StaticShapeP2P
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer, gather_parameters
+from megatron_gptoss.trainer import LossOutput, PolicyTrainer
 
 VOCAB = 201_088
 
 
 def milliseconds(call: Callable[[], Any], rounds: int = 5) -> float:
+    """Return the median device time of a call; the first one warms up."""
     times = []
     for _ in range(rounds + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         call()
         end.record()
@@ -55,13 +61,18 @@ def milliseconds(call: Callable[[], Any], rounds: int = 5) -> float:
 
 
 def log_probs_case(tokens: int = 32_768, hidden_size: int = 2880) -> dict[str, float]:
-    """Scoring and training through log_probs_and_entropy against the bare matrix products, 2,048 tokens at a time."""
-    hidden = torch.randn(tokens, hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    weight = torch.nn.Parameter(0.02 * torch.randn(VOCAB, hidden_size, device="cuda", dtype=torch.bfloat16))
-    buffers = {"main_grad": torch.zeros_like(weight, dtype=torch.float32), "grad_added_to_main_grad": False}
-    for name, value in buffers.items():
-        setattr(weight, name, value)
+    """Time scoring and training through log_probs_and_entropy against the bare matrix products.
+
+    The products take 2,048 tokens at a time.
+    """
+    bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+    hidden = torch.randn(tokens, hidden_size, **bf16).requires_grad_()
+    weight = torch.nn.Parameter(0.02 * torch.randn(VOCAB, hidden_size, **bf16))
     labels = torch.randint(0, VOCAB, (tokens,), device="cuda")
+
+    # As under Megatron's data parallelism: gradients are added to a buffer.
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    weight.grad_added_to_main_grad = False
 
     @torch.no_grad()
     def score() -> None:
@@ -73,14 +84,16 @@ def log_probs_case(tokens: int = 32_768, hidden_size: int = 2880) -> dict[str, f
             chunk @ weight.t()
 
     def train() -> None:
-        log_probs_and_entropy(hidden, weight, labels)[0].sum().backward()
-        hidden.grad = weight.grad = None
+        log_probs, _ = log_probs_and_entropy(hidden, weight, labels)
+        log_probs.sum().backward()
+        hidden.grad = None
+        weight.grad = None
 
     @torch.no_grad()
-    def train_products(again: bool) -> None:
+    def train_products(recompute: bool) -> None:
         for chunk in hidden.split(2048):
             logits = chunk @ weight.t()
-            if again:
+            if recompute:
                 logits = chunk @ weight.t()
             logits @ weight
             logits.t() @ chunk
@@ -89,42 +102,64 @@ def log_probs_case(tokens: int = 32_768, hidden_size: int = 2880) -> dict[str, f
         "score": score,
         "score_matmul": score_products,
         "train": train,
-        "train_three_matmuls": lambda: train_products(False),
-        "train_four_matmuls": lambda: train_products(True),
+        "train_three_matmuls": lambda: train_products(recompute=False),
+        "train_four_matmuls": lambda: train_products(recompute=True),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
     result: dict[str, float] = {}
-    for _ in range(5):  # in turn, so that clocks and temperature meet all of them
+
+    # In turn, so that clocks and temperature meet all of them.
+    for _ in range(5):
         for name, call in calls.items():
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            times[name].append(milliseconds(call, 2))
-            result[f"{name}_extra_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
-    return result | {f"{name}_ms": median(values) for name, values in times.items()}
+            times[name].append(milliseconds(call, rounds=2))
+            extra_bytes = torch.cuda.max_memory_allocated() - before
+            result[f"{name}_extra_gb"] = extra_bytes / 1e9
+
+    for name, values in times.items():
+        result[f"{name}_ms"] = median(values)
+    return result
 
 
 def random_weights(model: torch.nn.Module) -> None:
-    """The same on all replicas; the shards of a tensor are the same on all tensor-parallel ranks, too."""
+    """Fill a model with the same weights on all replicas.
+
+    The shards of a tensor are the same on all tensor-parallel ranks, too.
+    """
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    same = torch.Generator("cuda").manual_seed(stage)
-    experts = torch.Generator("cuda").manual_seed(1000 * (parallel_state.get_expert_model_parallel_rank() + 1) + stage)
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
+    dense_generator = torch.Generator("cuda").manual_seed(stage)
+    expert_generator = torch.Generator("cuda").manual_seed(1000 * (expert_rank + 1) + stage)
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.fill_(1)
             elif parameter.dim() == 1:
                 parameter.zero_()
+            elif "experts" in name:
+                parameter.normal_(0, 0.02, generator=expert_generator)
             else:
-                parameter.normal_(0, 0.02, generator=experts if "experts" in name else same)
+                parameter.normal_(0, 0.02, generator=dense_generator)
 
 
-def batches(count: int, sequences: int, length: int, rank: int) -> list[PackedBatch]:
-    generator = torch.Generator().manual_seed(rank)
-    rows = torch.randint(0, VOCAB, (count, sequences, length + 1), generator=generator).tolist()
-    return [build_batch([Sample(ids, [0] + [1] * length) for ids in row], align=8) for row in rows]
+def random_batches(count: int, sequences: int, length: int, seed: int) -> list[PackedBatch]:
+    """Build ``count`` micro-batches of ``sequences`` sequences of ``length`` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(0, VOCAB, (count, sequences, length + 1), generator=generator)
+    mask = [0] + [1] * length
+
+    batches = []
+    for micro_batch in token_ids.tolist():
+        samples = [Sample(ids, mask) for ids in micro_batch]
+        batches.append(build_batch(samples, align=8))
+    return batches
 
 
 def sft_loss(tokens: int) -> Callable[..., LossOutput]:
+    """Return the mean cross-entropy over ``tokens`` tokens."""
+
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
         total = -(log_probs * batch.loss_mask).sum() / tokens
         return LossOutput(total, {"loss": total})
@@ -133,32 +168,60 @@ def sft_loss(tokens: int) -> Callable[..., LossOutput]:
 
 
 class ExpertLoad:
-    """Tokens per expert of every layer, counted by hooks on the routers."""
+    """Counts the tokens of every expert by hooks on the routers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.counts: list[torch.Tensor] = []
-        self.handles = [
-            module.register_forward_hook(lambda _m, _i, out: self.counts.append(out[1].sum(0).detach()))
-            for module in model.modules()
-            if type(module).__name__ == "GptOssRouter"
-        ]
+        """Tokens of each expert, one tensor per layer and micro-batch."""
+        self.handles = []
+        for module in model.modules():
+            if isinstance(module, GptOssRouter):
+                self.handles.append(module.register_forward_hook(self._count))
+
+    def _count(self, module: Any, inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        _, is_chosen = outputs
+        self.counts.append(is_chosen.sum(0).detach())
 
     def result(self, expert_parallel: int) -> dict[str, float]:
+        """Stop counting and return how uneven the load is. Collective."""
         for handle in self.handles:
             handle.remove()
+
         counts = torch.stack(self.counts).float()
-        dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-        ranks = counts.view(len(counts), expert_parallel, -1).sum(-1)
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(counts, group=group)
+        rank_counts = counts.view(len(counts), expert_parallel, -1).sum(-1)
         return {
-            "expert_load_max_over_mean": float((counts.amax(-1) / counts.mean(-1)).mean()),
-            "rank_load_max_over_mean": float((ranks.amax(-1) / ranks.mean(-1)).mean()),
+            "expert_load_max_over_mean": max_over_mean(counts),
+            "rank_load_max_over_mean": max_over_mean(rank_counts),
         }
 
 
-def measure_steps(step: Callable[[], Any], count: int, tokens_per_gpu: int, flops: float, ceiling: float) -> dict:
+def max_over_mean(counts: torch.Tensor) -> float:
+    """Return the mean over rows of how much the largest entry is above the average one."""
+    return float((counts.amax(-1) / counts.mean(-1)).mean())
+
+
+def measure_steps(
+    step: Callable[[], Any],
+    count: int,
+    tokens_per_gpu: int,
+    flops: float,
+    ceiling: float,
+) -> dict[str, Any]:
+    """Time ``count`` calls of ``step``; the first two warm up.
+
+    Args:
+        step: what is timed.
+        count: how often.
+        tokens_per_gpu: of one step.
+        flops: of one step on one GPU.
+        ceiling: TFLOP/s of which MFU is a share.
+    """
     times = []
     for i in range(count):
-        if i == 2:  # as rl_loop.trainer.worker does
+        if i == 2:
+            # As rl_loop.trainer.worker does.
             gc.collect()
             gc.freeze()
         torch.cuda.synchronize()
@@ -167,13 +230,15 @@ def measure_steps(step: Callable[[], Any], count: int, tokens_per_gpu: int, flop
         step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
+
     seconds = median(times[2:])
+    tflops = flops / seconds / 1e12
     return {
         "seconds": seconds,
         "all_seconds": [round(x, 4) for x in times],
         "tokens_per_second_per_gpu": tokens_per_gpu / seconds,
-        "tflops_per_gpu": flops / seconds / 1e12,
-        "mfu": flops / seconds / 1e12 / ceiling,
+        "tflops_per_gpu": tflops,
+        "mfu": tflops / ceiling,
         "ceiling_tflops": ceiling,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
         "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
@@ -187,26 +252,37 @@ def profile_step(step: Callable[[], Any], path: Path) -> None:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         step()
         torch.cuda.synchronize()
-    if dist.get_rank() == 0:
-        kernels = [event for event in trace.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
-        kernels.sort(key=lambda event: -event.self_device_time_total)
-        rows = [f"{e.self_device_time_total / 1e3:9.2f} ms {e.count:6d} x {e.key[:160]}" for e in kernels]
-        path.write_text("\n".join(rows) + "\n")
+    if dist.get_rank() != 0:
+        return
+
+    cuda = torch.autograd.DeviceType.CUDA
+    kernels = [event for event in trace.key_averages() if event.device_type == cuda]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    rows = []
+    for kernel in kernels:
+        milliseconds = kernel.self_device_time_total / 1e3
+        rows.append(f"{milliseconds:9.2f} ms {kernel.count:6d} x {kernel.key[:160]}")
+    path.write_text("\n".join(rows) + "\n")
 
 
 def release(trainer: PolicyTrainer) -> None:
     """Give back what the next case needs, whatever still refers to it."""
     gc.unfreeze()
-    buffers = [b for part in trainer.model for b in part.buffers + part.expert_parallel_buffers]
-    tensors = [b.grad_data for b in buffers] + [b.param_data for b in buffers]
-    for part in trainer.optimizer.chained_optimizers:
-        tensors += [tensor for state in part.optimizer.state.values() for tensor in state.values()]
+    tensors: list[Any] = []
+    for chunk in trainer.model:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            tensors += [buffer.grad_data, buffer.param_data]
+    for chained in trainer.optimizer.chained_optimizers:
+        for state in chained.optimizer.state.values():
+            tensors += state.values()
+
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
             tensor.untyped_storage().resize_(0)
 
 
-def attention(name: str) -> dict[str, Any]:
+def attention_overrides(name: str) -> dict[str, Any]:
+    """Return what makes ``build_model`` use the named attention."""
     if name != "transformer_engine":
         return {"attention_backend_name": name}
     from transformer_engine_attention import TransformerEngineAttention
@@ -215,236 +291,397 @@ def attention(name: str) -> dict[str, Any]:
 
 
 def gather_before_forward(trainer: PolicyTrainer) -> None:
-    """Parameters whole before the next forward pass begins, instead of under it."""
-    for part in trainer.model:
-        part.disable_forward_pre_hook(param_sync=False)
-        part.ddp_config.overlap_param_gather = False
+    """Gather parameters before the next forward pass begins, instead of under it."""
+    for chunk in trainer.model:
+        chunk.disable_forward_pre_hook(param_sync=False)
+        chunk.ddp_config.overlap_param_gather = False
 
 
 @contextmanager
-def messages(name: str) -> Iterator[None]:
-    """Between pipeline stages."""
+def stage_messages(kind: str) -> Iterator[None]:
+    """Send messages between pipeline stages as ours or as Megatron's in the block."""
     ours = StaticShapeP2P._communicate_shapes
-    if name == "megatron":
-        StaticShapeP2P._communicate_shapes = P2PCommunicator._communicate_shapes  # type: ignore[method-assign]
+    if kind == "megatron":
+        theirs = P2PCommunicator._communicate_shapes
+        StaticShapeP2P._communicate_shapes = theirs  # type: ignore[method-assign]
     yield
     StaticShapeP2P._communicate_shapes = ours  # type: ignore[method-assign]
 
 
-def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
+def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
+    """Build the trainer of ``step_case`` with random weights."""
     model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
     parallel = ParallelConfig(
-        world_size=dist.get_world_size(), expert=args.expert, context=args.context, tensor=args.tensor,
-        pipeline=args.pipeline, virtual_pipeline=args.virtual_pipeline, last_stage_layers=args.last_stage_layers,
-        recompute=tuple(args.recompute), recompute_layers=args.recompute_layers,
+        world_size=dist.get_world_size(),
+        expert=args.expert,
+        context=args.context,
+        tensor=args.tensor,
+        pipeline=args.pipeline,
+        virtual_pipeline=args.virtual_pipeline,
+        last_stage_layers=args.last_stage_layers,
+        recompute=tuple(args.recompute),
+        recompute_layers=args.recompute_layers,
         expert_dispatcher=args.dispatcher,
-    )  # fmt: skip
+    )
+
+    # Megatron waits for the GPU after every message, which only its own messages need.
     model = build_model(
-        model_config, parallel, torch.bfloat16, moe_router_force_load_balancing=args.balanced,
-        batch_p2p_sync=args.messages == "megatron", **attention(args.attention), **json.loads(args.config),
-    )  # fmt: skip
+        model_config,
+        parallel,
+        torch.bfloat16,
+        moe_router_force_load_balancing=args.balanced,
+        batch_p2p_sync=args.messages == "megatron",
+        **attention_overrides(args.attention),
+        **json.loads(args.config),
+    )
     random_weights(model)
-    optimizer = OptimizerConfig(gradient_dtype=args.gradients, moment_dtype=args.moments, offload=args.offload)
+
+    optimizer = OptimizerConfig(
+        gradient_dtype=args.gradients,
+        moment_dtype=args.moments,
+        offload=args.offload,
+    )
     trainer = PolicyTrainer(model, optimizer)
     if args.gather == "before":
         gather_before_forward(trainer)
-    data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    rows = batches(args.micro_batches, args.sequences, args.length, data_rank)
-    tokens = data_size * sum(row.tokens for row in rows)
-    flops = 3 * forward_flops(model_config, [args.length] * args.sequences * args.micro_batches)
-    flops /= parallel.context * parallel.tensor * parallel.pipeline
+    return trainer
+
+
+def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
+    """Time training steps and scoring of the layout that the arguments describe."""
+    trainer = build_trainer(args)
+    model_config = trainer.chunks[0].config.gptoss
+
+    data_rank = parallel_state.get_data_parallel_rank()
+    data_size = parallel_state.get_data_parallel_world_size()
+    batches = random_batches(args.micro_batches, args.sequences, args.length, seed=data_rank)
+    tokens = data_size * sum(batch.tokens for batch in batches)
+    tokens_per_gpu = tokens // dist.get_world_size()
+    lengths = [args.length] * args.sequences * args.micro_batches
+    sharers = args.context * args.tensor * args.pipeline
+    flops = 3 * forward_flops(model_config, lengths) / sharers
+
     losses: list[float] = []
-    parts: list[dict[str, float]] = []
+    step_parts: list[dict[str, float]] = []
 
     def step() -> None:
-        statistics = trainer.train_step(rows, sft_loss(tokens), 1e-5)
+        statistics = trainer.train_step(batches, sft_loss(tokens), learning_rate=1e-5)
         losses.append(statistics.sums["loss"])
-        parts.append(statistics.seconds_of)
+        step_parts.append(statistics.seconds_of)
 
-    with messages(args.messages):
-        result = measure_steps(step, args.steps, tokens // dist.get_world_size(), flops, ceiling)
+    with stage_messages(args.messages):
+        result = measure_steps(step, args.steps, tokens_per_gpu, flops, ceiling)
     if args.profile:
         profile_step(step, args.profile)
-    load = ExpertLoad(model)
-    trainer.score(rows)
+
+    load = ExpertLoad(trainer.module)
+    trainer.score(batches)
     torch.cuda.reset_peak_memory_stats()
-    score = measure_steps(lambda: trainer.score(rows), 3, tokens // dist.get_world_size(), flops / 3, ceiling)
-    parameters = sum(p.numel() for p in model.parameters())
+    score = measure_steps(lambda: trainer.score(batches), 3, tokens_per_gpu, flops / 3, ceiling)
+
+    parameters = sum(parameter.numel() for parameter in trainer.module.parameters())
     release(trainer)
+
+    # The steps that were timed: not those that warmed up, nor the profiled one.
+    timed_parts = step_parts[2 : args.steps]
+    seconds_of = {name: median(parts[name] for parts in timed_parts) for name in timed_parts[0]}
     return {
         **result,
         **load.result(args.expert),
         "score_seconds": score["seconds"],
         "score_peak_gb": score["peak_gb"],
         "parameters_per_gpu": parameters,
-        "seconds_of": {part: median(step[part] for step in parts[2 : args.steps]) for part in parts[0]},
+        "seconds_of": seconds_of,
         "losses": losses,
     }
 
 
 def check_overlap_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
-    """Three steps and a score right after them, with weights gathered before the next forward pass (twice, for the
-    noise of the run), under it, and, as the control that must stand out, never."""
-    parallel = ParallelConfig(world_size=dist.get_world_size(), expert=args.expert)
-    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
-    rows = batches(args.micro_batches, args.sequences, args.length, parallel_state.get_data_parallel_rank())
-    tokens = parallel_state.get_data_parallel_world_size() * sum(row.tokens for row in rows)
+    """Compare ways of gathering weights: three steps and a score right after them.
+
+    Weights are gathered before the next forward pass (twice, for the noise of the run), under it,
+    and, as the control that must stand out, never.
+    """
+    data_rank = parallel_state.get_data_parallel_rank()
+    batches = random_batches(args.micro_batches, args.sequences, args.length, seed=data_rank)
+
     result: dict[str, Any] = {}
-    reference = torch.empty(0)
+    reference: torch.Tensor | None = None
     for mode in ("before", "before_again", "under", "never"):
-        model = build_model(model_config, parallel, torch.bfloat16)
-        random_weights(model)
-        trainer = PolicyTrainer(model, OptimizerConfig())
-        trainer.model[0].broadcast_params()
-        if mode != "under":
-            gather_before_forward(trainer)
-            trainer.model[0].ddp_config.overlap_param_gather = mode == "never"
-        losses, seconds = [], []
-        for _ in range(3):
-            torch.cuda.synchronize()
-            dist.barrier()
-            start = time.perf_counter()
-            losses.append(trainer.train_step(rows, sft_loss(tokens), 1e-3).sums["loss"])
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        scores = torch.cat(trainer.score(rows))
-        if mode == "before":
+        trainer = overlap_trainer(args, mode)
+        losses, seconds = timed_steps(trainer, batches)
+        scores = torch.cat(trainer.score(batches))
+        if reference is None:
             reference = scores
         if mode != "never":
             gather_parameters(trainer.model)
-        replicas_equal = True
-        for parameter in model.parameters():
-            apart = not getattr(parameter, "allreduce", True)
-            group = (
-                parallel_state.get_expert_data_parallel_group() if apart else parallel_state.get_data_parallel_group()
-            )
-            sums = [torch.zeros((), dtype=torch.double, device="cuda") for _ in range(group.size())]
-            dist.all_gather(sums, parameter.detach().double().square().sum(), group=group)
-            replicas_equal &= len(set(torch.stack(sums).tolist())) == 1
+
         result[mode] = {
             "losses": losses,
             "seconds": seconds,
             "score_difference": float((scores - reference).abs().mean()),
-            "replicas_equal": replicas_equal,
+            "replicas_equal": replicas_equal(trainer.module),
         }
         release(trainer)
-        del trainer, model
+        del trainer
         gc.collect()
         torch.cuda.empty_cache()
     return result
 
 
+def overlap_trainer(args: argparse.Namespace, mode: str) -> PolicyTrainer:
+    """Build a trainer that gathers weights as ``check_overlap_case`` names it."""
+    parallel = ParallelConfig(world_size=dist.get_world_size(), expert=args.expert)
+    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
+    model = build_model(model_config, parallel, torch.bfloat16)
+    random_weights(model)
+    trainer = PolicyTrainer(model, OptimizerConfig())
+    trainer.model[0].broadcast_params()
+
+    if mode != "under":
+        gather_before_forward(trainer)
+        # Without the hook, "overlapping" means that nobody gathers.
+        trainer.model[0].ddp_config.overlap_param_gather = mode == "never"
+    return trainer
+
+
+def timed_steps(
+    trainer: PolicyTrainer,
+    batches: list[PackedBatch],
+) -> tuple[list[float], list[float]]:
+    """Take three steps and return their losses and seconds."""
+    data_size = parallel_state.get_data_parallel_world_size()
+    tokens = data_size * sum(batch.tokens for batch in batches)
+
+    losses = []
+    seconds = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        statistics = trainer.train_step(batches, sft_loss(tokens), learning_rate=1e-3)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        losses.append(statistics.sums["loss"])
+    return losses, seconds
+
+
+def replicas_equal(model: torch.nn.Module) -> bool:
+    """Return whether all replicas of every parameter have the same sum of squares. Collective."""
+    all_equal = True
+    for parameter in model.parameters():
+        is_expert = not getattr(parameter, "allreduce", True)
+        if is_expert:
+            group = parallel_state.get_expert_data_parallel_group()
+        else:
+            group = parallel_state.get_data_parallel_group()
+
+        local_sum = parameter.detach().double().square().sum()
+        sums = [torch.zeros_like(local_sum) for _ in range(group.size())]
+        dist.all_gather(sums, local_sum, group=group)
+        all_equal &= len(set(torch.stack(sums).tolist())) == 1
+    return all_equal
+
+
 def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
-    """Megatron as its examples run GPT-OSS: unpacked, Transformer Engine attention, logits held, one sequence a time.
+    """Time Megatron as its examples run GPT-OSS.
 
-    The router's bias is bf16 there, which is numerically wrong but costs no time.
+    Unpacked, Transformer Engine's attention, logits held, one sequence at a time. The router's bias
+    is bf16 there, which is numerically wrong but costs no time.
     """
-    import contextlib
-
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.optimizer import get_megatron_optimizer
-
-    from megatron_gptoss.transformer_config import build_transformer_config
+    from megatron.core.distributed import finalize_model_grads
 
     model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
-    parallel = ParallelConfig(world_size=dist.get_world_size(), expert=args.expert)
-    config = build_transformer_config(
-        model_config, parallel, torch.bfloat16, activation_func=quick_gelu, bias_activation_fusion=True,
-        calculate_per_token_loss=False, moe_router_force_load_balancing=args.balanced, perform_initialization=False,
-    )  # fmt: skip
-    yarn = {
-        "yarn_rotary_scaling_factor": 32.0, "yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0,
-        "yarn_beta_slow": 1.0, "yarn_mscale": None, "yarn_mscale_all_dim": None,
-        "yarn_correction_range_round_to_int": False, "position_embedding_type": "yarn",
-    }  # fmt: skip
-    for key, value in yarn.items():
-        setattr(config, key, value)
-    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=args.experts, moe_grouped_gemm=True)
-    module = GPTModel(
-        config, spec, VOCAB, args.length, position_embedding_type="yarn", rotary_base=150_000, parallel_output=False
-    )
-    module = module.cuda().bfloat16()
-    random_weights(module)
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=True, grad_reduce_in_fp32=True
-    )
-    model = DistributedDataParallel(config, ddp, module)
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam", lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
-        ),
-        [model],
-    )
-    ids = torch.randint(0, VOCAB, (args.micro_batches, 1, args.length), device="cuda")
+    model = stock_model(args, model_config)
+    optimizer = stock_optimizer(model)
+    rows = torch.randint(0, VOCAB, (args.micro_batches, 1, args.length), device="cuda")
     positions = torch.arange(args.length, device="cuda")[None]
 
     def step() -> None:
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        for i, row in enumerate(ids):
-            with model.no_sync() if i < len(ids) - 1 else contextlib.nullcontext():
-                model(row, positions, None, labels=row.roll(-1, 1)).float().mean().backward()
+        for i, row in enumerate(rows):
+            # Gradients are reduced after the last micro-batch only.
+            is_last = i == len(rows) - 1
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                losses = model(row, positions, None, labels=row.roll(-1, 1))
+                losses.float().mean().backward()
         finalize_model_grads([model])
         optimizer.step()
 
+    tokens = args.micro_batches * args.length
     flops = 3 * forward_flops(model_config, [args.length] * args.micro_batches)
-    return measure_steps(step, args.steps, args.micro_batches * args.length, flops, ceiling)
+    return measure_steps(step, args.steps, tokens, flops, ceiling)
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=["log-probs", "step", "stock", "check-overlap"])
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--length", type=int, default=4096, help="tokens of every sequence")
-    parser.add_argument("--sequences", type=int, default=1, help="sequences packed into one micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--expert", type=int, default=1, help="expert parallel size")
-    parser.add_argument("--context", type=int, default=1, help="context parallel size")
-    parser.add_argument("--tensor", type=int, default=1, help="tensor parallel size")
-    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--virtual-pipeline", type=int, default=1, help="chunks of layers per stage")
-    parser.add_argument("--gather", default="under", choices=["under", "before"], help="parameters: the forward pass")
-    parser.add_argument("--messages", default="ours", choices=["ours", "megatron"], help="between pipeline stages")
-    parser.add_argument("--moments", default="fp32")
-    parser.add_argument("--gradients", default="fp32")
-    parser.add_argument("--last-stage-layers", type=int, help="pipeline: fewer than the other stages have")
-    parser.add_argument("--recompute", nargs="*", default=[])
-    parser.add_argument("--recompute-layers", type=int, help="of a chunk; the others keep what they computed")
-    parser.add_argument("--attention", default="auto", help="a backend of ours, or transformer_engine")
-    parser.add_argument("--dispatcher", default="alltoall", help="or deepep")
-    parser.add_argument("--offload", type=float, default=0.0, help="share of the optimizer's state in host memory")
-    parser.add_argument("--balanced", action="store_true", help="route at random and evenly, for comparison only")
-    parser.add_argument("--config", default="{}", help="JSON of further TransformerConfig fields")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--profile", type=Path, help="file for the device times of one step by kernel")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--also", action="append", default=[], help="a further case, as one string")
+def stock_model(args: argparse.Namespace, model_config: ModelConfig) -> Any:
+    """Build Megatron's model with its own layers, in its data-parallel wrapper."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_gptoss.transformer_config import build_transformer_config
+
+    config = build_transformer_config(
+        model_config,
+        ParallelConfig(world_size=dist.get_world_size(), expert=args.expert),
+        torch.bfloat16,
+        activation_func=quick_gelu,
+        bias_activation_fusion=True,
+        calculate_per_token_loss=False,
+        moe_router_force_load_balancing=args.balanced,
+        perform_initialization=False,
+    )
+    yarn = {
+        "position_embedding_type": "yarn",
+        "yarn_rotary_scaling_factor": 32.0,
+        "yarn_original_max_position_embeddings": 4096,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+        "yarn_correction_range_round_to_int": False,
+    }
+    # GPTModel reads them from the configuration, which has no such fields.
+    for name, value in yarn.items():
+        setattr(config, name, value)
+
+    module = GPTModel(
+        config,
+        get_gpt_layer_with_transformer_engine_spec(
+            num_experts=args.experts,
+            moe_grouped_gemm=True,
+        ),
+        vocab_size=VOCAB,
+        max_sequence_length=args.length,
+        position_embedding_type="yarn",
+        rotary_base=150_000,
+        parallel_output=False,
+    )
+    module = module.cuda().bfloat16()
+    random_weights(module)
+    reduction = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        grad_reduce_in_fp32=True,
+    )
+    return DistributedDataParallel(config, reduction, module)
+
+
+def stock_optimizer(model: Any) -> Any:
+    """Build Megatron's optimizer with its defaults."""
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=1e-5,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(settings, [model])
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("case", choices=["log-probs", "step", "stock", "check-overlap"])
+
+    # The model and its batch.
+    add("--layers", type=int, default=24)
+    add("--experts", type=int, default=32)
+    add("--length", type=int, default=4096, help="tokens of every sequence")
+    add("--sequences", type=int, default=1, help="sequences packed into one micro-batch")
+    add("--micro-batches", type=int, default=1)
+    add("--balanced", action="store_true", help="route at random and evenly, for comparison only")
+
+    # The layout.
+    add("--expert", type=int, default=1, help="expert parallel size")
+    add("--context", type=int, default=1, help="context parallel size")
+    add("--tensor", type=int, default=1, help="tensor parallel size")
+    add("--pipeline", type=int, default=1, help="pipeline stages")
+    add("--virtual-pipeline", type=int, default=1, help="chunks of layers per stage")
+    add("--last-stage-layers", type=int, help="pipeline: fewer than the other stages have")
+    add("--dispatcher", default="alltoall", help="or deepep")
+
+    # What is computed, kept and sent.
+    add("--attention", default="auto", help="a backend of ours, or transformer_engine")
+    add("--recompute", nargs="*", default=[])
+    add("--recompute-layers", type=int, help="of a chunk; the others keep what they computed")
+    add("--moments", default="fp32")
+    add("--gradients", default="fp32")
+    add("--offload", type=float, default=0.0, help="share of the optimizer's state on the host")
+    add(
+        "--gather",
+        default="under",
+        choices=["under", "before"],
+        help="parameters: the forward pass",
+    )
+    add(
+        "--messages",
+        default="ours",
+        choices=["ours", "megatron"],
+        help="between pipeline stages",
+    )
+    add("--config", default="{}", help="JSON of further TransformerConfig fields")
+
+    # The measurement.
+    add("--steps", type=int, default=6)
+    add("--profile", type=Path, help="file for the device times of one step by kernel")
+    add("--out", type=Path)
+    add("--also", action="append", default=[], help="a further case, as one string")
     return parser
 
 
+def run_case(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the case that the arguments name. Collective."""
+    ceiling = matmul_ceiling()
+    if args.case == "step":
+        return step_case(args, ceiling)
+    if args.case == "stock":
+        return stock_case(args, ceiling)
+    if args.case == "check-overlap":
+        return check_overlap_case(args, ceiling)
+    return dict(log_probs_case())
+
+
 def run(args: argparse.Namespace, port: int) -> None:
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    """Join the ranks, run one case and print its result."""
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     started = time.perf_counter()
-    parallel = {name: getattr(args, name) for name in ("expert", "context", "tensor", "pipeline", "virtual_pipeline")}
-    distributed.initialize(ParallelConfig(world_size=world_size, **parallel), rank, port=port)
+    parallel = ParallelConfig(
+        world_size=world_size,
+        expert=args.expert,
+        context=args.context,
+        tensor=args.tensor,
+        pipeline=args.pipeline,
+        virtual_pipeline=args.virtual_pipeline,
+    )
+    distributed.initialize(parallel, rank, port=port)
     torch.cuda.reset_peak_memory_stats()
-    cases = {"step": step_case, "stock": stock_case, "check-overlap": check_overlap_case}
-    cases["log-probs"] = lambda *_: log_probs_case()
-    result = cases[args.case](args, matmul_ceiling())
-    given = {k: v for k, v in vars(args).items() if not isinstance(v, Path) and k != "also"}
+    result = run_case(args)
+
     if rank == 0:
-        line = json.dumps(
-            {"arguments": given, "gpus": world_size, **result, "wall_seconds": time.perf_counter() - started}
-        )
+        arguments = {}
+        for name, value in vars(args).items():
+            if not isinstance(value, Path) and name != "also":
+                arguments[name] = value
+        wall_seconds = time.perf_counter() - started
+        line = json.dumps({"arguments": arguments, "gpus": world_size, **result, "wall_seconds": wall_seconds})
         print(line, flush=True)
         if args.out:
             with args.out.open("a") as file:
                 file.write(line + "\n")
+
     gc.collect()
     torch.cuda.empty_cache()
     dist.barrier()
@@ -452,11 +689,13 @@ def run(args: argparse.Namespace, port: int) -> None:
 
 
 def main() -> None:
-    args = arguments().parse_args()
+    """Run the case of the command line and those of ``--also``, each with groups of its own."""
+    args = argument_parser().parse_args()
     run(args, port=29_777)
     for index, further in enumerate(args.also):
         out = ["--out", str(args.out)] if args.out else []
-        run(arguments().parse_args([*shlex.split(further), *out]), port=29_778 + index)
+        further_args = argument_parser().parse_args([*shlex.split(further), *out])
+        run(further_args, port=29_778 + index)
 
 
 if __name__ == "__main__":

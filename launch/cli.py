@@ -175,7 +175,7 @@ def plan(
     """Say how the layout would run: the memory of a GPU, and how layers communicate under context parallelism."""
     config = load_config(path, SftConfig if sft else RlConfig, overrides)
     from launch.plan import attention_plan, step_plan
-    from megatron_gptoss.planning.memory import memory_plan
+    from megatron_gptoss.planning.memory_advice import memory_plan
 
     print(memory_plan(config.memory_inputs, gpu_gb), attention_plan(config), step_plan(config, gpu_gb), sep="\n")
 

@@ -1,11 +1,12 @@
 """What ``gptoss plan`` prints, computed from the configuration alone."""
 
+from dataclasses import asdict
 from itertools import accumulate
 
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.context_parallel import AttentionShape, Machine, balanced_layout, candidates
 from megatron_gptoss.planning.flops import MATMUL_CEILING, forward_flops
-from megatron_gptoss.planning.memory import describe_layout, layouts_that_fit
+from megatron_gptoss.planning.memory_advice import describe_layout, layouts_that_fit
 from megatron_gptoss.planning.step_time import StepTime, predict_step
 from rl_loop.config.run import RlConfig, RunConfig
 
@@ -32,7 +33,7 @@ def step_plan(config: RunConfig, gigabytes: float) -> str:
         return count, step, f"{step.total:.2f} s, {speed:.0f} tokens/s/GPU, {mfu:.1%} MFU"
 
     count, step, text = update(config.parallel)
-    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in step._asdict().items() if seconds >= 0.005)
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in asdict(step).items() if seconds >= 0.005)
     tokens = sum(lengths) * count * config.parallel.data
     lines = [
         f"an update on H200s, {tokens} tokens in {count} micro-batches per data-parallel rank: {text} ({parts})",

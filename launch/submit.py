@@ -38,7 +38,7 @@ def dry_run(config: RunConfig, cluster: ClusterConfig) -> str:
     plans = place(config, cluster, isinstance(config, RlConfig))
     parts = [("placement", describe(plans, config))]
     if cluster.gpus_per_node:
-        from megatron_gptoss.planning.memory import memory_plan  # imports torch
+        from megatron_gptoss.planning.memory_advice import memory_plan  # imports torch
 
         parts.append(("memory plan", memory_plan(config.memory_inputs, cluster.gpu_memory)))
     if cluster.kind == "slurm":

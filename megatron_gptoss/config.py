@@ -1,7 +1,7 @@
 """Typed configuration of the policy: architecture, parallel layout, optimizer.
 
-Every model is strict: an unknown key, a wrong type or an impossible layout raises pydantic's ValidationError, which
-names the key, before anything is started."""
+Every model is strict: an unknown key, a wrong type or an impossible layout raises pydantic's
+ValidationError, which names the key, before anything is started."""
 
 import json
 import math
@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class StrictModel(BaseModel):
-    """Base of all configuration: unknown keys are errors, fields are documented by the string under them."""
+    """Base of all configuration: unknown keys are errors, fields are documented by the string
+    under them."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
@@ -41,7 +42,8 @@ class ModelConfig(StrictModel):
     """A GPT-OSS architecture. The defaults that the released 20B and 120B share are filled in."""
 
     num_layers: int = Field(gt=0)
-    """Transformer layers. Even 0-based layers attend within a sliding window, odd ones to the whole prefix."""
+    """Transformer layers. Even 0-based layers attend within a sliding window, odd ones to the
+    whole prefix."""
     num_experts: int = Field(gt=0)
     """Experts per layer."""
     experts_per_token: int = Field(4, gt=0)
@@ -95,33 +97,59 @@ class ModelConfig(StrictModel):
     @property
     def layer_types(self) -> list[str]:
         """Per layer "sliding_attention" or "full_attention", as in the Hugging Face config."""
-        return ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(self.num_layers)]
+        pair = ("sliding_attention", "full_attention")
+        return [pair[layer % 2] for layer in range(self.num_layers)]
+
+    @property
+    def query_size(self) -> int:
+        """Channels of a token's queries, all heads together."""
+        return self.num_attention_heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Channels of a token's keys, all heads together; its values have as many."""
+        return self.num_key_value_heads * self.head_size
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights and biases of one expert: gate and up projection in one matrix, and down."""
+        gate_and_up = (self.hidden_size + 1) * 2 * self.intermediate_size
+        down = (self.intermediate_size + 1) * self.hidden_size
+        return gate_and_up + down
 
     @property
     def num_parameters(self) -> int:
         """All of them, embedding and output layer included."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        queries = self.num_attention_heads * self.head_size
-        keys = self.num_key_value_heads * self.head_size
-        attention = (hidden + 1) * (queries + 2 * keys) + (queries + 1) * hidden + self.num_attention_heads
-        expert = (hidden + 1) * 2 * inner + (inner + 1) * hidden
-        router = (hidden + 1) * self.num_experts
-        layer = attention + router + self.num_experts * expert + 2 * hidden
-        return self.num_layers * layer + 2 * self.vocab_size * hidden + hidden
+        projections = (self.hidden_size + 1) * (self.query_size + 2 * self.key_size)
+        output_projection = (self.query_size + 1) * self.hidden_size
+        attention = projections + output_projection + self.num_attention_heads  # one sink per head
+
+        router = (self.hidden_size + 1) * self.num_experts
+        experts = self.num_experts * self.expert_parameters
+        norms = 2 * self.hidden_size
+        layer = attention + router + experts + norms
+
+        vocabulary = 2 * self.vocab_size * self.hidden_size
+        return self.num_layers * layer + vocabulary + self.hidden_size
 
     def to_hf_config(self, **extra: Any) -> dict[str, Any]:
-        """The content of ``config.json`` of the same model; ``extra`` adds keys such as eos_token_id."""
+        """Return the content of ``config.json``; ``extra`` adds keys such as eos_token_id."""
+        fields = {}
+        for name, value in self.model_dump().items():
+            if name not in _HF_ROPE_NAMES:
+                fields[_HF_NAMES.get(name, name)] = value
+
+        rope_scaling = {"rope_type": "yarn", "truncate": False}
+        for name, key in _HF_ROPE_NAMES.items():
+            rope_scaling[key] = getattr(self, name)
+
         return {
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",
-            **{_HF_NAMES.get(k, k): value for k, value in self.model_dump().items() if k not in _HF_ROPE_NAMES},
+            **fields,
             "experts_per_token": self.experts_per_token,
             "layer_types": self.layer_types,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "truncate": False,
-                **{key: getattr(self, field) for field, key in _HF_ROPE_NAMES.items()},
-            },
+            "rope_scaling": rope_scaling,
             "initial_context_length": self.yarn_original_length,
             "attention_bias": True,
             "attention_dropout": 0.0,
@@ -133,36 +161,44 @@ class ModelConfig(StrictModel):
 
     @classmethod
     def from_hf_config(cls, source: Path | str | dict[str, Any]) -> Self:
-        """Read ``config.json`` (a file, its directory, or the parsed dict). Raises ValueError naming file and key."""
-        where = "config"
+        """Read ``config.json``: a file, its directory, or the parsed dict.
+
+        Raises:
+            ValueError: naming the file and the key that is missing or unsupported.
+        """
         if isinstance(source, dict):
-            raw = source
-        else:
-            path = Path(source)
-            path = path / "config.json" if path.is_dir() else path
-            where = str(path)
-            try:
-                raw = json.loads(path.read_text())
-            except FileNotFoundError:
-                raise ValueError(f"{path}: no such file; expected a Hugging Face GPT-OSS directory") from None
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}: not valid JSON ({error})") from None
+            return cls._from_hf_dict(source, where="config")
+
+        path = Path(source)
+        if path.is_dir():
+            path = path / "config.json"
+        return cls._from_hf_dict(_read_json(path), where=str(path))
+
+    @classmethod
+    def _from_hf_dict(cls, raw: dict[str, Any], where: str) -> Self:
         if raw.get("model_type") != "gpt_oss":
             raise ValueError(f"{where}: model_type is {raw.get('model_type')!r}, expected 'gpt_oss'")
-        # transformers 5 writes rope_parameters, releases carry rope_scaling and rope_theta
+
+        # transformers 5 writes rope_parameters, the releases carry rope_scaling and rope_theta.
         rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
         if "rope_theta" in rope:
             raw = raw | {"rope_theta": rope["rope_theta"]}
+
         fields = {}
-        for field in cls.model_fields:
-            section, key = raw, _HF_NAMES.get(field, field)
-            if field in _HF_ROPE_NAMES:
-                section, key = rope, _HF_ROPE_NAMES[field]
+        for name in cls.model_fields:
+            if name in _HF_ROPE_NAMES:
+                section = rope
+                key = _HF_ROPE_NAMES[name]
+            else:
+                section = raw
+                key = _HF_NAMES.get(name, name)
+
             if key in section:
-                fields[field] = section[key]
-            elif field not in _HF_OPTIONAL:
+                fields[name] = section[key]
+            elif name not in _HF_OPTIONAL:
                 raise ValueError(f"{where}: key '{key}' is missing")
         config = cls(**fields)
+
         if rope.get("truncate", True):
             raise ValueError(f"{where}: rope_scaling.truncate must be false, as in the released models")
         layer_types = raw.get("layer_types", config.layer_types)
@@ -173,110 +209,168 @@ class ModelConfig(StrictModel):
         return config
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; expected a Hugging Face GPT-OSS directory") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from None
+    return content
+
+
 class ParallelConfig(StrictModel):
     """How the policy is spread over trainer ranks."""
 
     world_size: int = Field(1, gt=0)
-    """Trainer ranks in all; what tensor, pipeline and context parallelism leave over is data parallel."""
+    """Trainer ranks in all; what tensor, pipeline and context parallelism leave over is data
+    parallel."""
     tensor: int = Field(1, gt=0)
-    """Tensor parallel size. Above 1, sequence parallelism is on (Megatron requires it for mixtures of experts)."""
+    """Tensor parallel size. Above 1, sequence parallelism is on (Megatron requires it for
+    mixtures of experts)."""
     pipeline: int = Field(1, gt=0)
     """Pipeline stages."""
     last_stage_layers: int | None = Field(None, gt=0)
-    """Layers of the last pipeline stage, the others share the rest evenly; null for equally many in all. The last stage
-    also has the output layer, as much work as about four layers."""
+    """Layers of the last pipeline stage, the others share the rest evenly; null for equally
+    many in all. The last stage also has the output layer, as much work as about four layers."""
     virtual_pipeline: int = Field(1, gt=0)
-    """Model chunks per pipeline rank. Above 1, the interleaved schedule runs them: its bubble is that many times
-    shorter, it sends that many times more between stages, and each rank's number of micro-batches is rounded up to a
-    multiple of pipeline."""
+    """Model chunks per pipeline rank. Above 1, the interleaved schedule runs them: its bubble
+    is that many times shorter, it sends that many times more between stages, and each rank's
+    number of micro-batches is rounded up to a multiple of pipeline."""
     context: int = Field(1, gt=0)
-    """Context parallel size: ranks that share the tokens of one packed batch. Any size; a power of two if in doubt."""
+    """Context parallel size: ranks that share the tokens of one packed batch. Any size; a power
+    of two if in doubt."""
     context_scheme_full: Literal["auto", "all_to_all", "all_gather"] = "auto"
-    """How full-attention layers communicate under context parallelism; auto takes what the cost model finds cheapest
-    for each row (``gptoss plan`` prints it)."""
+    """How full-attention layers communicate under context parallelism; auto takes what the cost
+    model finds cheapest for each row (``gptoss plan`` prints it)."""
     context_scheme_window: Literal["auto", "all_to_all", "halo"] = "auto"
     """The same for sliding-window layers."""
     context_bandwidth: float = Field(300.0, gt=0)
-    """GB/s that a GPU sends to its context-parallel peers, for the cost model. The default is NVLink between H200s;
-    set it to what the network between nodes gives where context-parallel ranks are spread over nodes."""
+    """GB/s that a GPU sends to its context-parallel peers, for the cost model. The default is
+    NVLink between H200s; set it to what the network between nodes gives where context-parallel
+    ranks are spread over nodes."""
     attention_tflops: float = Field(525.0, gt=0)
-    """TFLOP/s of full attention on one GPU, for the cost model. The default is flash-attn-4 on an H200."""
+    """TFLOP/s of full attention on one GPU, for the cost model. The default is flash-attn-4 on
+    an H200."""
     expert: int = Field(1, gt=0)
     """Expert parallel size: ranks among which the experts of a layer are shared out."""
     expert_dispatcher: Literal["alltoall", "deepep"] = "alltoall"
-    """What sends tokens to their experts and back. deepep (https://github.com/deepseek-ai/DeepEP), which you install
-    yourself, permutes and sends in one kernel; it needs GPUs and is meant for experts spread over nodes."""
+    """What sends tokens to their experts and back. deepep
+    (https://github.com/deepseek-ai/DeepEP), which you install yourself, permutes and sends in
+    one kernel; it needs GPUs and is meant for experts spread over nodes."""
     recompute: tuple[Literal["moe_act", "layernorm", "core_attn", "moe"], ...] = ()
-    """On GPUs: what the backward pass computes again instead of keeping it. moe_act (the expert activation) costs next
-    to nothing and saves a sixth of the activations, layernorm likewise less; moe is the last resort."""
+    """On GPUs: what the backward pass computes again instead of keeping it. moe_act (the expert
+    activation) costs next to nothing and saves a sixth of the activations, layernorm likewise
+    less; moe is the last resort."""
     recompute_layers: int | None = Field(None, ge=0)
     """The layers of a pipeline stage's chunk that do so, its first ones; null: all."""
 
     @property
     def data(self) -> int:
+        """Data-parallel size."""
         return self.world_size // (self.tensor * self.pipeline * self.context)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Each data-parallel rank takes a multiple of this many micro-batches, as the interleaved schedule wants it."""
+        """Each data-parallel rank takes a multiple of so many micro-batches.
+
+        The interleaved schedule asks for it.
+        """
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     @property
     def sizes(self) -> str:
-        """For people."""
-        return ", ".join(f"{name} {getattr(self, name)}" for name in ("tensor", "pipeline", "context", "expert"))
+        """The layout as people write it: "tensor 2, pipeline 1, context 1, expert 8"."""
+        names = ("tensor", "pipeline", "context", "expert")
+        return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
     def layers_of_stage(self, stage: int, model: ModelConfig) -> int:
-        """Layers of a pipeline stage."""
+        """Return how many layers a pipeline stage has."""
         last = self.last_stage_layers or model.num_layers // self.pipeline
-        return last if stage == self.pipeline - 1 else (model.num_layers - last) // (self.pipeline - 1)
+        if stage == self.pipeline - 1:
+            return last
+        return (model.num_layers - last) // (self.pipeline - 1)
 
     def check_layout(self, model: ModelConfig) -> None:
         """Raise ValueError naming the key that makes the layout impossible for ``model``."""
-        dense = self.tensor * self.pipeline * self.context
-        if self.world_size % dense:
+        self._check_ranks()
+        self._check_options(model)
+        _check_divides("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads)
+        _check_divides("tensor", self.tensor, "vocab_size", model.vocab_size)
+        self._check_pipeline(model)
+        _check_divides("expert", self.expert, "num_experts", model.num_experts)
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline above 1")
+        self._check_context_schemes(model)
+
+    def _check_ranks(self) -> None:
+        """Every dimension must split the ranks evenly."""
+        dense_ranks = self.tensor * self.pipeline * self.context
+        if self.world_size % dense_ranks:
+            usable_ranks = max(1, self.world_size // dense_ranks) * dense_ranks
             raise ValueError(
-                f"parallel.world_size ({self.world_size}) must be a multiple of tensor x pipeline x context "
-                f"({self.tensor} x {self.pipeline} x {self.context} = {dense}): use "
-                f"{max(1, self.world_size // dense) * dense} ranks, or another context; any context size can be split"
+                f"parallel.world_size ({self.world_size}) must be a multiple of "
+                f"tensor x pipeline x context "
+                f"({self.tensor} x {self.pipeline} x {self.context} = {dense_ranks}): use "
+                f"{usable_ranks} ranks, or another context; any context size can be split"
             )
-        if self.world_size // self.pipeline % self.expert:
-            ranks = self.world_size // self.pipeline
-            raise ValueError(f"parallel.expert ({self.expert}) must divide world_size / pipeline ({ranks})")
+
+        stage_ranks = self.world_size // self.pipeline
+        if stage_ranks % self.expert:
+            raise ValueError(f"parallel.expert ({self.expert}) must divide world_size / pipeline ({stage_ranks})")
+
+    def _check_options(self, model: ModelConfig) -> None:
+        """No option may be set that cannot have an effect."""
         if self.recompute_layers is not None and not self.recompute:
             raise ValueError("parallel.recompute_layers has no effect: parallel.recompute does not say what they do")
         if self.expert_dispatcher == "deepep" and self.expert == 1:
             raise ValueError("parallel.expert_dispatcher deepep has nobody to send to: parallel.expert is 1")
-        stages = [
-            ("pipeline", self.pipeline, "num_layers", model.num_layers),
-            ("pipeline x virtual_pipeline", self.pipeline * self.virtual_pipeline, "num_layers", model.num_layers),
-        ]
-        if (last := self.last_stage_layers) is not None:
-            if self.pipeline == 1 or self.virtual_pipeline > 1 or last >= model.num_layers:
-                raise ValueError(
-                    f"parallel.last_stage_layers ({last}) needs parallel.pipeline above 1, virtual_pipeline 1 and to "
-                    f"be less than num_layers ({model.num_layers})"
-                )
-            rest = model.num_layers - last
-            stages = [("pipeline less the last stage", self.pipeline - 1, "num_layers - last_stage_layers", rest)]
-        for key, size, name, count in (
-            ("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads),
-            ("tensor", self.tensor, "vocab_size", model.vocab_size),
-            *stages,
-            ("expert", self.expert, "num_experts", model.num_experts),
-        ):
-            if count % size:
-                raise ValueError(f"parallel.{key} ({size}) must divide {name} ({count})")
-        if self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise ValueError(f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline above 1")
+
+        last = self.last_stage_layers
+        layers = model.num_layers
+        if last is not None and (self.pipeline == 1 or self.virtual_pipeline > 1 or last >= layers):
+            raise ValueError(
+                f"parallel.last_stage_layers ({last}) needs parallel.pipeline above 1, "
+                f"virtual_pipeline 1 and to be less than num_layers ({layers})"
+            )
+
+    def _check_pipeline(self, model: ModelConfig) -> None:
+        """All chunks must have equally many layers, but for a last stage that is set apart."""
+        layers = model.num_layers
+        if self.last_stage_layers is None:
+            chunks = self.pipeline * self.virtual_pipeline
+            _check_divides("pipeline", self.pipeline, "num_layers", layers)
+            _check_divides("pipeline x virtual_pipeline", chunks, "num_layers", layers)
+        else:
+            _check_divides(
+                "pipeline less the last stage",
+                self.pipeline - 1,
+                "num_layers - last_stage_layers",
+                layers - self.last_stage_layers,
+            )
+
+    def _check_context_schemes(self, model: ModelConfig) -> None:
+        """all_to_all gives every context-parallel rank equally many heads."""
         heads = model.num_attention_heads // self.tensor
-        for kind, other in (("full", "all_gather"), ("window", "halo")):
-            if heads % self.context and getattr(self, f"context_scheme_{kind}") == "all_to_all":
-                works = ", ".join(str(size) for size in range(1, self.context + 1) if heads % size == 0)
-                raise ValueError(
-                    f"parallel.context_scheme_{kind} all_to_all needs parallel.context ({self.context}) to divide "
-                    f"num_attention_heads / tensor ({heads}): use context {works}, or {other}, which takes any"
-                )
+        if heads % self.context == 0:
+            return
+
+        alternatives = {"full": "all_gather", "window": "halo"}
+        for kind, alternative in alternatives.items():
+            if getattr(self, f"context_scheme_{kind}") != "all_to_all":
+                continue
+            divisors = [size for size in range(1, self.context + 1) if heads % size == 0]
+            sizes = ", ".join(str(size) for size in divisors)
+            raise ValueError(
+                f"parallel.context_scheme_{kind} all_to_all needs parallel.context "
+                f"({self.context}) to divide num_attention_heads / tensor ({heads}): "
+                f"use context {sizes}, or {alternative}, which takes any"
+            )
+
+
+def _check_divides(key: str, size: int, name: str, count: int) -> None:
+    if count % size:
+        raise ValueError(f"parallel.{key} ({size}) must divide {name} ({count})")
 
 
 class OptimizerConfig(StrictModel):
@@ -299,19 +393,27 @@ class OptimizerConfig(StrictModel):
     schedule: Literal["constant", "cosine"] = "constant"
     """What follows the warm-up; cosine falls to a tenth of the peak at the last step."""
     on_non_finite: Literal["skip", "stop"] = "skip"
-    """What a gradient with NaN or infinity does: skip the step with a warning, or stop the run; both name it."""
+    """What a gradient with NaN or infinity does: skip the step with a warning, or stop the run;
+    both name it."""
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
-    """On GPUs: dtype in which gradients are added up over micro-batches and ranks. bf16 saves 2 bytes per parameter and
-    loses digits with every micro-batch."""
+    """On GPUs: dtype in which gradients are added up over micro-batches and ranks. bf16 saves 2
+    bytes per parameter and loses digits with every micro-batch."""
     moment_dtype: Literal["fp32", "bf16"] = "fp32"
-    """On GPUs: dtype of Adam's moments. bf16 saves 4 bytes per parameter; master weights stay exact either way."""
+    """On GPUs: dtype of Adam's moments. bf16 saves 4 bytes per parameter; master weights stay
+    exact either way."""
     offload: float = Field(0.0, ge=0, le=1)
-    """Share of the optimizer's state that rests in pinned host memory and comes to the GPU for every step, where the
-    activations were. The numbers stay the same. A last resort: copying takes longer than the step itself."""
+    """Share of the optimizer's state that rests in pinned host memory and comes to the GPU for
+    every step, where the activations were. The numbers stay the same. A last resort: copying
+    takes longer than the step itself."""
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
-        """Of the 0-based optimizer step: linear warm-up, then constant or cosine to a tenth."""
+        """Return the learning rate of a 0-based optimizer step.
+
+        It rises linearly over the warm-up, then stays or falls as a cosine to a tenth.
+        """
         if step < self.warmup_steps or self.schedule == "constant":
             return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
+
         progress = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
-        return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return self.lr * (0.1 + 0.9 * cosine)

@@ -1,4 +1,4 @@
-"""The value model of PPO: the policy's architecture and parallel layout with a scalar in place of the vocabulary."""
+"""The value model of PPO: the policy with a scalar in place of the vocabulary."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
 
 from megatron_gptoss.model import chunks_of
 from megatron_gptoss.packing import PackedBatch
-from megatron_gptoss.trainer import Head, PolicyTrainer
+from megatron_gptoss.scorer import Head
+from megatron_gptoss.trainer import PolicyTrainer
 
 
 class ValueHead(torch.nn.Module):
@@ -18,16 +20,21 @@ class ValueHead(torch.nn.Module):
 
     def __init__(self, model: GPTModel) -> None:
         super().__init__()
-        device = next(model.parameters()).device
-        self.weight = torch.nn.Parameter(
-            torch.zeros(1, model.config.hidden_size, dtype=model.config.params_dtype, device=device)
+        zeros = torch.zeros(
+            1,
+            model.config.hidden_size,
+            dtype=model.config.params_dtype,
+            device=next(model.parameters()).device,
         )
+        self.weight = torch.nn.Parameter(zeros)
+
+        # What ``gather_hidden_states`` reads of an output layer.
         self.sequence_parallel = model.config.sequence_parallel
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
 
 
 def make_critic(policy: torch.nn.Module) -> torch.nn.Module:
-    """Give a model that holds the policy's weights a value head; its output layer is dropped."""
+    """Replace the output layer of a model that holds the policy's weights by a value head."""
     for chunk in chunks_of(policy):
         if chunk.post_process:
             chunk.output_layer = ValueHead(chunk)
@@ -35,22 +42,31 @@ def make_critic(policy: torch.nn.Module) -> torch.nn.Module:
 
 
 class ValueTrainer(PolicyTrainer):
-    """``train_step`` takes a loss of (values [tokens], batch); ``score`` gives values.
+    """Trains a critic: ``train_step`` takes a loss of (values [tokens], batch).
 
-    The value at a token is that of the state before it: the expected return when the tokens up to the one before are
-    known, as PackedBatch lays out labels."""
+    The value at a token is that of the state before it: the expected return when the tokens up to
+    the one before are known, in the order in which PackedBatch has labels.
+    """
 
     def _training_head(self, temperature: float) -> Head:
-        return lambda *arguments: _values(*arguments)[None]
+        def head(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, batch: Any) -> Tensor:
+            return _values(hidden, weight, group, batch)[None]
 
-    def score(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[torch.Tensor]:
-        """Values of every micro-batch, fp32 [tokens] each. Collective."""
+        return head
+
+    def score(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[Tensor]:
+        """Compute the values of every micro-batch, fp32 [tokens] each. Collective."""
         return self._evaluate(batches, _values)
 
 
-def _values(hidden: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, batch: Any) -> torch.Tensor:
+def _values(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, batch: Any) -> Tensor:
+    """Compute values [tokens] from hidden states [tokens, hidden_size], in fp32 at least."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    if group.size() > 1:
-        # every tensor-parallel rank computes the whole value, and Megatron adds up what they send back: each a part
-        hidden = hidden / group.size() + hidden.detach() * (1 - 1 / group.size())
+
+    # Every tensor-parallel rank computes the same value, and Megatron adds up the gradients that
+    # they send back: each sends its share of the gradient.
+    size = group.size()
+    if size > 1:
+        hidden = hidden / size + hidden.detach() * (1 - 1 / size)
+
     return (hidden.to(dtype) @ weight.to(dtype).t())[:, 0]

@@ -1,7 +1,8 @@
 """What must be on the disk before a name says that it is there.
 
-A rename may reach the disk before the contents of the files that it makes visible. After a power cut the new name then
-stands for empty or shortened files, and nothing says so."""
+A rename may reach the disk before the contents of the files that it makes visible. After a power
+cut the new name then stands for empty or shortened files, and nothing says so.
+"""
 
 import os
 import time
@@ -12,9 +13,13 @@ from pathlib import Path
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until ``directory`` and all files in it are on the disk; call it before the rename that makes it visible.
+    """Wait until ``directory`` and all files in it are on the disk.
 
-    Raises OSError, which names the file."""
+    Call it before the rename that makes the directory visible.
+
+    Raises:
+        OSError: naming the file that could not be written.
+    """
     for folder, _, files in os.walk(directory, onerror=_raise):
         for file in files:
             _sync(Path(folder) / file)
@@ -23,22 +28,31 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def directory_syncing(directory: Path) -> Iterator[Callable[[], float]]:
-    """``sync_directory`` in a thread while the block does something else; has ended when the block is left.
+    """Run ``sync_directory`` in a thread beside the block; it has ended when the block is left.
 
-    Gives a function that waits for the end and says when that was (``time.perf_counter``). Raises OSError."""
+    Yields:
+        A function that waits for the end and returns when that was (``time.perf_counter``).
+
+    Raises:
+        OSError: naming the file that could not be written.
+    """
 
     def sync() -> float:
         sync_directory(directory)
         return time.perf_counter()
 
     with ThreadPoolExecutor(1, "sync") as pool:
-        ended = pool.submit(sync)
-        yield ended.result
-        ended.result()
+        end_time = pool.submit(sync)
+        yield end_time.result
+        end_time.result()
 
 
 def sync_names(directory: Path) -> None:
-    """Wait until the names in ``directory`` are on the disk; call it after a rename. Raises OSError."""
+    """Wait until the names in ``directory`` are on the disk; call it after a rename.
+
+    Raises:
+        OSError: naming the directory.
+    """
     _sync(directory)
 
 
@@ -47,6 +61,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
+        # fsync knows no name.
         error.filename = str(path)
         raise
     finally:

@@ -11,53 +11,91 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_gptoss.config import ModelConfig, ParallelConfig
 from megatron_gptoss.layers.cpu_block import cpu_block_spec
 from megatron_gptoss.layers.transformer_engine_block import transformer_engine_block_spec
-from megatron_gptoss.transformer_config import build_transformer_config
+from megatron_gptoss.transformer_config import GptOssTransformerConfig, build_transformer_config
+
+PARAMETER_GROUPS = {
+    "attention": ("self_attention.", ".input_layernorm."),
+    "experts": (".mlp.", ".pre_mlp_layernorm."),
+}
+"""What ``freeze`` can freeze: pieces of the names of its parameters."""
 
 
 def build_model(
-    model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype = torch.float32, **overrides: Any
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
 ) -> torch.nn.Module:
-    """This rank's part of GPT-OSS, with uninitialised weights, on this rank's GPU or, where there is none, on the CPU.
+    """Build this rank's share of GPT-OSS with uninitialised weights, on its GPU or else the CPU.
 
-    A GPTModel, or with ``parallel.virtual_pipeline`` above 1 a ModuleList of that many, the chunks of this rank in the
-    order of their layers. All parameters have ``dtype`` but the router's biases, which stay in fp32 at least.
-    ``distributed.initialize`` must have run. Logits come out as [1, tokens, vocab_size / tensor] of a call with
-    ``input_ids`` and ``position_ids`` [1, tokens] and ``packed_seq_params`` from a PackedBatch."""
+    ``distributed.initialize`` must have run. All parameters have ``dtype`` but the routers'
+    biases, which are fp32 at least. ``overrides`` replace fields of the TransformerConfig.
+
+    Returns:
+        A GPTModel, or with ``parallel.virtual_pipeline`` above 1 a ModuleList of so many: the
+        chunks of this rank in the order of their layers. Called with ``input_ids`` and
+        ``position_ids`` [1, tokens] and ``packed_seq_params`` of a PackedBatch, it returns logits
+        [1, tokens, vocab_size / tensor].
+
+    Raises:
+        ValueError: when the layout is impossible for the model.
+        MissingPackageError: when Transformer Engine or DeepEP is needed and missing.
+    """
     parallel.check_layout(model)
-    config = build_transformer_config(model, parallel, dtype, perform_initialization=False, **overrides)
-    on_gpu = torch.cuda.is_available()
-    block_spec = transformer_engine_block_spec if on_gpu else cpu_block_spec
-
-    def chunk(stage: int) -> GPTModel:
-        return GPTModel(
-            config=config,
-            transformer_layer_spec=block_spec(config, stage),
-            vocab_size=model.vocab_size,
-            max_sequence_length=model.max_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            position_embedding_type="none",
-            share_embeddings_and_output_weights=False,
-            parallel_output=True,
-            vp_stage=stage,
-        ).to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
-
+    config = build_transformer_config(
+        model,
+        parallel,
+        dtype,
+        perform_initialization=False,
+        **overrides,
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # 0.19.2 announces that GPTModel will move into HybridModel
-        chunks = [chunk(stage) for stage in range(parallel.virtual_pipeline)]
-    return torch.nn.ModuleList(chunks) if len(chunks) > 1 else chunks[0]
+        # megatron-core 0.19.2 announces that GPTModel will move into HybridModel.
+        warnings.simplefilter("ignore")
+        chunks = [_build_chunk(config, i) for i in range(parallel.virtual_pipeline)]
+
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.nn.ModuleList(chunks)
+
+
+def _build_chunk(config: GptOssTransformerConfig, index: int) -> GPTModel:
+    """Build one of the model chunks of this pipeline rank."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        block_spec = transformer_engine_block_spec(config, index)
+    else:
+        device = torch.device("cpu")
+        block_spec = cpu_block_spec(config, index)
+
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec,
+        vocab_size=config.gptoss.vocab_size,
+        max_sequence_length=config.gptoss.max_length,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=index),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=index),
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=False,
+        parallel_output=True,
+        vp_stage=index,
+    )
+    return chunk.to(device)
 
 
 def chunks_of(model: torch.nn.Module) -> list[GPTModel]:
-    """What ``build_model`` returned, as a list in the order of the layers."""
-    return list(model) if isinstance(model, torch.nn.ModuleList) else [model]
+    """Return what ``build_model`` built as a list in the order of the layers."""
+    if isinstance(model, torch.nn.ModuleList):
+        return list(model)
+    return [model]
 
 
-PARTS = {"attention": ("self_attention.", ".input_layernorm."), "experts": (".mlp.", ".pre_mlp_layernorm.")}
+def freeze(model: torch.nn.Module, groups: Sequence[str]) -> None:
+    """Exclude the named PARAMETER_GROUPS of every layer from training.
 
-
-def freeze(model: torch.nn.Module, parts: Sequence[str]) -> None:
-    """Let the named PARTS of every layer keep their weights. Before the trainer is made."""
+    Must run before the trainer is built: Megatron's gradient buffers hold what is trained.
+    """
     for name, parameter in model.named_parameters():
-        if any(piece in name for part in parts for piece in PARTS[part]):
-            parameter.requires_grad = False
+        for group in groups:
+            if any(piece in name for piece in PARAMETER_GROUPS[group]):
+                parameter.requires_grad = False

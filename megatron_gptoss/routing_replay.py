@@ -2,71 +2,103 @@
 
     g_i = I_i exp(s_i) / sum_j I_j exp(s_j)
 
-I is 1 for the chosen experts and constant to autograd; the gradient goes through the scores s. Megatron-Core has a
-RouterReplay of its own, but one list of routers for all models of a process (a critic's would be among them) and one
-switch between forward and recomputation for all of them, which a pipeline that does both in turn cannot use."""
+I is 1 for the chosen experts and constant to autograd; the gradient goes through the scores s.
+
+Megatron-Core has a RouterReplay of its own, but one list of routers for all models of a process (a
+critic's would be among them) and one switch between forward pass and recomputation for all of
+them, which a pipeline that does both in turn cannot use.
+"""
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
 
 
 class LayerReplay:
-    """The routes of one router: [tokens of this rank, top_k] for every micro-batch, in order, each used exactly once.
+    """The routes of one router: [tokens of this rank, top_k] per micro-batch, each used once.
 
-    A recomputed layer routes twice: without gradients first, with gradients in the backward pass. Backward passes come
-    in the order of the forward passes, so a second queue serves them."""
+    A recomputed layer routes twice: first without gradients, then with gradients in the backward
+    pass. Backward passes come in the order of the forward passes, so a second queue serves them.
+    """
 
     def __init__(self, router: Any, layer: int) -> None:
-        self.router, self.layer = router, layer
-        config = router.config
-        self.recomputed = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or [])
-        self.given: deque[torch.Tensor | None] = deque()
-        self.again: deque[torch.Tensor | None] = deque()
-        self.repeated = False
-        self.record: list[torch.Tensor] | None = None
-        self.agreeing: torch.Tensor | float = 0.0
-        self.compared: torch.Tensor | float = 0.0
+        self.router = router
+        self.layer = layer
+        """Its number in the whole model, from 0."""
 
-    def take(self) -> torch.Tensor | None:
-        """The routes of the micro-batch that now passes; None: the router chooses."""
-        recomputes = self.recomputed and self.router.training
-        self.repeated = recomputes and torch.is_grad_enabled()
-        queue = self.again if self.repeated else self.given
+        config = router.config
+        modules = config.recompute_modules or []
+        self.is_recomputed = config.recompute_granularity == "selective" and "moe" in modules
+        self.is_recomputing = False
+        """Whether the call that goes on is the second of its micro-batch."""
+
+        self.pending: deque[Tensor | None] = deque()
+        """Routes of the micro-batches to come; None where the router chooses."""
+        self.pending_recompute: deque[Tensor | None] = deque()
+        """The same for their recomputation."""
+
+        self.recorded: list[Tensor] | None = None
+        """int16 [tokens, top_k] of every micro-batch since recording began."""
+        self.agreeing: Tensor | float = 0.0
+        """Prescribed routes that the router would have chosen itself."""
+        self.compared: Tensor | float = 0.0
+        """Prescribed routes."""
+
+    def take(self) -> Tensor | None:
+        """Return the routes of the micro-batch that now passes; None: the router chooses."""
+        runs_twice = self.is_recomputed and self.router.training
+        self.is_recomputing = runs_twice and torch.is_grad_enabled()
+
+        queue = self.pending_recompute if self.is_recomputing else self.pending
         if not queue:
             raise RuntimeError(f"routing replay: the router of layer {self.layer} routes a micro-batch twice")
         routes = queue.popleft()
-        if recomputes and not self.repeated:
-            self.again.append(routes)
+        if runs_twice and not self.is_recomputing:
+            self.pending_recompute.append(routes)
         return routes
 
-    def replaced(self, own: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-        """own: int64 [tokens, top_k] -> the same with the rows that are given (not -1). Counts equal sets and records
-        what is chosen, in recomputation neither."""
-        chosen = own
-        if given is not None:
-            if given.shape != own.shape:
+    def replace_routes(self, chosen: Tensor, prescribed: Tensor | None) -> Tensor:
+        """Replace the router's choice where another is prescribed.
+
+        Counts how often both are the same set, and records the result; neither a second time in
+        recomputation.
+
+        Args:
+            chosen: int64 [tokens, top_k], the router's own choice.
+            prescribed: the same shape; rows of -1 leave the router's choice. None: all of it.
+        """
+        routes = chosen
+        if prescribed is not None:
+            if prescribed.shape != chosen.shape:
                 raise ValueError(
-                    f"routing replay: layer {self.layer} routes {tuple(own.shape)} [tokens, top_k] and was given "
-                    f"{tuple(given.shape)}"
+                    f"routing replay: layer {self.layer} routes {tuple(chosen.shape)} "
+                    f"[tokens, top_k] and was given {tuple(prescribed.shape)}"
                 )
-            is_given = given[:, :1] >= 0
-            if not self.repeated:
-                same = (own.sort(dim=-1).values == given.sort(dim=-1).values).all(dim=-1)
-                self.agreeing += (same & is_given[:, 0]).sum()
-                self.compared += is_given.sum()
-            chosen = torch.where(is_given, given, own)
-        if self.record is not None and not self.repeated:
-            self.record.append(chosen.to(torch.int16))
-        return chosen
+            is_prescribed = prescribed[:, :1] >= 0
+            routes = torch.where(is_prescribed, prescribed, chosen)
+            if not self.is_recomputing:
+                self._count_agreement(chosen, prescribed, is_prescribed[:, 0])
+
+        if self.recorded is not None and not self.is_recomputing:
+            self.recorded.append(routes.to(torch.int16))
+        return routes
+
+    def _count_agreement(self, chosen: Tensor, prescribed: Tensor, is_prescribed: Tensor) -> None:
+        chosen_sets = chosen.sort(dim=-1).values
+        prescribed_sets = prescribed.sort(dim=-1).values
+        is_same = (chosen_sets == prescribed_sets).all(dim=-1)
+        self.agreeing += (is_same & is_prescribed).sum()
+        self.compared += is_prescribed.sum()
 
 
 class RoutingReplay:
-    """Gives the routers of one model part their routes, records what they choose, and counts agreement."""
+    """Prescribes the routes of one rank's model, records what is chosen and counts agreement."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.layers: list[LayerReplay] = []
@@ -75,68 +107,108 @@ class RoutingReplay:
                 module.replay = LayerReplay(module, module.layer_number - 1)
                 self.layers.append(module.replay)
 
-    def give(self, routes: torch.Tensor | None) -> None:
-        """routes: int16 [tokens, layers, top_k] of the next micro-batch, this context-parallel rank's tokens and the
-        layers of the whole model; None lets the routers choose."""
+    def prescribe(self, routes: Tensor | None) -> None:
+        """Queue the routes of the next micro-batch.
+
+        routes: int16 [tokens, layers, top_k], of this context-parallel rank's tokens and the
+            layers of the whole model. None lets the routers choose.
+        """
         if routes is not None:
-            size = parallel_state.get_tensor_model_parallel_world_size()  # sequence parallelism: a part of the tokens
-            routes = routes.tensor_split(size)[parallel_state.get_tensor_model_parallel_rank()].long()
+            # Sequence parallelism: each tensor-parallel rank routes a share of the tokens.
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            routes = routes.tensor_split(size)[rank].long()
+
         for layer in self.layers:
-            layer.given.append(None if routes is None else routes[:, layer.layer])
+            layer.pending.append(None if routes is None else routes[:, layer.layer])
 
     def check_consumed(self) -> None:
-        """Raises RuntimeError if a route that was given has not been used."""
+        """Raise RuntimeError if a route that was prescribed has not been used."""
         for layer in self.layers:
-            if layer.given or layer.again:
+            if layer.pending or layer.pending_recompute:
                 raise RuntimeError(
-                    f"routing replay: layer {layer.layer} left routes of {len(layer.given)} micro-batches unused, "
-                    f"and of {len(layer.again)} in recomputation"
+                    f"routing replay: layer {layer.layer} left routes of "
+                    f"{len(layer.pending)} micro-batches unused, "
+                    f"and of {len(layer.pending_recompute)} in recomputation"
                 )
 
     def agreement(self) -> dict[str, float]:
-        """Since the last call, over all ranks: how many given (token, layer) routes there were, and how many the router
-        would have chosen itself. Collective."""
-        device = next(self.layers[0].router.parameters()).device
-        totals = float(sum(x.agreeing for x in self.layers)), float(sum(x.compared for x in self.layers))
-        counts = torch.tensor(totals, dtype=torch.double, device=device)
+        """Return counts since the last call, over all ranks. Collective.
+
+        ``routes_compared``: prescribed (token, layer) routes; ``routes_agreeing``: those that the
+        router would have chosen itself.
+        """
+        agreeing = float(sum(layer.agreeing for layer in self.layers))
+        compared = float(sum(layer.compared for layer in self.layers))
         for layer in self.layers:
-            layer.agreeing = layer.compared = 0.0
+            layer.agreeing = 0.0
+            layer.compared = 0.0
+
+        counts = torch.tensor([agreeing, compared], dtype=torch.double, device=self._device)
         dist.all_reduce(counts)
         return {"routes_agreeing": float(counts[0]), "routes_compared": float(counts[1])}
 
     def start_recording(self) -> None:
+        """Record the routes of all micro-batches from now on."""
         for layer in self.layers:
-            layer.record = []
+            layer.recorded = []
 
-    def recorded(self) -> list[torch.Tensor]:
-        """int32 [tokens, layers, top_k] for every micro-batch since ``start_recording``: all layers, and the tokens in
-        the order in which context-parallel ranks hold them, on every rank. Collective."""
-        device = next(self.layers[0].router.parameters()).device
+    def recorded(self) -> list[Tensor]:
+        """Return the routes of every micro-batch since ``start_recording``, and stop. Collective.
+
+        Returns:
+            On every rank, int32 [tokens, layers, top_k] for each micro-batch, with all layers of
+            the model, and the tokens in the order in which context-parallel ranks hold them.
+        """
+        # Ranks can only gather equal shapes, and the last stage may have fewer layers.
         stages = parallel_state.get_pipeline_model_parallel_group()
-        most = torch.tensor(len(self.layers), device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=stages)
-        missing = [-1] * (int(most) - len(self.layers))  # the last stage may have fewer layers
-        micro_batches = [
-            torch.nn.functional.pad(torch.stack(parts, dim=1), (0, 0, 0, len(missing)))
-            for parts in zip(*(x.record or [] for x in self.layers), strict=True)
-        ]
+        most_layers = torch.tensor(len(self.layers), device=self._device)
+        dist.all_reduce(most_layers, dist.ReduceOp.MAX, group=stages)
+        missing = int(most_layers) - len(self.layers)
+
+        # Chunks of different ranks alternate, so the gathered layers have to be sorted.
+        numbers = [layer.layer for layer in self.layers] + [-1] * missing
+        all_numbers = torch.tensor(numbers, device=self._device)
+        all_numbers = _gather(all_numbers, [_Gathering(stages, dim=0)])
+        order = all_numbers.argsort()[int((all_numbers < 0).sum()) :]
+
+        micro_batches = []
+        for layer_routes in zip(*(layer.recorded or [] for layer in self.layers), strict=True):
+            routes = torch.stack(layer_routes, dim=1)
+            micro_batches.append(torch.nn.functional.pad(routes, (0, 0, 0, missing)))
         for layer in self.layers:
-            layer.record = None
-        groups = (
-            (parallel_state.get_tensor_model_parallel_group(), 0),
-            (parallel_state.get_context_parallel_group(), 0),
-            (stages, 1),
-        )
-        layers = _gathered(torch.tensor([[x.layer for x in self.layers] + missing], device=device), groups[2:])[0]
-        order = layers.argsort()[int((layers < 0).sum()) :]  # chunks of different ranks alternate
-        return [_gathered(routes, groups)[:, order] for routes in micro_batches]
+            layer.recorded = None
+
+        gatherings = [
+            _Gathering(parallel_state.get_tensor_model_parallel_group(), dim=0),
+            _Gathering(parallel_state.get_context_parallel_group(), dim=0),
+            _Gathering(stages, dim=1),
+        ]
+        return [_gather(routes, gatherings)[:, order] for routes in micro_batches]
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.layers[0].router.parameters()).device
+        return device
 
 
-def _gathered(routes: torch.Tensor, groups: tuple[tuple[dist.ProcessGroup, int], ...]) -> torch.Tensor:
-    routes = routes.int()  # gloo and NCCL know no int16
-    for group, dim in groups:
-        if group.size() > 1:
-            parts = [torch.empty_like(routes) for _ in range(group.size())]
-            dist.all_gather(parts, routes.contiguous(), group=group)
-            routes = torch.cat(parts, dim=dim)
-    return routes
+@dataclass(frozen=True)
+class _Gathering:
+    """All-gather over ``group``, with the ranks' tensors joined along ``dim``."""
+
+    group: dist.ProcessGroup
+    dim: int
+
+
+def _gather(tensor: Tensor, gatherings: list[_Gathering]) -> Tensor:
+    """Join the tensors of all ranks, one group after the other, as int32. Collective."""
+    # gloo and NCCL know no int16.
+    tensor = tensor.int()
+    for gathering in gatherings:
+        group = gathering.group
+        if group.size() == 1:
+            continue
+        shards = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(shards, tensor.contiguous(), group=group)
+        tensor = torch.cat(shards, dim=gathering.dim)
+    return tensor

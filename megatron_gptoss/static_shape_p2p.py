@@ -8,24 +8,53 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
+Shape = list[int]
+
 
 class StaticShapeP2P(P2PCommunicator):
-    """Every stage has the micro-batches and so knows what comes next. Megatron would send its shape first, and wait for
-    all work on the GPU with every message."""
+    """Megatron's messages between stages, with shapes that every stage knows beforehand.
+
+    Rows have different lengths, and Megatron would send each message's shape first and wait for
+    all work on the GPU with it. But every stage has the micro-batches, and the schedule says in
+    which order they come.
+    """
 
     def __init__(self, chunks: Sequence[GPTModel], tokens: Sequence[int]) -> None:
-        """``chunks``: of this stage; ``tokens``: of every micro-batch, on this rank."""
+        """Prepare one pass over all micro-batches.
+
+        Args:
+            chunks: the model chunks of this stage.
+            tokens: of every micro-batch, as many as this rank holds of it.
+        """
         config = chunks[0].config
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
-        table = get_schedule_table(len(tokens), len(chunks), config.microbatch_group_size_per_vp_stage)
+        table = get_schedule_table(
+            len(tokens),
+            len(chunks),
+            config.microbatch_group_size_per_vp_stage,
+        )
 
-        def shapes(leads: bool) -> Iterator[list[int]]:
-            """In the order of a pass, forward or backward. Where it begins, nothing comes for the first chunk, and for
-            a further one what the last stage made of the chunk before it."""
-            to = [micro_batch for micro_batch, chunk in table if chunk > 0 or not leads]
-            return iter([[tokens[micro_batch], 1, config.hidden_size] for micro_batch in to])
+        def message_shapes(starts_pass: bool) -> Iterator[Shape]:
+            """Yield the shapes of what arrives in a pass, forward or backward.
 
-        self.from_previous, self.from_next = shapes(self.is_pp_first_stage), shapes(self.is_pp_last_stage)
+            Where the pass starts, nothing arrives for the first chunk of the schedule's table;
+            for a further one arrives what the pass's last stage made of the chunk before it.
+            """
+            for micro_batch, chunk in table:
+                if chunk > 0 or not starts_pass:
+                    yield [tokens[micro_batch], 1, config.hidden_size]
 
-    def _communicate_shapes(self, _: Any, __: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
-        return next(self.from_previous) if recv_prev else None, next(self.from_next) if recv_next else None
+        self._shapes_from_previous = message_shapes(starts_pass=self.is_pp_first_stage)
+        self._shapes_from_next = message_shapes(starts_pass=self.is_pp_last_stage)
+
+    def _communicate_shapes(
+        self,
+        tensor_send_next: Any,
+        tensor_send_prev: Any,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[Shape | None, Shape | None]:
+        """Return the shapes of what comes from the previous and the next stage, if anything."""
+        from_previous = next(self._shapes_from_previous) if recv_prev else None
+        from_next = next(self._shapes_from_next) if recv_next else None
+        return from_previous, from_next

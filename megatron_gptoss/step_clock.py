@@ -1,7 +1,8 @@
 """Where the time of a training step goes, without making the step wait for it.
 
-On a GPU marks are CUDA events on the stream that computes, read when the step is over: communication is what that
-stream waits for, not what other work hides."""
+On a GPU, marks are CUDA events on the stream that computes, read when the step is over:
+communication is what that stream waits for, not what other work hides.
+"""
 
 import time
 from itertools import pairwise
@@ -12,82 +13,130 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-OWN_NAMES = {"forward-compute": "forward", "backward-compute": "backward", "forward-backward": "other"}
-"""Of what Megatron times; all else is communication: messages between pipeline stages, gradients that are summed."""
+PARTS = ("forward", "backward", "optimizer", "communication", "other")
+
+PART_OF_TIMER = {
+    "forward-compute": "forward",
+    "backward-compute": "backward",
+    "forward-backward": "other",
+}
+"""Names of Megatron's timers. All others are communication: messages between pipeline stages,
+gradients that are summed."""
 
 
 class StepClock:
-    """What Megatron takes for ``timers``. A part that begins within another interrupts it."""
+    """Times the parts of a step; is what Megatron takes for ``timers``.
+
+    A part that begins within another interrupts it.
+    """
 
     def __init__(self) -> None:
         self._marks: list[tuple[Any, str]] | None = None
+        """(when, part that begins then) in order; None outside of steps."""
         self._parts: list[str] = []
+        """Those that have begun, the innermost last."""
 
     def __call__(self, name: str, log_level: int = 0) -> Any:
-        """A timer, without the barrier that Megatron asks for, which would make the step slower."""
-        part = OWN_NAMES.get(name, "communication")
+        """Return a timer for Megatron.
+
+        It does without the barrier that Megatron asks for, which would make the step slower.
+        """
+        part = PART_OF_TIMER.get(name, "communication")
         return SimpleNamespace(start=lambda barrier=False: self.enter(part), stop=self.leave)
 
     def begin(self) -> None:
-        """The step begins; outside of steps nothing is timed."""
-        self._marks, self._parts = [], []
+        """Begin a step; outside of steps nothing is timed."""
+        self._marks = []
+        self._parts = []
         self.enter("other")
 
     def enter(self, part: str) -> None:
+        """Begin a part, one of PARTS."""
         self._parts.append(part)
         self._mark()
 
     def leave(self) -> None:
+        """End the innermost part; the one around it goes on."""
         self._parts.pop()
         self._mark()
 
-    def _mark(self) -> None:
-        if self._marks is not None:
-            now: Any = time.perf_counter()
-            if torch.cuda.is_available():
-                now = torch.cuda.Event(enable_timing=True)
-                now.record()
-            self._marks.append((now, self._parts[-1]))
-
     def end(self) -> dict[str, float]:
-        """Seconds of every part. Waits for the GPU."""
+        """End the step and return the seconds of every part. Waits for the GPU."""
         self._mark()
-        marks, self._marks = self._marks or [], None
+        marks = self._marks or []
+        self._marks = None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds = dict.fromkeys(("forward", "backward", "optimizer", "communication", "other"), 0.0)
+
+        seconds = dict.fromkeys(PARTS, 0.0)
         for (start, part), (stop, _) in pairwise(marks):
-            seconds[part] += stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1000
+            if isinstance(start, float):
+                seconds[part] += stop - start
+            else:
+                seconds[part] += start.elapsed_time(stop) / 1000
         return seconds
+
+    def _mark(self) -> None:
+        if self._marks is None:
+            return
+
+        now: Any = time.perf_counter()
+        if torch.cuda.is_available():
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        self._marks.append((now, self._parts[-1]))
 
 
 class TimedMoELayer(MoELayer):
-    """Counts the way of tokens to their experts and back as communication, that of their gradients too."""
+    """Counts sending tokens to their experts and back as communication, and their gradients
+    too."""
 
     clock: StepClock | None = None
-    """The trainer's."""
+    """Set by the trainer."""
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        tokens, probs = super().dispatch(self._mark(hidden_states, True), probs)
-        return self._mark(tokens, False), probs
+        tokens, probs = super().dispatch(self._start_timer(hidden_states), probs)
+        return self._stop_timer(tokens), probs
 
     def combine(self, output: Tensor) -> Tensor:
-        return self._mark(super().combine(self._mark(output, True)), False)
+        return self._stop_timer(super().combine(self._start_timer(output)))
 
-    def _mark(self, x: Tensor, begins: bool) -> Tensor:
-        return x if self.clock is None else _Mark.apply(x, self.clock("all-to-all"), begins)
+    def _start_timer(self, x: Tensor) -> Tensor:
+        if self.clock is None:
+            return x
+        return _StartTimer.apply(x, self.clock("all-to-all"))
+
+    def _stop_timer(self, x: Tensor) -> Tensor:
+        if self.clock is None:
+            return x
+        return _StopTimer.apply(x, self.clock("all-to-all"))
 
 
-class _Mark(torch.autograd.Function):
-    """The identity, where a timer starts or, if it does not begin here, stops; for gradients the other way round."""
+class _StartTimer(torch.autograd.Function):
+    """The identity; starts a timer in the forward pass and stops it in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, timer: Any, begins: bool) -> Tensor:
-        ctx.timer, ctx.begins = timer, begins
-        (timer.start if begins else timer.stop)()
+    def forward(ctx: Any, x: Tensor, timer: Any) -> Tensor:
+        ctx.timer = timer
+        timer.start()
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (ctx.timer.stop if ctx.begins else ctx.timer.start)()
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.timer.stop()
+        return grad, None
+
+
+class _StopTimer(torch.autograd.Function):
+    """The identity; stops a timer in the forward pass and starts it in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, timer: Any) -> Tensor:
+        ctx.timer = timer
+        timer.stop()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.timer.start()
+        return grad, None

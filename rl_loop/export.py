@@ -56,7 +56,7 @@ def greedy_agreement(trainer: TrainerGroup, tasks: TaskSource, config: RunConfig
         ids = torch.tensor([prompt])
         answer = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)[0].tolist()
         samples.append(Sample(answer, [0] * len(prompt) + [1] * (len(answer) - len(prompt))))
-    chosen = trainer.most_likely(samples)
+    chosen = trainer.greedy_tokens(samples)
     equal = sum(
         all(c == t for c, t, m in zip(row, sample.token_ids, sample.loss_mask, strict=True) if m)
         for row, sample in zip(chosen, samples, strict=True)

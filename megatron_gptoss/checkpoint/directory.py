@@ -1,15 +1,18 @@
-"""The files of a directory of checkpoints: their names, the ``latest`` pointer, and how both change.
+"""The files of a directory of checkpoints: their names, the ``latest`` pointer, and how both
+change.
 
-    ROOT/step_000120/                         torch_dist: model and optimizer, loadable at other layouts
-    ROOT/step_000120/gptoss_config.json       the ModelConfig
-    ROOT/step_000120/training_state.json      what the caller wants back: step, data position, ...
-    ROOT/latest                               the name of the newest complete checkpoint
+    ROOT/step_000120/                      torch_dist: model and optimizer, for any layout
+    ROOT/step_000120/gptoss_config.json    the ModelConfig
+    ROOT/step_000120/training_state.json   what the caller wants back: step, data position, ...
+    ROOT/latest                            the name of the newest complete checkpoint
 
-A checkpoint is written as ``step_000120.partial`` and renamed when every rank is done; ``latest`` changes last.
+A checkpoint is written as ``step_000120.partial`` and renamed when every rank is done; ``latest``
+changes last.
 
-A step that is saved again replaces its earlier checkpoint. That one is renamed to ``step_000120.replaced`` first and
-deleted when the new one is in its place. Between the two renames it is still the newest complete checkpoint, and
-``find_checkpoint`` returns it for the name ``step_000120``; the next save renames it back.
+A step that is saved again replaces its earlier checkpoint. That one is renamed to
+``step_000120.replaced`` first and deleted when the new one is in its place. Between the two
+renames it is still the newest complete checkpoint, and ``find_checkpoint`` returns it for the name
+``step_000120``; the next save renames it back.
 
 Nothing here is collective or imports Megatron.
 """
@@ -60,9 +63,9 @@ def latest_checkpoint(root: Path) -> Path | None:
 def find_checkpoint(root: Path, name: str) -> Path | None:
     """Return the complete checkpoint ``name`` under ``root``; None if there is none.
 
-    Its directory has another name only where the process was killed while it replaced this checkpoint. Nothing is
-    renamed here, because the process that is replacing it may be alive. ``name`` may also be the directory name that
-    this function returned for another root.
+    Its directory has another name only where the process was killed while it replaced this
+    checkpoint. Nothing is renamed here, because the process that is replacing it may be alive.
+    ``name`` may also be the directory name that this function returned for another root.
     """
     name = name.removesuffix(REPLACED_SUFFIX)
     for path in (root / name, root / f"{name}{REPLACED_SUFFIX}"):
@@ -72,7 +75,8 @@ def find_checkpoint(root: Path, name: str) -> Path | None:
 
 
 def publish(partial: Path, final: Path, keep: int) -> None:
-    """Give a complete checkpoint its name, make it the latest, and delete all but the newest ``keep``.
+    """Give a complete checkpoint its name, make it the latest, and delete all but the newest
+    ``keep``.
 
     A crash at any point leaves a complete checkpoint that ``latest_checkpoint`` returns.
 
@@ -104,8 +108,8 @@ def publish(partial: Path, final: Path, keep: int) -> None:
 def clean_up_after_crash(root: Path) -> None:
     """Undo what a crash left of a save under ``root``.
 
-    A checkpoint that was set aside gets its name back, or is deleted if its successor has that name. What was not
-    complete is deleted.
+    A checkpoint that was set aside gets its name back, or is deleted if its successor has that
+    name. What was not complete is deleted.
     """
     for replaced in root.glob(STEP_PATTERN + REPLACED_SUFFIX):
         final = replaced.with_suffix("")
@@ -124,17 +128,19 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def _delete(checkpoint: Path) -> None:
-    """Delete the directory if it exists; what a killed process leaves of it does not look complete."""
+    """Delete the directory if it exists; what a killed process leaves of it does not look
+    complete."""
     with suppress(OSError):
         (checkpoint / TRAINING_STATE_FILE).unlink(missing_ok=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _outdated_checkpoints(checkpoints: Iterable[Path], newest: Path, keep: int) -> list[Path]:
-    """Return those of ``checkpoints`` that are not among the ``keep`` newest; never ``newest`` itself.
+    """Return those of ``checkpoints`` that are not among the ``keep`` newest; never ``newest``
+    itself.
 
-    Steps above that of ``newest`` belong to a course of the run that was given up (somebody set ``latest`` back by
-    hand). They count as older than all others.
+    Steps above that of ``newest`` belong to a course of the run that was given up (somebody set
+    ``latest`` back by hand). They count as older than all others.
     """
     others = sorted(path for path in checkpoints if path != newest)
     oldest_first = sorted(others, key=lambda path: path < newest)

@@ -9,7 +9,11 @@ from megatron.core import dist_checkpointing
 
 from megatron_gptoss.checkpoint.directory import PARTIAL_SUFFIX, TRAINING_STATE_FILE
 from megatron_gptoss.checkpoint.errors import CheckpointError
-from megatron_gptoss.checkpoint.megatron_faults import FAILURES, exact_optimizer_state, keep_settings
+from megatron_gptoss.checkpoint.megatron_faults import (
+    FAILURES,
+    exact_optimizer_state,
+    keep_settings,
+)
 from megatron_gptoss.checkpoint.state import (
     EXPERTS_APART,
     experts_apart,
@@ -24,8 +28,8 @@ from megatron_gptoss.trainer import PolicyTrainer
 def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     """Restore model and optimizer in place and return the saved training state. Collective.
 
-    The layout may differ from the one that saved, if both or neither have expert or tensor parallelism. The
-    optimizer's settings (learning rate, betas, ...) stay those of ``trainer``.
+    The layout may differ from the one that saved, if both or neither have expert or tensor
+    parallelism. The optimizer's settings (learning rate, betas, ...) stay those of ``trainer``.
 
     Raises:
         CheckpointError: when files are missing or damaged, or the layouts cannot be converted.
@@ -66,9 +70,10 @@ def _check_same_optimizers(path: Path, trainer: PolicyTrainer, saved_apart: bool
     saved_with = "with" if saved_apart else "without"
     needed_size = "above 1" if saved_apart else "1"
     raise CheckpointError(
-        f"checkpoint {path} was saved {saved_with} expert or tensor parallelism, and its optimizer cannot be split or "
-        f"joined: go on with parallel.expert or parallel.tensor {needed_size}, or start a new run whose "
-        "initial_weights are this run"
+        f"checkpoint {path} was saved {saved_with} expert or tensor parallelism, "
+        "and its optimizer cannot be split or joined: "
+        f"go on with parallel.expert or parallel.tensor {needed_size}, "
+        "or start a new run whose initial_weights are this run"
     )
 
 
@@ -76,7 +81,8 @@ def load_model_weights(path: Path, model: torch.nn.Module) -> None:
     """Restore only the weights, at any parallel layout. Collective.
 
     Raises:
-        CheckpointError: when ``path`` is no complete checkpoint, or of another model; names the directory.
+        CheckpointError: naming the directory, when it is no complete checkpoint or one of another
+            model.
     """
     if path.name.endswith(PARTIAL_SUFFIX):
         raise CheckpointError(f"{path} is unfinished; the process that wrote it was killed, or is still writing")

@@ -14,8 +14,8 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch.distributed.checkpoint.api import CheckpointException
 
 FAILURES = (Exception, CheckpointException)
-"""What reading or writing may raise. torch's CheckpointException is a BaseException, which ``except Exception`` lets
-through."""
+"""What reading or writing may raise. torch's CheckpointException is a BaseException, which
+``except Exception`` lets through."""
 
 SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "start_wd", "end_wd", "betas", "eps")
 """What a parameter group of Megatron's optimizer holds of the configuration."""
@@ -32,15 +32,15 @@ def number_fp32_parameters(optimizer: Any) -> Iterator[None]:
         if not isinstance(chained, Float16OptimizerWithFloat16Params):
             continue
 
-        # A group holds parameters of one dtype: where it has no bf16 ones, its fp32 ones take their place.
+        # A group holds parameters of one dtype: where it has no bf16 ones, its fp32 ones take
+        # their place.
         originals.append((chained, chained.float16_groups, chained.fp32_from_float16_groups))
         fp32_groups = chained.fp32_from_fp32_groups
-        chained.float16_groups = [
-            group or fp32_group for group, fp32_group in zip(chained.float16_groups, fp32_groups, strict=True)
-        ]
-        chained.fp32_from_float16_groups = [
-            group or fp32_group for group, fp32_group in zip(chained.fp32_from_float16_groups, fp32_groups, strict=True)
-        ]
+        chained.float16_groups = _first_nonempty(chained.float16_groups, fp32_groups)
+        chained.fp32_from_float16_groups = _first_nonempty(
+            chained.fp32_from_float16_groups,
+            fp32_groups,
+        )
     try:
         yield
     finally:
@@ -49,14 +49,23 @@ def number_fp32_parameters(optimizer: Any) -> Iterator[None]:
             chained.fp32_from_float16_groups = fp32_from_float16_groups
 
 
+def _first_nonempty(groups: list[Any], alternatives: list[Any]) -> list[Any]:
+    """Return each group of parameters, or its alternative where it is empty."""
+    pairs = zip(groups, alternatives, strict=True)
+    return [group or alternative for group, alternative in pairs]
+
+
 @contextmanager
 def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
-    """Let the distributed optimizer save and load every parameter's own state, which by itself it does not.
+    """Let the distributed optimizer save and load every parameter's own state, which by itself it
+    does not.
 
-    - Transformer Engine's Adam keeps of an fp32 master weight only the 16 bits that its bf16 weight lacks, and Megatron
-      would save those bits as if they were a number. Inside, the optimizer gives and takes whole master weights.
-    - Megatron joins buckets without the gaps between them, but looks a parameter up where it lies with the gaps: from
-      the first gap on, parameters would get each other's state. Inside, their places are those without gaps.
+    - Transformer Engine's Adam keeps of an fp32 master weight only the 16 bits that its bf16 weight
+      lacks, and Megatron would save those bits as if they were a number. In the block, the
+      optimizer gives and takes whole master weights.
+    - Megatron joins buckets without the gaps between them, but looks a parameter up where it lies
+      with the gaps: from the first gap on, parameters would get each other's state. In the block,
+      parameters have the places that they have without gaps.
     """
     adams = [
         chained.optimizer
@@ -66,7 +75,9 @@ def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
     for adam in adams:
         _exchange_whole_master_weights(adam)
 
-    buffers = [buffer for chained in optimizer.chained_optimizers for buffer in getattr(chained, "buffers", ())]
+    buffers: list[Any] = []
+    for chained in optimizer.chained_optimizers:
+        buffers += getattr(chained, "buffers", ())
     original_maps = [buffer.param_index_map for buffer in buffers]
     for buffer in buffers:
         buffer.param_index_map = _places_without_gaps(buffer)
@@ -78,11 +89,13 @@ def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
             buffer.param_index_map = original_map
         for adam in adams:
             # The instance's attributes covered the methods of the class.
-            del adam.get_unscaled_state, adam.set_scaled_state, adam.state_dict, adam.load_state_dict
+            for name in ("get_unscaled_state", "set_scaled_state", "state_dict", "load_state_dict"):
+                delattr(adam, name)
 
 
 def _exchange_whole_master_weights(adam: Any) -> None:
-    """Cover Transformer Engine's methods for state with ones that give and take fp32 master weights."""
+    """Cover Transformer Engine's methods for state with ones that give and take fp32 master
+    weights."""
     get_state = adam.get_unscaled_state
     set_state = adam.set_scaled_state
 
@@ -100,13 +113,16 @@ def _exchange_whole_master_weights(adam: Any) -> None:
     adam.get_unscaled_state = get_whole
     adam.set_scaled_state = set_whole
 
-    # Megatron wants no state from the optimizer's dictionary; Transformer Engine's would copy all of it in fp32.
-    adam.state_dict = partial(torch.optim.Optimizer.state_dict, adam)
-    adam.load_state_dict = lambda saved: torch.optim.Optimizer.load_state_dict(adam, saved | {"state": {}})
+    # Megatron wants no state from the optimizer's dictionary; Transformer Engine's would copy all
+    # of it in fp32.
+    base = torch.optim.Optimizer
+    adam.state_dict = partial(base.state_dict, adam)
+    adam.load_state_dict = lambda saved: base.load_state_dict(adam, saved | {"state": {}})
 
 
 def _places_without_gaps(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
-    """Return first element, end and bucket of each parameter in a buffer whose buckets follow without gaps."""
+    """Return first element, end and bucket of each parameter in a buffer whose buckets follow
+    without gaps."""
     paddings = (len(bucket.grad_data) - bucket.numel_unpadded for bucket in buffer.buckets)
     gaps_before = list(accumulate(paddings, initial=0))
 
@@ -123,7 +139,8 @@ def master_weight(weight: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
         weight: bf16, the upper half, rounded to nearest.
         lower: int16 of the same shape, the lower half.
     """
-    # Where the upper half was rounded up, the lower half is negative as an int16: the sum takes it back.
+    # Where the upper half was rounded up, the lower half is negative as an int16: the sum takes it
+    # back.
     upper = weight.detach().view(torch.int16).int() << 16
     return (upper + lower).view(torch.float32)
 
@@ -134,10 +151,12 @@ def lower_half(master: torch.Tensor) -> torch.Tensor:
 
 
 def keep_settings(optimizer: Any, saved_state: Any) -> None:
-    """Give the parameter groups in ``saved_state`` the settings that ``optimizer`` has now, in place.
+    """Give the parameter groups in ``saved_state`` the settings that ``optimizer`` has now, in
+    place.
 
-    Megatron replaces its groups by the saved ones, settings included, and refuses them where a learning rate or a
-    weight decay differs: a run could not go on with other settings than it was begun with.
+    Megatron replaces its groups by the saved ones, settings included, and refuses them where a
+    learning rate or a weight decay differs: a run could not go on with other settings than it was
+    begun with.
     """
     if not isinstance(saved_state, dict):
         return

@@ -1,4 +1,5 @@
-"""Which tensors of a trainer a checkpoint holds, as Megatron's sharded state dicts describe them."""
+"""Which tensors of a trainer a checkpoint holds, as Megatron's sharded state dicts describe
+them."""
 
 from typing import Any
 
@@ -14,7 +15,8 @@ EXPERTS_APART = "experts_have_an_optimizer_of_their_own"
 
 
 def sharding_metadata() -> dict[str, Any]:
-    """Return the settings of Megatron's sharded state dicts; they decide the names of what is saved."""
+    """Return the settings of Megatron's sharded state dicts; they decide the names of what is
+    saved."""
     return {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
@@ -26,7 +28,10 @@ def sharding_metadata() -> dict[str, Any]:
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
     """Describe the weights of every chunk of ``model``, by the chunk's number."""
     metadata = sharding_metadata()
-    return {str(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks_of(model))}
+    state = {}
+    for i, chunk in enumerate(chunks_of(model)):
+        state[str(i)] = chunk.sharded_state_dict(metadata=metadata)
+    return state
 
 
 def load_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
@@ -38,8 +43,8 @@ def load_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
 def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
     """Describe model and optimizer; the model alone as long as the optimizer has not taken a step.
 
-    Before its first step the optimizer has no state. A checkpoint may well be saved then: a critic may be learning
-    alone, or every token be masked.
+    Before its first step the optimizer has no state. A checkpoint may well be saved then: a critic
+    may be learning alone, or every token be masked.
     """
     model = model_state(trainer.module)
     if not trainer.updated:
@@ -57,6 +62,8 @@ def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
 def experts_apart(trainer: PolicyTrainer) -> bool:
     """Return whether Megatron keeps the experts in a separate optimizer.
 
-    It does so with expert or tensor parallelism, and marks their parameters as not reduced with the others.
+    It does so with expert or tensor parallelism, and marks their parameters as not reduced with
+    the others.
     """
-    return any(not getattr(parameter, "allreduce", True) for parameter in trainer.module.parameters())
+    parameters = trainer.module.parameters()
+    return any(not getattr(parameter, "allreduce", True) for parameter in parameters)

@@ -27,18 +27,20 @@ from megatron_gptoss.checkpoint.megatron_faults import FAILURES
 from megatron_gptoss.checkpoint.state import EXPERTS_APART, experts_apart, trainer_state
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.durable_files import sync_directory
-from megatron_gptoss.trainer import PolicyTrainer, gather_parameters
+from megatron_gptoss.scorer import gather_parameters
+from megatron_gptoss.trainer import PolicyTrainer
 
 WRITER = ThreadPoolExecutor(1, "checkpoint")
-"""Writes all checkpoints of this process. One thread only: Megatron's results come through one queue, in the order in
-which they were written."""
+"""Writes all checkpoints of this process. One thread only: Megatron's results come through one
+queue, in the order in which they were written."""
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one trainer under ``root`` and deletes all but the newest ``keep``.
+    """Writes the checkpoints of one trainer under ``root`` and deletes all but the newest
+    ``keep``.
 
-    Every method is collective. If any rank could not write, the call that notices raises CheckpointError on every
-    rank; the previous checkpoint then is still the latest.
+    Every method is collective. If any rank could not write, the call that notices raises
+    CheckpointError on every rank; the previous checkpoint then is still the latest.
     """
 
     def __init__(self, root: Path, keep: int = 2) -> None:
@@ -47,7 +49,8 @@ class CheckpointWriter:
         self._pending: _PendingSave | None = None
 
     def start(self, trainer: PolicyTrainer, step: int, training_state: dict[str, Any]) -> Path:
-        """Copy everything to host memory and begin to write it; finish an earlier checkpoint first.
+        """Copy everything to host memory and begin to write it; finish an earlier checkpoint
+        first.
 
         Returns:
             The path that the checkpoint will have when it is complete.
@@ -66,14 +69,16 @@ class CheckpointWriter:
                 clean_up_after_crash(self._root)
                 save.partial.mkdir(parents=True)
 
-        # Under the distributed optimizer this rank has stale copies of the shards that other ranks updated.
+        # Under the distributed optimizer this rank has stale copies of the shards that other ranks
+        # updated.
         gather_parameters(trainer.model)
         save.begin(trainer)
         self._pending = save
         return final
 
     def finish(self, block: bool = True) -> None:
-        """Make what was started the latest checkpoint. Without ``block``, only if all ranks have written it."""
+        """Make what was started the latest checkpoint. Without ``block``, only if all ranks
+        have written it."""
         if self._pending is None:
             return
 
@@ -146,7 +151,8 @@ class _PendingSave:
 
         with fail_together(self.partial):
             if dist.get_rank() == 0:
-                (self.partial / MODEL_CONFIG_FILE).write_text(self.model_config.model_dump_json(indent=1))
+                model_config = self.model_config.model_dump_json(indent=1)
+                (self.partial / MODEL_CONFIG_FILE).write_text(model_config)
                 (self.partial / TRAINING_STATE_FILE).write_text(json.dumps(self.training_state))
                 sync_directory(self.partial)
                 publish(self.partial, self.final, keep)
@@ -154,7 +160,8 @@ class _PendingSave:
     def _discard_results(self) -> None:
         """Wait for what this rank is still writing and empty the queue of its results.
 
-        The results of all saves come through one queue: the next save would take these for its own.
+        The results of all saves come through one queue: the next save would take these for its
+        own.
         """
         if self.written is not None:
             wait([self.written])
@@ -165,11 +172,12 @@ class _PendingSave:
                 self.results.get_nowait()
 
 
-def _copy_to_host(file: tuple[Any, Any, tuple[Any, list[Any]]]) -> tuple[Any, Any, tuple[Any, list[Any]]]:
-    """Copy the tensors of one file, as Megatron describes it, to memory that training does not change.
+_File = tuple[Any, Any, tuple[Any, list[Any]]]
+"""A file as Megatron describes it: (path, storage key, (objects, [(item, tensor), ...]))."""
 
-    file: (path, storage key, (objects, [(item, tensor), ...])).
-    """
+
+def _copy_to_host(file: _File) -> _File:
+    """Copy the tensors of a file to memory that training does not change."""
     # On a GPU's machine what already lies on the host is a copy that Megatron made for this save.
     always_copy = not torch.cuda.is_available()
     path, key, (objects, tensors) = file
@@ -181,8 +189,8 @@ def _copy_to_host(file: tuple[Any, Any, tuple[Any, list[Any]]]) -> tuple[Any, An
 def fail_together(partial: Path) -> Iterator[None]:
     """Raise CheckpointError on every rank when the block failed on any. Collective.
 
-    Otherwise the other ranks would wait for the failed one in their next collective call. What was written to
-    ``partial`` is deleted.
+    Otherwise the other ranks would wait for the failed one in their next collective call. What was
+    written to ``partial`` is deleted.
     """
     error: BaseException | None = None
     try:
@@ -202,6 +210,6 @@ def fail_together(partial: Path) -> Iterator[None]:
     volume = partial.parent if partial.parent.exists() else Path.cwd()
     free_mib = shutil.disk_usage(volume).free >> 20
     raise CheckpointError(
-        f"checkpoint {partial.with_suffix('')} could not be written ({failures[0]}); {free_mib} MiB are free there. "
-        "The previous checkpoint is untouched."
+        f"checkpoint {partial.with_suffix('')} could not be written ({failures[0]}); "
+        f"{free_mib} MiB are free there. The previous checkpoint is untouched."
     ) from error

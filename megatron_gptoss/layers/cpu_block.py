@@ -1,6 +1,9 @@
-"""The layer specification for CPUs: Megatron's own modules, with subclasses where one insists on CUDA.
+"""The layer specification for CPUs: Megatron's own modules, with subclasses where one insists on
+CUDA.
 
-Nothing is patched. Each class says what of megatron-core 0.19.2 it steps around; the mathematics is Megatron's."""
+Nothing is patched. Each class says what of megatron-core 0.19.2 it steps around; the mathematics
+is Megatron's.
+"""
 
 from functools import partial
 from typing import Any
@@ -13,7 +16,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -25,71 +31,115 @@ from megatron_gptoss.transformer_config import mark
 
 
 class CpuRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm. Megatron's wrapper (torch_norm.py) refuses sequence parallelism; tensor parallelism needs it."""
+    """torch's RMSNorm under sequence parallelism.
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    Tensor parallelism needs it, and Megatron's wrapper (torch_norm.py) refuses it.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        **unused: Any,
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # its gradient covers only this rank's part of the sequence: Megatron must sum it over tensor-parallel ranks
+
+        # The gradient covers only this rank's share of the tokens: Megatron must sum it over
+        # tensor-parallel ranks.
         mark(self.weight, sequence_parallel=config.sequence_parallel)
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
-    """The down projection of one expert that is not split over ranks (expert tensor parallel size 1).
+    """The down projection of one expert that is not split over ranks (expert tensor parallel size
+    1).
 
-    Two faults of RowParallelLinear in this place: it marks the bias ``sequence_parallel``, so that with tensor plus
-    sequence parallelism its gradient is summed twice (exactly doubled); and its size-1 reduction returns the input
-    itself, on which the expert's in-place bias addition fails in training."""
+    It steps around two faults of RowParallelLinear in this place:
+
+    - It marks the bias ``sequence_parallel``, so that with tensor plus sequence parallelism its
+      gradient is summed twice (exactly doubled).
+    - Its reduction over one rank returns the input itself, on which the expert's in-place bias
+      addition fails in training.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.bias is not None:
             mark(self.bias, sequence_parallel=False)
+
+        # Leaves the reduction to the dispatcher.
         self.explicit_expert_comm = True
 
 
 class CpuAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """The all-to-all dispatcher without its CUDA side stream: on a CPU the split sizes are plain lists at once."""
+    """The all-to-all dispatcher without its CUDA side stream.
+
+    On a CPU the split sizes can become plain lists at once.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Anything but None keeps the parent from creating a CUDA stream.
         if MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None:
-            MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none: CPU"  # keeps the parent from creating a CUDA stream
+            MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none: CPU"
         super().__init__(*args, **kwargs)
 
-    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-        if not self.drop_and_pad and point == self.cuda_dtoh_point:
-            for name in ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens"):
-                value = getattr(self, name, None)
-                if torch.is_tensor(value):
-                    setattr(self, name, value.tolist())
+    def _maybe_dtoh_and_synchronize(
+        self,
+        point: str,
+        tokens_per_expert: Tensor | None = None,
+    ) -> Tensor | None:
+        if self.drop_and_pad or point != self.cuda_dtoh_point:
+            return tokens_per_expert
+
+        for name in ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens"):
+            value = getattr(self, name, None)
+            if torch.is_tensor(value):
+                setattr(self, name, value.tolist())
         return tokens_per_expert
 
 
 class CpuMoELayer(TimedMoELayer):
-    """MoELayer with the dispatcher above; the parent offers no way to name one of our own."""
+    """MoELayer with the dispatcher above."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        # The parent offers no way to name another dispatcher, and building its all-to-all one
+        # fails without CUDA. It builds the one that works everywhere, which is then replaced.
         config.moe_token_dispatcher_type = "allgather"
         try:
             super().__init__(config, *args, **kwargs)
         finally:
             config.moe_token_dispatcher_type = "alltoall"
         self.token_dispatcher = CpuAlltoAllTokenDispatcher(
-            self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=kwargs["pg_collection"]
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=self.config,
+            pg_collection=kwargs["pg_collection"],
         )
 
 
 def cpu_block_spec(config: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
-    """The layers of one chunk of this pipeline rank."""
+    """Specify the layers of one chunk of this pipeline rank."""
     submodules = get_gpt_layer_local_submodules(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm",
     )
-    experts = partial(
-        SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear)
+    expert_linears = MLPSubmodules(
+        linear_fc1=ColumnParallelLinear,
+        linear_fc2=ExpertRowParallelLinear,
     )
-    submodules.mlp = partial(CpuMoELayer, submodules=MoESubmodules(experts=experts, router=GptOssRouter))
-    submodules.input_layernorm = submodules.pre_mlp_layernorm = CpuRMSNorm
+    experts = partial(SequentialMLP, submodules=expert_linears)
+    moe_submodules = MoESubmodules(experts=experts, router=GptOssRouter)
+    submodules.mlp = partial(CpuMoELayer, submodules=moe_submodules)
     submodules.self_attention.submodules.core_attention = SinkAttention
-    # the checkpoint keys of Transformer Engine layers, so that one checkpoint serves both
-    submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    layers = [ModuleSpec(module=TransformerLayer, submodules=submodules)] * get_num_layers_to_build(config, stage)
+    submodules.input_layernorm = CpuRMSNorm
+    submodules.pre_mlp_layernorm = CpuRMSNorm
+
+    # The checkpoint keys of Transformer Engine's layers, so that one checkpoint serves both.
+    submodules.sharded_state_dict_keys_map = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    }
+
+    layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
+    layers = [layer] * get_num_layers_to_build(config, stage)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=CpuRMSNorm)

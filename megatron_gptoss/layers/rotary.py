@@ -1,7 +1,8 @@
 """Rotary position embeddings with YaRN scaling, applied at explicit token positions.
 
-Angles are computed in fp32 whatever the model's dtype, as Hugging Face and the inference engines do: with other angles,
-trainer and engine would disagree at long positions."""
+Angles are computed in fp32 whatever the model's dtype, as Hugging Face and the inference engines
+do: with other angles, trainer and engine would disagree at long positions.
+"""
 
 import math
 
@@ -10,48 +11,95 @@ import torch
 from megatron_gptoss.config import ModelConfig
 
 
-def yarn_inverse_frequencies(config: ModelConfig, truncate: bool = False) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies, fp32 [head_size / 2], and the factor by which cos and sin are multiplied.
+def yarn_inverse_frequencies(
+    config: ModelConfig,
+    truncate: bool = False,
+) -> tuple[torch.Tensor, float]:
+    """Compute the inverse frequencies of YaRN (arXiv 2309.00071, section 3.2).
 
-    YaRN (arXiv 2309.00071, section 3.2): frequencies that turn more than beta_fast times over the original length are
-    kept, those that turn fewer than beta_slow times are divided by the factor, with a linear ramp between.
-    GPT-OSS does not round the ends of the ramp to integers (``truncate=False``)."""
-    dim, base = config.head_size, config.rope_theta
-    frequencies = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    extrapolated, interpolated = 1.0 / frequencies, 1.0 / (config.yarn_factor * frequencies)
+    Frequencies that turn more than beta_fast times over the original length are kept, those that
+    turn fewer than beta_slow times are divided by the factor, with a linear ramp between.
+
+    Args:
+        config: the model.
+        truncate: round the ends of the ramp to integers. GPT-OSS does not.
+
+    Returns:
+        Inverse frequencies, fp32 [head_size / 2], and the factor by which cos and sin are
+        multiplied ("concentration" in OpenAI's code, section 3.4 of the paper).
+    """
+    dim = config.head_size
+    base = config.rope_theta
 
     def dimension_of(rotations: float) -> float:
-        return dim * math.log(config.yarn_original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        """Return which dimension makes so many rotations over the original length."""
+        power_of_base = config.yarn_original_length / (rotations * 2 * math.pi)
+        return dim * math.log(power_of_base) / (2 * math.log(base))
 
-    low, high = dimension_of(config.yarn_beta_fast), dimension_of(config.yarn_beta_slow)
+    low = dimension_of(config.yarn_beta_fast)
+    high = dimension_of(config.yarn_beta_slow)
     if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
+
+    # 0 below the ramp, 1 above it.
     span = high - low if high != low else 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    dimensions = torch.arange(dim // 2, dtype=torch.float32)
+    ramp = ((dimensions - low) / span).clamp(0, 1)
     keep = 1.0 - ramp
-    concentration = 0.1 * math.log(config.yarn_factor) + 1.0 if config.yarn_factor > 1 else 1.0
-    return interpolated * (1 - keep) + extrapolated * keep, concentration
+
+    frequencies = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    extrapolated = 1.0 / frequencies
+    interpolated = 1.0 / (config.yarn_factor * frequencies)
+    inverse_frequencies = interpolated * (1 - keep) + extrapolated * keep
+
+    concentration = 1.0
+    if config.yarn_factor > 1:
+        concentration = 0.1 * math.log(config.yarn_factor) + 1.0
+    return inverse_frequencies, concentration
 
 
 class RotaryEmbedding:
-    """cos/sin of the angles at given positions."""
+    """Computes cos and sin of the angles at given positions."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._inverse_frequencies, self._concentration = yarn_inverse_frequencies(config)
 
-    def cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions: int [tokens] -> cos, sin: [tokens, 1, head_size / 2] in ``dtype``, YaRN concentration included."""
-        self._inverse_frequencies = self._inverse_frequencies.to(positions.device)  # once: the copy waits for the GPU
+    def cos_sin(
+        self,
+        positions: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin, [tokens, 1, head_size / 2] in ``dtype``, times the concentration.
+
+        positions: int [tokens].
+        """
+        # Kept where it is needed: the copy waits for the GPU and is made only once.
+        self._inverse_frequencies = self._inverse_frequencies.to(positions.device)
+
         angles = positions.float()[:, None, None] * self._inverse_frequencies
-        return (angles.cos() * self._concentration).to(dtype), (angles.sin() * self._concentration).to(dtype)
+        cos = (angles.cos() * self._concentration).to(dtype)
+        sin = (angles.sin() * self._concentration).to(dtype)
+        return cos, sin
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate channel i against channel i + head_size / 2. x: [tokens, heads, head_size] -> the same shape and dtype."""
+    """Rotate channel i against channel i + head_size / 2.
+
+    Args:
+        x: [tokens, heads, head_size].
+        cos, sin: of ``RotaryEmbedding.cos_sin``.
+
+    Returns:
+        A tensor of the shape and dtype of ``x``.
+    """
     if x.is_cuda and x.dtype == torch.bfloat16:
         from gptoss_kernels.rotary import rotate_heads
 
         return rotate_heads(x, cos, sin)
+
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)

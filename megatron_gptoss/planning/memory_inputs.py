@@ -1,4 +1,5 @@
-"""What a prediction of memory needs to know. Imports no torch, so that configurations can build it."""
+"""What a prediction of memory needs to know. Imports no torch, so that configurations can build
+it."""
 
 import math
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ class MemoryInputs:
     tokens: int
     """Of one micro-batch, before context parallelism shares them out."""
     auxiliary_models: Sequence[OptimizerConfig | None] = ()
-    """Further models in the policy's layout, of which one at a time computes: a critic's optimizer, None for a
-    reference policy, which has none."""
+    """Further models in the policy's layout, of which one at a time computes: a critic's
+    optimizer, None for a reference policy, which has none."""
     engine_share: float = 0.0
     """Share of each GPU's memory that servers on it take while they generate."""
     micro_batches: float = math.inf
@@ -30,10 +31,12 @@ class MemoryInputs:
     sequences: float = math.inf
     """Of a training step."""
     mini_batches: int = 1
-    """Optimizer steps that share the sequences; in each, every data-parallel rank needs at least one."""
+    """Optimizer steps that share the sequences; in each, every data-parallel rank needs at
+    least one."""
 
     def with_sequences(self, sequences: float) -> Self:
-        """Copy with so many sequences, all of the longest length, and the micro-batches that they fill."""
+        """Copy with so many sequences, all of the longest length, and the micro-batches that
+        they fill."""
         if math.isinf(sequences):
             return replace(self, sequences=sequences, micro_batches=math.inf)
 

@@ -1,31 +1,42 @@
-"""Time of a training step, predicted from the configuration alone."""
+"""Time of a training step on H200s, predicted from the configuration alone.
+
+docs/performance.md compares it with what was measured.
+"""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import astuple, dataclass
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.planning.memory import EXPERT_LOAD, parameters_per_gpu
+from megatron_gptoss.planning.memory import EXPERT_LOAD, bytes_of, parameters_per_gpu
 
 GPUS_PER_NODE = 8
 ARITHMETIC = 520e12
-"""Operations per second of the layers, forward and backward, where every expert gets many rows. With this and the next
-three ``predict_step`` is within 10 % of runs of 16k tokens to a micro-batch, tensor parallel ones excepted."""
+"""FLOP/s of the layers, forward and backward, where every expert gets many rows. With this and the
+next three ``predict_step`` is within 10 % of runs of 16k tokens to a micro-batch, tensor parallel
+ones excepted."""
 OUTPUT_LAYER = 458e12
-"""The same of the output layer, which makes its logits twice; measured (docs/performance.md, log-probs)."""
+"""The same of the output layer, which makes its logits twice; measured (docs/performance.md,
+log-probs)."""
 HALF_SPEED_ROWS = 1150
-"""Rows of one expert in a micro-batch at which its products, and with them the step, run half as fast."""
+"""Rows of one expert in a micro-batch at which its products, and with them the step, run half as
+fast."""
 NODE_BANDWIDTH = 180e9
-"""Bytes per second that a GPU gets through in the all-to-all of experts within a node, as measured under NVLink."""
+"""Bytes per second that a GPU gets through in the all-to-all of experts within a node, as measured
+under NVLink."""
 NETWORK_BANDWIDTH = 40e9
-"""Bytes per second of one GPU to other nodes: a 400 Gb/s adapter each, at 80 %. Assumed, not measured."""
+"""Bytes per second of one GPU to other nodes: a 400 Gb/s adapter each, at 80 %. Assumed, not
+measured."""
 MEMORY_BANDWIDTH = 2.8e12
-"""Bytes per second that the optimizer reads and writes: 77 ms of its kernels for 214 GB, profiled on an H200."""
+"""Bytes per second that the optimizer reads and writes: 77 ms of its kernels for 214 GB, profiled
+on an H200."""
 HOST_BANDWIDTH = 50e9
-"""Bytes per second between a GPU and host memory, each way: PCIe 5 at 80 %. Assumed, not measured."""
+"""Bytes per second between a GPU and host memory, each way: PCIe 5 at 80 %. Assumed, not
+measured."""
 
 
-class StepTime(NamedTuple):
+@dataclass(frozen=True)
+class StepTime:
     """Seconds of a training step; ``predict_step`` says what is in them."""
 
     arithmetic: float
@@ -36,76 +47,177 @@ class StepTime(NamedTuple):
     bubble: float
     """Pipeline stages that wait for the first and the last micro-batch."""
     gradients: float
-    """What the backward pass of the last micro-batch does not hide of their reduction."""
+    """Reducing them, as far as the backward pass of the last micro-batch does not hide it."""
     parameters: float
-    """Gathering them after the optimizer's step. Where no weights are sent then, the next forward pass hides it."""
+    """Gathering them after the optimizer's step. Where no weights are sent then, the next forward
+    pass hides it."""
     optimizer: float
-    """Its arithmetic, and the way of offloaded state from host memory and back."""
+    """Its arithmetic, and moving offloaded state from host memory and back."""
 
     @property
     def total(self) -> float:
-        return sum(self)
+        return sum(astuple(self))
 
 
 def predict_step(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, lengths: Sequence[int], micro_batches: int
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    lengths: Sequence[int],
+    micro_batches: int,
 ) -> StepTime:
-    """Time of a bf16 training step on H200s, for layouts that nobody has run yet.
+    """Predict the time of a bf16 training step on H200s, for layouts that nobody has run yet.
 
-    ``lengths``: of the sequences in one micro-batch, before context parallelism shares them out; ``micro_batches``: of
-    each data-parallel rank. Context parallelism is counted as free: its messages hide behind attention. Ranks are taken
-    to fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one."""
+    Context parallelism is counted as free: its messages hide behind attention. Ranks are taken to
+    fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one.
+
+    Args:
+        model: what is trained.
+        parallel: the layout.
+        optimizer: for the dtypes of gradients and moments, and offloading.
+        lengths: of the sequences in one micro-batch, before context parallelism shares them out.
+        micro_batches: of each data-parallel rank.
+    """
     stages = parallel.pipeline
-    layers = max(parallel.layers_of_stage(stage, model) for stage in range(stages))
-    head = 2 * model.hidden_size * model.vocab_size * sum(lengths)
-    body = (forward_flops(model, lengths) - head) / model.num_layers
     sharers = parallel.tensor * parallel.context
-    local = sum(lengths) / sharers
-    rows_of_expert = local * model.experts_per_token * parallel.expert / model.num_experts
-    rate = ARITHMETIC * rows_of_expert / (rows_of_expert + HALF_SPEED_ROWS)
-    of_stages = [
-        body * parallel.layers_of_stage(stage, model) / rate + (stage == stages - 1) * head / OUTPUT_LAYER
-        for stage in range(stages)
-    ]
-    arithmetic = micro_batches * 3 * max(of_stages) / sharers
+    stage_seconds = _forward_seconds(model, parallel, lengths)
+    slowest = max(stage_seconds)
+    arithmetic = micro_batches * 3 * slowest / sharers
 
-    def seconds(size: float, ranks: int, span: int) -> float:
-        """Of sending ``size`` bytes from each of ``ranks`` ranks, spread over ``span`` consecutive ones, to all."""
-        near = max(1, ranks * GPUS_PER_NODE // max(span, GPUS_PER_NODE))  # ranks on the sender's node, itself included
-        within, beyond = (near - 1) / NODE_BANDWIDTH, (ranks - near) / NETWORK_BANDWIDTH
-        return size / ranks * max(within, beyond)
+    layers = max(parallel.layers_of_stage(stage, model) for stage in range(stages))
+    local_tokens = sum(lengths) / sharers
+    layer_passes = micro_batches * layers
+    experts = layer_passes * _expert_exchange_seconds(model, parallel, local_tokens)
+    tensor = layer_passes * _tensor_exchange_seconds(model, parallel, local_tokens)
 
-    rows = 2 * local * model.hidden_size  # bytes
-    # dispatch and combine, each forward and backward; the fullest rank decides
-    routed = 4 * rows * model.experts_per_token * EXPERT_LOAD
-    experts = micro_batches * layers * seconds(routed, parallel.expert, parallel.expert)
-    # around attention and around the experts, forward and backward
-    tensor = micro_batches * layers * seconds(8 * rows * parallel.tensor, parallel.tensor, parallel.tensor)
-    # while one micro-batch is with the other stages, the slowest waits
-    others = 3 * (sum(of_stages) - max(of_stages)) / sharers + (experts + tensor) * (stages - 1) / micro_batches
-    bubble = others / parallel.virtual_pipeline
-    dense, expert = parameters_per_gpu(model, parallel)
-    replicas = parallel.world_size // (parallel.tensor * stages)
-    expert_replicas = parallel.world_size // (parallel.expert * stages)
-    spread = parallel.world_size // stages
+    # While one micro-batch is with the other stages, the slowest waits.
+    other_stages = 3 * (sum(stage_seconds) - slowest) / sharers
+    other_exchanges = (experts + tensor) * (stages - 1) / micro_batches
+    bubble = (other_stages + other_exchanges) / parallel.virtual_pipeline
 
-    def reduction(bytes_per_parameter: float) -> float:
-        return seconds(bytes_per_parameter * dense, replicas, spread) + seconds(
-            bytes_per_parameter * expert, expert_replicas, spread
-        )
+    # Gradients are reduced under the backward pass of the last micro-batch, two thirds of its
+    # time.
+    gradient_bytes = bytes_of(optimizer.gradient_dtype)
+    reduction = _data_parallel_seconds(model, parallel, gradient_bytes)
+    hidden = arithmetic * 2 / 3 / micro_batches
 
-    gradient_bytes = 2 if optimizer.gradient_dtype == "bf16" else 4
-    moments = 2 if optimizer.moment_dtype == "bf16" else 4
-    # weights, their other 16 bits and moments, to and fro; gradients are checked, summed, clipped, used and zeroed
-    touched = 2 * (2 + 2 + 2 * moments) + 6 * gradient_bytes
-    offloaded = 2 * optimizer.offload * (2 + 2 * moments)
     return StepTime(
-        arithmetic,
-        experts,
-        tensor,
-        bubble,
-        gradients=max(0.0, reduction(gradient_bytes) - arithmetic * 2 / 3 / micro_batches),
-        parameters=reduction(2),
-        optimizer=(touched / MEMORY_BANDWIDTH + offloaded / HOST_BANDWIDTH)
-        * (dense / replicas + expert / expert_replicas),
+        arithmetic=arithmetic,
+        experts=experts,
+        tensor=tensor,
+        bubble=bubble,
+        gradients=max(0.0, reduction - hidden),
+        parameters=_data_parallel_seconds(model, parallel, 2),
+        optimizer=_optimizer_seconds(model, parallel, optimizer),
     )
+
+
+def _forward_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    lengths: Sequence[int],
+) -> list[float]:
+    """Return each pipeline stage's forward pass of one micro-batch, if one GPU had all of it."""
+    output_layer = 2 * model.hidden_size * model.vocab_size * sum(lengths)
+    layer = (forward_flops(model, lengths) - output_layer) / model.num_layers
+
+    # Products of an expert's few rows do not fill the GPU.
+    local_tokens = sum(lengths) / (parallel.tensor * parallel.context)
+    expert_rows = local_tokens * model.experts_per_token * parallel.expert / model.num_experts
+    rate = ARITHMETIC * expert_rows / (expert_rows + HALF_SPEED_ROWS)
+
+    seconds = []
+    for stage in range(parallel.pipeline):
+        stage_seconds = layer * parallel.layers_of_stage(stage, model) / rate
+        if stage == parallel.pipeline - 1:
+            stage_seconds += output_layer / OUTPUT_LAYER
+        seconds.append(stage_seconds)
+    return seconds
+
+
+def _expert_exchange_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    local_tokens: float,
+) -> float:
+    """Return the all-to-all of one layer and micro-batch.
+
+    There are four: dispatch and combine, forward and backward. The fullest rank decides.
+    """
+    activation_bytes = 2 * local_tokens * model.hidden_size
+    routed_bytes = 4 * activation_bytes * model.experts_per_token * EXPERT_LOAD
+    return _message_seconds(routed_bytes, ranks=parallel.expert, span=parallel.expert)
+
+
+def _tensor_exchange_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    local_tokens: float,
+) -> float:
+    """Return the gathering and scattering of one layer and micro-batch.
+
+    There are eight: around attention and around the experts, forward and backward.
+    """
+    activation_bytes = 2 * local_tokens * model.hidden_size
+    return _message_seconds(
+        8 * activation_bytes * parallel.tensor,
+        ranks=parallel.tensor,
+        span=parallel.tensor,
+    )
+
+
+def _data_parallel_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    bytes_per_parameter: float,
+) -> float:
+    """Return the reduction or the gathering of all parameters over their replicas."""
+    dense, expert = parameters_per_gpu(model, parallel)
+    dense_replicas, expert_replicas = _replicas(parallel)
+    span = parallel.world_size // parallel.pipeline
+    dense_bytes = bytes_per_parameter * dense
+    expert_bytes = bytes_per_parameter * expert
+    return _message_seconds(dense_bytes, ranks=dense_replicas, span=span) + _message_seconds(
+        expert_bytes, ranks=expert_replicas, span=span
+    )
+
+
+def _optimizer_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+) -> float:
+    gradient_bytes = bytes_of(optimizer.gradient_dtype)
+    moment_bytes = 2 * bytes_of(optimizer.moment_dtype)
+
+    # Weights, their other 16 bits and moments are read and written; gradients are checked, summed,
+    # clipped, used and zeroed.
+    touched = 2 * (2 + 2 + moment_bytes) + 6 * gradient_bytes
+    offloaded = 2 * optimizer.offload * (2 + moment_bytes)
+    seconds_per_parameter = touched / MEMORY_BANDWIDTH + offloaded / HOST_BANDWIDTH
+
+    dense, expert = parameters_per_gpu(model, parallel)
+    dense_replicas, expert_replicas = _replicas(parallel)
+    return seconds_per_parameter * (dense / dense_replicas + expert / expert_replicas)
+
+
+def _replicas(parallel: ParallelConfig) -> tuple[int, int]:
+    """Return over how many ranks a dense and an expert parameter are replicated."""
+    dense = parallel.world_size // (parallel.tensor * parallel.pipeline)
+    expert = parallel.world_size // (parallel.expert * parallel.pipeline)
+    return dense, expert
+
+
+def _message_seconds(size: float, ranks: int, span: int) -> float:
+    """Return the time of sending ``size`` bytes from each of some ranks to all of them.
+
+    Args:
+        size: bytes of one rank, shared out evenly among the receivers.
+        ranks: how many take part.
+        span: over how many consecutive ranks they are spread.
+    """
+    # Those on the sender's node, itself included.
+    near = max(1, ranks * GPUS_PER_NODE // max(span, GPUS_PER_NODE))
+    within_node = (near - 1) / NODE_BANDWIDTH
+    beyond_node = (ranks - near) / NETWORK_BANDWIDTH
+    return size / ranks * max(within_node, beyond_node)

@@ -106,8 +106,8 @@ class TrainerGroup:
     def route_agreement(self) -> dict[str, float]:
         return self._all("route_agreement")
 
-    def most_likely(self, samples: list[Sample]) -> list[list[int]]:
-        return self._all("most_likely", ray.put(samples))
+    def greedy_tokens(self, samples: list[Sample]) -> list[list[int]]:
+        return self._all("greedy_tokens", ray.put(samples))
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._all("weights")

@@ -22,17 +22,10 @@ from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
 from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.planning.memory import out_of_memory_explained
+from megatron_gptoss.planning.memory_advice import out_of_memory_explained
 from megatron_gptoss.routing_replay import RoutingReplay
-from megatron_gptoss.trainer import (
-    LossFunction,
-    PolicyTrainer,
-    Scorer,
-    StepStatistics,
-    alignment,
-    data_parallel_slice,
-    gather_parameters,
-)
+from megatron_gptoss.scorer import Scorer, alignment, data_parallel_slice, gather_parameters
+from megatron_gptoss.trainer import LossFunction, PolicyTrainer, StepStatistics
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.config.run import RlConfig, RunConfig
@@ -189,10 +182,10 @@ class TrainerWorker:
             values = scorer.score(batches, temperature or self.config.rollout.temperature)
         return self._in_order(values, batches, len(samples))
 
-    def most_likely(self, samples: list[Sample]) -> list[list[int]]:
+    def greedy_tokens(self, samples: list[Sample]) -> list[list[int]]:
         """Per sample the token that greedy decoding would have put in each place, 0 for the first."""
         batches = self._batches(samples)
-        chosen = self._in_order(self.trainer.most_likely(batches), batches, len(samples))
+        chosen = self._in_order(self.trainer.greedy_tokens(batches), batches, len(samples))
         return [[int(token) for token in row] for row in chosen]
 
     @staticmethod

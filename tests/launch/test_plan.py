@@ -12,7 +12,8 @@ from launch.placement import place
 from launch.plan import attention_plan, step_plan
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.packing import Sample, pack
-from megatron_gptoss.planning.memory import fits, layouts_that_fit, memory_plan, parameters_per_gpu, worst_stage
+from megatron_gptoss.planning.memory import fits, parameters_per_gpu, worst_stage
+from megatron_gptoss.planning.memory_advice import layouts_that_fit, memory_plan
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 

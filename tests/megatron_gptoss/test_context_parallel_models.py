@@ -12,7 +12,8 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import pack
-from megatron_gptoss.trainer import PolicyTrainer, alignment, data_parallel_slice
+from megatron_gptoss.scorer import alignment, data_parallel_slice
+from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
 

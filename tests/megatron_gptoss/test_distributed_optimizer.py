@@ -18,12 +18,14 @@ from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed, trainer
+from megatron_gptoss import optimizer as gptoss_optimizer
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.checkpoint.megatron_faults import lower_half, master_weight
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import pack
+from megatron_gptoss.scorer import alignment, data_parallel_slice
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy, save_checkpoint
 
@@ -100,11 +102,11 @@ def as_on_a_gpu() -> None:
     megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
     optimizer_config.is_te_min_version = megatron_optimizer.is_te_min_version = lambda *_: True
-    data_parallel, optimizer = trainer.DistributedDataParallelConfig, trainer.MegatronOptimizerConfig
+    data_parallel, optimizer = gptoss_optimizer.DistributedDataParallelConfig, gptoss_optimizer.MegatronOptimizerConfig
     buckets = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 8000}
-    trainer.DistributedDataParallelConfig = lambda **given: data_parallel(**given | buckets)  # type: ignore
-    precision = {"use_distributed_optimizer": True, **trainer.PolicyTrainer._gpu_optimizer(OptimizerConfig())}
-    trainer.MegatronOptimizerConfig = lambda **given: optimizer(**given | precision)  # type: ignore
+    gptoss_optimizer.DistributedDataParallelConfig = lambda **given: data_parallel(**given | buckets)  # type: ignore
+    precision = {"use_distributed_optimizer": True, **gptoss_optimizer.precision_settings(OptimizerConfig())}
+    gptoss_optimizer.MegatronOptimizerConfig = lambda **given: optimizer(**given | precision)  # type: ignore
 
 
 def train(
@@ -116,7 +118,7 @@ def train(
         model = build_model(TINY, parallel, torch.bfloat16)
         load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
         policy = trainer.PolicyTrainer(model, OptimizerConfig())
-        batches = trainer.data_parallel_slice(pack(SAMPLES, 64, parallel.data, trainer.alignment()))
+        batches = data_parallel_slice(pack(SAMPLES, 64, parallel.data, alignment()))
         tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
         if resume:
             load_checkpoint(resume, policy)

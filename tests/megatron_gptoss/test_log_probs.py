@@ -5,7 +5,7 @@ import torch
 
 from megatron_gptoss import distributed, log_probs
 from megatron_gptoss.config import ParallelConfig
-from megatron_gptoss.log_probs import log_probs_and_entropy, most_likely_tokens
+from megatron_gptoss.log_probs import greedy_tokens, log_probs_and_entropy
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.allocations import Allocations
 
@@ -92,8 +92,8 @@ def shard(rank: int, port: int) -> tuple[torch.Tensor, ...]:
     local = weight.chunk(2)[rank].clone().requires_grad_()
     values, entropy = log_probs_and_entropy(hidden, local, labels, TEMPERATURE, group)
     (values.sum() + 2 * entropy.sum()).backward()
-    most_likely = most_likely_tokens(hidden, local, group)
-    return values.detach(), entropy.detach(), hidden.grad, local.grad, most_likely
+    greedy = greedy_tokens(hidden, local, group)
+    return values.detach(), entropy.detach(), hidden.grad, local.grad, greedy
 
 
 def test_a_vocabulary_split_over_two_ranks_gives_the_same() -> None:
@@ -102,10 +102,10 @@ def test_a_vocabulary_split_over_two_ranks_gives_the_same() -> None:
     want = expected(*leaves, labels)
     (want[0].sum() + 2 * want[1].sum()).backward()
     results = run_distributed(shard, 2, free_port())
-    for values, entropy, _, _, most_likely in results:
+    for values, entropy, _, _, greedy in results:
         torch.testing.assert_close(values, want[0].detach())
         torch.testing.assert_close(entropy, want[1].detach())
-        assert torch.equal(most_likely, (hidden @ weight.t()).argmax(-1))
+        assert torch.equal(greedy, (hidden @ weight.t()).argmax(-1))
     torch.testing.assert_close(results[0][2] + results[1][2], leaves[0].grad)
     torch.testing.assert_close(torch.cat([r[3] for r in results]), leaves[1].grad)
 

@@ -11,14 +11,12 @@ import torch
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.transformer_engine_block import NoRecomputeLayer
 from megatron_gptoss.planning import memory
-from megatron_gptoss.planning.memory import (
+from megatron_gptoss.planning.memory import parameters_per_gpu, predict, worst_stage
+from megatron_gptoss.planning.memory_advice import (
     layouts_that_fit,
     memory_plan,
     out_of_memory_explained,
-    parameters_per_gpu,
-    predict,
     smaller_settings,
-    worst_stage,
 )
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.transformer_config import build_transformer_config

@@ -20,7 +20,8 @@ from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
-from megatron_gptoss.trainer import PolicyTrainer, StepStatistics, alignment, data_parallel_slice
+from megatron_gptoss.scorer import alignment, data_parallel_slice
+from megatron_gptoss.trainer import PolicyTrainer, StepStatistics
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy, save_checkpoint
 

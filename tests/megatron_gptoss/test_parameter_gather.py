@@ -13,7 +13,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
-from megatron_gptoss.trainer import Scorer, gather_parameters
+from megatron_gptoss.scorer import Scorer, gather_parameters
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import TINY, documents, hf_model
 

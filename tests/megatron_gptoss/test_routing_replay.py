@@ -15,7 +15,8 @@ from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
 from megatron_gptoss.routing_replay import LayerReplay, RoutingReplay
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer, alignment, data_parallel_slice
+from megatron_gptoss.scorer import alignment, data_parallel_slice
+from megatron_gptoss.trainer import LossOutput, PolicyTrainer
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
 
@@ -159,31 +160,31 @@ class Router:
 def test_a_recomputed_layer_gets_the_routes_of_its_micro_batch_again() -> None:
     layer = LayerReplay(Router(recompute=True), 0)
     first, second = torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
-    layer.given.extend([first, second])
-    layer.record = []
+    layer.pending.extend([first, second])
+    layer.recorded = []
     own = torch.tensor([[1, 0]])
     with torch.no_grad():
-        assert torch.equal(layer.replaced(own, layer.take()), first)
+        assert torch.equal(layer.replace_routes(own, layer.take()), first)
         assert layer.take() is second  # a pipeline is a micro-batch ahead
     again = layer.take()
     assert again is first
-    assert torch.equal(layer.replaced(own, again), first)
+    assert torch.equal(layer.replace_routes(own, again), first)
     assert layer.take() is second
-    assert (layer.agreeing, layer.compared, len(layer.record)) == (1, 1, 1)  # once, not again in recomputation
-    assert not layer.given
-    assert not layer.again
+    assert (layer.agreeing, layer.compared, len(layer.recorded)) == (1, 1, 1)  # once, not again in recomputation
+    assert not layer.pending
+    assert not layer.pending_recompute
 
 
 def test_a_route_is_used_once_and_none_is_left(one_rank: dict[str, Any]) -> None:
     layer = LayerReplay(Router(recompute=False), 3)
-    layer.given.append(None)
+    layer.pending.append(None)
     layer.take()
     with pytest.raises(RuntimeError, match="layer 3 routes a micro-batch twice"):
         layer.take()
     replay = RoutingReplay(torch.nn.Module())
     replay.layers = [layer]
     replay.check_consumed()
-    layer.given.append(None)
+    layer.pending.append(None)
     with pytest.raises(RuntimeError, match="left routes of 1 micro-batches unused"):
         replay.check_consumed()
 
@@ -196,7 +197,7 @@ def test_the_gradient_goes_through_the_gates_of_the_given_experts() -> None:
         router = model.decoder.layers[0].mlp.router
         scores = torch.randn(3, TINY.num_experts, requires_grad=True)
         given = torch.tensor([[7, 0, 3, 1], [2, 5, 6, 4], [-1, -1, -1, -1]])
-        router.replay.given.append(given)
+        router.replay.pending.append(given)
         probs, chosen = router.routing(scores)
         for token in range(2):
             inside = scores[token, given[token]].softmax(dim=-1)

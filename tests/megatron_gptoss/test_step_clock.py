@@ -93,7 +93,7 @@ def test_a_slow_layer_shows_where_it_is_slow(
     [
         (DistributedDataParallel, "finish_grad_sync", "communication"),
         (PolicyTrainer, "_gradients_are_finite", "optimizer"),
-        (PolicyTrainer, "_reduce", "other"),
+        (PolicyTrainer, "_reduce_outputs", "other"),
     ],
 )
 def test_what_follows_the_backward_pass_is_told_apart(

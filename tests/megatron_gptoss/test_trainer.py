@@ -11,9 +11,10 @@ from converters.live import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
+from megatron_gptoss.optimizer import one_dtype_at_a_time
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.planning.flops import attended_pairs, forward_flops
-from megatron_gptoss.trainer import PolicyTrainer, one_dtype_at_a_time
+from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
 from tests.megatron_gptoss.allocations import Allocations
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy

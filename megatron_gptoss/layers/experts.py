@@ -1,0 +1,95 @@
+"""The experts of a layer on a GPU: grouped matrix products around one fused activation."""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from torch import Tensor
+
+from gptoss_kernels.swiglu import clamped_swiglu
+from megatron_gptoss.transformer_config import mark
+
+
+class GptOssGroupedMLP(TEGroupedMLP):
+    """All experts of this rank: two grouped matrix products around one fused activation.
+
+    Megatron's own forward clamps, gates and weighs in separate passes, keeps their results for the
+    backward pass, and adds the second bias through an fp32 copy of every expert's rows.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+        # Transformer Engine marks these biases as sequence parallel. Megatron would then sum their
+        # gradients over tensor-parallel ranks, each of which has all of it already.
+        for name, parameter in self.named_parameters():
+            if ".bias" in name:
+                mark(parameter, sequence_parallel=False)
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+        *unused: Any,
+    ) -> tuple[Tensor, None]:
+        """Run every expert on its rows and weigh the results.
+
+        Args:
+            permuted_local_hidden_states: [rows, hidden_size], sorted by expert.
+            tokens_per_expert: rows of each local expert.
+            permuted_probs: [rows], the gate value of each row.
+
+        Returns:
+            [rows, hidden_size], and None for the bias, which is added already.
+        """
+        row_counts: list[int] = tokens_per_expert.tolist()
+        limit = self.config.activation_func_clamp_value
+        gates_and_ups, _ = self.linear_fc1(permuted_local_hidden_states, row_counts)
+
+        if self.activation_recompute:
+            # Kept are the inputs of the activation; its output is computed again when the
+            # backward pass reaches the second product.
+            checkpoint = CheckpointWithoutOutput()
+            activated = checkpoint.checkpoint(
+                lambda x, probs: clamped_swiglu(x, probs, limit),
+                gates_and_ups,
+                permuted_probs,
+            )
+            output, biases = self.linear_fc2(activated, row_counts)
+            checkpoint.discard_output_and_register_recompute(output)
+        else:
+            activated = clamped_swiglu(gates_and_ups, permuted_probs, limit)
+            output, biases = self.linear_fc2(activated, row_counts)
+
+        biases = torch.stack(list(biases))
+        return add_weighted_bias(output, biases, permuted_probs, row_counts), None
+
+
+def add_weighted_bias(
+    output: Tensor,
+    biases: Tensor,
+    probs: Tensor,
+    row_counts: list[int],
+) -> Tensor:
+    """Compute output[row] + probs[row] * biases[expert of row].
+
+    It is one product with a matrix that has one entry per row, without a copy of the bias for
+    every row.
+
+    Args:
+        output: [rows, hidden_size], sorted by expert.
+        biases: [experts, hidden_size].
+        probs: [rows].
+        row_counts: rows of each expert.
+    """
+    # From pinned memory: a copy from elsewhere would wait until the GPU has done what is queued.
+    counts = torch.tensor(row_counts, pin_memory=output.is_cuda)
+    counts = counts.to(output.device, non_blocking=True)
+    experts = torch.arange(len(row_counts), device=output.device)
+    expert_of_row = experts.repeat_interleave(counts, output_size=len(output))
+
+    weights = torch.zeros(len(output), len(row_counts), dtype=output.dtype, device=output.device)
+    weights = weights.scatter(1, expert_of_row[:, None], probs[:, None].to(output.dtype))
+    return torch.addmm(output, weights, biases.to(output.dtype))

@@ -1,0 +1,119 @@
+"""Megatron's data-parallel wrapper and optimizer, set up for GPT-OSS."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import (
+    ParamGroupOverride,
+    clip_grads,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import ParamKey
+
+from megatron_gptoss.config import OptimizerConfig
+
+_megatron_applier = clip_grads.multi_tensor_applier
+
+
+def wrap_data_parallel(
+    chunks: Sequence[torch.nn.Module],
+    model_config: Any,
+    config: OptimizerConfig,
+) -> list[DistributedDataParallel]:
+    """Wrap the chunks of a model, so that their gradients are summed over data-parallel ranks."""
+    on_gpu = torch.cuda.is_available()
+    reduction = DistributedDataParallelConfig(
+        use_distributed_optimizer=on_gpu,
+        overlap_grad_reduce=on_gpu,
+        overlap_param_gather=on_gpu,
+        grad_reduce_in_fp32=_sums_gradients_in_fp32(model_config.params_dtype, config),
+        check_for_nan_in_grad=False,
+        average_in_collective=False,
+    )
+    wrapped = [DistributedDataParallel(model_config, reduction, chunk) for chunk in chunks]
+
+    # Gradients are reduced after the last micro-batch only.
+    no_sync = [chunk.no_sync for chunk in wrapped]
+    model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def build_optimizer(
+    wrapped: Sequence[DistributedDataParallel],
+    dtype: torch.dtype,
+    config: OptimizerConfig,
+) -> Any:
+    """Build Megatron's Adam over wrapped chunks whose parameters have ``dtype``."""
+    on_gpu = torch.cuda.is_available()
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_distributed_optimizer=on_gpu,
+        **(precision_settings(config) if on_gpu and dtype == torch.bfloat16 else {}),
+    )
+
+    # The fp32 biases of the routers get a group of their own: Megatron confuses the order of a
+    # group of two dtypes when it saves the optimizer. ``start_wd`` only tells the groups apart.
+    router_biases = {ParamKey(name="*.router.bias"): ParamGroupOverride(start_wd=config.weight_decay)}
+    overrides = get_standard_config_overrides(settings) | router_biases
+    optimizer = get_megatron_optimizer(settings, wrapped, config_overrides=overrides)
+
+    if not _sums_gradients_in_fp32(dtype, config):
+        clip_grads.multi_tensor_applier = one_dtype_at_a_time
+    return optimizer
+
+
+def precision_settings(config: OptimizerConfig) -> dict[str, Any]:
+    """Return the dtypes of gradients and moments for bf16 weights on a GPU.
+
+    Transformer Engine's Adam keeps fp32 master weights as the 16 bits that the bf16 weights lack.
+    """
+    moments = torch.bfloat16 if config.moment_dtype == "bf16" else torch.float32
+    gradients = torch.bfloat16 if config.gradient_dtype == "bf16" else torch.float32
+    return {
+        "use_precision_aware_optimizer": True,
+        "main_grads_dtype": gradients,
+        "exp_avg_dtype": moments,
+        "exp_avg_sq_dtype": moments,
+    }
+
+
+def _sums_gradients_in_fp32(dtype: torch.dtype, config: OptimizerConfig) -> bool:
+    if dtype == torch.float64:
+        return False
+    return not (torch.cuda.is_available() and config.gradient_dtype == "bf16")
+
+
+def one_dtype_at_a_time(
+    operation: Any,
+    overflow: torch.Tensor,
+    lists: list[list[torch.Tensor]],
+    *options: Any,
+) -> Any:
+    """Apply Megatron's ``multi_tensor_applier`` to the tensors of each dtype by themselves.
+
+    Transformer Engine takes all tensors of a list for the dtype of the first, and gradients have
+    several dtypes: those of bf16 weights and of the routers' fp32 biases. Megatron calls it for
+    norms, which are combined here, and for scaling in place.
+    """
+    results = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in lists[0]):
+        same_dtype = [[tensor for tensor in tensors if tensor.dtype == dtype] for tensors in lists]
+        results.append(_megatron_applier(operation, overflow, same_dtype, *options))
+
+    # None: scaled in place, or no elements.
+    norms = [result[0] for result in results if result is not None]
+    if not norms:
+        return None
+    return torch.stack(norms).norm(dim=0), None
