@@ -38,7 +38,7 @@ def synthetic_tensors(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]
     codes = torch.randint(0, 256, (1 << 25,), dtype=torch.uint8, generator=generator)
     scales = torch.randint(118, 122, (1 << 22,), dtype=torch.uint8, generator=generator)
     floats = (torch.randn(1 << 22, generator=generator) * 0.02).bfloat16()
-    for number, (name, shape) in enumerate(written_shapes(config, quantised=True).items()):
+    for number, (name, shape) in enumerate(written_shapes(config, quantized=True).items()):
         source = codes if name.endswith("_blocks") else scales if name.endswith("_scales") else floats
         count = torch.Size(shape).numel()
         yield name, source.roll(number * 7919).repeat(-(-count // source.numel()))[:count].view(shape)
@@ -46,7 +46,7 @@ def synthetic_tensors(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]
 
 def make(directory: Path, layers: int, experts: int, vocabulary: int) -> None:
     config = ModelConfig(num_layers=layers, num_experts=experts, vocab_size=vocabulary)
-    write_hf_directory(directory, config, synthetic_tensors(config), quantised=True)
+    write_hf_directory(directory, config, synthetic_tensors(config), quantized=True)
     print(f"{directory}: {directory_bytes(directory) / 1e9:.2f} GB")
 
 

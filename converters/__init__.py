@@ -2,6 +2,6 @@
 
 import os
 
-# torch then takes large CPU tensors in huge pages: a conversion spends half of its time in page faults otherwise. Read
-# by torch at its first allocation.
+# A conversion spends half of its time in page faults unless torch takes large CPU tensors in
+# huge pages. torch reads this variable at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,4 +1,4 @@
-"""Whether two tensors are the same, bit for bit, at the speed of memory (torch.equal takes 0.1 GB/s of bytes)."""
+"""Compares tensors bit for bit at the speed of memory (torch.equal takes 0.1 GB/s of bytes)."""
 
 import os
 from dataclasses import dataclass
@@ -7,51 +7,89 @@ from pathlib import Path
 import numpy as np
 import torch
 
-PIECE = 1 << 20
+PIECE_BYTES = 1 << 20
 """Bytes that are compared at a time: they stay in the processor's cache."""
 
 
-def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether dtype, shape and all bits are the same: also those of NaN, and the sign of zero."""
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tell whether dtype, shape and all bits are equal: those of NaN, and the sign of zero, too."""
+    if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    if ours.dim() == 2 and ours.mT.is_contiguous():
-        ours, theirs = ours.mT, theirs.mT  # experts are mostly transposed views, and copying them is slow
-    a, b = as_bytes(ours), as_bytes(theirs)
-    return all(np.array_equal(a[i : i + PIECE], b[i : i + PIECE]) for i in range(0, len(a), PIECE))
+
+    # Experts are mostly transposed views. Comparing them as they lie in memory avoids a slow copy.
+    if first.dim() == 2 and first.mT.is_contiguous():
+        first = first.mT
+        second = second.mT
+
+    first_bytes = as_bytes(first)
+    second_bytes = as_bytes(second)
+    for start in range(0, len(first_bytes), PIECE_BYTES):
+        piece = slice(start, start + PIECE_BYTES)
+        if not np.array_equal(first_bytes[piece], second_bytes[piece]):
+            return False
+    return True
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """uint8 [bytes], in the order of the tensor's elements."""
+    """Return the tensor's memory as uint8 [bytes], in the order of its elements."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy()
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Where the values of a whole tensor lie, in the order of its elements and without gaps."""
+    """Consecutive bytes of a file."""
 
     path: Path
     offset: int
+    """Bytes before the first one."""
     length: int
     """Bytes."""
+
+
+@dataclass(frozen=True)
+class TensorRange(FileRange):
+    """Where all values of one tensor lie, in the order of its elements and without gaps."""
+
     dtype: torch.dtype
 
 
-def same_in_files(ours: FileRange, theirs: FileRange, from_disk: bool) -> bool:
-    """Whether two files hold the same there; at least twice as fast as reading both into tensors.
+def same_in_files(written: TensorRange, source: TensorRange, from_disk: bool) -> bool:
+    """Tell whether two files hold the same tensor, twice as fast as reading both into tensors.
 
-    ``from_disk``: what ``ours`` holds comes from the disk itself, not from the system's cache. Raises OSError."""
-    if (ours.length, ours.dtype) != (theirs.length, theirs.dtype):
+    Args:
+        written: what a conversion wrote.
+        source: what it should be.
+        from_disk: read ``written`` from the disk itself, not from the page cache.
+
+    Raises:
+        OSError: when either file cannot be read.
+    """
+    if written.length != source.length or written.dtype != source.dtype:
         return False
-    pieces = np.empty(PIECE, np.uint8), np.empty(PIECE, np.uint8)
-    with open(ours.path, "rb", buffering=0) as first, open(theirs.path, "rb", buffering=0) as second:
+
+    written_buffer = np.empty(PIECE_BYTES, np.uint8)
+    source_buffer = np.empty(PIECE_BYTES, np.uint8)
+    with (
+        open(written.path, "rb", buffering=0) as written_file,
+        open(source.path, "rb", buffering=0) as source_file,
+    ):
+        written_descriptor = written_file.fileno()
+        source_descriptor = source_file.fileno()
         if from_disk:
-            os.posix_fadvise(first.fileno(), ours.offset, ours.length, os.POSIX_FADV_DONTNEED)
-        for start in range(0, ours.length, PIECE):
-            count = min(PIECE, ours.length - start)
-            for file, at, piece in ((first, ours, pieces[0]), (second, theirs, pieces[1])):
-                if os.preadv(file.fileno(), [piece[:count]], at.offset + start) != count:
-                    return False  # the file has ended, or the system gave less: whoever reads all will say which
-            if not np.array_equal(pieces[0][:count], pieces[1][:count]):
+            os.posix_fadvise(
+                written_descriptor, written.offset, written.length, os.POSIX_FADV_DONTNEED
+            )
+
+        for start in range(0, written.length, PIECE_BYTES):
+            count = min(PIECE_BYTES, written.length - start)
+            written_piece = written_buffer[:count]
+            source_piece = source_buffer[:count]
+            written_count = os.preadv(written_descriptor, [written_piece], written.offset + start)
+            source_count = os.preadv(source_descriptor, [source_piece], source.offset + start)
+
+            # A file that ends early counts as different: the caller reads the tensor and says why.
+            if written_count != count or source_count != count:
+                return False
+            if not np.array_equal(written_piece, source_piece):
                 return False
     return True

@@ -8,12 +8,15 @@ from megatron_gptoss.user_error import UserError
 
 
 class ConversionError(UserError, ValueError):
-    """Weights could not be read, converted or written. The message names the file, key or tensor and what to do."""
+    """Weights could not be read, converted or written.
+
+    The message names the file, key or tensor and says what to do.
+    """
 
 
 @contextmanager
-def errors_name(path: Path) -> Iterator[None]:
-    """An OSError from inside names the file; one of an open file does not by itself."""
+def name_file_in_errors(path: Path) -> Iterator[None]:
+    """Add ``path`` to an OSError from inside, which has no name if the file was open already."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,12 @@
-"""Hugging Face model directories: lazy reading with checks, and writing that is complete or did not happen.
+"""Hugging Face model directories: lazy reading with checks, and writing of complete ones.
 
-A directory holds ``config.json`` and either ``model.safetensors`` or ``model.safetensors.index.json`` with the files it
-names; one in OpenAI's original format may also hold ``model--00001-of-00007.safetensors`` and so on without an index.
-Nothing is read before it is asked for except headers."""
+A directory holds ``config.json`` and either ``model.safetensors`` or
+``model.safetensors.index.json`` with the files it names; one in OpenAI's original format may also
+hold ``model--00001-of-00007.safetensors`` and so on without an index. Nothing is read before it is
+asked for except headers.
+"""
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,21 +16,26 @@ from typing import Any
 import torch
 
 from converters import hf_layouts
-from converters.bits import FileRange
+from converters.bits import FileRange, TensorRange
 from converters.errors import ConversionError
-from converters.hf_layouts import BLOCK, Shape, Stored, is_expert_matrix, mxfp4_shapes
+from converters.hf_layouts import BLOCK, Shape, StoredTensor, is_expert_matrix, mxfp4_shapes
 from converters.names import NamedTensor, hf_shapes
 from converters.new_directory import new_directory, refuse_partial
-from converters.safetensors_files import DTYPES, SafetensorsFile, SafetensorsWriter
+from converters.safetensors_files import Entry, SafetensorsFile, SafetensorsWriter
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 LARGEST_FINITE_SCALE = 252
 """Above it 6 * 2 ** (scale - 127) may overflow bf16."""
 
@@ -45,149 +51,269 @@ class ExpertStack:
         return self.read(expert)
 
 
-class HfDirectory:
-    """The weights of a GPT-OSS directory by Hugging Face name, in the layout of Hugging Face's bf16 models.
+# -- reading -----------------------------------------------------------------------------------
 
-    They may be stored as bf16, fp16 or fp32, or with the experts in MXFP4, which are read as bf16; under Hugging Face's
-    names or under OpenAI's. Opening checks that every tensor of the architecture is there with its shape, and nothing
-    else. Raises ConversionError naming the file, key or tensor. Reading is safe from several threads."""
+
+class HfDirectory:
+    """The weights of a GPT-OSS directory by Hugging Face name, laid out as in its bf16 models.
+
+    They may be stored as bf16, fp16 or fp32, or with the experts in MXFP4, which are read as bf16;
+    under Hugging Face's names or under OpenAI's. Reading is safe from several threads.
+    """
 
     def __init__(self, path: Path, unfinished: bool = False, from_disk: bool = False) -> None:
-        """``unfinished``: the directory has not got its name yet. ``from_disk``: what is read comes from the disk
-        itself, not from the system's cache (which holds on to what was not synced)."""
-        self.path, self._from_disk = Path(path), from_disk
+        """Open ``path`` and check that it holds every tensor of its model, and nothing else.
+
+        Args:
+            path: of the directory.
+            unfinished: it has not got its name yet.
+            from_disk: read values from the disk itself, not from the page cache (which holds on to
+                what was not synced).
+
+        Raises:
+            ConversionError: naming the file, key or tensor.
+        """
+        self.path = Path(path)
         if not self.path.is_dir():
-            raise ConversionError(f"{self.path}: no such directory; expected a Hugging Face GPT-OSS model")
+            raise ConversionError(
+                f"{self.path}: no such directory; expected a Hugging Face GPT-OSS model"
+            )
         if not unfinished:
             refuse_partial(self.path)
-        where = self.path / "config.json"
-        try:
-            raw = _read_json(where) if where.exists() else {}
-            openai = "num_experts" in raw and "model_type" not in raw
-            self.config = ModelConfig.from_hf_config(hf_layouts.openai_config(raw) if openai else self.path)
-        except KeyError as error:
-            raise ConversionError(f"{where}: key {error} is missing") from None
-        except ValueError as error:
-            message = str(error)
-            raise ConversionError(message if str(where) in message else f"{where}: {message}") from None
-        self._files: dict[str, SafetensorsFile] = {}
-        self._file_of = self._locate()
+
+        self.config = _read_model_config(self.path)
+        weight_map = _read_index(self.path)
+        if weight_map is None:
+            file_names = _files_without_index(self.path)
+        else:
+            file_names = sorted(set(weight_map.values()))
+        self._files = {file: SafetensorsFile(self.path / file, from_disk) for file in file_names}
+        self._file_of = weight_map or {
+            name: file for file, content in self._files.items() for name in content.entries
+        }
         self._stored = hf_layouts.stored_tensors(self.config, self._file_of)
-        self._check()
+        self._check_index()
+        self._check_tensors()
 
     def names(self) -> list[str]:
-        """All tensors, in the order of ``names.hf_shapes``."""
+        """Return the names of all tensors, in the order of ``names.hf_shapes``."""
         return list(hf_shapes(self.config))
 
     def dtype(self, name: str) -> torch.dtype:
-        stored = list(self._stored[name].shapes)
-        return torch.bfloat16 if len(stored) > 1 else DTYPES[self._entry(stored[0]).dtype]
+        """Return the dtype that ``get`` returns."""
+        stored = self._stored[name]
+        if stored.is_mxfp4:
+            return torch.bfloat16
+        return self._entry(stored.names[0]).dtype
 
     def file_of(self, name: str) -> str:
-        """Name of the file that holds a tensor, by Hugging Face's name or by the name that it is stored under."""
+        """Return the name of the file that holds a tensor, by Hugging Face's or its stored name."""
         if name in self._file_of:
             return self._file_of[name]
-        return self._file_of[next(iter(self._stored[name].shapes))]
+        return self._file_of[self._stored[name].names[0]]
 
-    def file_range(self, name: str) -> FileRange | None:
-        """Where in a file the values of a tensor lie; None if it is stored in another form."""
+    def file_ranges(self, name: str, expert: int | None = None) -> list[FileRange]:
+        """Return the bytes that ``get`` reads."""
         stored = self._stored[name]
-        part, *more = stored.shapes
-        if more or stored.output_major or stored.rows != slice(0, None):
+        first, stop = _rows(stored, expert)
+        return [
+            self._file(stored_name).file_range(stored_name, first, stop)
+            for stored_name in stored.names
+        ]
+
+    def tensor_range(self, name: str) -> TensorRange | None:
+        """Return the place of a tensor's values; None if it is stored in another form."""
+        stored = self._stored[name]
+        if stored.is_mxfp4 or stored.output_major or stored.rows != slice(0, None):
             return None
-        file, entry = self._files[self._file_of[part]], self._entry(part)
-        dtype = DTYPES[entry.dtype]
-        return FileRange(file.path, entry.offset, math.prod(entry.shape) * dtype.itemsize, dtype)
+
+        [place] = self.file_ranges(name)
+        return TensorRange(place.path, place.offset, place.length, self.dtype(name))
 
     def get(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """The tensor, or only the ``expert``-th slice along its first dimension. KeyError if there is no such name.
+        """Read a tensor, or only its ``expert``-th slice along the first dimension.
 
-        An expert matrix that is stored output-major is returned as a transposed view."""
-        stored = self._stored[name]
-        packed = self.quantised(name, expert)
-        tensor = self._rows(next(iter(stored.shapes)), stored, expert) if packed is None else mxfp4.dequantize(*packed)
-        if packed is not None and (packed[1] > LARGEST_FINITE_SCALE).any() and not tensor.isfinite().all():
-            scales = list(stored.shapes)[1]
-            raise ConversionError(
-                f"{self.path / self._file_of[scales]}: tensor {scales} has scales above {LARGEST_FINITE_SCALE}, whose "
-                "values are beyond bf16"
-            )
-        return tensor.transpose(-1, -2) if stored.output_major else tensor
+        An expert matrix that is stored output-major is returned as a transposed view.
 
-    def quantised(self, name: str, expert: int | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """MXFP4 blocks [..., out, in / 32, 16] and scales [..., out, in / 32] as stored; None if it is not MXFP4."""
+        Raises:
+            KeyError: if there is no such name.
+            ConversionError: if it cannot be read, or holds numbers beyond bf16.
+        """
         stored = self._stored[name]
-        if len(stored.shapes) == 1:
+        packed = self.read_mxfp4(name, expert)
+        if packed is None:
+            tensor = self._read(stored.names[0], stored, expert)
+        else:
+            blocks, scales = packed
+            tensor = mxfp4.dequantize(blocks, scales)
+            if (scales > LARGEST_FINITE_SCALE).any() and not tensor.isfinite().all():
+                scales_name = stored.names[1]
+                raise ConversionError(
+                    f"{self.path / self._file_of[scales_name]}: tensor {scales_name} has scales "
+                    f"above {LARGEST_FINITE_SCALE}, whose values are beyond bf16"
+                )
+
+        if stored.output_major:
+            return tensor.transpose(-1, -2)
+        return tensor
+
+    def read_mxfp4(
+        self, name: str, expert: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Read blocks and scales as they are stored; None if the tensor is not MXFP4.
+
+        Returns:
+            blocks uint8 [..., out, in / 32, 16] and scales uint8 [..., out, in / 32].
+        """
+        stored = self._stored[name]
+        if not stored.is_mxfp4:
             return None
-        blocks, scales = (self._rows(part, stored, expert) for part in stored.shapes)
+        blocks_name, scales_name = stored.names
+        blocks = self._read(blocks_name, stored, expert)
+        scales = self._read(scales_name, stored, expert)
         return blocks, scales
 
     def view(self, name: str) -> torch.Tensor | ExpertStack:
-        """Like ``get``, but experts are read one by one as they are indexed."""
+        """Read a tensor; of experts, return a stack that reads each one as it is indexed."""
+        if ".experts." not in name:
+            return self.get(name)
         shape = hf_shapes(self.config)[name]
-        return ExpertStack(shape, lambda expert: self.get(name, expert)) if ".experts." in name else self.get(name)
+        return ExpertStack(shape, read=lambda expert: self.get(name, expert))
 
-    def _rows(self, part: str, stored: Stored, expert: int | None) -> torch.Tensor:
-        file = self._files[self._file_of[part]]
+    def _read(self, stored_name: str, stored: StoredTensor, expert: int | None) -> torch.Tensor:
+        start, stop = _rows(stored, expert)
+        rows = self._file(stored_name).read(stored_name, start, stop)
         if expert is None:
-            return file.read(part, stored.rows.start, stored.rows.stop)
-        return file.read(part, expert, expert + 1)[0]
+            return rows
+        return rows[0]
 
-    def _entry(self, part: str) -> Any:
-        return self._files[self._file_of[part]].entries[part]
+    def _file(self, stored_name: str) -> SafetensorsFile:
+        return self._files[self._file_of[stored_name]]
 
-    def _locate(self) -> dict[str, str]:
-        """File of every stored tensor."""
-        index = self.path / INDEX_FILE
-        if not index.exists():
-            files = [SINGLE_FILE] if (self.path / SINGLE_FILE).exists() else []
-            files = files or sorted(path.name for path in self.path.glob("model--*.safetensors"))
-            if not files:
-                raise ConversionError(f"{self.path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-            self._files = {file: SafetensorsFile(self.path / file, self._from_disk) for file in files}
-            return {name: file for file in files for name in self._files[file].entries}
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ConversionError(f"{index}: key weight_map is missing or not a table of tensor names and files")
-        for file in sorted(set(weight_map.values())):
-            if not (self.path / file).exists():
-                raise ConversionError(f"{index}: names the file {file}, which is not there; download it again")
-            self._files[file] = SafetensorsFile(self.path / file, self._from_disk)
-        for name, file in weight_map.items():
+    def _entry(self, stored_name: str) -> Entry:
+        return self._file(stored_name).entries[stored_name]
+
+    def _check_index(self) -> None:
+        """Check that the files hold what the index says, and nothing else."""
+        for name, file in self._file_of.items():
             if name not in self._files[file].entries:
-                raise ConversionError(f"{self.path / file}: tensor {name} is not in it, against what {index.name} says")
+                raise ConversionError(
+                    f"{self.path / file}: tensor {name} is not in it, against what {INDEX_FILE} "
+                    "says"
+                )
         for file, content in self._files.items():
-            unlisted = [name for name in content.entries if name not in weight_map]
+            unlisted = [name for name in content.entries if name not in self._file_of]
             if unlisted:
-                raise ConversionError(f"{self.path / file}: {_some(unlisted)} in it, but not in {index.name}")
-        return weight_map
+                raise ConversionError(
+                    f"{self.path / file}: {_count_tensors(unlisted)} in it, but not in {INDEX_FILE}"
+                )
 
-    def _check(self) -> None:
-        shapes = {part: (shape, stored) for stored in self._stored.values() for part, shape in stored.shapes.items()}
-        where = self.path / (INDEX_FILE if (self.path / INDEX_FILE).exists() else SINGLE_FILE)
-        missing = [part for part in shapes if part not in self._file_of]
+    def _check_tensors(self) -> None:
+        """Check that the stored tensors are those of the configuration."""
+        where = self.path / INDEX_FILE
+        if not where.exists():
+            where = self.path / SINGLE_FILE
+
+        expected = {
+            stored_name: stored for stored in self._stored.values() for stored_name in stored.names
+        }
+        missing = [name for name in expected if name not in self._file_of]
         if missing:
-            raise ConversionError(f"{where}: {_some(missing)} missing, but config.json describes a model with it")
-        unknown = [part for part in self._file_of if part not in shapes]
+            raise ConversionError(
+                f"{where}: {_count_tensors(missing)} missing, but config.json describes a model "
+                "with it"
+            )
+        unknown = [name for name in self._file_of if name not in expected]
         if unknown:
-            raise ConversionError(f"{where}: {_some(unknown)} unknown to GPT-OSS as config.json describes it")
-        for part, file in self._file_of.items():
-            entry, (shape, stored) = self._entry(part), shapes[part]
-            named = f"{self.path / file}: tensor {part}"
-            if entry.shape != shape:
-                raise ConversionError(f"{named} has shape {list(entry.shape)}, but config.json describes {list(shape)}")
-            if entry.dtype not in (("U8",) if len(stored.shapes) > 1 else ("BF16", "F16", "F32")):
-                raise ConversionError(f"{named} has the unsupported dtype {entry.dtype}")
+            raise ConversionError(
+                f"{where}: {_count_tensors(unknown)} unknown to GPT-OSS as config.json describes it"
+            )
+        for name in self._file_of:
+            self._check_entry(name, expected[name])
+
+    def _check_entry(self, name: str, stored: StoredTensor) -> None:
+        entry = self._entry(name)
+        where = f"{self.path / self._file_of[name]}: tensor {name}"
+        shape = stored.shapes[name]
+        if entry.shape != shape:
+            raise ConversionError(
+                f"{where} has shape {list(entry.shape)}, but config.json describes {list(shape)}"
+            )
+
+        supported = ("U8",) if stored.is_mxfp4 else ("BF16", "F16", "F32")
+        if entry.dtype_name not in supported:
+            raise ConversionError(f"{where} has the unsupported dtype {entry.dtype_name}")
+
+
+def _rows(stored: StoredTensor, expert: int | None) -> tuple[int, int | None]:
+    """Return the first row to read along dim 0, and the one to stop before (None: the end)."""
+    if expert is not None:
+        return expert, expert + 1
+    return stored.rows.start, stored.rows.stop
+
+
+def _read_model_config(directory: Path) -> ModelConfig:
+    path = directory / CONFIG_FILE
+    try:
+        raw = _read_json(path) if path.exists() else {}
+        is_openai = "num_experts" in raw and "model_type" not in raw
+        if is_openai:
+            return ModelConfig.from_hf_config(hf_layouts.openai_config(raw))
+        return ModelConfig.from_hf_config(directory)
+    except KeyError as error:
+        raise ConversionError(f"{path}: key {error} is missing") from None
+    except ValueError as error:
+        message = str(error)
+        if str(path) not in message:
+            message = f"{path}: {message}"
+        raise ConversionError(message) from None
+
+
+def _read_index(directory: Path) -> dict[str, str] | None:
+    """Return the file name of every stored tensor; None without an index."""
+    index = directory / INDEX_FILE
+    if not index.exists():
+        return None
+
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConversionError(
+            f"{index}: key weight_map is missing or not a table of tensor names and files"
+        )
+    for file in sorted(set(weight_map.values())):
+        if not (directory / file).exists():
+            raise ConversionError(
+                f"{index}: names the file {file}, which is not there; download it again"
+            )
+    return weight_map
+
+
+def _files_without_index(directory: Path) -> list[str]:
+    if (directory / SINGLE_FILE).exists():
+        return [SINGLE_FILE]
+    files = sorted(path.name for path in directory.glob("model--*.safetensors"))
+    if not files:
+        raise ConversionError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    return files
 
 
 def tokenizer_and_generation(directory: Path) -> tuple[list[Path], dict[str, Any]]:
-    """Tokenizer files of a Hugging Face directory, and the content of its generation_config.json ({} without one)."""
+    """Return the tokenizer files of a Hugging Face directory and its generation_config.json.
+
+    The latter is {} without one. Raises ConversionError if there is no such directory.
+    """
     directory = Path(directory)
     if not directory.is_dir():
         raise ConversionError(f"{directory}: no such directory; expected one with tokenizer files")
-    generation = directory / GENERATION_FILE
+
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).exists()]
-    return files, _read_json(generation) if generation.exists() else {}
+    generation = directory / GENERATION_FILE
+    if not generation.exists():
+        return files, {}
+    return files, _read_json(generation)
+
+
+# -- writing -----------------------------------------------------------------------------------
 
 
 def write_hf_directory(
@@ -200,89 +326,158 @@ def write_hf_directory(
     generation_config: dict[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
-    quantised: bool = False,
+    quantized: bool = False,
+    on_written: Callable[[str, FileRange], object] | None = None,
     check: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write weights, config.json, generation_config.json and copies of ``tokenizer_files`` (under their own names).
+    """Write a complete directory, which appears in one move at the end.
 
-    Tensors are written as they come, to files of at most ``max_shard_bytes`` (a larger tensor has its own).
-    ``quantised`` says that the experts' matrices come as MXFP4 blocks and scales. ``eos_token_ids`` are stored where
-    ``generate`` looks for them. ``check`` is called with the directory when all its files are written, and raises
-    ConversionError if they are not right. The directory appears in one move at the end. Raises ConversionError naming
-    the file when the disk is full, a tensor is missing, unknown or of another shape, or the directory exists and
-    ``overwrite`` is false; whatever was there before stays as it was."""
+    Args:
+        directory: to write.
+        config: of the model.
+        named_tensors: all weights, written as they come.
+        tokenizer_files: copied under their own names.
+        eos_token_ids: stored where ``generate`` looks for them.
+        generation_config: content of generation_config.json.
+        max_shard_bytes: of a file; a larger tensor has its own.
+        overwrite: replace a directory that exists, once the new one is complete.
+        quantized: the experts' matrices come as MXFP4 blocks and scales.
+        on_written: called with name and place of every tensor that was written.
+        check: called with the directory when all its files are written; raises ConversionError if
+            they are not right.
+
+    Raises:
+        ConversionError: naming the file when the disk is full, a tensor is missing, unknown or of
+            another shape, or the directory exists and ``overwrite`` is false. Whatever was there
+            before stays as it was.
+    """
     with new_directory(Path(directory), overwrite) as partial:
-        expected = written_shapes(config, quantised)
-        dtype = _write_shards(partial, expected, named_tensors, max_shard_bytes)
-        extra: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
-        if quantised:
-            extra["quantization_config"] = hf_layouts.QUANTIZATION_CONFIG
+        shards = _ShardWriter(
+            partial,
+            expected=written_shapes(config, quantized),
+            max_bytes=max_shard_bytes,
+        )
+        for name, tensor in named_tensors:
+            place = shards.add(name, tensor)
+            if on_written is not None:
+                on_written(name, place)
+        dtype = shards.finish()
+
         generation = dict(generation_config or {})
         if eos_token_ids:
             generation["eos_token_id"] = list(eos_token_ids)
-        extra |= {key: generation[key] for key in ("eos_token_id", "pad_token_id") if key in generation}
-        _write_json(partial / "config.json", config.to_hf_config(**extra))
         if generation:
             _write_json(partial / GENERATION_FILE, generation)
+
+        config_extra: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+        if quantized:
+            config_extra["quantization_config"] = hf_layouts.QUANTIZATION_CONFIG
+        for key in ("eos_token_id", "pad_token_id"):
+            if key in generation:
+                config_extra[key] = generation[key]
+        _write_json(partial / CONFIG_FILE, config.to_hf_config(**config_extra))
+
         for file in tokenizer_files:
             shutil.copyfile(file, partial / Path(file).name)
         if check is not None:
             check(partial)
 
 
-def written_shapes(config: ModelConfig, quantised: bool) -> dict[str, Shape]:
-    """Every tensor of a Hugging Face directory. ConversionError if MXFP4 blocks do not fit the model's widths."""
-    if not quantised:
+def written_shapes(config: ModelConfig, quantized: bool) -> dict[str, Shape]:
+    """Return the shape of every tensor of a directory to write, by stored name.
+
+    Raises:
+        ConversionError: if ``quantized`` and MXFP4 blocks do not fit the model's widths.
+    """
+    if not quantized:
         return hf_shapes(config)
+
     for key in ("hidden_size", "intermediate_size"):
-        if getattr(config, key) % BLOCK:
-            raise ConversionError(f"{key} is {getattr(config, key)}: MXFP4 needs a multiple of {BLOCK}; export to bf16")
-    return {
-        part: part_shape
-        for name, shape in hf_shapes(config).items()
-        for part, part_shape in (mxfp4_shapes(name, shape) if is_expert_matrix(name) else {name: shape}).items()
-    }
+        size = getattr(config, key)
+        if size % BLOCK:
+            raise ConversionError(
+                f"{key} is {size}: MXFP4 needs a multiple of {BLOCK}; export to bf16"
+            )
+
+    shapes: dict[str, Shape] = {}
+    for name, shape in hf_shapes(config).items():
+        if is_expert_matrix(name):
+            shapes |= mxfp4_shapes(name, shape)
+        else:
+            shapes[name] = shape
+    return shapes
 
 
-def _write_shards(
-    directory: Path, expected: Mapping[str, Shape], named_tensors: Iterable[NamedTensor], max_bytes: int
-) -> torch.dtype:
-    """Returns the dtype of the weights."""
-    shards: list[list[str]] = []
-    sizes: dict[str, int] = {}
-    dtype: torch.dtype | None = None
-    writer: SafetensorsWriter | None = None
-    for name, tensor in named_tensors:
-        if name in sizes:
+class _ShardWriter:
+    """Writes tensors to files of a limited size, and the index when there are several."""
+
+    def __init__(self, directory: Path, expected: Mapping[str, Shape], max_bytes: int) -> None:
+        self._directory = directory
+        self._expected = expected
+        self._max_bytes = max_bytes
+        self._writer: SafetensorsWriter | None = None
+        self._shards: list[list[str]] = []
+        """Names of the tensors of each file."""
+        self._sizes: dict[str, int] = {}
+        """Bytes of each tensor so far."""
+        self._dtype: torch.dtype | None = None
+
+    def add(self, name: str, tensor: torch.Tensor) -> FileRange:
+        """Append a tensor to the last file, or to a new one if that would grow too large."""
+        if name in self._sizes:
             raise ConversionError(f"tensor {name} was given twice")
-        if tuple(tensor.shape) != expected.get(name):
-            raise ConversionError(f"tensor {name} has shape {list(tensor.shape)}, expected {expected.get(name)}")
-        if writer is not None and writer.size + tensor.nbytes > max_bytes:
-            writer.close()
-            writer = None
-        if writer is None:
-            writer = SafetensorsWriter(directory / f"shard-{len(shards)}", expected)
-            shards.append(writer.names)
-        writer.add(name, tensor)
-        sizes[name], dtype = tensor.nbytes, dtype or tensor.dtype
-    missing = [name for name in expected if name not in sizes]
-    if missing or dtype is None or writer is None:
-        raise ConversionError(f"{_some(missing)} missing from the weights to write")
-    writer.close()
-    if len(shards) == 1:
-        (directory / "shard-0").rename(directory / SINGLE_FILE)
-        return dtype
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"shard-{i}").rename(directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    _write_json(directory / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-    return dtype
+        expected_shape = self._expected.get(name)
+        if tuple(tensor.shape) != expected_shape:
+            raise ConversionError(
+                f"tensor {name} has shape {list(tensor.shape)}, expected {expected_shape}"
+            )
+
+        self._sizes[name] = tensor.nbytes
+        self._dtype = self._dtype or tensor.dtype
+        return self._writer_with_room(tensor.nbytes).add(name, tensor)
+
+    def _writer_with_room(self, tensor_bytes: int) -> SafetensorsWriter:
+        if self._writer is not None and self._writer.size + tensor_bytes > self._max_bytes:
+            self._writer.close()
+            self._writer = None
+        if self._writer is None:
+            # How many files there will be, which is part of their names, shows only at the end.
+            path = self._directory / f"shard-{len(self._shards)}"
+            self._writer = SafetensorsWriter(path, self._expected)
+            self._shards.append(self._writer.names)
+        return self._writer
+
+    def finish(self) -> torch.dtype:
+        """Close and name the files; return the dtype of the weights.
+
+        Raises:
+            ConversionError: if a tensor is missing.
+        """
+        missing = [name for name in self._expected if name not in self._sizes]
+        if missing or self._writer is None or self._dtype is None:
+            raise ConversionError(f"{_count_tensors(missing)} missing from the weights to write")
+        self._writer.close()
+
+        if len(self._shards) == 1:
+            (self._directory / "shard-0").rename(self._directory / SINGLE_FILE)
+            return self._dtype
+
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            (self._directory / f"shard-{number}").rename(self._directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        total_bytes = sum(self._sizes.values())
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        _write_json(self._directory / INDEX_FILE, index)
+        return self._dtype
 
 
-def _some(names: list[str]) -> str:
-    return f"tensor {names[0]} is" if len(names) == 1 else f"tensor {names[0]} and {len(names) - 1} more are"
+def _count_tensors(names: list[str]) -> str:
+    """Name the first tensor and count the others, as the subject of a sentence."""
+    if len(names) == 1:
+        return f"tensor {names[0]} is"
+    return f"tensor {names[0]} and {len(names) - 1} more are"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

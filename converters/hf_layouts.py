@@ -1,10 +1,12 @@
-"""How a directory stores the tensors of GPT-OSS: under Hugging Face's or OpenAI's names, experts as floats or MXFP4.
+"""How a directory stores the tensors of GPT-OSS: Hugging Face's or OpenAI's names, floats or MXFP4.
 
     Hugging Face, bf16     gate_up_proj [E, in, out]
-    Hugging Face, MXFP4    gate_up_proj_blocks [E, out, in / 32, 16] and _scales [E, out, in / 32]: output-major
-    OpenAI                 block.N.mlp.mlp1_weight.blocks and .scales, likewise; query, key and value in one tensor
+    Hugging Face, MXFP4    gate_up_proj_blocks [E, out, in / 32, 16] and _scales [E, out, in / 32]
+    OpenAI                 block.N.mlp.mlp1_weight.blocks and .scales, likewise; q, k and v in one
 
-OpenAI's names and its order of rows are those of github.com/openai/gpt-oss, gpt_oss/torch/{weights,model}.py."""
+MXFP4 is output-major in both. OpenAI's names and its order of rows are those of
+github.com/openai/gpt-oss, gpt_oss/torch/{weights,model}.py.
+"""
 
 import re
 from collections.abc import Collection
@@ -16,8 +18,13 @@ from megatron_gptoss.config import ModelConfig
 
 BLOCK = 32
 """Values that share an MXFP4 scale."""
-_NOT_QUANTISED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-QUANTIZATION_CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": _NOT_QUANTISED}
+_NOT_QUANTIZED = [
+    "model.layers.*.self_attn",
+    "model.layers.*.mlp.router",
+    "model.embed_tokens",
+    "lm_head",
+]
+QUANTIZATION_CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": _NOT_QUANTIZED}
 """What config.json says of a model whose expert matrices are MXFP4."""
 _OPENAI_OUTSIDE = {
     "model.embed_tokens.weight": "embedding.weight",
@@ -36,71 +43,116 @@ _OPENAI_IN_LAYER = (
     (r"mlp\.experts\.down_proj_bias", "mlp.mlp2_bias"),
     (r"mlp\.experts\.down_proj", "mlp.mlp2_weight"),
 )
+"""Pattern after Hugging Face's ``model.layers.N.``, and OpenAI's name after ``block.N.``."""
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Where a directory keeps one Hugging Face tensor."""
 
     shapes: dict[str, Shape]
-    """The tensor it is in; or two, the blocks and the scales of MXFP4."""
+    """The stored tensor that it is in, by name; or two, the blocks and the scales of MXFP4."""
     rows: slice = slice(0, None)
-    """Which rows of it."""
+    """Which rows of the stored tensor."""
     output_major: bool = False
     """Stored as [E, out, in], where Hugging Face's bf16 layout has [E, in, out]."""
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the stored tensors."""
+        return list(self.shapes)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether it is stored as blocks and scales."""
+        return len(self.shapes) == 2
+
 
 def is_expert_matrix(name: str) -> bool:
+    """Tell whether a Hugging Face tensor holds the experts' matrices, which MXFP4 quantizes."""
     return name.endswith(("gate_up_proj", "down_proj"))
 
 
 def mxfp4_shapes(name: str, shape: Shape) -> dict[str, Shape]:
-    """Blocks and scales of an expert matrix of Hugging Face [E, in, out]."""
+    """Return blocks and scales, by name, of an expert matrix of Hugging Face [E, in, out]."""
     experts, inputs, outputs = shape
-    scales = (experts, outputs, inputs // BLOCK)
-    return {f"{name}_blocks": (*scales, BLOCK // 2), f"{name}_scales": scales}
+    scales_shape = (experts, outputs, inputs // BLOCK)
+    return {f"{name}_blocks": (*scales_shape, BLOCK // 2), f"{name}_scales": scales_shape}
 
 
-def stored_tensors(config: ModelConfig, present: Collection[str]) -> dict[str, Stored]:
-    """Where every Hugging Face tensor is in a directory that holds the tensors ``present``, or would have to be."""
+def stored_tensors(config: ModelConfig, present: Collection[str]) -> dict[str, StoredTensor]:
+    """Return where every Hugging Face tensor is, or would have to be, by Hugging Face name.
+
+    ``present`` are the names of the tensors that the directory holds.
+    """
     openai = "embedding.weight" in present
     result = {}
-    heads, groups = config.num_attention_heads * config.head_size, config.num_key_value_heads * config.head_size
-    rows = {"q": slice(0, heads), "k": slice(heads, heads + groups), "v": slice(heads + groups, heads + 2 * groups)}
     for name, shape in hf_shapes(config).items():
-        base = openai_name(name) if openai else name
         if is_expert_matrix(name):
-            quantised = mxfp4_shapes(base, shape)
-            if openai:
-                quantised = {re.sub("_(blocks|scales)$", r".\1", key): size for key, size in quantised.items()}
-            if any(key in present for key in quantised):
-                result[name] = Stored(quantised, output_major=True)
-            else:
-                whole = (shape[0], shape[2], shape[1]) if openai else shape
-                result[name] = Stored({base: whole}, output_major=openai)
-        elif openai and base.endswith(("qkv.weight", "qkv.bias")):
-            which = name.split(".self_attn.")[1][0]
-            result[name] = Stored({base: (heads + 2 * groups, *shape[1:])}, rows[which])
+            result[name] = _stored_expert_matrix(name, shape, present, openai)
+        elif openai:
+            result[name] = _stored_by_openai(config, name, shape)
         else:
-            result[name] = Stored({base: shape})
+            result[name] = StoredTensor({name: shape})
     return result
 
 
+def _stored_expert_matrix(
+    name: str, shape: Shape, present: Collection[str], openai: bool
+) -> StoredTensor:
+    """Return where an expert matrix is: as MXFP4 if any piece of that is ``present``."""
+    if openai:
+        name = openai_name(name)
+    packed_shapes = mxfp4_shapes(name, shape)
+    if openai:
+        packed_shapes = {
+            re.sub("_(blocks|scales)$", r".\1", key): packed_shape
+            for key, packed_shape in packed_shapes.items()
+        }
+
+    if any(key in present for key in packed_shapes):
+        return StoredTensor(packed_shapes, output_major=True)
+    if openai:
+        experts, inputs, outputs = shape
+        return StoredTensor({name: (experts, outputs, inputs)}, output_major=True)
+    return StoredTensor({name: shape})
+
+
+def _stored_by_openai(config: ModelConfig, name: str, shape: Shape) -> StoredTensor:
+    """Return where OpenAI keeps a tensor; query, key and value are rows of one."""
+    stored_name = openai_name(name)
+    if not stored_name.endswith(("qkv.weight", "qkv.bias")):
+        return StoredTensor({stored_name: shape})
+
+    query_rows = config.num_attention_heads * config.head_size
+    key_rows = config.num_key_value_heads * config.head_size
+    first_value_row = query_rows + key_rows
+    rows = {
+        "q": slice(0, query_rows),
+        "k": slice(query_rows, first_value_row),
+        "v": slice(first_value_row, first_value_row + key_rows),
+    }
+    letter = name.split(".self_attn.")[1][0]
+    return StoredTensor({stored_name: (first_value_row + key_rows, *shape[1:])}, rows[letter])
+
+
 def openai_name(name: str) -> str:
-    """OpenAI's name of a Hugging Face tensor (of q, k and v: of the tensor they are all in)."""
+    """Return OpenAI's name of a Hugging Face tensor; of q, k and v the tensor that holds all."""
     if name in _OPENAI_OUTSIDE:
         return _OPENAI_OUTSIDE[name]
+
     name = re.sub(r"^model\.layers\.", "block.", name)
     for pattern, replacement in _OPENAI_IN_LAYER:
-        name, count = re.subn(rf"(?<=\d\.){pattern}(?=\.|$)", replacement, name)
+        renamed, count = re.subn(rf"(?<=\d\.){pattern}(?=\.|$)", replacement, name)
         if count:
-            break
+            return renamed
     return name
 
 
 def openai_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's config.json in Hugging Face's keys. KeyError names a missing key."""
-    length, factor = raw["initial_context_length"], raw["rope_scaling_factor"]
+    """Return OpenAI's config.json in Hugging Face's keys. KeyError names a missing key."""
+    original_length = raw["initial_context_length"]
+    factor = raw["rope_scaling_factor"]
     return {
         **{key: value for key, value in raw.items() if not key.startswith("rope_")},
         "model_type": "gpt_oss",
@@ -111,8 +163,8 @@ def openai_config(raw: dict[str, Any]) -> dict[str, Any]:
             "factor": factor,
             "beta_slow": raw["rope_ntk_alpha"],
             "beta_fast": raw["rope_ntk_beta"],
-            "original_max_position_embeddings": length,
+            "original_max_position_embeddings": original_length,
             "truncate": False,
         },
-        "max_position_embeddings": int(length * factor),
+        "max_position_embeddings": int(original_length * factor),
     }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from converters.bits import FileRange
+from converters.bits import FileRange, TensorRange
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.names import NamedTensor, ParameterMapping, hf_tensors, parameter_mappings
@@ -21,53 +21,77 @@ class MegatronCheckpoint:
     """A torch_dist checkpoint of GPT-OSS, read parameter by parameter."""
 
     def __init__(self, path: Path, unfinished: bool = False, from_disk: bool = False) -> None:
-        """``unfinished`` and ``from_disk``: see TorchDistReader."""
+        """Open ``path``; ``unfinished`` and ``from_disk`` as of TorchDistReader.
+
+        Raises:
+            ConversionError: when it is not a complete checkpoint of GPT-OSS alone.
+        """
         self.path = Path(path)
         self._reader = TorchDistReader(self.path, unfinished, from_disk)
-        config_file = self.path / MODEL_CONFIG_FILE
-        try:
-            self.config = ModelConfig.model_validate_json(config_file.read_text())
-        except FileNotFoundError:
-            raise ConversionError(
-                f"{config_file}: missing; it holds the model configuration, and import and trainer write it"
-            ) from None
-        except ValueError as error:
-            raise ConversionError(f"{config_file}: {error}") from None
+        self.config = _read_model_config(self.path / MODEL_CONFIG_FILE)
+
         known = {mapping.checkpoint_key for mapping in parameter_mappings(self.config).values()}
-        unknown = [key for key in self._reader.keys() - known if key.startswith(MODEL_KEYS)]
-        if unknown:
-            raise ConversionError(
-                f"{self.path}: key {unknown[0]} is unknown to GPT-OSS; the checkpoint is of another model, or has "
-                "adapters that must be merged first"
-            )
+        for key in self._reader.keys() - known:
+            if key.startswith(MODEL_KEYS):
+                raise ConversionError(
+                    f"{self.path}: key {key} is unknown to GPT-OSS; the checkpoint is of another "
+                    "model, or has adapters that must be merged first"
+                )
 
     def get(self, key: str, index: Shape) -> torch.Tensor:
-        """Element ``index`` of the leading axes of ``key``."""
-        return self._reader.get(key, index, self._reader.shape(key)[len(index) :])
+        """Read element ``index`` of the leading axes of ``key``."""
+        shape = self._reader.shape(key)[len(index) :]
+        return self._reader.get(key, index, shape)
 
     def parameter(self, mapping: ParameterMapping) -> torch.Tensor:
+        """Read a full Megatron parameter."""
         return self._reader.get(mapping.checkpoint_key, mapping.checkpoint_index, mapping.shape)
 
     def file_of(self, mapping: ParameterMapping) -> str:
-        """Name of the file that holds a parameter."""
+        """Return the name of the file that holds a parameter."""
         return self._reader.file_of(mapping.checkpoint_key, mapping.checkpoint_index)
 
-    def file_range(self, mapping: ParameterMapping) -> FileRange | None:
-        """See TorchDistReader."""
-        return self._reader.file_range(mapping.checkpoint_key, mapping.checkpoint_index, mapping.shape)
+    def file_ranges(self, mapping: ParameterMapping) -> list[FileRange]:
+        """Return the bytes that are read for a parameter."""
+        return self._reader.chunk_ranges(mapping.checkpoint_key, mapping.checkpoint_index)
+
+    def tensor_range(self, mapping: ParameterMapping) -> TensorRange | None:
+        """Return the place of a parameter's values; None if they are not in one piece."""
+        key = mapping.checkpoint_key
+        return self._reader.tensor_range(key, mapping.checkpoint_index, mapping.shape)
 
     def check_places(self) -> None:
-        """See TorchDistReader."""
+        """Check that everything lies within its file; see TorchDistReader."""
         self._reader.check_places()
 
     def hf_tensors(self) -> Iterator[NamedTensor]:
-        """Every Hugging Face tensor, in the order of ``names.hf_shapes``."""
+        """Yield every Hugging Face tensor, in the order of ``names.hf_shapes``."""
         return hf_tensors(self.config, self.parameter)
 
 
+def _read_model_config(path: Path) -> ModelConfig:
+    try:
+        return ModelConfig.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise ConversionError(
+            f"{path}: missing; it holds the model configuration, and import and trainer write it"
+        ) from None
+    except ValueError as error:
+        raise ConversionError(f"{path}: {error}") from None
+
+
 def check_same_model(source: HfDirectory, config: ModelConfig, path: Path) -> None:
-    """Raises ConversionError naming the first value in which the two architectures differ."""
-    ours, theirs = source.config.model_dump(), config.model_dump()
-    for key, value in ours.items():
-        if theirs[key] != value and key != "initializer_std":  # says nothing about weights that exist
-            raise ConversionError(f"different models: {key} is {value} in {source.path} but {theirs[key]} in {path}")
+    """Raise ConversionError naming the first value in which two architectures differ.
+
+    Args:
+        source: one of the two.
+        config: of the other.
+        path: where ``config`` comes from, for the message.
+    """
+    theirs = config.model_dump()
+    for key, value in source.config.model_dump().items():
+        # initializer_std says nothing about weights that exist
+        if theirs[key] != value and key != "initializer_std":
+            raise ConversionError(
+                f"different models: {key} is {value} in {source.path} but {theirs[key]} in {path}"
+            )

@@ -6,27 +6,58 @@ from converters.bits import same_bits
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.hf_layouts import mxfp4_shapes
-from converters.reports import QuantisationError
+from converters.reports import QuantizationLoss
 from gptoss_kernels import mxfp4
 
 
-def quantise(
+def quantize(
     name: str, expert: int, matrix: torch.Tensor, reference: HfDirectory | None
-) -> tuple[dict[str, torch.Tensor], QuantisationError]:
-    """Blocks [out, in / 32, 16] and scales [out, in / 32] of one expert's ``matrix`` [in, out], by stored name.
+) -> tuple[dict[str, torch.Tensor], QuantizationLoss]:
+    """Quantize one expert's matrix and measure what that loses.
 
-    Where a scale of ``reference`` reproduces a block exactly it is kept, so that what is unchanged has its bytes."""
+    Args:
+        name: Hugging Face's name of the tensor that stacks the experts.
+        expert: index into it.
+        matrix: [in, out], bf16 or fp32.
+        reference: the original. Where one of its scales reproduces a block exactly it is kept, so
+            that what is unchanged has its bytes.
+
+    Returns:
+        blocks uint8 [out, in / 32, 16] and scales uint8 [out, in / 32] by stored name; the loss.
+
+    Raises:
+        ConversionError: if the matrix holds NaN or Inf.
+    """
+    original = None
+    scale_hint = None
+    if reference is not None:
+        original = reference.read_mxfp4(name, expert)
+    if original is not None:
+        _, scale_hint = original
+
     exact = matrix.to(torch.bfloat16).T.contiguous()
-    original = reference.quantised(name, expert) if reference is not None else None
     try:
-        packed = mxfp4.quantize(exact, None if original is None else original[1])
+        blocks, scales = mxfp4.quantize(exact, scale_hint)
     except ValueError as error:
-        raise ConversionError(f"tensor {name}, expert {expert}: cannot be quantised ({error})") from None
-    result = QuantisationError(experts=1)
-    if original is None or not all(same_bits(new, old) for new, old in zip(packed, original, strict=True)):
-        wanted = matrix.T.float()  # not of ``exact``: an fp32 matrix loses by the rounding to bf16, too
-        lost = mxfp4.dequantize(*packed).float() - wanted
-        result.changed = 1
-        result.squared_error, result.squared = float(lost.square().sum()), float(wanted.square().sum())
-        result.largest = float(lost.abs().max())
-    return dict(zip(mxfp4_shapes(name, (1, *matrix.shape)), packed, strict=True)), result
+        raise ConversionError(
+            f"tensor {name}, expert {expert}: cannot be quantized ({error})"
+        ) from None
+
+    blocks_name, scales_name = mxfp4_shapes(name, (1, *matrix.shape))
+    packed = {blocks_name: blocks, scales_name: scales}
+    if original is not None:
+        original_blocks, original_scales = original
+        if same_bits(blocks, original_blocks) and same_bits(scales, original_scales):
+            return packed, QuantizationLoss(experts=1)
+
+    # Compared with the matrix as it came: fp32 already loses by being rounded to bf16.
+    values = matrix.T.float()
+    difference = mxfp4.dequantize(blocks, scales).float() - values
+    loss = QuantizationLoss(
+        experts=1,
+        changed=1,
+        squared_error=float(difference.square().sum()),
+        squared=float(values.square().sum()),
+        largest=float(difference.abs().max()),
+    )
+    return packed, loss

@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all."""
+"""Directories that appear complete or not at all."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,16 +14,22 @@ PARTIAL = ".partial"
 
 @contextmanager
 def new_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A directory to fill, which takes the name ``final`` when the block ends well and is deleted when it does not.
+    """Yield a directory to fill, which is renamed to ``final`` afterwards, or deleted on an error.
 
-    All that it holds is on the disk before it has its name. An OSError inside becomes a ConversionError that names the
-    file and the free space."""
+    All that it holds is on the disk before it has its name. With ``overwrite``, an earlier
+    ``final`` is there until the new one is complete.
+
+    Raises:
+        ConversionError: when ``final`` exists and ``overwrite`` is false; in place of an OSError
+            from inside, with the file and the free space.
+    """
     if final.exists() and not overwrite:
         raise ConversionError(f"{final}: exists already; delete it or choose another name")
-    partial, old = final.with_name(final.name + PARTIAL), final.with_name(final.name + ".old")
+
+    partial = final.with_name(final.name + PARTIAL)
+    old = final.with_name(final.name + ".old")
     try:
-        if old.exists() and not final.exists():  # killed between the two moves
-            old.rename(final)
+        _restore(old, final)  # an earlier process may have been killed between the two renames
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
@@ -36,26 +42,35 @@ def new_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
         sync_names(final.absolute().parent)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        parent = next(p for p in final.absolute().parents if p.exists())
-        free = shutil.disk_usage(parent).free >> 20
-        raise ConversionError(
-            f"{error.filename or final}: cannot be written ({error.strerror or error}); {free} MiB are free in "
-            f"{parent}. {final} is as it was"
-        ) from error
+        raise _cannot_be_written(final, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        if old.exists() and not final.exists():
-            old.rename(final)
+        _restore(old, final)
 
 
 def final_name(partial: Path) -> Path:
-    """What a directory of ``new_directory`` will be called."""
+    """Return the name that a directory of ``new_directory`` will get."""
     return partial.with_name(partial.name.removesuffix(PARTIAL))
 
 
 def refuse_partial(path: Path) -> None:
-    """Raise ConversionError if ``path`` has the name of a directory that was never finished, nor checked."""
+    """Raise ConversionError if ``path`` has the name of a directory that was never finished."""
     if path.name.endswith(PARTIAL):
         raise ConversionError(
-            f"{path}: unfinished; it is being written, or a process that was killed left it and it can be deleted"
+            f"{path}: unfinished; it is being written, or a process that was killed left it and "
+            "it can be deleted"
         )
+
+
+def _restore(old: Path, final: Path) -> None:
+    if old.exists() and not final.exists():
+        old.rename(final)
+
+
+def _cannot_be_written(final: Path, error: OSError) -> ConversionError:
+    parent = next(path for path in final.absolute().parents if path.exists())
+    free_mib = shutil.disk_usage(parent).free >> 20
+    return ConversionError(
+        f"{error.filename or final}: cannot be written ({error.strerror or error}); {free_mib} MiB "
+        f"are free in {parent}. {final} is as it was"
+    )

@@ -1,21 +1,24 @@
-"""Reads a conversion back from its finished files and compares it with the source, before it gets its name.
+"""Reads a conversion back from its finished files and compares it with the source.
 
-The expected values are computed a second time, by other objects than those that wrote, from the source's files. What
-was written is brought back with the other direction of the name table (an import is compared as Hugging Face tensors,
-an export as Megatron parameters). The MXFP4 codec is used by one thread at a time, and a few rows of every expert are
-also computed from the format's definition.
+This happens before the directory gets its name. The expected values are computed a second time, by
+other objects than those that wrote, from the source's files. What was written is brought back with
+the other direction of the name table (an import is compared as Hugging Face tensors, an export as
+Megatron parameters). The MXFP4 codec is used by one thread at a time, and a few rows of every
+expert are also computed from the format's definition.
 
-A sample is read while the system is still taking what was written to the disk, which a conversion has to wait for
-anyway: it comes from the system's cache, as far as that holds it. All is read when it is on the disk, and from there.
+A sample is read while the system still brings what was written to the disk, which a conversion has
+to wait for anyway: it comes from the page cache, which a conversion keeps free for it
+(``page_cache``). All is read when it is on the disk, and from there.
 
-What this cannot see: a name table that is wrong in both directions (``verify`` can), an MXFP4 codec that is always
-wrong in some rows but right in those that are computed from the definition, and source files that were damaged before.
-A sample does not see values of experts of the other layers (that these have their place and length in the files is
-checked), nor a disk that does not keep what it was given."""
+What this cannot see: a name table that is wrong in both directions (``verify`` can), an MXFP4 codec
+that is always wrong in some rows but right in those that are computed from the definition, and
+source files that were damaged before. A sample does not see values of experts of the other layers
+(that these have their place and length in the files is checked), nor a disk that does not keep what
+it was given.
+"""
 
 import contextlib
 import math
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,226 +27,341 @@ from pathlib import Path
 
 import torch
 
-from converters.bits import FileRange, as_bytes, same_bits, same_in_files
+from converters.bits import TensorRange, as_bytes, same_bits, same_in_files
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
-from converters.hf_layouts import BLOCK, is_expert_matrix
+from converters.hf_layouts import is_expert_matrix
 from converters.megatron_checkpoint import MegatronCheckpoint
-from converters.mxfp4_export import quantise
+from converters.mxfp4_definition import defined_values, nearest
+from converters.mxfp4_export import quantize
 from converters.names import ParameterMapping, parameter_mappings
 from converters.new_directory import final_name
-from converters.pipeline import Progress, bf16_bytes, in_order
-from converters.reports import Check, ExportReport, QuantisationError, ReadBack
-from gptoss_kernels.cache import cache_directory, write_atomically
+from converters.pipeline import Progress, ordered_map
+from converters.reports import Check, ExportReport, QuantizationLoss, ReadBack
+from converters.sample import Selection, remember_layer, select_parameters
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.durable_files import directory_syncing
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes by the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats 1.0, table 5)."""
 ROWS_BY_DEFINITION = 4
 """Rows of each expert matrix that are also computed without the codec."""
 
 
+# -- imports -----------------------------------------------------------------------------------
+
+
 def check_import(
-    hf_dir: Path, partial: Path, dtype: torch.dtype | None, check: Check, progress: Progress | None = None
+    hf_dir: Path,
+    partial: Path,
+    dtype: torch.dtype | None,
+    selection: Selection,
+    progress: Progress | None = None,
 ) -> ReadBack:
-    """Compare the torch_dist checkpoint ``partial``, which has not got its name yet, with the directory ``hf_dir``.
+    """Compare an unfinished torch_dist checkpoint with the directory it was imported from.
 
-    ``dtype`` is what weights were converted to; None if each kept its own. Raises ConversionError naming tensor, expert
-    and file."""
-    source = HfDirectory(hf_dir)
-    written = MegatronCheckpoint(partial, unfinished=True, from_disk=check == "all")
-    if written.config != source.config:
-        raise ConversionError(f"{final_name(partial)}: its model configuration is not that of {hf_dir}")
-    written.check_places()
-    codec = threading.Lock()
+    Args:
+        hf_dir: the source.
+        partial: the checkpoint, which has not got its name yet.
+        dtype: that weights were converted to; None if each kept its own.
+        selection: what to compare.
+        progress: told how far it is.
 
-    def compare(mapping: ParameterMapping) -> None:
-        if mapping.is_unchanged and dtype is None:
-            ranges = written.file_range(mapping), source.file_range(mapping.hf_names[0])
-            if unchanged(*ranges, from_disk=check == "all"):
+    Raises:
+        ConversionError: naming tensor, expert and file of a difference.
+    """
+    comparison = _ImportComparison(hf_dir, partial, dtype, from_disk=selection.check == "all")
+    return _compare_selected(
+        comparison.compare,
+        kind="import",
+        config=comparison.source.config,
+        partial=partial,
+        selection=selection,
+        progress=progress,
+    )
+
+
+class _ImportComparison:
+    """Compares single parameters of an import, from several threads."""
+
+    def __init__(
+        self, hf_dir: Path, partial: Path, dtype: torch.dtype | None, from_disk: bool
+    ) -> None:
+        self.source = HfDirectory(hf_dir)
+        self._written = MegatronCheckpoint(partial, unfinished=True, from_disk=from_disk)
+        self._final = final_name(partial)
+        self._dtype = dtype
+        self._from_disk = from_disk
+        self._codec = threading.Lock()
+
+        if self._written.config != self.source.config:
+            raise ConversionError(f"{self._final}: its model configuration is not that of {hf_dir}")
+        self._written.check_places()
+
+    def compare(self, mapping: ParameterMapping) -> None:
+        if mapping.is_unchanged and self._dtype is None:
+            written_range = self._written.tensor_range(mapping)
+            source_range = self.source.tensor_range(mapping.hf_names[0])
+            if _same_ranges(written_range, source_range, self._from_disk):
                 return
-        where = Place(mapping, final_name(partial), written.file_of(mapping))
-        with where.errors():
-            parts = mapping.named_parts(written.parameter(mapping))
+
+        where = _Location(mapping, self._final, self._written.file_of(mapping))
+        with where.named_in_errors():
+            parts = mapping.named_parts(self._written.parameter(mapping))
         for name, part in parts.items():
-            with codec:
-                expected = source.get(name, mapping.expert)
-            where.compare(name, part, expected if dtype is None else expected.to(dtype))
+            self._compare_part(name, part, where)
 
-            packed = source.quantised(name, mapping.expert)
-            if packed is not None:
-                blocks, scales = (rows_of(tensor) for tensor in packed)
-                where.compare(name, rows_of(part.mT), defined_values(blocks, scales).to(part.dtype))
+    def _compare_part(self, name: str, part: torch.Tensor, where: "_Location") -> None:
+        expert = where.mapping.expert
+        with self._codec:
+            expected = self.source.get(name, expert)
+        if self._dtype is not None:
+            expected = expected.to(self._dtype)
+        where.require_same(name, part, expected)
 
-    return _read_back("import", source.config, partial, check, compare, lambda mapping, result: None, progress)
+        packed = self.source.read_mxfp4(name, expert)
+        if packed is not None:
+            blocks, scales = packed
+            defined = defined_values(_some_rows(blocks), _some_rows(scales))
+            where.require_same(name, _some_rows(part.mT), defined.to(part.dtype))
+
+
+# -- exports -----------------------------------------------------------------------------------
 
 
 def check_export(
     megatron_dir: Path,
     partial: Path,
+    *,
     dtype: torch.dtype | None,
     reference: Path | None,
     report: ExportReport,
-    check: Check,
+    selection: Selection,
     progress: Progress | None = None,
 ) -> ReadBack:
-    """Compare the Hugging Face directory ``partial``, which has not got its name yet, with a torch_dist checkpoint.
+    """Compare an unfinished Hugging Face directory with the checkpoint it was exported from.
 
-    ``dtype`` of the weights; None if experts are MXFP4, with the scales of ``reference`` where they fit, and the rest
-    bf16. ``report`` says what that cost, and is compared with what it cost by the second computation. Raises
-    ConversionError naming tensor, expert and file."""
-    checkpoint = MegatronCheckpoint(megatron_dir)
-    written = HfDirectory(partial, unfinished=True, from_disk=check == "all")
-    original = None if reference is None else HfDirectory(reference)
-    claims, codec = ExportReport(), threading.Lock()
+    Args:
+        megatron_dir: the source.
+        partial: the directory, which has not got its name yet.
+        dtype: of the weights; None if experts are MXFP4 and the rest bf16.
+        reference: whose MXFP4 scales were kept where they fit.
+        report: what the export says that MXFP4 cost, compared with a second computation.
+        selection: what to compare.
+        progress: told how far it is.
 
-    def compare(mapping: ParameterMapping) -> QuantisationError | None:
-        if mapping.is_unchanged:
-            there, here = written.file_range(mapping.hf_names[0]), checkpoint.file_range(mapping)
-            wanted = here is not None and here.dtype == (dtype or torch.bfloat16)
-            if wanted and unchanged(there, here, from_disk=check == "all"):
-                return None
-        exact = checkpoint.parameter(mapping)
-        where = Place(mapping, final_name(partial), written.file_of(mapping.hf_names[0]))
-        if dtype is None and mapping.expert is not None and is_expert_matrix(mapping.hf_names[0]):
-            return compare_mxfp4(mapping, exact, where)
+    Raises:
+        ConversionError: naming tensor, expert and file of a difference.
+    """
+    from_disk = selection.check == "all"
+    comparison = _ExportComparison(megatron_dir, partial, dtype, reference, from_disk)
+    recomputed = ExportReport()
 
-        with where.errors():
-            parts = {name: written.get(name, mapping.expert) for name in mapping.hf_names}
-        expected = exact.to(dtype or torch.bfloat16)
-        if not same_bits(mapping.to_megatron(*parts.values()), expected):
-            for name, part in mapping.named_parts(expected).items():
-                where.file = written.file_of(name)
-                where.compare(name, parts[name], part)
-            raise ConversionError(f"the two directions of the name table do not agree about {mapping.name}")
-        return None
+    def add_loss(mapping: ParameterMapping, loss: QuantizationLoss | None) -> None:
+        if loss is not None:
+            recomputed.add(mapping.hf_names[0], loss)
 
-    def compare_mxfp4(mapping: ParameterMapping, exact: torch.Tensor, where: "Place") -> QuantisationError:
-        [name], [matrix] = mapping.hf_names, mapping.to_hf(exact)
-        assert mapping.expert is not None
-        with codec:
-            expected, error = quantise(name, mapping.expert, matrix, original)
-        with where.errors():
-            packed = written.quantised(name, mapping.expert)
-        assert packed is not None  # HfDirectory refuses a directory that does not hold what its config.json says
-        for (stored_name, values), part in zip(expected.items(), packed, strict=True):
-            where.file = written.file_of(stored_name)
-            where.compare(stored_name, part, values)
-
-        blocks, scales = (rows_of(tensor) for tensor in packed)
-        defined, wanted = defined_values(blocks, scales), rows_of(matrix.mT.to(torch.bfloat16))
-        if (error.changed == 0 and not torch.equal(defined, wanted.float())) or not nearest(defined, wanted, scales):
+    result = _compare_selected(
+        comparison.compare,
+        kind=export_kind(dtype),
+        config=comparison.source.config,
+        partial=partial,
+        selection=selection,
+        use=add_loss,
+        progress=progress,
+    )
+    for name, loss in recomputed.losses.items():
+        reported = report.losses.get(name)
+        if not loss.is_close_to(reported):
             raise ConversionError(
-                f"{where}: its MXFP4 blocks do not stand for the numbers nearest to those of {megatron_dir}: the "
-                f"codec of this machine is wrong; nothing was kept"
-            )
-        return error
-
-    def claim(mapping: ParameterMapping, error: QuantisationError | None) -> None:
-        if error is not None:
-            claims.add(mapping.hf_names[0], error)
-
-    kind = "export_mxfp4" if dtype is None else f"export_{dtype}".replace("torch.", "")
-    result = _read_back(kind, checkpoint.config, partial, check, compare, claim, progress)
-    for name, claimed in claims.errors.items():
-        if not claimed.is_close_to(report.errors.get(name)):
-            raise ConversionError(
-                f"{final_name(partial)}: the loss of {name} by quantisation was reported as {report.errors.get(name)}, "
-                f"but is {claimed}; nothing was kept. Convert again"
+                f"{final_name(partial)}: the loss of {name} by quantization was reported as "
+                f"{reported}, but is {loss}; nothing was kept. Convert again"
             )
     return result
 
 
-def check_weights(
-    weights: Mapping[str, torch.Tensor], partial: Path, check: Check, progress: Progress | None = None
-) -> ReadBack:
-    """Compare the Hugging Face directory ``partial``, which has not got its name yet, with ``weights``, by name.
+def export_kind(dtype: torch.dtype | None) -> str:
+    """Return the name under which ``sample`` remembers exports to ``dtype`` (None: MXFP4)."""
+    if dtype is None:
+        return "export_mxfp4"
+    return f"export_{dtype}".replace("torch.", "")
 
-    Raises ConversionError naming tensor, expert and file."""
+
+class _ExportComparison:
+    """Compares single parameters of an export, from several threads."""
+
+    def __init__(
+        self,
+        megatron_dir: Path,
+        partial: Path,
+        dtype: torch.dtype | None,
+        reference: Path | None,
+        from_disk: bool,
+    ) -> None:
+        self.source = MegatronCheckpoint(megatron_dir)
+        self._written = HfDirectory(partial, unfinished=True, from_disk=from_disk)
+        self._reference = None if reference is None else HfDirectory(reference)
+        self._final = final_name(partial)
+        self._to_mxfp4 = dtype is None
+        self._dtype = dtype or torch.bfloat16
+        self._from_disk = from_disk
+        self._codec = threading.Lock()
+
+    def compare(self, mapping: ParameterMapping) -> QuantizationLoss | None:
+        name = mapping.hf_names[0]
+        if mapping.is_unchanged:
+            source_range = self.source.tensor_range(mapping)
+            is_copy = source_range is not None and source_range.dtype == self._dtype
+            written_range = self._written.tensor_range(name)
+            if is_copy and _same_ranges(written_range, source_range, self._from_disk):
+                return None
+
+        exact = self.source.parameter(mapping)
+        where = _Location(mapping, self._final, self._written.file_of(name))
+        if self._to_mxfp4 and mapping.expert is not None and is_expert_matrix(name):
+            [matrix] = mapping.to_hf(exact)
+            return self._compare_mxfp4(name, mapping.expert, matrix, where)
+
+        self._compare_floats(mapping, exact.to(self._dtype), where)
+        return None
+
+    def _compare_floats(
+        self, mapping: ParameterMapping, expected: torch.Tensor, where: "_Location"
+    ) -> None:
+        with where.named_in_errors():
+            parts = {name: self._written.get(name, mapping.expert) for name in mapping.hf_names}
+        if same_bits(mapping.to_megatron(*parts.values()), expected):
+            return
+
+        for name, part in mapping.named_parts(expected).items():
+            where.file = self._written.file_of(name)
+            where.require_same(name, parts[name], part)
+        raise ConversionError(
+            f"the two directions of the name table do not agree about {mapping.name}"
+        )
+
+    def _compare_mxfp4(
+        self, name: str, expert: int, matrix: torch.Tensor, where: "_Location"
+    ) -> QuantizationLoss:
+        """Compare blocks and scales of one expert's ``matrix`` [in, out]."""
+        with self._codec:
+            expected, loss = quantize(name, expert, matrix, self._reference)
+        with where.named_in_errors():
+            packed = self._written.read_mxfp4(name, expert)
+        # HfDirectory refuses a directory that does not hold what its config.json says
+        assert packed is not None
+        for (stored_name, values), written in zip(expected.items(), packed, strict=True):
+            where.file = self._written.file_of(stored_name)
+            where.require_same(stored_name, written, values)
+
+        blocks, scales = (_some_rows(tensor) for tensor in packed)
+        defined = defined_values(blocks, scales)
+        exact = _some_rows(matrix.mT.to(torch.bfloat16))
+        is_exact = torch.equal(defined, exact.float())
+        if (loss.changed == 0 and not is_exact) or not nearest(defined, exact, scales):
+            raise ConversionError(
+                f"{where}: its MXFP4 blocks do not stand for the numbers nearest to those of "
+                f"{self.source.path}: the codec of this machine is wrong; nothing was kept"
+            )
+        return loss
+
+
+# -- weights in memory -------------------------------------------------------------------------
+
+
+def check_weights(
+    weights: Mapping[str, torch.Tensor],
+    partial: Path,
+    check: Check,
+    progress: Progress | None = None,
+) -> ReadBack:
+    """Compare an unfinished Hugging Face directory with the weights that it was written from.
+
+    Args:
+        weights: by Hugging Face name.
+        partial: the directory, which has not got its name yet.
+        check: what to compare.
+        progress: told how far it is.
+
+    Raises:
+        ConversionError: naming tensor, expert and file of a difference.
+    """
     written = HfDirectory(partial, unfinished=True, from_disk=check == "all")
 
     def compare(mapping: ParameterMapping) -> None:
         for name in mapping.hf_names:
-            where = Place(mapping, final_name(partial), written.file_of(name))
-            with where.errors():
+            where = _Location(mapping, final_name(partial), written.file_of(name))
+            with where.named_in_errors():
                 part = written.get(name, mapping.expert)
-            where.compare(name, part, weights[name] if mapping.expert is None else weights[name][mapping.expert])
 
-    return _read_back("weights", written.config, partial, check, compare, lambda mapping, result: None, progress)
+            expected = weights[name]
+            if mapping.expert is not None:
+                expected = expected[mapping.expert]
+            where.require_same(name, part, expected)
 
-
-def _read_back[Result](
-    kind: str,
-    config: ModelConfig,
-    partial: Path,
-    check: Check,
-    compare: Callable[[ParameterMapping], Result],
-    use: Callable[[ParameterMapping, Result], None],
-    progress: Progress | None,
-) -> ReadBack:
-    """Compare what ``check`` asks for, on all cores; ``use`` gets the results in the order of the name table.
-
-    ``partial`` is on the disk on return."""
-    table = list(parameter_mappings(config).values())
-    layer = None if check == "all" else next_layer(kind, config)
-    chosen = [mapping for mapping in table if mapping.expert is None or layer in (None, mapping.layer)]
-
-    with torch.no_grad(), directory_syncing(partial) as synced:
-        if check == "all":
-            synced()
-        began = time.perf_counter()
-        with contextlib.closing(in_order(compare, chosen, bf16_bytes, progress)) as results:
-            for mapping, result in zip(chosen, results, strict=True):
-                use(mapping, result)
-        ended = time.perf_counter()
-    added = ended - max(began, min(ended, synced()))
-
-    if layer is not None:
-        remember_layer(kind, config, layer)  # only now: what failed is looked at again
-    compared, parameters = (sum(math.prod(mapping.shape) for mapping in part) for part in (chosen, table))
-    return ReadBack(
-        check,
-        layer,
-        config.num_layers,
-        compared=compared,
-        parameters=parameters,
-        seconds=ended - began,
-        added_seconds=added,
+    return _compare_selected(
+        compare,
+        kind="weights",
+        config=written.config,
+        partial=partial,
+        selection=select_parameters("weights", written.config, check),
+        progress=progress,
     )
 
 
-# -- whose turn it is -------------------------------------------------------------------------------------------------
+# -- comparing ---------------------------------------------------------------------------------
 
 
-def next_layer(kind: str, config: ModelConfig) -> int:
-    """The layer after the one whose experts the last conversion of this ``kind`` and size of model compared here.
+def _compare_selected[Result](
+    compare: Callable[[ParameterMapping], Result],
+    *,
+    kind: str,
+    config: ModelConfig,
+    partial: Path,
+    selection: Selection,
+    use: Callable[[ParameterMapping, Result], None] = lambda mapping, result: None,
+    progress: Progress | None,
+) -> ReadBack:
+    """Call ``compare`` for everything selected, on all cores; ``partial`` is on the disk on return.
 
-    It is remembered in the user's cache. Where nothing is remembered, or nothing can be, it is any layer."""
-    try:
-        return (int(_turn_file(kind, config).read_text()) + 1) % config.num_layers
-    except (OSError, ValueError):
-        return random.SystemRandom().randrange(config.num_layers)
+    ``use`` gets the results in the order of the name table.
+    """
+    table = list(parameter_mappings(config).values())
+    selected = [mapping for mapping in table if selection.includes(mapping)]
+
+    with torch.no_grad(), directory_syncing(partial) as wait_for_sync:
+        if selection.check == "all":
+            wait_for_sync()
+
+        began = time.perf_counter()
+        results = ordered_map(
+            compare, selected, size=lambda mapping: mapping.bf16_bytes, progress=progress
+        )
+        with contextlib.closing(results):
+            for mapping, result in zip(selected, results, strict=True):
+                use(mapping, result)
+        ended = time.perf_counter()
+        synced = wait_for_sync()
+
+    # Only now: the experts of a layer that were found wrong are compared again next time.
+    if selection.layer is not None:
+        remember_layer(kind, config, selection.layer)
+
+    waited_for_disk = min(max(0.0, synced - began), ended - began)
+    return ReadBack(
+        check=selection.check,
+        layer=selection.layer,
+        layers=config.num_layers,
+        compared=sum(math.prod(mapping.shape) for mapping in selected),
+        parameters=sum(math.prod(mapping.shape) for mapping in table),
+        seconds=ended - began,
+        added_seconds=ended - began - waited_for_disk,
+    )
 
 
-def remember_layer(kind: str, config: ModelConfig, layer: int) -> None:
-    """Say whose turn it was."""
-    with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to refuse a good conversion
-        file = _turn_file(kind, config)
-        file.parent.mkdir(exist_ok=True)
-        write_atomically(file, str(layer).encode())
+def _same_ranges(written: TensorRange | None, source: TensorRange | None, from_disk: bool) -> bool:
+    """Tell whether a tensor that is only copied is the same in both files.
 
-
-def _turn_file(kind: str, config: ModelConfig) -> Path:
-    name = f"{kind}_{config.num_layers}_layers_{config.num_experts}_experts_{config.hidden_size}_wide"
-    return cache_directory() / "layer_read_back_last" / name
-
-
-# -- comparing --------------------------------------------------------------------------------------------------------
-
-
-def unchanged(written: FileRange | None, source: FileRange | None, from_disk: bool) -> bool:
-    """Whether a tensor that is only copied is the same in both files. If not, reading it says what is wrong."""
+    If it is not, or has no single place, comparing its values says what is wrong.
+    """
     if written is None or source is None:
         return False
     try:
@@ -253,7 +371,7 @@ def unchanged(written: FileRange | None, source: FileRange | None, from_disk: bo
 
 
 @dataclass
-class Place:
+class _Location:
     """Where a parameter was written, for messages."""
 
     mapping: ParameterMapping
@@ -262,65 +380,49 @@ class Place:
     file: str
 
     def __str__(self) -> str:
-        return self.of(", ".join(self.mapping.hf_names))
+        return self._describe(", ".join(self.mapping.hf_names))
 
-    def of(self, name: str) -> str:
-        expert = "" if self.mapping.expert is None else f", expert {self.mapping.expert}"
-        return f"{self.directory / self.file}: tensor {name}{expert}"
+    def _describe(self, name: str) -> str:
+        text = f"{self.directory / self.file}: tensor {name}"
+        if self.mapping.expert is not None:
+            text += f", expert {self.mapping.expert}"
+        return text
 
     @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
-        """A ConversionError from inside says of which tensor and expert it is."""
+    def named_in_errors(self) -> Iterator[None]:
+        """Say in a ConversionError from inside of which tensor and expert it is."""
         try:
             yield
         except ConversionError as error:
-            raise ConversionError(f"{self} cannot be read back ({error}); nothing was kept") from None
+            raise ConversionError(
+                f"{self} cannot be read back ({error}); nothing was kept"
+            ) from None
 
-    def compare(self, name: str, written: torch.Tensor, expected: torch.Tensor) -> None:
+    def require_same(self, name: str, written: torch.Tensor, expected: torch.Tensor) -> None:
         """Raise ConversionError if the two are not the same bit for bit."""
-        if same_bits(written, expected):
-            return
-        if written.dtype != expected.dtype or written.shape != expected.shape:
-            what = f"was written as {written.dtype} {list(written.shape)}, not {expected.dtype} {list(expected.shape)}"
-        else:
-            different = as_bytes(written) != as_bytes(expected)
-            elements = different.reshape(-1, written.element_size()).any(-1)
-            what = (
-                f"holds something else than was to be written in {int(elements.sum()):,} of {len(elements):,} values, "
-                f"the first of them number {int(elements.argmax()):,}"
+        if not same_bits(written, expected):
+            raise ConversionError(
+                f"{self._describe(name)} {_difference(written, expected)}; nothing was kept. "
+                "Convert again; if it happens again, check memory and disk of this machine"
             )
-        raise ConversionError(
-            f"{self.of(name)} {what}; nothing was kept. Convert again; if it happens again, check memory and disk of "
-            "this machine"
+
+
+def _difference(written: torch.Tensor, expected: torch.Tensor) -> str:
+    """Say in what two tensors differ, as the rest of a sentence about the first."""
+    if written.dtype != expected.dtype or written.shape != expected.shape:
+        return (
+            f"was written as {written.dtype} {list(written.shape)}, not {expected.dtype} "
+            f"{list(expected.shape)}"
         )
+    differs = as_bytes(written) != as_bytes(expected)
+    differs = differs.reshape(-1, written.element_size()).any(-1)
+    return (
+        f"holds something else than was to be written in {int(differs.sum()):,} of "
+        f"{len(differs):,} values, the first of them number {int(differs.argmax()):,}"
+    )
 
 
-def rows_of(matrix: torch.Tensor) -> torch.Tensor:
-    """The first and the last row and two between."""
-    return matrix[torch.linspace(0, len(matrix) - 1, ROWS_BY_DEFINITION).long()]
-
-
-def defined_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp32 [rows, n * 32] that MXFP4 blocks [rows, n, 16] and scales [rows, n] stand for, by definition.
-
-    fp32 holds all of them; scales above 252 do not occur (HfDirectory refuses what bf16 cannot hold)."""
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
-    magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float64)[codes & 7]
-    signs = 1.0 - 2.0 * (codes >> 3)
-    return (signs * magnitudes * _powers(scales)).float().flatten(-2)
-
-
-def nearest(values: torch.Tensor, wanted: torch.Tensor, scales: torch.Tensor) -> bool:
-    """Whether MXFP4 ``values`` [rows, n * 32] are, with their scales [rows, n], as near to ``wanted`` as can be."""
-    unit = _powers(scales)
-    off = (values.double() - wanted.double()).abs().unflatten(-1, (-1, BLOCK)) / unit
-    size = wanted.double().abs().unflatten(-1, (-1, BLOCK)) / unit
-
-    # neighbouring values are 0.5 apart up to 2, 1 up to 4, and 2 up to 6
-    furthest = torch.where(size <= 2, 0.25, torch.where(size <= 4, 0.5, 1.0))
-    return bool((off <= furthest).all())
-
-
-def _powers(scales: torch.Tensor) -> torch.Tensor:
-    """fp64 [rows, n, 1]: 2 ** (scale - 127)."""
-    return torch.exp2(scales.double() - 127)[..., None]
+def _some_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the first and the last row and two between."""
+    rows = torch.linspace(0, len(matrix) - 1, ROWS_BY_DEFINITION).long()
+    return matrix[rows]

@@ -5,90 +5,104 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Check = Literal["sample", "all"]
-"""``sample``: all that is not an expert, and the experts of one layer, the next one every time. ``all``: everything."""
+"""``sample``: all that is not an expert, and the experts of one layer, the next one every time.
+``all``: everything."""
 
 
 @dataclass(frozen=True)
 class ReadBack:
-    """What was read back and found to be as it should be; printing it is the answer for a person."""
+    """What was read back and equals what should have been written; its text is for a person."""
 
     check: Check
     layer: int | None
     """Whose experts were compared; None: those of all layers."""
     layers: int
+    """Of the model."""
     compared: int
     """Parameters whose values were compared."""
     parameters: int
     """Parameters of the model."""
     seconds: float
     added_seconds: float
-    """Of ``seconds`` those for which the conversion had nothing else to wait for: all but the time that what was
-    written took to get from the system's memory to the disk."""
+    """Of ``seconds`` those for which the conversion had nothing else to wait for: all but the time
+    that the system took to bring what was written to the disk."""
 
     def __str__(self) -> str:
         if self.layer is None:
             what = f"all {self.parameters:,} parameters"
         else:
+            next_layer = (self.layer + 1) % self.layers
             what = (
-                f"{self.compared:,} of {self.parameters:,} parameters, all that are not of an expert and the experts "
-                f"of layer {self.layer} (next time: layer {(self.layer + 1) % self.layers})"
+                f"{self.compared:,} of {self.parameters:,} parameters, all that are not of an "
+                f"expert and the experts of layer {self.layer} (next time: layer {next_layer})"
             )
         return f"read back and compared in {self.seconds:.1f} s: {what}"
 
 
 @dataclass
-class QuantisationError:
-    """Of one Hugging Face tensor: what its experts lost by being quantised."""
+class QuantizationLoss:
+    """What the experts of one Hugging Face tensor lost by being quantized."""
 
     experts: int = 0
     """All of them."""
     changed: int = 0
     """Those whose bytes are not the reference's; all, without an MXFP4 reference."""
     squared_error: float = 0.0
+    """Sum of (quantized - exact)**2 over the elements of the changed experts."""
     squared: float = 0.0
-    """Sums over the elements of the changed experts: of (quantised - exact)**2 and of exact**2."""
+    """Sum of exact**2 over the same elements."""
     largest: float = 0.0
     """Largest absolute error of an element."""
 
     @property
     def relative(self) -> float:
         """Root mean square error over root mean square value."""
-        return (self.squared_error / self.squared) ** 0.5 if self.squared else 0.0
+        if self.squared == 0:
+            return 0.0
+        return math.sqrt(self.squared_error / self.squared)
 
-    def is_close_to(self, other: "QuantisationError | None") -> bool:
-        """Whether the two are of the same experts, and equal but for the order of fp32 sums."""
+    def add(self, other: "QuantizationLoss") -> None:
+        """Take further experts into account."""
+        self.experts += other.experts
+        self.changed += other.changed
+        self.squared_error += other.squared_error
+        self.squared += other.squared
+        self.largest = max(self.largest, other.largest)
+
+    def is_close_to(self, other: "QuantizationLoss | None") -> bool:
+        """Tell whether both are of the same experts and equal but for the order of fp32 sums."""
         if other is None or (self.experts, self.changed) != (other.experts, other.changed):
             return False
-        ours = (self.squared_error, self.squared, self.largest)
-        theirs = (other.squared_error, other.squared, other.largest)
-        return all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(ours, theirs, strict=True))
+        return (
+            math.isclose(self.squared_error, other.squared_error, rel_tol=1e-4)
+            and math.isclose(self.squared, other.squared, rel_tol=1e-4)
+            and math.isclose(self.largest, other.largest, rel_tol=1e-4)
+        )
 
 
 @dataclass
 class ExportReport:
-    """What an export did to the experts; printing it is the answer for a person."""
+    """What an export did to the experts; its text is for a person."""
 
-    errors: dict[str, QuantisationError] = field(default_factory=dict)
+    losses: dict[str, QuantizationLoss] = field(default_factory=dict)
     """By tensor name; empty unless the export is MXFP4."""
     read_back: ReadBack | None = None
     """What was compared after it was written."""
 
-    def add(self, name: str, error: QuantisationError) -> None:
-        """One more expert of the tensor ``name``."""
-        total = self.errors.setdefault(name, QuantisationError())
-        total.experts += error.experts
-        total.changed += error.changed
-        total.squared_error += error.squared_error
-        total.squared += error.squared
-        total.largest = max(total.largest, error.largest)
+    def add(self, name: str, loss: QuantizationLoss) -> None:
+        """Take one more expert of the tensor ``name`` into account."""
+        self.losses.setdefault(name, QuantizationLoss()).add(loss)
 
     def __str__(self) -> str:
-        changed = {name: error for name, error in self.errors.items() if error.changed}
         lines = [
-            f"{name}: {error.changed} of {error.experts} experts quantised, "
-            f"relative error {error.relative:.3g}, largest {error.largest:.3g}"
-            for name, error in changed.items()
+            f"{name}: {loss.changed} of {loss.experts} experts quantized, relative error "
+            f"{loss.relative:.3g}, largest {loss.largest:.3g}"
+            for name, loss in self.losses.items()
+            if loss.changed
         ]
-        experts = sum(error.experts for error in self.errors.values())
-        kept = experts - sum(error.changed for error in changed.values())
-        return "\n".join([*lines, f"{kept} of {experts} expert matrices are byte for byte those of the reference"])
+        experts = sum(loss.experts for loss in self.losses.values())
+        kept = experts - sum(loss.changed for loss in self.losses.values())
+        lines.append(
+            f"{kept} of {experts} expert matrices are byte for byte those of the reference"
+        )
+        return "\n".join(lines)

@@ -1,7 +1,9 @@
 """Safetensors files, read and written piece by piece with plain file operations.
 
-Memory-mapped reading would count every page of a model as resident, and a file that is cut short under a running
-reader would end the process. Writing needs no list of tensors beforehand: room for the header is left at the start."""
+Memory-mapped reading would count every page of a model as resident, and a file that is cut short
+under a running reader would end the process. Writing needs no list of tensors beforehand: room for
+the header is left at the start.
+"""
 
 import errno
 import json
@@ -11,130 +13,211 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from converters.errors import ConversionError, errors_name
+from converters.bits import FileRange
+from converters.errors import ConversionError, name_file_in_errors
 
 Shape = tuple[int, ...]
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "U8": torch.uint8,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LENGTH_BYTES = 8
+"""A file begins with the length of its JSON header, little-endian."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a file."""
 
-    dtype: str
-    """As safetensors calls it, such as BF16."""
+    dtype_name: str
+    """As safetensors calls it, such as BF16; may be one that no model of ours has."""
     shape: Shape
     offset: int
     """Of its first byte in the file."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """KeyError if GPT-OSS is never stored so."""
+        return DTYPES[self.dtype_name]
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one slice along the first dimension."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
 
 class SafetensorsFile:
-    """Reads tensors, whole or some of their rows, from several threads at once. Raises ConversionError."""
+    """Reads tensors, or some of their rows, from several threads at once.
+
+    Raises ConversionError naming the file.
+    """
 
     def __init__(self, path: Path, from_disk: bool = False) -> None:
-        """``from_disk``: what is read comes from the disk itself, not from the system's cache
-        (which holds on to what was not synced)."""
-        self.path, self._from_disk = path, from_disk
+        """Open ``path`` and read its header.
+
+        ``from_disk``: read values from the disk itself, not from the page cache (which holds on to
+        what was not synced).
+        """
+        self.path = path
+        self._from_disk = from_disk
         try:
             with safe_open(path, framework="pt"):
                 pass  # the library checks the header and that the file is as long as it says
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (lives as long as this object)
-            (length,) = struct.unpack("<Q", self._file.read(8))
-            header = json.loads(self._file.read(length))
+            header = _read_header(self._file)
         except (SafetensorError, OSError) as error:
-            where = _where_it_ends(path)
             raise ConversionError(
-                f"{path}: truncated or not a safetensors file ({error}{where}); copy or download it again"
+                f"{path}: truncated or not a safetensors file ({error}{_where_it_ends(path)}); "
+                "copy or download it again"
             ) from None
+
         self.entries = {
-            name: Entry(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-            for name, entry in header.items()
-            if name != "__metadata__"
+            name: Entry(
+                dtype_name=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                offset=header.data_start + entry["data_offsets"][0],
+            )
+            for name, entry in header.tensors.items()
         }
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows ``start`` to ``stop`` along the first dimension."""
+    def file_range(self, name: str, start: int = 0, stop: int | None = None) -> FileRange:
+        """Return the bytes of rows ``start`` to ``stop`` along the first dimension."""
         entry = self.entries[name]
-        shape = (len(range(*slice(start, stop).indices(entry.shape[0]))), *entry.shape[1:])
-        dtype = DTYPES[entry.dtype]
-        buffer = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-        offset = entry.offset + start * math.prod(shape[1:]) * dtype.itemsize
-        view, done = memoryview(buffer.numpy()), 0
+        rows = range(entry.shape[0])[start:stop]
+        return FileRange(
+            path=self.path,
+            offset=entry.offset + start * entry.row_bytes,
+            length=len(rows) * entry.row_bytes,
+        )
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Read rows ``start`` to ``stop`` along the first dimension."""
+        entry = self.entries[name]
+        place = self.file_range(name, start, stop)
+        buffer = torch.empty(place.length, dtype=torch.uint8)
         if self._from_disk:
-            os.posix_fadvise(self._file.fileno(), offset, len(view), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(
+                self._file.fileno(), place.offset, place.length, os.POSIX_FADV_DONTNEED
+            )
         try:
-            while done < len(view):
-                count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
-                if count == 0:
-                    raise OSError(errno.EIO, "the file has become shorter")
-                done += count
+            self._fill(memoryview(buffer.numpy()), place.offset)
         except OSError as error:
             raise ConversionError(f"{self.path}: tensor {name} cannot be read ({error})") from None
-        return buffer.view(dtype).view(shape)
+        rows = place.length // entry.row_bytes
+        return buffer.view(entry.dtype).view(rows, *entry.shape[1:])
+
+    def _fill(self, buffer: memoryview, offset: int) -> None:
+        """Read until ``buffer`` is full: one call returns at most 2 GiB."""
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, "the file has become shorter")
+            done += count
+
+
+@dataclass(frozen=True)
+class _Header:
+    tensors: dict[str, dict[str, Any]]
+    """JSON entries by tensor name: dtype, shape and data_offsets."""
+    data_start: int
+    """Offset that data_offsets count from."""
+
+
+def _read_header(file: Any) -> _Header:
+    (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
+    tensors = json.loads(file.read(length))
+    tensors.pop("__metadata__", None)
+    return _Header(tensors, data_start=LENGTH_BYTES + length)
 
 
 def _where_it_ends(path: Path) -> str:
-    """Which tensor of a truncated file is the first that is not whole; nothing if that cannot be said."""
+    """Describe the first incomplete tensor of a truncated file; "" if that cannot be said."""
     try:
         with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        present = path.stat().st_size - 8 - length
-        for name, entry in sorted(header.items(), key=lambda item: item[1].get("data_offsets", [0])[0]):
-            if name == "__metadata__":
-                continue
+            header = _read_header(file)
+        data_bytes = path.stat().st_size - header.data_start
+        by_offset = sorted(header.tensors.items(), key=lambda item: item[1]["data_offsets"])
+        for name, entry in by_offset:
             start, stop = entry["data_offsets"]
-            if stop > present:
-                rows = entry["shape"][0] if entry["shape"] else 1
-                row = max(0, present - start) * rows // max(1, stop - start)
-                unit = "expert" if ".experts." in name else "row"
-                return f"; it ends in tensor {name}, {unit} {row} of {rows}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, MemoryError, OverflowError):
-        pass
+            if stop > data_bytes:
+                return _describe_end(name, entry["shape"], data_bytes - start, stop - start)
+    except Exception:  # the header of a damaged file may hold anything
+        return ""
     return ""
 
 
+def _describe_end(name: str, shape: list[int], present_bytes: int, tensor_bytes: int) -> str:
+    rows = shape[0] if shape else 1
+    row = max(0, present_bytes) * rows // max(1, tensor_bytes)
+    unit = "expert" if ".experts." in name else "row"
+    return f"; it ends in tensor {name}, {unit} {row} of {rows}"
+
+
 class SafetensorsWriter:
-    """A new file, to which tensors are appended as they come; complete once ``close`` has returned, and on the disk
-    once its directory was synced (``new_directory`` does). Raises OSError."""
+    """A new file, to which tensors are appended as they come.
+
+    Complete once ``close`` has returned, and on the disk once its directory was synced
+    (``new_directory`` does). Raises OSError.
+    """
 
     def __init__(self, path: Path, expected: Mapping[str, Shape]) -> None:
-        """``expected`` are all tensors that might come."""
-        longest = {name: self._entry("BF16", shape, 10**13, 10**13) for name, shape in expected.items()}
-        self._room = -(-len(self._header(longest)) // 8) * 8
+        """Create ``path``; ``expected`` are all tensors that might come."""
+        # No header is longer than that of all tensors, each at a place of 14 digits.
+        longest = {
+            name: self._entry("BF16", shape, 10**13, 10**13) for name, shape in expected.items()
+        }
+        header_bytes = len(self._header(longest))
+        self._header_room = math.ceil(header_bytes / 8) * 8
+
         self.path = path
         self._entries: dict[str, object] = {}
         self.names: list[str] = []
         self.size = 0
+        """Bytes of the tensors so far."""
         self._file = open(path, "wb")  # noqa: SIM115 (closed by close)
-        self._file.seek(8 + self._room)
+        self._file.seek(LENGTH_BYTES + self._header_room)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: torch.Tensor) -> FileRange:
+        """Append ``tensor`` [any shape], from any device, and return its place."""
         data = tensor.detach().cpu().contiguous().flatten()
-        self._entries[name] = self._entry(NAMES[data.dtype], tuple(tensor.shape), self.size, self.size + data.nbytes)
+        stop = self.size + data.nbytes
+        self._entries[name] = self._entry(NAMES[data.dtype], tuple(tensor.shape), self.size, stop)
+        place = FileRange(
+            path=self.path,
+            offset=LENGTH_BYTES + self._header_room + self.size,
+            length=data.nbytes,
+        )
         self.names.append(name)
-        self.size += data.nbytes
+        self.size = stop
         self._write(data.view(torch.uint8).numpy())
+        return place
 
     def close(self) -> None:
+        """Write the header and close the file."""
         self._file.seek(0)
-        self._write(struct.pack("<Q", self._room) + self._header(self._entries).ljust(self._room))
-        with errors_name(self.path):
+        header = self._header(self._entries).ljust(self._header_room)
+        self._write(struct.pack("<Q", self._header_room) + header)
+        with name_file_in_errors(self.path):
             self._file.close()
 
     def _write(self, data: object) -> None:
-        with errors_name(self.path):
+        with name_file_in_errors(self.path):
             self._file.write(data)  # type: ignore[arg-type]
 
     @staticmethod
-    def _entry(dtype: str, shape: Shape, start: int, stop: int) -> dict[str, object]:
-        return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+    def _entry(dtype_name: str, shape: Shape, start: int, stop: int) -> dict[str, object]:
+        return {"dtype": dtype_name, "shape": list(shape), "data_offsets": [start, stop]}
 
     @staticmethod
     def _header(entries: Mapping[str, object]) -> bytes:
-        return json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+        content = {"__metadata__": {"format": "pt"}, **entries}
+        return json.dumps(content, separators=(",", ":")).encode()

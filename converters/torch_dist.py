@@ -1,29 +1,39 @@
-"""Hugging Face directories <-> Megatron torch_dist checkpoints, one tensor in memory at a time, without a model.
+"""Hugging Face directories <-> Megatron torch_dist checkpoints, tensor by tensor.
 
-A checkpoint is a directory of Megatron's dist_checkpointing plus ``gptoss_config.json``, the ModelConfig as JSON; the
-trainer's checkpoints hold the same. Keys are those of Megatron's Transformer Engine layers whatever wrote the
-checkpoint: layers stacked along a leading axis, experts along a second one, the layer norm before attention as
+A checkpoint is a directory of Megatron's dist_checkpointing plus ``gptoss_config.json``, the
+ModelConfig as JSON; the trainer's checkpoints hold the same. Keys are those of Megatron's
+Transformer Engine layers whatever wrote the checkpoint: layers stacked along a leading axis,
+experts along a second one, the layer norm before attention as
 ``decoder.layers.self_attention.linear_qkv.layer_norm_weight`` and the one before the experts as
-``decoder.layers.pre_mlp_layernorm.weight``. The CPU layer specification maps its own names to these."""
+``decoder.layers.pre_mlp_layernorm.weight``. The CPU layer specification maps its names to these.
+"""
 
 import contextlib
 import math
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from converters import hf_directory
-from converters.hf_directory import HfDirectory, tokenizer_and_generation, write_hf_directory
+from converters.bits import FileRange
+from converters.hf_directory import (
+    HfDirectory,
+    tokenizer_and_generation,
+    write_hf_directory,
+    written_shapes,
+)
 from converters.hf_layouts import is_expert_matrix
 from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
-from converters.mxfp4_export import quantise
+from converters.mxfp4_export import quantize
 from converters.names import NamedParts, ParameterMapping, parameter_mappings, stack_experts
 from converters.new_directory import new_directory
-from converters.pipeline import Progress, bf16_bytes, in_order
-from converters.read_back import check_export, check_import
-from converters.reports import Check, ExportReport, QuantisationError, ReadBack
+from converters.page_cache import StreamedPages
+from converters.pipeline import Progress, ordered_map
+from converters.read_back import check_export, check_import, export_kind
+from converters.reports import Check, ExportReport, QuantizationLoss, ReadBack
+from converters.sample import Selection, select_parameters
 from converters.torch_dist_files import Shape, TorchDistWriter
 from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE
 from megatron_gptoss.config import ModelConfig
@@ -31,6 +41,9 @@ from megatron_gptoss.config import ModelConfig
 Precision = Literal["bf16", "fp32"]
 ExportFormat = Literal["bf16", "fp32", "mxfp4"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+# -- import ------------------------------------------------------------------------------------
 
 
 def import_checkpoint(
@@ -41,42 +54,99 @@ def import_checkpoint(
     check: Check = "sample",
     check_progress: Progress | None = None,
 ) -> ReadBack:
-    """Write ``hf_dir`` as a checkpoint that loads at any tensor, pipeline and expert parallel size.
+    """Write a checkpoint that loads at any tensor, pipeline and expert parallel size.
 
-    ``dtype`` converts; without it each tensor keeps its own. What was written is read back and compared as ``check``
-    says (``read_back``). The checkpoint appears in one move at the end: an import that is interrupted, or found wrong,
-    leaves nothing. Raises ConversionError naming the file, key or tensor."""
+    Args:
+        hf_dir: the source, a Hugging Face or OpenAI directory.
+        megatron_dir: the checkpoint to write, which appears in one move at the end: an import that
+            is interrupted, or found wrong, leaves nothing.
+        dtype: to convert weights to; without it each tensor keeps its own.
+        progress: told how far writing is.
+        check: what is read back and compared (``read_back``).
+        check_progress: told how far that is.
+
+    Raises:
+        ConversionError: naming the file, key or tensor.
+    """
     source = HfDirectory(hf_dir)
+    selection = select_parameters("import", source.config, check)
+    converted_dtype = None if dtype is None else DTYPES[dtype]
+
     with new_directory(Path(megatron_dir)) as partial:
         with TorchDistWriter(partial) as writer:
-            _write_parameters(source, writer, dtype, progress)
+            _write_parameters(source, writer, converted_dtype, selection, progress)
             for key, shape, index in _empty_entries(source.config):
                 writer.add_object(key, shape, index, None)
-            writer.add_object("common_state", (1,), (0,), {"checkpoint_version": 3.0, "iteration": 0})
+            state = {"checkpoint_version": 3.0, "iteration": 0}
+            writer.add_object("common_state", (1,), (0,), state)
         (partial / MODEL_CONFIG_FILE).write_text(source.config.model_dump_json(indent=1))
-        converted = None if dtype is None else DTYPES[dtype]
-        result = check_import(hf_dir, partial, converted, check, check_progress)
+        result = check_import(hf_dir, partial, converted_dtype, selection, check_progress)
     return result
 
 
 def _write_parameters(
-    source: HfDirectory, writer: TorchDistWriter, dtype: Precision | None, progress: Progress | None
+    source: HfDirectory,
+    writer: TorchDistWriter,
+    dtype: torch.dtype | None,
+    selection: Selection,
+    progress: Progress | None,
 ) -> None:
     table = list(parameter_mappings(source.config).values())
-    leading = source.config.num_layers, source.config.num_experts
+    leading_shape = (source.config.num_layers, source.config.num_experts)
 
-    def convert(mapping: ParameterMapping) -> torch.Tensor:
-        tensor = mapping.to_megatron(*(source.get(name, mapping.expert) for name in mapping.hf_names))
-        return (tensor if dtype is None else tensor.to(DTYPES[dtype])).contiguous()
+    def written_bytes(mapping: ParameterMapping) -> int:
+        written_dtype = dtype or source.dtype(mapping.hf_names[0])
+        return math.prod(mapping.shape) * written_dtype.itemsize
 
-    def size(mapping: ParameterMapping) -> int:
-        stored = source.dtype(mapping.hf_names[0]) if dtype is None else DTYPES[dtype]
-        return math.prod(mapping.shape) * stored.itemsize
+    with StreamedPages() as streamed:
 
-    with contextlib.closing(in_order(convert, table, size, progress)) as tensors:
-        for mapping, tensor in zip(table, tensors, strict=True):
-            index = mapping.checkpoint_index
-            writer.add_tensor(mapping.checkpoint_key, leading[: len(index)], index, tensor)
+        def convert(mapping: ParameterMapping) -> torch.Tensor:
+            parts = [source.get(name, mapping.expert) for name in mapping.hf_names]
+            if not selection.includes(mapping):
+                for name in mapping.hf_names:
+                    streamed.add(source.file_ranges(name, mapping.expert))
+            tensor = mapping.to_megatron(*parts)
+            if dtype is not None:
+                tensor = tensor.to(dtype)
+            return tensor.contiguous()
+
+        tensors = ordered_map(convert, table, size=written_bytes, progress=progress)
+        with contextlib.closing(tensors):
+            for mapping, tensor in zip(table, tensors, strict=True):
+                index = mapping.checkpoint_index
+                place = writer.add_tensor(
+                    mapping.checkpoint_key, leading_shape[: len(index)], index, tensor
+                )
+                if not selection.includes(mapping):
+                    streamed.add([place])
+
+
+def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
+    """Yield (key, shape, index) of ``_extra_state`` of linear and norm modules.
+
+    It would hold scales of fp8. Megatron's loader fails by default when an entry that its model has
+    is absent, and ignores those that it has not: these are the ones of the local and of the
+    Transformer Engine layers together.
+    """
+    layers = config.num_layers
+    experts = config.num_experts
+    modules = (
+        "self_attention.linear_qkv",
+        "self_attention.linear_proj",
+        "self_attention.core_attention",
+        "pre_mlp_layernorm",
+    )
+    for layer in range(layers):
+        for module in modules:
+            yield f"decoder.layers.{module}._extra_state", (layers,), (layer,)
+        for module in ("linear_fc1", "linear_fc2"):
+            key = f"decoder.layers.mlp.experts.experts.{module}._extra_state"
+            for expert in range(experts):
+                yield key, (layers, experts), (layer, expert)
+    yield "decoder.final_layernorm._extra_state", (1,), (0,)
+
+
+# -- export ------------------------------------------------------------------------------------
 
 
 def export_checkpoint(
@@ -89,75 +159,135 @@ def export_checkpoint(
     check: Check = "sample",
     check_progress: Progress | None = None,
 ) -> ExportReport:
-    """Write the weights of a checkpoint, imported or saved by a trainer, as a Hugging Face directory.
+    """Write the weights of a checkpoint as a Hugging Face directory.
 
-    Tokenizer files and generation settings are copied from ``reference``, another Hugging Face directory. To "mxfp4",
-    its scales are kept wherever they still fit. What was written is read back and compared as ``check`` says
-    (``read_back``). Raises ConversionError naming the file, key or tensor; ``hf_dir`` then does not exist."""
-    checkpoint, report = MegatronCheckpoint(megatron_dir), ExportReport()
-    quantised = dtype == "mxfp4"
-    hf_directory.written_shapes(checkpoint.config, quantised)  # does it fit at all?
-    tokenizer_files, generation = tokenizer_and_generation(reference) if reference is not None else ([], {})
+    Args:
+        megatron_dir: the source, imported or saved by a trainer.
+        hf_dir: the directory to write; does not exist after an error.
+        dtype: of the weights. With "mxfp4", only the experts' matrices are quantized.
+        reference: another Hugging Face directory, whose tokenizer files and generation settings are
+            copied. To "mxfp4", its scales are kept wherever they still fit.
+        max_shard_bytes: of a file.
+        progress: told how far writing is.
+        check: what is read back and compared (``read_back``).
+        check_progress: told how far that is.
+
+    Raises:
+        ConversionError: naming the file, key or tensor.
+    """
+    checkpoint = MegatronCheckpoint(megatron_dir)
+    quantized = dtype == "mxfp4"
+    # Refuses widths that do not fit MXFP4, before anything is written.
+    written_shapes(checkpoint.config, quantized)
+
+    tokenizer_files: list[Path] = []
+    generation_config: dict[str, Any] = {}
     original = None
-    if quantised and reference is not None and (Path(reference) / "config.json").exists():
+    if reference is not None:
+        tokenizer_files, generation_config = tokenizer_and_generation(reference)
+    if quantized and reference is not None and (Path(reference) / "config.json").exists():
         original = HfDirectory(reference)
         check_same_model(original, checkpoint.config, megatron_dir)
-    element = torch.float32 if dtype == "fp32" else torch.bfloat16
 
-    def convert(mapping: ParameterMapping) -> tuple[NamedParts, QuantisationError | None]:
-        parts = mapping.named_parts(checkpoint.parameter(mapping))
-        [(name, part), *_] = parts.items()
-        if quantised and mapping.expert is not None and is_expert_matrix(name):
-            blocks, error = quantise(name, mapping.expert, part, original)
-            return (mapping, blocks), error
-        return (mapping, {name: part.to(element).contiguous() for name, part in parts.items()}), None
-
-    table = list(parameter_mappings(checkpoint.config).values())
-
-    def converted() -> Generator[NamedParts, None, None]:
-        with contextlib.closing(in_order(convert, table, bf16_bytes, progress)) as results:
-            for (mapping, parts), error in results:
-                if error is not None:
-                    report.add(mapping.hf_names[0], error)
-                yield mapping, parts
+    report = ExportReport()
+    float_dtype = None if quantized else DTYPES[dtype]
+    selection = select_parameters(export_kind(float_dtype), checkpoint.config, check)
 
     def read_back(partial: Path) -> None:
         report.read_back = check_export(
             megatron_dir,
             partial,
-            dtype=None if quantised else element,
+            dtype=float_dtype,
             reference=None if original is None else original.path,
             report=report,
-            check=check,
+            selection=selection,
             progress=check_progress,
         )
 
-    with contextlib.closing(converted()) as parts:
-        write_hf_directory(
-            hf_dir,
-            checkpoint.config,
-            stack_experts(checkpoint.config, parts),
-            tokenizer_files=tokenizer_files,
-            generation_config=generation,
-            max_shard_bytes=max_shard_bytes,
-            quantised=quantised,
-            check=read_back,
-        )
+    with StreamedPages() as streamed:
+        exporter = _Exporter(checkpoint, original, float_dtype, selection, streamed)
+        with contextlib.closing(exporter.converted(report, progress)) as parts:
+            write_hf_directory(
+                hf_dir,
+                checkpoint.config,
+                stack_experts(checkpoint.config, parts),
+                tokenizer_files=tokenizer_files,
+                generation_config=generation_config,
+                max_shard_bytes=max_shard_bytes,
+                quantized=quantized,
+                on_written=exporter.note_written,
+                check=read_back,
+            )
     return report
 
 
-def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
-    """``_extra_state`` of linear and norm modules, as (key, shape, index): fp8 scales if there were any.
+@dataclass(frozen=True)
+class _Converted:
+    """What became of one Megatron parameter."""
 
-    Megatron's loader fails by default when one that its model has is absent, and ignores those that it has not: these
-    are the ones of the local and of the Transformer Engine layers together."""
-    layers, experts = config.num_layers, config.num_experts
-    attention = (f"self_attention.{module}" for module in ("linear_qkv", "linear_proj", "core_attention"))
-    per_layer = [*attention, "pre_mlp_layernorm"]
-    for layer in range(layers):
-        for module in per_layer:
-            yield f"decoder.layers.{module}._extra_state", (layers,), (layer,)
-        for module in ("linear_fc1", "linear_fc2"):
-            for expert in range(experts):
-                yield f"decoder.layers.mlp.experts.experts.{module}._extra_state", (layers, experts), (layer, expert)
-    yield "decoder.final_layernorm._extra_state", (1,), (0,)
+    mapping: ParameterMapping
+    parts: dict[str, torch.Tensor]
+    """By the name under which they are stored."""
+    loss: QuantizationLoss | None
+    """Of an expert's matrix that was quantized."""
+
+
+class _Exporter:
+    """Converts the parameters of a checkpoint on all cores."""
+
+    def __init__(
+        self,
+        checkpoint: MegatronCheckpoint,
+        original: HfDirectory | None,
+        dtype: torch.dtype | None,
+        selection: Selection,
+        streamed: StreamedPages,
+    ) -> None:
+        """``original`` has scales to keep; ``dtype`` None quantizes experts, the rest is bf16."""
+        self._checkpoint = checkpoint
+        self._original = original
+        self._quantizes = dtype is None
+        self._float_dtype = dtype or torch.bfloat16
+        self._selection = selection
+        self._streamed = streamed
+        self._table = list(parameter_mappings(checkpoint.config).values())
+        self._names_to_read_back = {
+            name
+            for mapping in self._table
+            if selection.includes(mapping)
+            for name in mapping.hf_names
+        }
+
+    def converted(
+        self, report: ExportReport, progress: Progress | None
+    ) -> Generator[NamedParts, None, None]:
+        """Yield every parameter's parts, in the order of the table; losses go to ``report``."""
+        results = ordered_map(
+            self._convert, self._table, size=lambda mapping: mapping.bf16_bytes, progress=progress
+        )
+        with contextlib.closing(results):
+            for result in results:
+                if result.loss is not None:
+                    report.add(result.mapping.hf_names[0], result.loss)
+                yield result.mapping, result.parts
+
+    def note_written(self, stored_name: str, place: FileRange) -> None:
+        """Take note that a tensor was written, which may not be needed any more."""
+        name = stored_name.removesuffix("_blocks").removesuffix("_scales")
+        if name not in self._names_to_read_back:
+            self._streamed.add([place])
+
+    def _convert(self, mapping: ParameterMapping) -> _Converted:
+        parts = mapping.named_parts(self._checkpoint.parameter(mapping))
+        name = mapping.hf_names[0]
+        if not self._selection.includes(mapping):
+            self._streamed.add(self._checkpoint.file_ranges(mapping))
+
+        if self._quantizes and mapping.expert is not None and is_expert_matrix(name):
+            packed, loss = quantize(name, mapping.expert, parts[name], self._original)
+            if self._original is not None and not self._selection.includes(mapping):
+                self._streamed.add(self._original.file_ranges(name, mapping.expert))
+            return _Converted(mapping, packed, loss)
+
+        converted = {name: part.to(self._float_dtype).contiguous() for name, part in parts.items()}
+        return _Converted(mapping, converted, loss=None)

@@ -1,4 +1,4 @@
-"""Is a Megatron checkpoint the model of a Hugging Face directory? Every tensor, and the logits of a few tokens."""
+"""Is a Megatron checkpoint the model of a Hugging Face directory? Compares tensors and logits."""
 
 import contextlib
 import math
@@ -8,15 +8,17 @@ from pathlib import Path
 import torch
 
 from converters.errors import ConversionError
-from converters.forward import HuggingFaceSide, MegatronSide, deviations
+from converters.forward import HuggingFaceModel, MegatronModel, compare_stages
 from converters.hf_directory import HfDirectory
 from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
 from converters.names import ParameterMapping, hf_shapes, parameter_mappings
-from converters.pipeline import Progress, bf16_bytes, in_order
+from converters.pipeline import Progress, ordered_map
 
 TOLERANCE = 1e-4
-"""Of a layer's output, relative; fp32 sums in another order differ by about 1e-6, a wrong layout by about 1."""
-ELEMENTS = 1 << 24
+"""Of a layer's output, relative; fp32 sums in another order differ by about 1e-6, a wrong layout by
+about 1."""
+PIECE_ELEMENTS = 1 << 24
+"""Elements that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,22 @@ class Difference:
 
 @dataclass
 class VerifyReport:
-    """What ``verify`` found; printing it is the answer for a person."""
+    """What ``verify`` saw; its text is for a person."""
 
     tensors: int = 0
+    """How many were compared."""
     differences: list[Difference] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
-    """Per stage of the network (embedding, layer 0, ..., logits) the relative difference of the outputs."""
+    """Relative difference of the outputs of each stage: embedding, layer 0, ..., logits."""
 
     @property
     def first_stage(self) -> str | None:
-        """The first whose outputs differ."""
-        return next((stage for stage, value in self.stages.items() if not value <= TOLERANCE), None)
+        """The first stage whose outputs differ."""
+        for stage, deviation in self.stages.items():
+            # also true of nan, which "deviation > TOLERANCE" is not
+            if not deviation <= TOLERANCE:
+                return stage
+        return None
 
     @property
     def equal(self) -> bool:
@@ -52,52 +59,107 @@ class VerifyReport:
         lines = [f"all {self.tensors} tensors are equal bit for bit"]
         if self.differences:
             lines = [f"{len(self.differences)} of {self.tensors} tensors differ:"]
-        lines += [f"  {d.name}: {d.elements} elements, largest difference {d.largest:.3g}" for d in self.differences]
+        for difference in self.differences:
+            lines.append(
+                f"  {difference.name}: {difference.elements} elements, largest difference "
+                f"{difference.largest:.3g}"
+            )
+
         if self.first_stage is None:
             worst = max(self.stages.values(), default=0.0)
-            lines.append(f"outputs of every layer and logits agree: largest relative difference {worst:.2g}")
+            lines.append(
+                f"outputs of every layer and logits agree: largest relative difference {worst:.2g}"
+            )
         else:
-            value = self.stages[self.first_stage]
-            lines.append(f"outputs differ first in {self.first_stage}, by {value:.2g} of the largest value")
+            deviation = self.stages[self.first_stage]
+            lines.append(
+                f"outputs differ first in {self.first_stage}, by {deviation:.2g} of the largest "
+                "value"
+            )
         return "\n".join(lines)
 
 
 def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -> VerifyReport:
-    """Compare every tensor bit for bit (as fp32 where dtypes differ) and, layer by layer, what the two models compute.
+    """Compare every tensor bit for bit and, layer by layer, what the two models compute.
 
-    The tensors are brought together by the name table; the outputs are computed without it (see ``forward``), so that a
-    mistake in the table itself shows. Raises ConversionError when either side cannot be read or they are of different
-    architectures."""
-    source, checkpoint = HfDirectory(hf_dir), MegatronCheckpoint(megatron_dir)
+    Where dtypes differ, tensors are compared as fp32. They are brought together by the name table;
+    the outputs are computed without it (see ``forward``), so that a mistake in the table shows.
+
+    Raises:
+        ConversionError: when either side cannot be read, or they are of different architectures.
+    """
+    source = HfDirectory(hf_dir)
+    checkpoint = MegatronCheckpoint(megatron_dir)
     check_same_model(source, checkpoint.config, megatron_dir)
-    table = list(parameter_mappings(source.config).values())
-    found: dict[str, Difference] = {}
 
+    differences = _compare_tensors(source, checkpoint, progress)
+    with torch.no_grad():
+        stages = compare_stages(
+            source.config,
+            HuggingFaceModel(source.config, source.get),
+            MegatronModel(checkpoint.config, checkpoint.get),
+        )
+        return VerifyReport(len(hf_shapes(source.config)), differences, dict(stages))
+
+
+def _compare_tensors(
+    source: HfDirectory, checkpoint: MegatronCheckpoint, progress: Progress | None
+) -> list[Difference]:
     def compare(mapping: ParameterMapping) -> list[Difference]:
         parts = mapping.named_parts(checkpoint.parameter(mapping))
-        return [_difference(name, source.get(name, mapping.expert), part) for name, part in parts.items()]
+        return [
+            _difference(name, source.get(name, mapping.expert), part)
+            for name, part in parts.items()
+        ]
 
-    with contextlib.closing(in_order(compare, table, bf16_bytes, progress)) as results:
+    table = list(parameter_mappings(source.config).values())
+    results = ordered_map(
+        compare, table, size=lambda mapping: mapping.bf16_bytes, progress=progress
+    )
+    by_name: dict[str, Difference] = {}
+    with contextlib.closing(results):
         for differences in results:
-            for d in differences:
-                if d.elements:
-                    before = found.get(d.name, Difference(d.name, 0.0, 0))
-                    found[d.name] = Difference(d.name, max(before.largest, d.largest), before.elements + d.elements)
-    megatron = MegatronSide(checkpoint.config, checkpoint.get)
-    with torch.no_grad():
-        stages = dict(deviations(source.config, HuggingFaceSide(source.config, source.get), megatron))
-    return VerifyReport(len(hf_shapes(source.config)), list(found.values()), stages)
+            for difference in differences:
+                if difference.elements:
+                    _add_difference(by_name, difference)
+    return list(by_name.values())
+
+
+def _add_difference(by_name: dict[str, Difference], difference: Difference) -> None:
+    """Add what differs in one expert to what differs in the others of its tensor."""
+    name = difference.name
+    before = by_name.get(name, Difference(name, largest=0.0, elements=0))
+    by_name[name] = Difference(
+        name,
+        largest=max(before.largest, difference.largest),
+        elements=before.elements + difference.elements,
+    )
 
 
 def _difference(name: str, expected: torch.Tensor, actual: torch.Tensor) -> Difference:
     if expected.shape != actual.shape:
-        raise ConversionError(f"tensor {name} is {list(expected.shape)} on one side, {list(actual.shape)} on the other")
-    largest, elements = 0.0, 0
-    both = (part.contiguous().flatten().split(ELEMENTS) for part in (expected, actual))
-    for ours, theirs in zip(*both, strict=True):
-        ours, theirs = ours.float(), theirs.float()
-        different = int((ours.view(torch.int32) != theirs.view(torch.int32)).sum())
-        if different:
-            elements += different
-            largest = max(largest, (ours - theirs).abs().max().item(), key=lambda x: math.inf if math.isnan(x) else x)
+        raise ConversionError(
+            f"tensor {name} is {list(expected.shape)} on one side, "
+            f"{list(actual.shape)} on the other"
+        )
+
+    largest = 0.0
+    elements = 0
+    expected_pieces = expected.contiguous().flatten().split(PIECE_ELEMENTS)
+    actual_pieces = actual.contiguous().flatten().split(PIECE_ELEMENTS)
+    for expected_piece, actual_piece in zip(expected_pieces, actual_pieces, strict=True):
+        first = expected_piece.float()
+        second = actual_piece.float()
+        # As integers, so that the sign of zero and the bits of NaN count.
+        differing = int((first.view(torch.int32) != second.view(torch.int32)).sum())
+        if differing:
+            elements += differing
+            largest = _larger(largest, (first - second).abs().max().item())
     return Difference(name, largest, elements)
+
+
+def _larger(first: float, second: float) -> float:
+    """Return the larger number, or nan if either is."""
+    if math.isnan(first) or math.isnan(second):
+        return math.nan
+    return max(first, second)

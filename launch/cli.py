@@ -261,7 +261,7 @@ def convert_export(
             check=check,
             check_progress=checked,
         )
-    if report.errors:
+    if report.losses:
         print(report)
     print(report.read_back)
     print(hf_dir)

@@ -43,10 +43,10 @@ DOWN = "model.layers.1.mlp.experts.down_proj"
 EXPERT_MATRICES = ("gate_up_proj", "down_proj")
 
 
-def quantised_weights(config: ModelConfig, seed: int = 0, scales: tuple[int, int] = (110, 124)) -> Weights:
+def quantized_weights(config: ModelConfig, seed: int = 0, scales: tuple[int, int] = (110, 124)) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in written_shapes(config, quantised=True).items():
+    for name, shape in written_shapes(config, quantized=True).items():
         if name.endswith("_blocks"):
             weights[name] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
             weights[name].view(-1, 16)[0] = 0
@@ -78,8 +78,8 @@ def same_bytes(directory: Path, weights: Weights) -> None:
 
 
 @pytest.fixture
-def quantised(tmp_path: Path) -> Path:
-    return save(tmp_path / "mxfp4", MODEL, quantised_weights(MODEL))
+def quantized(tmp_path: Path) -> Path:
+    return save(tmp_path / "mxfp4", MODEL, quantized_weights(MODEL))
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -104,12 +104,12 @@ def test_mxfp4_there_and_back_is_byte_identical(
         }
     )
     tmp = tmp_path_factory.mktemp("property")
-    weights = quantised_weights(config, seed, (0, 253))
+    weights = quantized_weights(config, seed, (0, 253))
     source = save(tmp / "hf", config, weights)
     import_checkpoint(source, tmp / "megatron")
     report = export_checkpoint(tmp / "megatron", tmp / "back", "mxfp4", source, max_shard_bytes=40_000)
     same_bytes(tmp / "back", weights)
-    assert not any(error.changed for error in report.errors.values())
+    assert not any(loss.changed for loss in report.losses.values())
     export_checkpoint(tmp / "megatron", tmp / "bf16", "bf16")
     import_checkpoint(tmp / "bf16", tmp / "again")
     first, second = HfDirectory(source), MegatronCheckpoint(tmp / "again")
@@ -117,18 +117,18 @@ def test_mxfp4_there_and_back_is_byte_identical(
         assert torch.equal(first.get(name).contiguous().view(torch.int16), tensor.view(torch.int16)), name
 
 
-def test_values_are_those_of_transformers(quantised: Path) -> None:
-    source = HfDirectory(quantised)
+def test_values_are_those_of_transformers(quantized: Path) -> None:
+    source = HfDirectory(quantized)
     for name in names.hf_shapes(MODEL):
-        packed = source.quantised(name) if name.endswith("_proj") else None
+        packed = source.read_mxfp4(name) if name.endswith("_proj") else None
         if packed is not None:
             assert torch.equal(source.get(name), convert_moe_packed_tensors(*packed))
 
 
-def test_transformers_loads_an_mxfp4_export_and_agrees_with_its_bf16_export(tmp_path: Path, quantised: Path) -> None:
-    import_checkpoint(quantised, tmp_path / "megatron")
-    export_checkpoint(tmp_path / "megatron", tmp_path / "mxfp4_back", "mxfp4", quantised)
-    export_checkpoint(tmp_path / "megatron", tmp_path / "bf16", "bf16", quantised)
+def test_transformers_loads_an_mxfp4_export_and_agrees_with_its_bf16_export(tmp_path: Path, quantized: Path) -> None:
+    import_checkpoint(quantized, tmp_path / "megatron")
+    export_checkpoint(tmp_path / "megatron", tmp_path / "mxfp4_back", "mxfp4", quantized)
+    export_checkpoint(tmp_path / "megatron", tmp_path / "bf16", "bf16", quantized)
     ids = torch.arange(20)[None]
     logits = []
     for directory, options in (
@@ -141,23 +141,23 @@ def test_transformers_loads_an_mxfp4_export_and_agrees_with_its_bf16_export(tmp_
     assert torch.equal(*logits)
 
 
-def test_a_changed_expert_is_reported_and_the_others_keep_their_bytes(tmp_path: Path, quantised: Path) -> None:
-    import_checkpoint(quantised, tmp_path / "megatron")
+def test_a_changed_expert_is_reported_and_the_others_keep_their_bytes(tmp_path: Path, quantized: Path) -> None:
+    import_checkpoint(quantized, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "bf16", "bf16")
     weights = load_file(tmp_path / "bf16/model.safetensors")
     weights[DOWN][1] += 0.01
     save_file(weights, tmp_path / "bf16/model.safetensors")
     import_checkpoint(tmp_path / "bf16", tmp_path / "trained")
-    report = export_checkpoint(tmp_path / "trained", tmp_path / "out", "mxfp4", quantised)
-    assert {name: error.changed for name, error in report.errors.items() if error.changed} == {DOWN: 1}
-    assert 0 < report.errors[DOWN].relative < 0.3
-    assert f"{DOWN}: 1 of 3 experts quantised" in str(report) and "11 of 12 expert matrices" in str(report)
-    before, after = load_file(quantised / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    report = export_checkpoint(tmp_path / "trained", tmp_path / "out", "mxfp4", quantized)
+    assert {name: loss.changed for name, loss in report.losses.items() if loss.changed} == {DOWN: 1}
+    assert 0 < report.losses[DOWN].relative < 0.3
+    assert f"{DOWN}: 1 of 3 experts quantized" in str(report) and "11 of 12 expert matrices" in str(report)
+    before, after = load_file(quantized / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
     assert [torch.equal(before[f"{DOWN}_blocks"][e], after[f"{DOWN}_blocks"][e]) for e in range(3)] == [1, 0, 1]
 
 
-def test_openai_names_give_the_same_checkpoint(tmp_path: Path, quantised: Path) -> None:
-    weights = load_file(quantised / "model.safetensors")
+def test_openai_names_give_the_same_checkpoint(tmp_path: Path, quantized: Path) -> None:
+    weights = load_file(quantized / "model.safetensors")
     original: Weights = {}
     for name, tensor in weights.items():
         if name.endswith(("_blocks", "_scales")):
@@ -186,11 +186,11 @@ def test_openai_names_give_the_same_checkpoint(tmp_path: Path, quantised: Path) 
     (directory / "config.json").write_text(json.dumps(config))
     assert HfDirectory(directory).config == MODEL
     import_checkpoint(directory, tmp_path / "megatron")
-    assert verify(quantised, tmp_path / "megatron").equal
+    assert verify(quantized, tmp_path / "megatron").equal
 
 
-def test_a_rank_reads_only_the_experts_that_it_asks_for(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = HfDirectory(quantised)
+def test_a_rank_reads_only_the_experts_that_it_asks_for(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = HfDirectory(quantized)
     read: list[int | None] = []
     original = source.get
     monkeypatch.setattr(source, "get", lambda name, expert=None: (read.append(expert), original(name, expert))[1])
@@ -222,10 +222,10 @@ def fill_from_mxfp4(rank: int, directory: Path, port: int) -> tuple[Weights, set
 
 def test_a_model_starts_from_an_mxfp4_directory_and_each_rank_reads_its_own_experts(tmp_path: Path) -> None:
     config = MODEL.model_copy(update={"num_experts": 4})
-    directory = save(tmp_path / "mxfp4", config, quantised_weights(config))
+    directory = save(tmp_path / "mxfp4", config, quantized_weights(config))
     ranks = run_distributed(fill_from_mxfp4, 2, directory, free_port())
     assert [read for _, read in ranks] == [{0, 1}, {2, 3}]
-    exported, original = ranks[0][0], quantised_weights(config)
+    exported, original = ranks[0][0], quantized_weights(config)
     for name in hf_shapes(config):
         if name.endswith(EXPERT_MATRICES):
             expected = convert_moe_packed_tensors(original[f"{name}_blocks"], original[f"{name}_scales"])
@@ -238,9 +238,9 @@ def test_a_model_starts_from_an_mxfp4_directory_and_each_rank_reads_its_own_expe
 @pytest.mark.parametrize(
     ("kind", "to_megatron", "to_hf", "stage"),
     [
-        ("linear_fc2.weight", names._same, names._alone(names._same), "layer 0"),
-        ("linear_fc1.weight", names._transpose, names._alone(names._transpose), "layer 0"),
-        (".1.mlp.experts.local_experts.0.linear_fc1.bias", names._same, names._alone(names._same), "layer 1"),
+        ("linear_fc2.weight", names._same, names._single_part(names._same), "layer 0"),
+        ("linear_fc1.weight", names._transpose, names._single_part(names._transpose), "layer 0"),
+        (".1.mlp.experts.local_experts.0.linear_fc1.bias", names._same, names._single_part(names._same), "layer 1"),
     ],
 )
 def test_verify_sees_a_table_that_is_wrong_in_both_directions(
@@ -252,7 +252,7 @@ def test_verify_sees_a_table_that_is_wrong_in_both_directions(
             for name, mapping in names.parameter_mappings(config).items()
         }
 
-    source = save(tmp_path / "hf", SQUARE, quantised_weights(SQUARE))
+    source = save(tmp_path / "hf", SQUARE, quantized_weights(SQUARE))
     monkeypatch.setattr(torch_dist, "parameter_mappings", mistaken)
     monkeypatch.setattr("converters.verify.parameter_mappings", mistaken)
     import_checkpoint(source, tmp_path / "megatron")
@@ -262,20 +262,20 @@ def test_verify_sees_a_table_that_is_wrong_in_both_directions(
     assert f"differ first in {stage}" in str(report)
 
 
-def test_the_outputs_verify_compares_are_those_of_transformers(tmp_path: Path, quantised: Path) -> None:
-    from converters.forward import TOKENS, HuggingFaceSide, embedded, logits, update
+def test_the_outputs_verify_compares_are_those_of_transformers(tmp_path: Path, quantized: Path) -> None:
+    from converters.forward import TOKENS, HuggingFaceModel, embed, layer_update, logits
 
-    import_checkpoint(quantised, tmp_path / "megatron")
+    import_checkpoint(quantized, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "fp32", "fp32")
     model: Any = GptOssForCausalLM.from_pretrained(tmp_path / "fp32", attn_implementation="eager", dtype="float32")
-    source = HfDirectory(quantised)
-    side = HuggingFaceSide(source.config, source.get)
+    source = HfDirectory(quantized)
+    weights = HuggingFaceModel(source.config, source.get)
     ids = torch.arange(TOKENS) * 7 % MODEL.vocab_size
     with torch.no_grad():
-        x = embedded(side, ids)
+        x = embed(weights, ids)
         for layer in range(MODEL.num_layers):
-            x = x + update(side, MODEL, layer, x)
-        assert (logits(side, MODEL, x) - model(ids[None]).logits[0]).abs().max() <= 2e-5
+            x = x + layer_update(weights, MODEL, layer, x)
+        assert (logits(weights, MODEL, x) - model(ids[None]).logits[0]).abs().max() <= 2e-5
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_the_outputs_verify_compares_are_those_of_transformers(tmp_path: Path, q
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_written(tmp_path: Path, change: Any, message: str) -> None:
-    weights = quantised_weights(MODEL)
+    weights = quantized_weights(MODEL)
     change(weights)
     source = save(tmp_path / "hf", MODEL, weights)
     with pytest.raises(ConversionError, match=message):
@@ -298,30 +298,30 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(tmp_path: Path, chang
 
 def test_widths_that_are_no_multiple_of_a_block_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="hidden_size is 40"):
-        written_shapes(TINY, quantised=True)
+        written_shapes(TINY, quantized=True)
 
 
-def test_a_killed_import_starts_again(tmp_path: Path, quantised: Path) -> None:
+def test_a_killed_import_starts_again(tmp_path: Path, quantized: Path) -> None:
     target = tmp_path / "megatron"
     code = (
         "import sys, time; from converters.torch_dist import import_checkpoint as i; "
         "i(*sys.argv[1:], progress=lambda d, t: time.sleep(1))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(quantised), str(target)])
+    process = subprocess.Popen([sys.executable, "-c", code, str(quantized), str(target)])
     partial = tmp_path / "megatron.partial"
     while not partial.exists() and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert partial.exists() and not target.exists()
-    import_checkpoint(quantised, target)
-    assert not partial.exists() and verify(quantised, target).equal
+    import_checkpoint(quantized, target)
+    assert not partial.exists() and verify(quantized, target).equal
 
 
-def test_names_and_checksums_of_a_checkpoint_are_as_ever(tmp_path: Path, quantised: Path) -> None:
+def test_names_and_checksums_of_a_checkpoint_are_as_ever(tmp_path: Path, quantized: Path) -> None:
     config = MODEL.model_copy(update={"num_layers": 1, "num_experts": 2})
     weights: Weights = {}
-    for name, shape in written_shapes(config, quantised=True).items():
+    for name, shape in written_shapes(config, quantized=True).items():
         start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         numbers = (torch.arange(torch.Size(shape).numel()) * 40503 + start) % 65521
         weights[name] = (

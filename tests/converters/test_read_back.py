@@ -15,14 +15,16 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from converters import hf_directory, names, new_directory, read_back, torch_dist
+from converters import hf_directory, names, new_directory, read_back, sample, torch_dist
 from converters.bits import same_bits
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.megatron_checkpoint import MegatronCheckpoint
+from converters.mxfp4_definition import defined_values, nearest
 from converters.names import hf_shapes
-from converters.read_back import check_weights, defined_values, nearest, next_layer
+from converters.read_back import check_weights
 from converters.safetensors_files import SafetensorsWriter
+from converters.sample import next_layer, remember_layer
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.torch_dist_files import TorchDistReader, TorchDistWriter
 from converters.verify import verify
@@ -30,7 +32,7 @@ from gptoss_kernels import mxfp4
 from launch.cli import app
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_model_weights
-from tests.converters.test_mxfp4 import DOWN, MODEL, quantised_weights, save
+from tests.converters.test_mxfp4 import DOWN, MODEL, quantized_weights, save
 
 Patch = pytest.MonkeyPatch
 LAYER, EXPERT = 1, 2
@@ -42,19 +44,19 @@ MEGATRON_NORM = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
 
 @pytest.fixture(autouse=True)
 def the_sample_is_layer_1(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(read_back, "next_layer", lambda kind, config: LAYER)
+    monkeypatch.setattr(sample, "next_layer", lambda kind, config: LAYER)
     monkeypatch.setattr(read_back, "remember_layer", lambda kind, config, layer: None)
 
 
 @pytest.fixture
-def quantised(tmp_path: Path) -> Path:
-    return save(tmp_path / "mxfp4", MODEL, quantised_weights(MODEL))
+def quantized(tmp_path: Path) -> Path:
+    return save(tmp_path / "mxfp4", MODEL, quantized_weights(MODEL))
 
 
 @pytest.fixture
-def floats(tmp_path: Path, quantised: Path) -> Path:
+def floats(tmp_path: Path, quantized: Path) -> Path:
     """The same in bf16."""
-    source = HfDirectory(quantised)
+    source = HfDirectory(quantized)
     write_hf_directory(tmp_path / "bf16", MODEL, ((name, source.get(name)) for name in source.names()))
     return tmp_path / "bf16"
 
@@ -62,9 +64,9 @@ def floats(tmp_path: Path, quantised: Path) -> Path:
 class Conversion:
     """One of the four, as a user starts it; ``output`` is what it writes."""
 
-    def __init__(self, kind: str, tmp_path: Path, quantised: Path, floats: Path) -> None:
-        self.is_import, self.quantised = kind.startswith("import"), kind.endswith("mxfp4")
-        self.output, self.original = tmp_path / "output", quantised if self.quantised else floats
+    def __init__(self, kind: str, tmp_path: Path, quantized: Path, floats: Path) -> None:
+        self.is_import, self.quantized = kind.startswith("import"), kind.endswith("mxfp4")
+        self.output, self.original = tmp_path / "output", quantized if self.quantized else floats
         if not self.is_import:
             import_checkpoint(self.original, tmp_path / "megatron", check="all")
             self.megatron = tmp_path / "megatron"
@@ -72,7 +74,7 @@ class Conversion:
     def run(self, check: Any = "sample") -> None:
         if self.is_import:
             import_checkpoint(self.original, self.output, check=check)
-        elif self.quantised:
+        elif self.quantized:
             export_checkpoint(self.megatron, self.output, "mxfp4", self.original, check=check)
         else:
             export_checkpoint(self.megatron, self.output, "bf16", check=check)
@@ -80,7 +82,7 @@ class Conversion:
     def command(self) -> list[str]:
         if self.is_import:
             return ["convert", "import", str(self.original), str(self.output)]
-        more = ["--format", "mxfp4", "--reference", str(self.original)] if self.quantised else []
+        more = ["--format", "mxfp4", "--reference", str(self.original)] if self.quantized else []
         return ["convert", "export", str(self.megatron), str(self.output), *more]
 
     def output_is_right(self) -> bool:
@@ -93,8 +95,8 @@ class Conversion:
 
 
 @pytest.fixture(params=["import bf16", "import mxfp4", "export bf16", "export mxfp4"])
-def conversion(request: pytest.FixtureRequest, tmp_path: Path, quantised: Path, floats: Path) -> Conversion:
-    return Conversion(request.param, tmp_path, quantised, floats)
+def conversion(request: pytest.FixtureRequest, tmp_path: Path, quantized: Path, floats: Path) -> Conversion:
+    return Conversion(request.param, tmp_path, quantized, floats)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -102,12 +104,12 @@ def conversion(request: pytest.FixtureRequest, tmp_path: Path, quantised: Path, 
 
 def one_wrong_result(conversion: Conversion, monkeypatch: Patch) -> None:
     """A thread's codec, or a thread's transform where there is no codec, answers one call wrongly."""
-    if not conversion.quantised:
+    if not conversion.quantized:
         monkeypatch.setattr(torch_dist, "parameter_mappings", table_that_is_wrong_once)
         return
     name = "dequantize" if conversion.is_import else "quantize"
     correct = getattr(mxfp4, name)
-    blocks, scales = HfDirectory(conversion.original).quantised(DOWN, EXPERT) or ()
+    blocks, scales = HfDirectory(conversion.original).read_mxfp4(DOWN, EXPERT) or ()
     meant = blocks if conversion.is_import else mxfp4.dequantize(blocks, scales)
     calls = []
 
@@ -141,19 +143,19 @@ def an_expert_at_anothers_place(conversion: Conversion, monkeypatch: Patch) -> N
     if conversion.is_import:
         add = TorchDistWriter.add_tensor
 
-        def misplacing(self: Any, key: str, shape: Any, index: Any, tensor: torch.Tensor) -> None:
+        def misplacing(self: Any, key: str, shape: Any, index: Any, tensor: torch.Tensor) -> Any:
             if key == MEGATRON_DOWN and index[0] == LAYER:
                 index = (LAYER, swapped.get(index[1], index[1]))
-            add(self, key, shape, index, tensor)
+            return add(self, key, shape, index, tensor)
 
         monkeypatch.setattr(TorchDistWriter, "add_tensor", misplacing)
         return
     add_hf = SafetensorsWriter.add
 
-    def misplacing_rows(self: Any, name: str, tensor: torch.Tensor) -> None:
+    def misplacing_rows(self: Any, name: str, tensor: torch.Tensor) -> Any:
         if name.startswith(DOWN) and "bias" not in name:
             tensor = tensor[[swapped.get(expert, expert) for expert in range(len(tensor))]]
-        add_hf(self, name, tensor)
+        return add_hf(self, name, tensor)
 
     monkeypatch.setattr(SafetensorsWriter, "add", misplacing_rows)
 
@@ -179,7 +181,7 @@ def a_flipped_bit(layer: int | None, conversion: Conversion, monkeypatch: Patch)
             key, index = (MEGATRON_NORM, (0,)) if layer is None else (MEGATRON_DOWN, (layer, EXPERT))
             value = reader.get(key, index, reader.shape(key)[len(index) :])
         else:
-            name = DOWN.replace("1", str(layer)) + ("_blocks" if conversion.quantised else "")
+            name = DOWN.replace("1", str(layer)) + ("_blocks" if conversion.quantized else "")
             with safe_open(path, "pt") as file:
                 value = file.get_tensor(NORM) if layer is None else file.get_tensor(name)[EXPERT]
         content = bytearray(path.read_bytes())
@@ -255,35 +257,36 @@ def test_the_command_fails_in_one_line(monkeypatch: Patch, conversion: Conversio
     assert result.exit_code == 1 and not conversion.output.exists()
     assert re.match(rf"gptoss: .*{OF_THE_EXPERT}", result.output) and result.output.count("\n") == 1
     result = CliRunner().invoke(app, [*conversion.command(), "--check", "all"])
-    assert result.exit_code == 0 and "read back and compared in" in result.output
+    assert result.exit_code == 0, result.output
+    assert "read back and compared in" in result.output
 
 
 def test_a_report_that_claims_another_loss_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     trained = [(name, torch.randn(shape).bfloat16()) for name, shape in hf_shapes(MODEL).items()]
     write_hf_directory(tmp_path / "trained", MODEL, trained)
     import_checkpoint(tmp_path / "trained", tmp_path / "megatron")
-    convert = torch_dist.quantise
+    convert = torch_dist.quantize
 
     def claiming(name: str, *args: Any) -> Any:
-        packed, error = convert(name, *args)
-        error.squared_error *= 0.5
-        return packed, error
+        packed, loss = convert(name, *args)
+        loss.squared_error *= 0.5
+        return packed, loss
 
-    monkeypatch.setattr(torch_dist, "quantise", claiming)
+    monkeypatch.setattr(torch_dist, "quantize", claiming)
     with pytest.raises(ConversionError, match=r"the loss of model\.layers\.1\.mlp.* was reported as"):
         export_checkpoint(tmp_path / "megatron", tmp_path / "output", "mxfp4")
     assert not (tmp_path / "output").exists()
 
 
 def test_a_codec_that_is_always_wrong_is_found_by_the_formats_definition(
-    tmp_path: Path, monkeypatch: Patch, quantised: Path
+    tmp_path: Path, monkeypatch: Patch, quantized: Path
 ) -> None:
     dequantize, quantize = mxfp4.dequantize, mxfp4.quantize
-    import_checkpoint(quantised, tmp_path / "megatron")
+    import_checkpoint(quantized, tmp_path / "megatron")
     with monkeypatch.context() as patch:
         patch.setattr(mxfp4, "dequantize", lambda *packed: 2 * dequantize(*packed))
         with pytest.raises(ConversionError, match=r"experts\.\w+, expert \d holds something else"):
-            import_checkpoint(quantised, tmp_path / "output")
+            import_checkpoint(quantized, tmp_path / "output")
     with monkeypatch.context() as patch:
         patch.setattr(mxfp4, "quantize", lambda x, hint=None: quantize(x.roll(1, dims=-1), None))
         with pytest.raises(ConversionError, match="do not stand for the numbers nearest"):
@@ -318,7 +321,7 @@ def test_values_by_definition_are_those_of_the_codec() -> None:
     assert same_bits(defined_values(blocks, scales).bfloat16(), mxfp4.dequantize(blocks, scales))
 
 
-def test_what_the_quantiser_makes_is_nearest_and_its_neighbour_is_not() -> None:
+def test_what_the_quantizer_makes_is_nearest_and_its_neighbour_is_not() -> None:
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     blocks, scales = mxfp4.quantize(x)
     assert nearest(defined_values(blocks, scales), x, scales)
@@ -337,30 +340,30 @@ def test_bits_are_compared_and_not_numbers() -> None:
 # -- turns and progress -----------------------------------------------------------------------------------------------
 
 
-def test_every_layer_has_its_turn_run_after_run(tmp_path: Path, monkeypatch: Patch, quantised: Path) -> None:
+def test_every_layer_has_its_turn_run_after_run(tmp_path: Path, monkeypatch: Patch, quantized: Path) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(read_back, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(sample, "cache_directory", lambda: tmp_path)
     many = MODEL.model_copy(update={"num_layers": 24})
     turns = []
     for _ in range(30):
         turns.append(next_layer("import", many))
-        read_back.remember_layer("import", many, turns[-1])
-        read_back.remember_layer("export_bf16", many, 5)  # other kinds have turns of their own
+        remember_layer("import", many, turns[-1])
+        remember_layer("export_bf16", many, 5)  # other kinds have turns of their own
     assert turns == [(turns[0] + run) % 24 for run in range(30)]
 
-    layers = [import_checkpoint(quantised, tmp_path / f"run{run}").layer for run in range(4)]
+    layers = [import_checkpoint(quantized, tmp_path / f"run{run}").layer for run in range(4)]
     assert layers in ([0, 1, 0, 1], [1, 0, 1, 0])
-    result = import_checkpoint(quantised, tmp_path / "once_more")
+    result = import_checkpoint(quantized, tmp_path / "once_more")
     assert f"experts of layer {result.layer} (next time: layer {1 - result.layer})" in str(result)
-    everything = import_checkpoint(quantised, tmp_path / "everything", check="all")
+    everything = import_checkpoint(quantized, tmp_path / "everything", check="all")
     assert everything.layer is None and everything.compared == everything.parameters > result.compared
 
 
-def test_a_layer_that_was_found_wrong_is_looked_at_again(tmp_path: Path, monkeypatch: Patch, quantised: Path) -> None:
+def test_a_layer_that_was_found_wrong_is_looked_at_again(tmp_path: Path, monkeypatch: Patch, quantized: Path) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(read_back, "cache_directory", lambda: tmp_path)
-    read_back.remember_layer("import", MODEL, LAYER - 1)
-    conversion = Conversion("import mxfp4", tmp_path, quantised, quantised)
+    monkeypatch.setattr(sample, "cache_directory", lambda: tmp_path)
+    remember_layer("import", MODEL, LAYER - 1)
+    conversion = Conversion("import mxfp4", tmp_path, quantized, quantized)
     with monkeypatch.context() as patch:
         a_flipped_bit(LAYER, conversion, patch)
         for _ in range(2):
@@ -370,27 +373,27 @@ def test_a_layer_that_was_found_wrong_is_looked_at_again(tmp_path: Path, monkeyp
 
 def test_without_a_cache_to_remember_in_all_layers_can_have_their_turn(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(read_back, "cache_directory", lambda: tmp_path / "file" / "below")
+    monkeypatch.setattr(sample, "cache_directory", lambda: tmp_path / "file" / "below")
     (tmp_path / "file").touch()
     for _ in range(100):
-        read_back.remember_layer("import", MODEL, 0)
+        remember_layer("import", MODEL, 0)
     assert {next_layer("import", MODEL) for _ in range(100)} == {0, 1}
 
 
-def test_the_check_reports_its_progress(tmp_path: Path, quantised: Path) -> None:
+def test_the_check_reports_its_progress(tmp_path: Path, quantized: Path) -> None:
     calls: list[tuple[int, int]] = []
-    import_checkpoint(quantised, tmp_path / "output", check_progress=lambda done, total: calls.append((done, total)))
+    import_checkpoint(quantized, tmp_path / "output", check_progress=lambda done, total: calls.append((done, total)))
     assert calls == sorted(calls) and calls[-1][0] == calls[-1][1]
 
 
 # -- directories that were never finished -----------------------------------------------------------------------------
 
 
-def test_what_a_killed_conversion_left_is_not_loaded(tmp_path: Path, quantised: Path) -> None:
+def test_what_a_killed_conversion_left_is_not_loaded(tmp_path: Path, quantized: Path) -> None:
     """It may be whole, but nobody has compared it."""
-    import_checkpoint(quantised, tmp_path / "megatron")
+    import_checkpoint(quantized, tmp_path / "megatron")
     (tmp_path / "megatron").rename(tmp_path / "megatron.partial")
-    quantised.rename(tmp_path / "hf.partial")
+    quantized.rename(tmp_path / "hf.partial")
     with pytest.raises(ConversionError, match=r"hf\.partial: unfinished"):
         HfDirectory(tmp_path / "hf.partial")
     with pytest.raises(ConversionError, match=r"megatron\.partial: unfinished"):
@@ -400,7 +403,7 @@ def test_what_a_killed_conversion_left_is_not_loaded(tmp_path: Path, quantised: 
 
 
 def test_a_directory_is_on_the_disk_before_it_has_its_name(
-    monkeypatch: Patch, conversion: Conversion, quantised: Path
+    monkeypatch: Patch, conversion: Conversion, quantized: Path
 ) -> None:
     synced: set[int] = set()
     fsync, rename = os.fsync, Path.rename
@@ -422,4 +425,4 @@ def test_a_directory_is_on_the_disk_before_it_has_its_name(
 
 
 def test_shapes_of_the_tests_are_those_of_the_model() -> None:
-    assert {DOWN, NORM} < set(hf_shapes(MODEL)) and hf_directory.written_shapes(MODEL, quantised=True)
+    assert {DOWN, NORM} < set(hf_shapes(MODEL)) and hf_directory.written_shapes(MODEL, quantized=True)

@@ -1,0 +1,47 @@
+"""MXFP4 straight from its definition, to check the codec: slow, and sharing no table with it."""
+
+import torch
+
+from converters.hf_layouts import BLOCK
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes by the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats
+1.0, table 5)."""
+
+
+def defined_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Compute the values that MXFP4 stands for.
+
+    Args:
+        blocks: uint8 [rows, n, 16].
+        scales: uint8 [rows, n], at most 252 (HfDirectory refuses what bf16 cannot hold).
+
+    Returns:
+        fp32 [rows, n * 32], which holds all of them exactly.
+    """
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
+    magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float64)[codes & 7]
+    signs = 1.0 - 2.0 * (codes >> 3)
+    return (signs * magnitudes * _powers(scales)).float().flatten(-2)
+
+
+def nearest(values: torch.Tensor, exact: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Tell whether MXFP4 ``values`` are, with their scales, as near to ``exact`` as can be.
+
+    Args:
+        values: [rows, n * 32].
+        exact: the numbers that were quantized, [rows, n * 32].
+        scales: uint8 [rows, n].
+    """
+    unit = _powers(scales)
+    error = (values.double() - exact.double()).abs().unflatten(-1, (-1, BLOCK)) / unit
+    magnitude = exact.double().abs().unflatten(-1, (-1, BLOCK)) / unit
+
+    # Neighbouring values are 0.5 apart up to 2, 1 up to 4, and 2 up to 6.
+    largest_error = torch.where(magnitude <= 2, 0.25, torch.where(magnitude <= 4, 0.5, 1.0))
+    return bool((error <= largest_error).all())
+
+
+def _powers(scales: torch.Tensor) -> torch.Tensor:
+    """Return 2 ** (scale - 127) as fp64 [rows, n, 1]."""
+    return torch.exp2(scales.double() - 127)[..., None]
