@@ -199,6 +199,7 @@ class ModelConfig(StrictModel):
                 raise ValueError(f"{where}: key '{key}' is missing")
         config = cls(**fields)
 
+        # What our layers take for granted has to hold: other values would load and be wrong.
         if rope.get("truncate", True):
             raise ValueError(f"{where}: rope_scaling.truncate must be false, as in the released models")
         layer_types = raw.get("layer_types", config.layer_types)
@@ -286,6 +287,7 @@ class ParallelConfig(StrictModel):
 
     def layers_of_stage(self, stage: int, model: ModelConfig) -> int:
         """Return how many layers a pipeline stage has."""
+        # The stages before the last share the remaining layers evenly (see check_layout).
         last = self.last_stage_layers or model.num_layers // self.pipeline
         if stage == self.pipeline - 1:
             return last
@@ -315,6 +317,7 @@ class ParallelConfig(StrictModel):
                 f"{usable_ranks} ranks, or another context; any context size can be split"
             )
 
+        # Experts are spread over all ranks of a stage, whatever else those share.
         stage_ranks = self.world_size // self.pipeline
         if stage_ranks % self.expert:
             raise ValueError(f"parallel.expert ({self.expert}) must divide world_size / pipeline ({stage_ranks})")
@@ -411,6 +414,7 @@ class OptimizerConfig(StrictModel):
 
         It rises linearly over the warm-up, then stays or falls as a cosine to a tenth.
         """
+        # Step 0 counts as one: a learning rate of 0 would waste its batch.
         if step < self.warmup_steps or self.schedule == "constant":
             return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
 

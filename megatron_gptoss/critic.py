@@ -35,6 +35,7 @@ class ValueHead(torch.nn.Module):
 
 def make_critic(policy: torch.nn.Module) -> torch.nn.Module:
     """Replace the output layer of a model that holds the policy's weights by a value head."""
+    # Only the last stage's last chunk has an output layer.
     for chunk in chunks_of(policy):
         if chunk.post_process:
             chunk.output_layer = ValueHead(chunk)

@@ -63,6 +63,7 @@ def _join_ranks(world_size: int, rank: int, master: str, port: int) -> None:
 
 
 def _create_groups(parallel: ParallelConfig) -> None:
+    # Megatron takes any number of chunks, even 1, for an interleaved schedule.
     virtual_pipeline = None
     if parallel.virtual_pipeline > 1:
         virtual_pipeline = parallel.virtual_pipeline
@@ -72,6 +73,7 @@ def _create_groups(parallel: ParallelConfig) -> None:
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=virtual_pipeline,
         context_parallel_size=parallel.context,
+        # Experts are spread over ranks whole; each one's products are small already.
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
     )

@@ -72,6 +72,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         normalizer = peak + total.log()
         entropy = normalizer - weighted / total
 
+        # Logits are not kept: the backward pass makes them again from these.
         ctx.save_for_backward(hidden, weight, labels, normalizer, entropy)
         ctx.temperature = temperature
         ctx.group = group

@@ -75,8 +75,10 @@ def _build_chunk(config: GptOssTransformerConfig, index: int) -> GPTModel:
         max_sequence_length=config.gptoss.max_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=index),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=index),
+        # SinkAttention rotates queries and keys at explicit positions.
         position_embedding_type="none",
         share_embeddings_and_output_weights=False,
+        # Every tensor-parallel rank keeps the logits of its share of the vocabulary.
         parallel_output=True,
         vp_stage=index,
     )

@@ -31,7 +31,9 @@ def wrap_data_parallel(
         overlap_grad_reduce=on_gpu,
         overlap_param_gather=on_gpu,
         grad_reduce_in_fp32=_sums_gradients_in_fp32(model_config.params_dtype, config),
+        # The trainer checks by itself, and then skips the step or names the parameters.
         check_for_nan_in_grad=False,
+        # Losses are normalised over the global batch already: gradients are summed.
         average_in_collective=False,
     )
     wrapped = [DistributedDataParallel(model_config, reduction, chunk) for chunk in chunks]
@@ -69,6 +71,7 @@ def build_optimizer(
     overrides = get_standard_config_overrides(settings) | router_biases
     optimizer = get_megatron_optimizer(settings, wrapped, config_overrides=overrides)
 
+    # Gradients then keep their parameters' dtypes. Megatron looks this function up when it clips.
     if not _sums_gradients_in_fp32(dtype, config):
         clip_grads.multi_tensor_applier = one_dtype_at_a_time
     return optimizer

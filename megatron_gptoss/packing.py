@@ -135,6 +135,7 @@ class PackedBatch:
         if size == 1:
             return self
 
+        # cu_seqlens is the one tensor that is not per token.
         layout = self.context_layout_over(size)
         tokens = layout.rank_tokens(rank).to(self.input_ids.device)
         per_token = self._tensors()
@@ -176,6 +177,7 @@ def build_batch(samples: Sequence[Sample], align: int = 1) -> PackedBatch:
     for sample in samples:
         _check_sample(sample)
 
+    # The padding is a sequence of its own, so that it attends to nothing and nothing to it.
     lengths = [sample.num_labels for sample in samples]
     padding = -sum(lengths) % align
     sequences = lengths + ([padding] if padding else [])
@@ -335,6 +337,7 @@ def _fill(
     tokens = [0] * count
     cost = [0.0] * count
     for sample in longest_first:
+        # By cost and not by length: attention makes one long sequence dearer than several short ones.
         length = sample.num_labels
         roomy = [i for i in range(count) if tokens[i] + length <= max_tokens]
         if not roomy:

@@ -138,6 +138,7 @@ class RoutingReplay:
         ``routes_compared``: prescribed (token, layer) routes; ``routes_agreeing``: those that the
         router would have chosen itself.
         """
+        # Reading the counters waits for the GPU, which adding to them does not.
         agreeing = float(sum(layer.agreeing for layer in self.layers))
         compared = float(sum(layer.compared for layer in self.layers))
         for layer in self.layers:

@@ -99,6 +99,7 @@ class Scorer:
             if self.replay is not None and model is self.model[0]:
                 self.replay.prescribe(batch.routed_experts)
 
+            # Megatron wants a batch dimension; a packed row is a batch of one.
             output = model(
                 batch.input_ids[None],
                 batch.position_ids[None],
@@ -108,9 +109,12 @@ class Scorer:
             )
             return output, lambda output: loss(output, batch)
 
+        # A message between stages holds what one rank has of a row: context parallelism and
+        # sequence parallelism each share its tokens out.
         local_tokens = [batch.tokens // alignment() for batch in batches]
         outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
+            # The interleaved schedule takes every micro-batch once for each chunk.
             data_iterator=[iter(batches) for _ in self.model],
             model=self.model,
             num_microbatches=len(batches),

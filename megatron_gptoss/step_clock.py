@@ -65,6 +65,7 @@ class StepClock:
         self._mark()
         marks = self._marks or []
         self._marks = None
+        # The times of events are known only when the GPU has passed them.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -81,6 +82,7 @@ class StepClock:
             return
 
         now: Any = time.perf_counter()
+        # The event says when the GPU gets here; the host does not wait for it.
         if torch.cuda.is_available():
             now = torch.cuda.Event(enable_timing=True)
             now.record()

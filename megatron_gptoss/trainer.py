@@ -134,6 +134,7 @@ class PolicyTrainer(Scorer):
             learning_rate=learning_rate,
             parameters_updated=False,
         )
+        # All ranks decide alike: whether gradients are finite is agreed on among them.
         self.clock.enter("optimizer")
         if self._gradients_are_finite():
             self._update_parameters(statistics)
@@ -152,10 +153,13 @@ class PolicyTrainer(Scorer):
     ) -> list[LossOutput]:
         """Run forward and backward passes; on the last pipeline stage, return the losses."""
         self.module.train()
+        # Gradients are in Megatron's buffers, of which the optimizer knows only its own share.
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+        # The second result is a number of tokens that Megatron would divide by; see
+        # _finalize_gradients.
         def loss(values: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
             output = loss_function(*values, batch)
             return output.loss, torch.ones((), dtype=torch.int), output
@@ -190,6 +194,7 @@ class PolicyTrainer(Scorer):
         return sums, maxima
 
     def _update_parameters(self, statistics: StepStatistics) -> None:
+        # In place of Megatron's OptimizerParamScheduler.
         for group in self.optimizer.param_groups:
             group["lr"] = statistics.learning_rate
 
@@ -253,6 +258,8 @@ class PolicyTrainer(Scorer):
         device = next(self.module.parameters()).device
         world_size = dist.get_world_size()
 
+        # Tensor-, pipeline- and context-parallel ranks share these micro-batches: only data-parallel
+        # ranks may add up.
         lengths = [length for batch in batches for length in batch.cu_seqlens.diff().tolist()]
         local_flops = 3 * forward_flops(self.chunks[0].config.gptoss, lengths)
         work = torch.tensor([sum(lengths), local_flops], dtype=torch.double, device=device)
@@ -304,6 +311,7 @@ def reduce_scalars(
     if not values or not values[0]:
         return {}
 
+    # All names in one message, in fp64: sums run over up to millions of tokens.
     names = list(values[0])
     rows = [torch.stack([scalars[name].detach().double() for name in names]) for scalars in values]
     stacked = torch.stack(rows)

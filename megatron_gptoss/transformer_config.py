@@ -100,6 +100,7 @@ def _shape_settings(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
+        # Every layer is a mixture of experts; Megatron asks for the width of a dense one, too.
         "ffn_hidden_size": model.intermediate_size,
         "moe_ffn_hidden_size": model.intermediate_size,
         "num_attention_heads": model.num_attention_heads,
@@ -160,6 +161,7 @@ def _training_settings(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "init_method_std": model.initializer_std,
+        # Rows differ in length, and with them the messages between stages.
         "variable_seq_lengths": True,
     }
 
@@ -171,6 +173,7 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
 
     return {
         "tensor_model_parallel_size": parallel.tensor,
+        # Megatron requires it for mixtures of experts.
         "sequence_parallel": parallel.tensor > 1,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": 1,

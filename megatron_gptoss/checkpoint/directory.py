@@ -85,6 +85,8 @@ def publish(partial: Path, final: Path, keep: int) -> None:
     """
     root = final.parent
     replaced = final.with_name(final.name + REPLACED_SUFFIX)
+
+    # A directory cannot be renamed onto another that is not empty.
     if final.exists():
         _delete(replaced)
         final.rename(replaced)

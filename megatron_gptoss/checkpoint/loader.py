@@ -43,6 +43,7 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
 
 
 def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
+    # Whether there is optimizer state decides what the description of the trainer must ask for.
     common = dist_checkpointing.load_common_state_dict(str(path))
     trainer.updated = "optimizer" in common
     if trainer.updated:
@@ -52,6 +53,7 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     load_model_state(trainer.module, state["model"])
 
     if trainer.updated:
+        # The saved groups replace the trainer's, so they have to agree with it first.
         keep_settings(trainer.optimizer, state["optimizer"])
         with trainer.offloaded.on_device(), exact_optimizer_state(trainer.optimizer):
             trainer.optimizer.load_state_dict(state["optimizer"])

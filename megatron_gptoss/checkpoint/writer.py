@@ -82,6 +82,7 @@ class CheckpointWriter:
         if self._pending is None:
             return
 
+        # All ranks must take the same way: completing is collective.
         if not block:
             everyone_done = [False] * dist.get_world_size()
             dist.all_gather_object(everyone_done, self._pending.is_written())
@@ -124,6 +125,8 @@ class _PendingSave:
                     async_strategy="mcore",
                 )
                 self.collect_results = request.finalize_fns
+
+                # None: replicas elsewhere write all that this rank holds.
                 if request.async_fn is not None:
                     rank, files, self.results = request.async_fn_args
                     host_files = [_copy_to_host(file) for file in files]
@@ -149,6 +152,7 @@ class _PendingSave:
             self._discard_results()
             raise
 
+        # Every rank's files and the metadata exist now. What makes the directory complete comes last.
         with fail_together(self.partial):
             if dist.get_rank() == 0:
                 model_config = self.model_config.model_dump_json(indent=1)

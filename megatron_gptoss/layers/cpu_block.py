@@ -109,6 +109,7 @@ class CpuMoELayer(TimedMoELayer):
             super().__init__(config, *args, **kwargs)
         finally:
             config.moe_token_dispatcher_type = "alltoall"
+
         self.token_dispatcher = CpuAlltoAllTokenDispatcher(
             self.num_local_experts,
             self.local_expert_indices,

@@ -47,6 +47,7 @@ def _possible_layouts(inputs: MemoryInputs) -> Iterator[ParallelConfig]:
                     "context": context,
                     "expert": expert,
                     "virtual_pipeline": inputs.parallel.virtual_pipeline if pipeline > 1 else 1,
+                    # It fits one pipeline size only.
                     "last_stage_layers": None,
                 }
             )
@@ -87,6 +88,7 @@ def _successive_changes(inputs: MemoryInputs) -> Iterator[tuple[str, MemoryInput
     inputs = _change_optimizer(inputs, moment_dtype="bf16")
     yield "optimizer.moment_dtype=bf16", inputs
 
+    # No shorter than the longest episode, or the configuration would not validate.
     half = max(inputs.longest_sequence, inputs.tokens // 2)
     inputs = replace(inputs, tokens=half)
     yield f"training.max_tokens_per_micro_batch={half}", inputs

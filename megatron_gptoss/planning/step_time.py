@@ -84,6 +84,7 @@ def predict_step(
     slowest = max(stage_seconds)
     arithmetic = micro_batches * 3 * slowest / sharers
 
+    # Exchanges are not hidden; the stage with most layers has most of them.
     layers = max(parallel.layers_of_stage(stage, model) for stage in range(stages))
     local_tokens = sum(lengths) / sharers
     layer_passes = micro_batches * layers
