@@ -11,11 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """``with Allocations() as counted``: bytes of all storages made inside that are alive, and their ``peak``."""
+    """``with Allocations() as counted``: bytes of all storages made inside that are alive, and
+    their ``peak``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live, self.peak, self.known = 0, 0, set()
+        self.live = 0
+        self.peak = 0
+        self.known = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {

@@ -1,4 +1,5 @@
-"""The independent reference: transformers' GptOssForCausalLM on the same weights, one document at a time."""
+"""The independent reference: transformers' GptOssForCausalLM on the same weights, one document
+at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.packing import Sample
 from megatron_gptoss.trainer import LossFunction, LossOutput, PolicyTrainer
 
-# hidden != intermediate, more kv heads than ranks of any test, a window that is shorter than the documents
+# hidden != intermediate, more kv heads than ranks of any test, a window that is shorter than the
+# documents
 TINY = ModelConfig(
     num_layers=4,
     num_experts=8,
@@ -32,7 +34,8 @@ TINY = ModelConfig(
 
 
 def hf_model(config: ModelConfig = TINY, std: float = 0.2, seed: int = 0) -> GptOssForCausalLM:
-    """fp32, eager attention, all parameters random: biases and sinks too, or parity could not see them."""
+    """fp32, eager attention, all parameters random: biases and sinks too, or parity could not
+    see them."""
     torch.manual_seed(seed)
     model = GptOssForCausalLM(GptOssConfig(**config.to_hf_config(), attn_implementation="eager")).float().eval()
     with torch.no_grad():
@@ -74,7 +77,8 @@ def mean_cross_entropy(tokens: int) -> LossFunction:
 
 @contextlib.contextmanager
 def hf_norms_in_full_precision() -> Iterator[None]:
-    """transformers computes RMSNorm in fp32 whatever the dtype; an fp64 comparison needs it in fp64."""
+    """transformers computes RMSNorm in fp32 whatever the dtype; an fp64 comparison needs it in
+    fp64."""
     original = modeling_gpt_oss.GptOssRMSNorm.forward
 
     def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,9 @@ def test_a_checkpoint_from_before_the_first_update_is_resumed(tmp_path: Path) ->
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
-    policy, writer, disk_is_free = trainer(), CheckpointWriter(tmp_path), threading.Event()
+    policy = trainer()
+    writer = CheckpointWriter(tmp_path)
+    disk_is_free = threading.Event()
     steps(policy, 2)
     checkpoint_writer.WRITER.submit(disk_is_free.wait)
     (tmp_path / "step_000001.partial").mkdir()  # of an attempt that was killed
@@ -164,7 +166,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, monkey
 
 
 def test_a_disk_that_fills_up_while_training_goes_on_is_told_when_it_is_noticed(tmp_path: Path) -> None:
-    policy, writer = trainer(), CheckpointWriter(tmp_path)
+    policy = trainer()
+    writer = CheckpointWriter(tmp_path)
     save_checkpoint(tmp_path, policy, 1, {"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -182,7 +185,7 @@ def test_a_disk_that_fills_up_while_training_goes_on_is_told_when_it_is_noticed(
     assert latest_checkpoint(tmp_path).name == "step_000003"
 
 
-# -- a step that is saved again ---------------------------------------------------------------------------------------
+# -- a step that is saved again ------------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -190,7 +193,8 @@ class Killed(BaseException):
 
 
 class FailingCalls:
-    """Counts what the writer does to names and files, and fails at one of these calls, before or after it is done.
+    """Counts what the writer does to names and files, and fails at one of these calls, before or
+    after it is done.
 
     A deletion that is killed has deleted half of the directory."""
 
@@ -219,7 +223,10 @@ class FailingCalls:
         return counted
 
     def arm(self, number: int, error: BaseException, done_first: bool) -> None:
-        self.number, self.fail_at, self.error, self.done_first = 0, number, error, done_first
+        self.number = 0
+        self.fail_at = number
+        self.error = error
+        self.done_first = done_first
 
     def disarm(self) -> None:
         self.error = None
@@ -235,14 +242,16 @@ def test_a_step_saved_again_leaves_a_complete_checkpoint_whenever_the_process_en
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, done_first: bool
 ) -> None:
     """The process ends at every call between the last byte of data and the end of ``finish``."""
-    policy, made = trainer(), tmp_path / "made"
+    policy = trainer()
+    made = tmp_path / "made"
     for attempt in (1, 2):
         save_checkpoint(made / str(attempt), policy, 2, {"attempt": attempt})
         steps(policy, 1)
     attempts = {attempt: content(made / str(attempt) / "step_000002") for attempt in (1, 2)}
     assert attempts[1] != attempts[2]
 
-    calls, found = FailingCalls(monkeypatch), []
+    calls = FailingCalls(monkeypatch)
+    found = []
     for number in itertools.count(1):
         root = tmp_path / f"at_call_{number}"
         shutil.copytree(made / "1", root)
@@ -292,7 +301,8 @@ def test_results_of_a_save_that_failed_are_not_taken_for_those_of_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when another rank fails after this one has begun to write."""
-    policy, submit = trainer(), checkpoint_writer.WRITER.submit
+    policy = trainer()
+    submit = checkpoint_writer.WRITER.submit
 
     def submit_and_fail(*args: Any) -> None:
         wait([submit(*args)])
@@ -326,7 +336,8 @@ def test_an_error_of_the_writing_thread_is_named(tmp_path: Path, monkeypatch: py
 
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: set[tuple[int, int]] = set()
-    fsync, rename = os.fsync, Path.rename
+    fsync = os.fsync
+    rename = Path.rename
 
     def recording(descriptor: int) -> None:
         fsync(descriptor)

@@ -1,4 +1,5 @@
-"""Context parallelism: the layout of rows, every scheme against one rank, what is sent, what is chosen."""
+"""Context parallelism: the layout of rows, every scheme against one rank, what is sent, what is
+chosen."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def layout_of(lengths: list[int], ranks: int) -> Any:
     return balanced_layout((0, *accumulate(lengths + [padding] * (padding > 0))), ranks)
 
 
-# -- the layout -------------------------------------------------------------------------------------------------------
+# -- the layout ----------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
@@ -58,7 +59,9 @@ def test_every_token_is_on_one_rank_and_every_rank_has_equally_many(lengths: lis
 @pytest.mark.parametrize("tokens", [16_384, 131_072])
 def test_ranks_get_equal_attention_work(ranks: int, tokens: int) -> None:
     for seed in range(20):
-        draw, lengths, left = random.Random(seed), [], tokens
+        draw = random.Random(seed)
+        lengths = []
+        left = tokens
         while left:  # agent episodes: most short, some very long
             lengths.append(min(int(draw.lognormvariate(draw.choice([5.5, 6.5, 7.5]), 1)) + 20, left))
             left -= lengths[-1]
@@ -83,9 +86,11 @@ def test_work_in_a_window_counts_the_keys_that_it_shows() -> None:
         assert layout.pairs(rank, 8) == pairs
 
 
-# -- every scheme against one rank ------------------------------------------------------------------------------------
+# -- every scheme against one rank ---------------------------------------------------------------
 
-HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 16
+HEADS = 8
+KV_HEADS = 2
+HEAD_SIZE = 16
 PACKS = [
     [64],  # crosses every boundary
     [30, 1, 1, 5, 29, 3, 3, 8],
@@ -125,16 +130,20 @@ def compare_schemes(rank: int, ranks: int) -> dict[str, float]:
         sizes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
         q, k, v, grad_o = (torch.randn(tokens, heads, HEAD_SIZE) for heads in sizes)
         sinks = torch.randn(HEADS)
-        cu_seqlens, part = torch.tensor(layout.offsets), layout.rank_tokens(rank)
+
+        cu_seqlens = torch.tensor(layout.offsets)
+        part = layout.rank_tokens(rank)
         for window, scheme in CASES:
             whole = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
             out = sink_attention(*whole, cu_seqlens=cu_seqlens, max_seqlen=layout.longest, window=window)
             grads = torch.autograd.grad(out, whole, grad_o)
             want = [out[part], *(grad[part] for grad in grads[:3]), grads[3]]
+
             local = [x[part].requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
             out = context_parallel_attention(*local, layout, dist.group.WORLD, window, HEAD_SIZE**-0.5, scheme=scheme)
             got = [out, *torch.autograd.grad(out, local, grad_o[part])]
             dist.all_reduce(got[-1])  # each rank has its share of the sinks' gradient
+
             for name, x, y in zip(("o", "dq", "dk", "dv", "dsinks"), got, want, strict=True):
                 key = f"{scheme} {name}"
                 worst[key] = max(worst.get(key, 0.0), float((x - y).abs().max() / y.abs().max()))
@@ -148,18 +157,21 @@ def test_every_scheme_equals_one_rank(ranks: str, request: pytest.FixtureRequest
             assert error <= 1e-5, name
 
 
-# -- what is sent -----------------------------------------------------------------------------------------------------
+# -- what is sent --------------------------------------------------------------------------------
 
 
-WINDOW, LENGTHS = 32, [1024, 4096, 8192]
+WINDOW = 32
+LENGTHS = [1024, 4096, 8192]
 
 
 def count_bytes(rank: int, ranks: int) -> dict[int, int]:
-    """Bytes that this rank sends to others in forward and backward of a window layer, per length of the one sequence.
+    """Bytes that this rank sends to others in forward and backward of a window layer, per length
+    of the one sequence.
 
     Whatever else would communicate is taken away.
     """
-    exchange, sent = dist.all_to_all_single, []
+    exchange = dist.all_to_all_single
+    sent = []
 
     def counted(output: torch.Tensor, given: torch.Tensor, out: list[int], splits: list[int], **options: Any) -> Any:
         row = 2 * KV_HEADS * HEAD_SIZE * given.element_size()
@@ -188,8 +200,8 @@ def test_a_window_layer_sends_its_window_however_long_the_sequence(two_ranks: li
     for ranks in (two_ranks, four_ranks):
         for _, counts in ranks:
             assert len(set(counts.values())) == 1, "O(window), not O(tokens)"
-    # two ranks hold chunks 0 and 3, and 1 and 2, which are one run: one border each way. Of what comes in over a border
-    # forward, the gradient goes out backward.
+    # two ranks hold chunks 0 and 3, and 1 and 2, which are one run: one border each way. Of what
+    # comes in over a border forward, the gradient goes out backward.
     assert [counts[8192] for _, counts in two_ranks] == [2 * border] * 2
     # four ranks: seven borders, one of them between chunks 3 and 4 of the same rank
     assert sum(counts[8192] for _, counts in four_ranks) == 2 * 6 * border
@@ -198,7 +210,7 @@ def test_a_window_layer_sends_its_window_however_long_the_sequence(two_ranks: li
     assert predicted.bytes_sent == max(counts[8192] for _, counts in four_ranks)
 
 
-# -- what is chosen ---------------------------------------------------------------------------------------------------
+# -- what is chosen ------------------------------------------------------------------------------
 
 
 def test_window_layers_take_the_halo_and_any_number_of_ranks_has_a_scheme() -> None:
@@ -210,7 +222,8 @@ def test_window_layers_take_the_halo_and_any_number_of_ranks_has_a_scheme() -> N
 
 
 def test_a_slow_network_takes_what_sends_least() -> None:
-    layout, slow = layout_of([32_768], 8), Machine(bandwidth=1e9, rate=525e12)
+    layout = layout_of([32_768], 8)
+    slow = Machine(bandwidth=1e9, rate=525e12)
     costs = candidates(layout, GPTOSS, None, slow)
     assert costs[0].bytes_sent == min(cost.bytes_sent for cost in costs)
 

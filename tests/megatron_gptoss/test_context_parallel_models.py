@@ -1,4 +1,5 @@
-"""Whole models under context parallelism, alone and with every other kind: all gradients and log-probs of one rank."""
+"""Whole models under context parallelism, alone and with every other kind: all gradients and
+log-probs of one rank."""
 
 from __future__ import annotations
 

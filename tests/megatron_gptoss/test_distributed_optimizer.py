@@ -1,7 +1,8 @@
-"""Checkpoints of the distributed optimizer with Transformer Engine's Adam, both of which a trainer has on GPUs only.
+"""Checkpoints of the distributed optimizer with Transformer Engine's Adam, both of which a trainer
+has on GPUs only.
 
-Megatron's part runs here as it is, on two gloo ranks. Adam is a stand-in with the interface and the state of
-Transformer Engine's: of each fp32 master weight the half that its bf16 weight lacks.
+Megatron's part runs here as it is, on two gloo ranks. Adam is a stand-in with the interface and
+the state of Transformer Engine's: of each fp32 master weight the half that its bf16 weight lacks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy, save_checkpoint
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
-STEPS, SAVED = 5, 3
+STEPS = 5
+SAVED = 3
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -68,21 +70,26 @@ class FusedAdam(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            (b1, b2), step = group["betas"], group["step"]
+            b1, b2 = group["betas"]
+            step = group["step"]
+
             for parameter in group["params"]:
-                state, grad = self.state[parameter], parameter.decoupled_grad
+                state = self.state[parameter]
+                grad = parameter.decoupled_grad
                 if not state:
                     state |= {name: torch.zeros_like(grad) for name in ("exp_avg", "exp_avg_sq")}
                     halved = self._halved(parameter, "master_param")
                     state["master_param"] = (
                         torch.zeros_like(parameter, dtype=torch.int16) if halved else parameter.float()
                     )
+
                 mean = state["exp_avg"].lerp_(grad, 1 - b1) / (1 - b1**step)
                 root = (state["exp_avg_sq"].lerp_(grad * grad, 1 - b2) / (1 - b2**step)).sqrt()
                 master = state["master_param"]
                 if master.dtype == torch.int16:
                     master = master_weight(parameter, master)
                 master = master - group["lr"] * mean / (root + group["eps"])
+
                 if self._halved(parameter, "master_param"):
                     state["master_param"] = lower_half(master)
                     upper = (master.view(torch.int32) - state["master_param"]) >> 16
@@ -93,16 +100,20 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def as_on_a_gpu() -> None:
-    """From now on this process's trainers have the distributed optimizer, buckets, and the Adam above."""
+    """From now on this process's trainers have the distributed optimizer, buckets, and the Adam
+    above."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
         sys.modules[name] = ModuleType(name)
     sys.modules[name].FusedAdam = FusedAdam  # type: ignore[attr-defined]
-    megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    megatron_optimizer.Adam = FusedAdam
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
     optimizer_config.is_te_min_version = megatron_optimizer.is_te_min_version = lambda *_: True
-    data_parallel, optimizer = gptoss_optimizer.DistributedDataParallelConfig, gptoss_optimizer.MegatronOptimizerConfig
+
+    data_parallel = gptoss_optimizer.DistributedDataParallelConfig
+    optimizer = gptoss_optimizer.MegatronOptimizerConfig
     buckets = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 8000}
     gptoss_optimizer.DistributedDataParallelConfig = lambda **given: data_parallel(**given | buckets)  # type: ignore
     precision = {"use_distributed_optimizer": True, **gptoss_optimizer.precision_settings(OptimizerConfig())}
@@ -122,6 +133,7 @@ def train(
         tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
         if resume:
             load_checkpoint(resume, policy)
+
         losses = []
         for step in range(SAVED if resume else 0, STEPS):
             if save and step == SAVED:
@@ -136,7 +148,8 @@ def train(
 def train_save_and_resume(rank: int, ports: list[int], root: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     as_on_a_gpu()
-    data, context = ParallelConfig(world_size=2), ParallelConfig(world_size=2, context=2)
+    data = ParallelConfig(world_size=2)
+    context = ParallelConfig(world_size=2, context=2)
     losses, gaps = train(data, rank, ports[0], save=root)
     resumed = [train(parallel, rank, port, resume=latest_checkpoint(root))[0] for parallel, port in
                ((data, ports[1]), (context, ports[2]))]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Faults of megatron-core 0.19.2 that silently change numbers: each is still there, and each is stepped around.
+"""Faults of megatron-core 0.19.2 that silently change numbers: each is still there, and each is
+stepped around.
 
 When one of the first assertions fails, Megatron has been mended and our workaround can go.
 """
@@ -43,7 +44,8 @@ def down_projection(linear: type[RowParallelLinear]) -> RowParallelLinear:
 
 
 def test_expert_biases_are_not_marked_for_a_second_summation() -> None:
-    # finalize_model_grads sums parameters with this mark over tensor-parallel ranks: the gradient would be doubled
+    # finalize_model_grads sums parameters with this mark over tensor-parallel ranks: the gradient
+    # would be doubled
     assert down_projection(RowParallelLinear).bias.sequence_parallel is True
     assert down_projection(cpu_block.ExpertRowParallelLinear).bias.sequence_parallel is False
 

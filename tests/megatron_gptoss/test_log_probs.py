@@ -9,7 +9,10 @@ from megatron_gptoss.log_probs import greedy_tokens, log_probs_and_entropy
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.allocations import Allocations
 
-HIDDEN, VOCAB, TOKENS, TEMPERATURE = 6, 300, 50, 0.7
+HIDDEN = 6
+VOCAB = 300
+TOKENS = 50
+TEMPERATURE = 0.7
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +36,8 @@ def test_values_and_gradients_equal_those_of_a_categorical_distribution() -> Non
     hidden, weight, labels = inputs()
     ours = [x.clone().requires_grad_() for x in (hidden, weight)]
     theirs = [x.clone().requires_grad_() for x in (hidden, weight)]
-    got, want = log_probs_and_entropy(*ours, labels, TEMPERATURE), expected(*theirs, labels)
+    got = log_probs_and_entropy(*ours, labels, TEMPERATURE)
+    want = expected(*theirs, labels)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w)
     weights = torch.randn(2, TOKENS, dtype=torch.float64)
@@ -59,8 +63,10 @@ def test_bf16_inputs_are_multiplied_and_reduced_in_fp32() -> None:
 
 def test_the_weight_gradient_goes_to_megatrons_buffer_once_per_backward_pass() -> None:
     hidden, weight, labels = inputs()
-    plain, buffered = weight.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
-    buffered.main_grad, buffered.grad_added_to_main_grad = torch.zeros_like(weight), False
+    plain = weight.clone().requires_grad_()
+    buffered = torch.nn.Parameter(weight.clone())
+    buffered.main_grad = torch.zeros_like(weight)
+    buffered.grad_added_to_main_grad = False
     for parameter in (plain, buffered):
         for _ in range(2):  # two micro-batches
             log_probs_and_entropy(hidden, parameter, labels)[0].sum().backward()
@@ -71,7 +77,8 @@ def test_the_weight_gradient_goes_to_megatrons_buffer_once_per_backward_pass() -
 def test_no_pass_holds_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_probs, "CHUNK_TOKENS", 64)
     monkeypatch.setattr(log_probs, "CHUNK_COLUMNS", 1024)
-    tokens, vocab = 2048, 16_384
+    tokens = 2048
+    vocab = 16_384
     hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
     weight = torch.randn(vocab, HIDDEN, requires_grad=True)
     labels = torch.randint(0, vocab, (tokens,))

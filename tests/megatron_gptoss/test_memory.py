@@ -154,7 +154,8 @@ def test_layers_that_keep_their_activations_count_as_without_recomputation() -> 
         parallel = ParallelConfig(world_size=8, expert=4, recompute=recompute, recompute_layers=layers, **sizes)
         return predict(MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)).activations
 
-    none, every = activations(None, ()), activations(None)
+    none = activations(None, ())
+    every = activations(None)
     assert activations(0) == pytest.approx(none)
     assert activations(6) == pytest.approx(0.75 * none + 0.25 * every)
     assert activations(24) == activations(99) == every
@@ -177,7 +178,8 @@ def test_offloaded_state_makes_room_for_activations_and_no_more(tokens: int, roo
 def test_a_critic_and_a_reference_policy_take_room_beside_the_policy() -> None:
     parallel = ParallelConfig(world_size=4, expert=4)
     training = MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 16_384)
-    alone, reference = predict(training), predict(replace(training, auxiliary_models=[None]))
+    alone = predict(training)
+    reference = predict(replace(training, auxiliary_models=[None]))
     critic = predict(replace(training, auxiliary_models=[OptimizerConfig(gradient_dtype="bf16", offload=1)]))
     vocabulary = 201_088 * 2880
     assert reference.total - alone.total == alone.weights
@@ -206,7 +208,8 @@ def test_a_layer_that_keeps_its_activations_leaves_the_others_configuration_alon
     seen = []
     monkeypatch.setattr(NoRecomputeLayer.__mro__[1], "__init__", lambda self, config, *_, **__: seen.append(config))
     config = build_transformer_config(GPT_OSS_20B, ParallelConfig(), torch.bfloat16)
-    config.recompute_granularity, config.recompute_modules = "selective", ["moe"]
+    config.recompute_granularity = "selective"
+    config.recompute_modules = ["moe"]
     NoRecomputeLayer(config, submodules=None, layer_number=3)
     assert (config.recompute_granularity, config.recompute_modules) == ("selective", ["moe"])
     assert (seen[0].recompute_granularity, seen[0].recompute_modules) == (None, None)

@@ -41,7 +41,8 @@ LAYOUTS = {
 
 def packed(samples: list[Sample], parallel: ParallelConfig) -> Sequence[PackedBatch]:
     """Of this rank: as many rows as an interleaved pipeline needs to reach its steady state."""
-    limit, multiple = 32 if parallel.virtual_pipeline > 1 else 64, parallel.micro_batch_multiple
+    limit = 32 if parallel.virtual_pipeline > 1 else 64
+    multiple = parallel.micro_batch_multiple
     return data_parallel_slice(pack(samples, limit, parallel.data, alignment(), multiple=multiple))
 
 
@@ -81,16 +82,19 @@ def train(
     resume: Path | None = None,
     config: ModelConfig = TINY,
 ) -> dict[str, Any]:
-    """Losses and gradient norms of a few steps, and the log-probs of the trained policy. ``save_under``: gets a
-    checkpoint after half of them; ``resume``: such a checkpoint, after which only the other half remains."""
+    """Losses and gradient norms of a few steps, and the log-probs of the trained policy.
+    ``save_under``: gets a checkpoint after half of them; ``resume``: such a checkpoint, after
+    which only the other half remains."""
     distributed.initialize(parallel, rank, port=port)
     try:
         model = build_model(config, parallel, torch.float32)
         load_hf_weights(model, config, hf_model(config, std=0.1).state_dict().__getitem__)
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1.0))
+
         hf_weights = hf_model(config, std=0.1).state_dict()
         for name, tensor in export_hf_weights(model, config):
             assert torch.equal(tensor, hf_weights[name]), name
+
         batches = packed(SAMPLES, parallel)
         tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
         if resume:
@@ -102,14 +106,18 @@ def train(
             steps.append(trainer.train_step(batches, mean_cross_entropy(tokens), 3e-3))
             assert 0.5 < sum(steps[-1].seconds_of.values()) / steps[-1].seconds < 1.01
             assert min(steps[-1].seconds_of.values()) > 0
-        return {
+
+        trained = {
             "losses": [step.sums["loss"] for step in steps],
             "norms": [step.grad_norm for step in steps],
             "gradients": gradients(trainer, config),
             "scores": scores_of(trainer, SAMPLES, parallel),
             "alone": scores_of(trainer, SAMPLES[:1], parallel),
-            "not finite": step_with_nan_behind_layer(3, trainer, batches).not_finite if parallel.pipeline > 1 else None,
+            "not finite": None,
         }
+        if parallel.pipeline > 1:
+            trained["not finite"] = step_with_nan_behind_layer(3, trainer, batches).not_finite
+        return trained
     finally:
         distributed.shutdown()
 
@@ -208,7 +216,8 @@ RESUMED = {
 
 def resume_in_other_layouts(rank: int, ports: list[int], checkpoints: Path) -> list[tuple[str, str, list[float]]]:
     torch.set_num_threads(1)
-    results, port = [], iter(ports)
+    results = []
+    port = iter(ports)
     for saved, others in RESUMED.items():
         for name in others:
             checkpoint = latest_checkpoint(checkpoints / saved)
@@ -233,7 +242,8 @@ def test_an_optimizer_that_cannot_be_split_or_joined_is_refused_with_the_way_out
         train(ParallelConfig(), 0, free_port(), resume=latest_checkpoint(checkpoints / "expert"))
 
 
-# GPT-OSS's shape on GPUs, every expert active: a token that another layout routes differently would hide the rest
+# GPT-OSS's shape on GPUs, every expert active: a token that another layout routes differently
+# would hide the rest
 SHAPED = ModelConfig(
     num_layers=4, num_experts=8, experts_per_token=8, hidden_size=512, intermediate_size=512, num_attention_heads=16,
     num_key_value_heads=2, vocab_size=1024,
@@ -275,6 +285,7 @@ def train_on_a_gpu(parallel: ParallelConfig, rank: int, port: int, *, save: Path
         batches = data_parallel_slice(pack(samples, 320, parallel.data, alignment()))
         if resume:
             load_checkpoint(resume, trainer)
+
         steps = []
         for step in range(STEPS // 2 if resume else 0, STEPS):
             if save and step == STEPS // 2:
@@ -286,7 +297,8 @@ def train_on_a_gpu(parallel: ParallelConfig, rank: int, port: int, *, save: Path
 
 
 def train_on_gpus(rank: int, gpus: int, ports: list[int], checkpoints: Path) -> dict[str, Any]:
-    results, port = {}, iter(ports)
+    results = {}
+    port = iter(ports)
     for name, layout in LAYOUTS_ON_GPUS[gpus].items():
         parallel = ParallelConfig(world_size=gpus, **layout)
         results[name] = train_on_a_gpu(parallel, rank, next(port), save=checkpoints / name, resume=None)

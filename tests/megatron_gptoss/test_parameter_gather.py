@@ -1,4 +1,5 @@
-"""Weights that the distributed optimizer left in shares are whole when they are used: forward, head and export."""
+"""Weights that the distributed optimizer left in shares are whole when they are used: forward,
+head and export."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ BATCH = build_batch(documents([30, 5, 18]), align=2)
 
 
 def forget_the_others_shares(model: DistributedDataParallel) -> None:
-    """What a step of the distributed optimizer leaves: every rank has its own part of each bucket, and no more."""
+    """What a step of the distributed optimizer leaves: every rank has its own part of each
+    bucket, and no more."""
     for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         group.param_gather_dispatched = False
         for bucket in group.buckets:
             size = group.intra_distributed_optimizer_instance_size
-            own = group.intra_distributed_optimizer_instance_rank
+            own_rank = group.intra_distributed_optimizer_instance_rank
             for rank, share in enumerate(bucket.param_data.chunk(size)):
-                if rank != own:
+                if rank != own_rank:
                     share.fill_(torch.nan)
 
 
@@ -40,27 +42,37 @@ def use_after_a_step(rank: int, port: int) -> dict[str, Any]:
         load_hf_weights(module, TINY, hf_model(std=0.1).state_dict().__getitem__)
         expected = Scorer(module).score([BATCH])[0]
         weights = [parameter.data.clone() for parameter in module.parameters()]
+
         scorer = Scorer(module)
-        wrapped = DistributedDataParallel(
-            module.config,
-            DistributedDataParallelConfig(
-                use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=8000
-            ),
-            module,
+        reduction = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            bucket_size=8000,
         )
+        wrapped = DistributedDataParallel(module.config, reduction, module)
         scorer.model = [wrapped]
+
         called = set()
-        for name, part in module.named_modules():
-            part.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+        owners = set()
+        for name, submodule in module.named_modules():
+            submodule.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+            if list(submodule.parameters(recurse=False)):
+                owners.add(name)
+
         forget_the_others_shares(wrapped)
         scores = [scorer.score([BATCH])[0] for _ in range(2)]
-        owners = {n for n, part in module.named_modules() if any(True for _ in part.parameters(recurse=False))}
         waiting = [group for group in wrapped.bucket_groups if group.param_gather_handle is not None]
+
         forget_the_others_shares(wrapped)
         gather_parameters(scorer.model)
+        errors = []
+        for weight, parameter in zip(weights, module.parameters(), strict=True):
+            errors.append(float((weight - parameter.data).abs().max()))
+
         return {
             "scores": [float((score - expected).abs().max()) for score in scores],
-            "weights": max(float((a - b.data).abs().max()) for a, b in zip(weights, module.parameters(), strict=True)),
+            "weights": max(errors),
             "not_called": owners - called,
             "never_waited_for": len(waiting),
             "buckets": len(wrapped.bucket_groups),
@@ -86,5 +98,6 @@ def test_whoever_reads_weights_gets_those_of_all_ranks(two_ranks: list[dict[str,
 
 
 def test_every_module_with_weights_but_the_output_layer_is_called(two_ranks: list[dict[str, Any]]) -> None:
-    # Megatron gathers when a module is called; the head reads the output layer's weight and gathers it by itself
+    # Megatron gathers when a module is called; the head reads the output layer's weight and
+    # gathers it by itself
     assert [rank["not_called"] for rank in two_ranks] == [{"output_layer"}, {"output_layer"}]

@@ -1,4 +1,5 @@
-"""The model is GPT-OSS: same logits and gradients as transformers, and each of its features is needed for that."""
+"""The model is GPT-OSS: same logits and gradients as transformers, and each of its features is
+needed for that."""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ def test_a_backward_pass_without_sinks_follows_a_forward_pass_with_them(referenc
     torch.manual_seed(0)
     inputs = [torch.randn(62, count, TINY.head_size, requires_grad=True) for count in heads]
     upstream = torch.randn(62, heads[0] * TINY.head_size)
-    outs, grads = [], []
+    outs = []
+    grads = []
     for ablation in ({}, {"sink_backward": False}, {"sinks": False}):
         layer = megatron(reference, **ablation).decoder.layers[0]
         outs.append(layer.self_attention.core_attention(*inputs, packed_seq_params=packed))

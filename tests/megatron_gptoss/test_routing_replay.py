@@ -32,7 +32,8 @@ LAYOUTS = {
 
 
 def with_random_routes(samples: list[Sample]) -> list[Sample]:
-    """Four different experts for every token and layer, but for the last rows, where the trainer chooses."""
+    """Four different experts for every token and layer, but for the last rows, where the
+    trainer chooses."""
     rng = np.random.default_rng(0)
     for sample in samples:
         shape = (len(sample.token_ids) - 1, TINY.num_layers, TINY.num_experts)
@@ -71,7 +72,8 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
         load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
         trainer = PolicyTrainer(model, OptimizerConfig())
         trainer.replay = RoutingReplay(model)
-        limit, multiple = 32 if parallel.virtual_pipeline > 1 else 64, parallel.micro_batch_multiple
+        limit = 32 if parallel.virtual_pipeline > 1 else 64
+        multiple = parallel.micro_batch_multiple
         batches = list(data_parallel_slice(pack(SAMPLES, limit, parallel.data, alignment(), multiple=multiple)))
         steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3) for _ in range(3)]
         recorded = recorded_routes(trainer, batches, parallel)
@@ -159,7 +161,8 @@ class Router:
 
 def test_a_recomputed_layer_gets_the_routes_of_its_micro_batch_again() -> None:
     layer = LayerReplay(Router(recompute=True), 0)
-    first, second = torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
+    first = torch.tensor([[0, 1]])
+    second = torch.tensor([[2, 3]])
     layer.pending.extend([first, second])
     layer.recorded = []
     own = torch.tensor([[1, 0]])
@@ -198,12 +201,14 @@ def test_the_gradient_goes_through_the_gates_of_the_given_experts() -> None:
         scores = torch.randn(3, TINY.num_experts, requires_grad=True)
         given = torch.tensor([[7, 0, 3, 1], [2, 5, 6, 4], [-1, -1, -1, -1]])
         router.replay.pending.append(given)
+
         probs, chosen = router.routing(scores)
         for token in range(2):
             inside = scores[token, given[token]].softmax(dim=-1)
             torch.testing.assert_close(probs[token, given[token]], inside)
             assert set(chosen[token].nonzero()[:, 0].tolist()) == set(given[token].tolist())
         assert set(chosen[2].nonzero()[:, 0].tolist()) == set(scores[2].topk(4).indices.tolist())
+
         probs[0, 7].backward()
         assert scores.grad[0, given[0]].abs().min() > 0
         outside = [e for e in range(TINY.num_experts) if e not in given[0]]

@@ -99,7 +99,8 @@ def test_a_slow_layer_shows_where_it_is_slow(
 def test_what_follows_the_backward_pass_is_told_apart(
     owner: type, method: str, part: str, trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, nap = getattr(owner, method), 0.5
+    original = getattr(owner, method)
+    nap = 0.5
 
     def slow(self: Any, *arguments: Any, **named: Any) -> Any:
         time.sleep(nap)

@@ -1,4 +1,5 @@
-"""The prediction of a step's time against what GPUs took (docs/performance.md, "Training on GPUs")."""
+"""The prediction of a step's time against what GPUs took (docs/performance.md, "Training on
+GPUs")."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_experts_spread_over_nodes_cost_more_than_within_one() -> None:
 
 
 def test_offloaded_state_crosses_the_bus_twice_in_every_step() -> None:
-    model, parallel = ModelConfig(num_layers=24, num_experts=32), ParallelConfig(world_size=4, expert=4)
+    model = ModelConfig(num_layers=24, num_experts=32)
+    parallel = ParallelConfig(world_size=4, expert=4)
     here, away = (
         predict_step(model, parallel, OptimizerConfig(offload=share), [4096], 1).optimizer for share in (0.0, 1.0)
     )

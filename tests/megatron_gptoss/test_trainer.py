@@ -47,7 +47,8 @@ def test_the_learning_rate_rises_and_then_stays_or_falls_to_a_tenth(schedule: st
 
 @pytest.mark.parametrize(("length", "window"), [(1, None), (50, None), (5, 8), (50, 8)])
 def test_attended_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
-    row, column = torch.arange(length)[:, None], torch.arange(length)[None]
+    row = torch.arange(length)[:, None]
+    column = torch.arange(length)[None]
     mask = (column <= row) & (column > row - (window or length))
     assert attended_pairs(length, window) == mask.sum()
 

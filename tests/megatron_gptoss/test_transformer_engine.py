@@ -1,4 +1,5 @@
-"""GPT-OSS on a GPU: Transformer Engine layers, fused kernels and the distributed optimizer, against transformers."""
+"""GPT-OSS on a GPU: Transformer Engine layers, fused kernels and the distributed optimizer,
+against transformers."""
 
 from __future__ import annotations
 
@@ -74,10 +75,12 @@ def test_the_router_bias_is_fp32_and_counts() -> None:
 
 @pytest.mark.parametrize("recompute", [(), ("moe_act", "layernorm")])
 def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(recompute: tuple[str, ...]) -> None:
-    exact, theirs = reference(torch.float32), reference(torch.bfloat16)
+    exact = reference(torch.float32)
+    theirs = reference(torch.bfloat16)
     with torch.device("cuda"):
         with torch.no_grad():
-            exact_logits, their_logits = hf_logits(exact, SAMPLES), hf_logits(theirs, SAMPLES)
+            exact_logits = hf_logits(exact, SAMPLES)
+            their_logits = hf_logits(theirs, SAMPLES)
         hf_loss(exact, SAMPLES).backward()
         hf_loss(theirs, SAMPLES).backward()
     trainer = policy(recompute)
@@ -89,14 +92,17 @@ def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(recompute: tuple[str,
     print("logits:", relative(ours, exact_logits), "transformers:", relative(their_logits, exact_logits))
     assert relative(ours, exact_logits) < 1.1 * relative(their_logits, exact_logits)
 
+    # the gradients against those of transformers in fp32
     trainer.train_step([batch], mean_cross_entropy(TOKENS), learning_rate=1e-9)
     expected = build_model(WIDE, ParallelConfig(), torch.float32)
     load_hf_weights(expected, WIDE, {n: p.grad for n, p in exact.named_parameters()}.__getitem__)
-    ours, want = [], []
+    ours = []
+    want = []
     for (name, parameter), grad in zip(trainer.module.named_parameters(), expected.parameters(), strict=True):
         assert torch.isfinite(parameter.main_grad).all(), name
         ours.append((relative(parameter.main_grad, grad), name, parameter.main_grad.float() - grad))
         want.append(grad.detach().float().norm())
+
     exact_grads = dict(exact.named_parameters())
     total = torch.stack(want).norm()
     our_error = torch.stack([x[2].norm() for x in ours]).norm() / total
@@ -128,16 +134,20 @@ def test_transformer_engines_attention_is_as_exact_as_ours(length: int | None, t
     if length is None and torch.backends.cudnn.version() < 92600:
         pytest.skip("cuDNN below 9.26")
     samples = documents([length + 1] * 4, vocab_size=8192) if length else SAMPLES
-    batch, tokens = build_batch(samples).to("cuda"), sum(len(sample.token_ids) - 1 for sample in samples)
+    batch = build_batch(samples).to("cuda")
+    tokens = sum(len(sample.token_ids) - 1 for sample in samples)
     with torch.device("cuda"), torch.no_grad():
         exact = hf_logits(reference(torch.float32), samples).log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]
-    ours, theirs = policy(), policy(attention=TransformerEngineAttention)
+    ours = policy()
+    theirs = policy(attention=TransformerEngineAttention)
     assert type(theirs.module.decoder.layers[0].self_attention.core_attention) is TransformerEngineAttention
     kinds = [[(name, p.dtype, p.shape) for name, p in trainer.module.named_parameters()] for trainer in (ours, theirs)]
     assert kinds[0] == kinds[1]
+
     errors = [relative(trainer.score([batch])[0], exact) for trainer in (ours, theirs)]
     print("log-probs, ours and Transformer Engine's:", errors)
     assert errors[1] < 1.3 * errors[0]
+
     sinks = []
     for trainer in (ours, theirs):
         trainer.train_step([batch], mean_cross_entropy(tokens), learning_rate=1e-9)
@@ -163,44 +173,49 @@ def test_gradients_of_any_dtype_are_clipped_to_the_norm_that_is_reported() -> No
 
 
 def test_layers_that_are_computed_again_replay_their_routes_again() -> None:
-    config, rng = WIDE.model_copy(update={"experts_per_token": 2}), np.random.default_rng(0)
+    config = WIDE.model_copy(update={"experts_per_token": 2})
+    rng = np.random.default_rng(0)
     samples = documents([300, 41, 700], vocab_size=8192)
     for sample in samples:
         shape = (len(sample.token_ids) - 1, config.num_layers, config.num_experts)
         sample.routed_experts = rng.random(shape).argsort(axis=-1)[..., :2].astype(np.int16)
-    weights, found = reference(torch.float32).state_dict(), []
+    weights = reference(torch.float32).state_dict()
+    found = []
+
     for recompute in ((), ("moe",), ("moe_act", "layernorm", "core_attn")):
         model = build_model(config, ParallelConfig(recompute=recompute), torch.bfloat16)
         load_hf_weights(model, config, weights.__getitem__)
         trainer = PolicyTrainer(model, OptimizerConfig())
         trainer.replay = RoutingReplay(model)
+
         batches = [build_batch(samples[:2]), build_batch(samples[2:])]
         steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 1e-4) for _ in range(2)]
         trainer.replay.check_consumed()
         assert all(step.sums["routes_compared"] == TOKENS * config.num_layers for step in steps)
         assert all(step.sums["routes_agreeing"] < 0.5 * TOKENS * config.num_layers for step in steps)
         found.append([(step.sums["loss"], step.grad_norm) for step in steps])
+
     for again in found[1:]:
         for got, want in zip(again, found[0], strict=True):
             assert got == pytest.approx(want, rel=1e-2)
 
 
 def test_only_the_first_layers_compute_again_and_nothing_changes() -> None:
-    peaks, losses = [], []
+    peaks = []
+    losses = []
     for layers in (None, 1, 0):
         parallel = ParallelConfig(recompute=("moe", "layernorm"), recompute_layers=layers)
         model = build_model(WIDE, parallel, torch.bfloat16)
         load_hf_weights(model, WIDE, reference(torch.float32).state_dict().__getitem__)
         trainer = PolicyTrainer(model, OptimizerConfig())
+
         again = [layer.mlp.moe_layer_recompute for layer in model.decoder.layers]
         assert again == [layers is None or i < layers for i in range(WIDE.num_layers)]
+
         torch.cuda.reset_peak_memory_stats()
-        losses.append(
-            [
-                trainer.train_step([build_batch(SAMPLES)], mean_cross_entropy(TOKENS), 1e-4).sums["loss"]
-                for _ in range(2)
-            ]
-        )
+        loss = mean_cross_entropy(TOKENS)
+        steps = [trainer.train_step([build_batch(SAMPLES)], loss, 1e-4) for _ in range(2)]
+        losses.append([step.sums["loss"] for step in steps])
         peaks.append(torch.cuda.max_memory_allocated())
         del model, trainer
     assert peaks == sorted(peaks)
@@ -209,7 +224,9 @@ def test_only_the_first_layers_compute_again_and_nothing_changes() -> None:
 
 
 def test_offloaded_state_leaves_the_gpu_between_steps() -> None:
-    batch, losses, held = build_batch(SAMPLES), [], []
+    batch = build_batch(SAMPLES)
+    losses = []
+    held = []
     for offload in (0.0, 1.0):
         trainer = policy(offload=offload)
         losses.append([trainer.train_step([batch], mean_cross_entropy(TOKENS), 1e-4).sums["loss"] for _ in range(3)])
@@ -225,7 +242,9 @@ def test_offloaded_state_leaves_the_gpu_between_steps() -> None:
 def test_a_step_says_where_its_time_went_and_does_not_get_slower(
     recompute: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, batch, seconds = policy(recompute), build_batch(SAMPLES), {True: [], False: []}
+    trainer = policy(recompute)
+    batch = build_batch(SAMPLES)
+    seconds = {True: [], False: []}
     for number in range(44):
         timed = number % 2 == 0
         with monkeypatch.context() as patched:
@@ -243,8 +262,10 @@ def test_a_step_says_where_its_time_went_and_does_not_get_slower(
 
 
 def test_every_module_with_weights_but_the_output_layer_is_called() -> None:
-    # Megatron gathers the weights of a module when it is called; the head does so for the output layer
-    trainer, called = policy(), set()
+    # Megatron gathers the weights of a module when it is called; the head does so for the output
+    # layer
+    trainer = policy()
+    called = set()
     assert trainer.model[0].ddp_config.overlap_param_gather
     for name, part in trainer.module.named_modules():
         part.register_forward_pre_hook(lambda *_, name=name: called.add(name))
@@ -288,18 +309,21 @@ RUNS = {"whole": (1, None), "chunks": (2, None), "chunks from whole": (2, "whole
 
 
 def train_a_pipeline_of_two(rank: int, ports: list[int], root: Path) -> dict[str, list[tuple[float, float]]]:
-    """Losses and gradient norms of RUNS: chunks per rank, and whose checkpoint before the last step to go on from."""
+    """Losses and gradient norms of RUNS: chunks per rank, and whose checkpoint before the last
+    step to go on from."""
     os.environ["LOCAL_RANK"] = str(rank)
     model_config = WIDE.model_copy(update={"num_layers": 4})
     rows = pack(documents([300, 41, 700, 512, 90, 650], vocab_size=8192), 700, multiple=2)[0]
     loss = mean_cross_entropy(sum(row.tokens for row in rows))
     found = {}
+
     for (name, (chunks, source)), port in zip(RUNS.items(), ports, strict=True):
         parallel = ParallelConfig(world_size=2, pipeline=2, virtual_pipeline=chunks)
         distributed.initialize(parallel, rank, port=port)
         model = build_model(model_config, parallel, torch.bfloat16)
         load_hf_weights(model, model_config, random_hf_weights(model_config, 0))
         trainer = PolicyTrainer(model, OptimizerConfig())
+
         steps = []
         for step in range(STEPS):
             if source and step < STEPS - 1:
