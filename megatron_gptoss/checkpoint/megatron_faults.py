@@ -89,7 +89,12 @@ def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
             buffer.param_index_map = original_map
         for adam in adams:
             # The instance's attributes covered the methods of the class.
-            for name in ("get_unscaled_state", "set_scaled_state", "state_dict", "load_state_dict"):
+            for name in (
+                "get_unscaled_state",
+                "set_scaled_state",
+                "state_dict",
+                "load_state_dict",
+            ):
                 delattr(adam, name)
 
 

@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_gptoss.checkpoint.megatron_faults import exact_optimizer_state, number_fp32_parameters
+from megatron_gptoss.checkpoint.megatron_faults import (
+    exact_optimizer_state,
+    number_fp32_parameters,
+)
 from megatron_gptoss.model import chunks_of
 from megatron_gptoss.trainer import PolicyTrainer
 

@@ -19,7 +19,12 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import get_wri
 
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint import writer as checkpoint_writer
-from megatron_gptoss.checkpoint.directory import clean_up_after_crash, find_checkpoint, latest_checkpoint, publish
+from megatron_gptoss.checkpoint.directory import (
+    clean_up_after_crash,
+    find_checkpoint,
+    latest_checkpoint,
+    publish,
+)
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.checkpoint.megatron_faults import lower_half, master_weight
@@ -165,7 +170,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, monkey
     assert steps(policy, 1) == expected
 
 
-def test_a_disk_that_fills_up_while_training_goes_on_is_told_when_it_is_noticed(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_while_training_goes_on_is_told_when_it_is_noticed(
+    tmp_path: Path,
+) -> None:
     policy = trainer()
     writer = CheckpointWriter(tmp_path)
     save_checkpoint(tmp_path, policy, 1, {"step": 1})
@@ -198,7 +205,13 @@ class FailingCalls:
 
     A deletion that is killed has deleted half of the directory."""
 
-    CALLS = ((Path, "rename"), (Path, "unlink"), (os, "replace"), (os, "fsync"), (shutil, "rmtree"))
+    CALLS = (
+        (Path, "rename"),
+        (Path, "unlink"),
+        (os, "replace"),
+        (os, "fsync"),
+        (shutil, "rmtree"),
+    )
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number = self.fail_at = 0
@@ -269,13 +282,18 @@ def test_a_step_saved_again_leaves_a_complete_checkpoint_whenever_the_process_en
         shutil.copytree(made / "2/step_000002", root / "step_000002.partial")
         publish(root / "step_000002.partial", root / "step_000002", keep=2)
         assert content(latest_checkpoint(root)) == attempts[2]
-        assert {path.name for path in root.iterdir() if path.suffix != ".tmp"} == {"latest", "step_000002"}
+        assert {path.name for path in root.iterdir() if path.suffix != ".tmp"} == {
+            "latest",
+            "step_000002",
+        }
         if survived:
             break
     assert set(found) == {1, 2} and len(found) > 7
 
 
-def test_what_a_crash_left_between_two_renames_is_found_under_its_other_name(tmp_path: Path) -> None:
+def test_what_a_crash_left_between_two_renames_is_found_under_its_other_name(
+    tmp_path: Path,
+) -> None:
     policy = trainer()
     for root in (tmp_path / "policy", tmp_path / "critic"):
         save_checkpoint(root, policy, 2, {"step": 2})
@@ -286,7 +304,9 @@ def test_what_a_crash_left_between_two_renames_is_found_under_its_other_name(tmp
     assert find_checkpoint(tmp_path / "critic", "step_000003") is None
 
 
-def test_a_checkpoint_that_is_older_than_what_lies_there_is_kept_when_it_is_the_newest(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_older_than_what_lies_there_is_kept_when_it_is_the_newest(
+    tmp_path: Path,
+) -> None:
     """A run whose ``latest`` was set back by hand goes on from an earlier step."""
     policy = trainer()
     for step in (80, 100):

@@ -99,7 +99,14 @@ PACKS = [
     [3, 5],  # runs of one token, shorter than the windows
     *[[random.Random(seed).choice([1, 2, 5, 17, 60]) for _ in range(9)] for seed in range(4)],
 ]
-CASES = [(None, "all_gather"), (None, "all_to_all"), (1, "halo"), (8, "halo"), (50, "halo"), (7, "all_to_all")]
+CASES = [
+    (None, "all_gather"),
+    (None, "all_to_all"),
+    (1, "halo"),
+    (8, "halo"),
+    (50, "halo"),
+    (7, "all_to_all"),
+]
 
 
 def compare_and_count(rank: int, ranks: int, port: int) -> tuple[dict[str, float], dict[int, int]]:
@@ -173,7 +180,13 @@ def count_bytes(rank: int, ranks: int) -> dict[int, int]:
     exchange = dist.all_to_all_single
     sent = []
 
-    def counted(output: torch.Tensor, given: torch.Tensor, out: list[int], splits: list[int], **options: Any) -> Any:
+    def counted(
+        output: torch.Tensor,
+        given: torch.Tensor,
+        out: list[int],
+        splits: list[int],
+        **options: Any,
+    ) -> Any:
         row = 2 * KV_HEADS * HEAD_SIZE * given.element_size()
         assert given.numel() * given.element_size() == sum(splits) * row
         sent.append((sum(splits) - splits[rank]) * row)
@@ -181,7 +194,13 @@ def count_bytes(rank: int, ranks: int) -> dict[int, int]:
 
     result = {}
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather_into_tensor", "all_gather", "all_reduce", "all_to_all", "batch_isend_irecv"):
+        for name in (
+            "all_gather_into_tensor",
+            "all_gather",
+            "all_reduce",
+            "all_to_all",
+            "batch_isend_irecv",
+        ):
             patch.delattr(dist, name)
         patch.setattr(dist, "all_to_all_single", counted)
         for length in LENGTHS:
@@ -230,7 +249,10 @@ def test_a_slow_network_takes_what_sends_least() -> None:
 
 def test_a_scheme_that_cannot_serve_a_layer_is_an_error_that_names_one_that_can() -> None:
     shape = AttentionShape(heads=8, kv_heads=2, head_size=16)
-    with pytest.raises(ValueError, match=r"all_to_all cannot split full layers with 8 heads over 3.*use all_gather"):
+    with pytest.raises(
+        ValueError,
+        match=r"all_to_all cannot split full layers with 8 heads over 3.*use all_gather",
+    ):
         choose_scheme(layout_of([30], 3), shape, None, H200, "all_to_all")
 
 

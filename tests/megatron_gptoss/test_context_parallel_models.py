@@ -22,7 +22,11 @@ SAMPLES = documents([90, 5, 18, 41, 2, 3, 23, 12], seed=3)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "context 2": {"context": 2},
     "context 4": {"context": 4},
-    "context 4, all-to-all": {"context": 4, "context_scheme_full": "all_to_all", "context_scheme_window": "all_to_all"},
+    "context 4, all-to-all": {
+        "context": 4,
+        "context_scheme_full": "all_to_all",
+        "context_scheme_window": "all_to_all",
+    },
     "context 2, tensor 2": {"context": 2, "tensor": 2},
     "context 2, tensor 2, expert 2": {"context": 2, "tensor": 2, "expert": 2},
     "context 2, expert 4": {"context": 2, "expert": 4},

@@ -28,7 +28,13 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import pack
 from megatron_gptoss.scorer import alignment, data_parallel_slice
 from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy, save_checkpoint
+from tests.megatron_gptoss.reference import (
+    TINY,
+    documents,
+    hf_model,
+    mean_cross_entropy,
+    save_checkpoint,
+)
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 STEPS = 5
@@ -104,7 +110,11 @@ def as_on_a_gpu() -> None:
     above."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
-    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
+    for name in (
+        "transformer_engine",
+        "transformer_engine.pytorch",
+        "transformer_engine.pytorch.optimizers",
+    ):
         sys.modules[name] = ModuleType(name)
     sys.modules[name].FusedAdam = FusedAdam  # type: ignore[attr-defined]
     megatron_optimizer.Adam = FusedAdam
@@ -116,12 +126,19 @@ def as_on_a_gpu() -> None:
     optimizer = gptoss_optimizer.MegatronOptimizerConfig
     buckets = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 8000}
     gptoss_optimizer.DistributedDataParallelConfig = lambda **given: data_parallel(**given | buckets)  # type: ignore
-    precision = {"use_distributed_optimizer": True, **gptoss_optimizer.precision_settings(OptimizerConfig())}
+    precision = {
+        "use_distributed_optimizer": True,
+        **gptoss_optimizer.precision_settings(OptimizerConfig()),
+    }
     gptoss_optimizer.MegatronOptimizerConfig = lambda **given: optimizer(**given | precision)  # type: ignore
 
 
 def train(
-    parallel: ParallelConfig, rank: int, port: int, save: Path | None = None, resume: Path | None = None
+    parallel: ParallelConfig,
+    rank: int,
+    port: int,
+    save: Path | None = None,
+    resume: Path | None = None,
 ) -> tuple[list[float], int]:
     """Losses of the steps, and how many buckets of the model have a gap behind them."""
     distributed.initialize(parallel, rank, port=port)
@@ -162,7 +179,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(train_save_and_resume, 2, ports, tmp_path_factory.mktemp("distributed"))
 
 
-def test_a_resumed_distributed_optimizer_continues_the_same_curve(two_ranks: list[dict[str, Any]]) -> None:
+def test_a_resumed_distributed_optimizer_continues_the_same_curve(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     for rank in two_ranks:
         assert rank["gaps"] > 2  # which Megatron would stumble over
         assert rank["losses"][-1] < rank["losses"][0] - 0.5

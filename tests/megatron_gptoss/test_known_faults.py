@@ -22,7 +22,13 @@ from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from megatron_gptoss.transformer_config import build_transformer_config
 from tests.distributed import free_port
-from tests.megatron_gptoss.reference import TINY, documents, hf_logits, hf_model, mean_cross_entropy
+from tests.megatron_gptoss.reference import (
+    TINY,
+    documents,
+    hf_logits,
+    hf_model,
+    mean_cross_entropy,
+)
 
 SAMPLES = documents([20, 13])
 
@@ -72,7 +78,10 @@ def test_the_fused_bias_activation_that_clamps_before_the_bias_is_off() -> None:
         load_hf_weights(model, TINY, reference.state_dict().__getitem__)
         with torch.no_grad():
             out = model(
-                batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=batch.packed_seq_params()
+                batch.input_ids[None],
+                batch.position_ids[None],
+                None,
+                packed_seq_params=batch.packed_seq_params(),
             )
             return (out[0] - hf_logits(reference, SAMPLES)).abs().max().item()
 

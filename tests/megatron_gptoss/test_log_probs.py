@@ -24,7 +24,11 @@ def several_uneven_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     hidden = 3 * torch.randn(TOKENS, HIDDEN, dtype=torch.float64)
-    return hidden, 2 * torch.randn(VOCAB, HIDDEN, dtype=torch.float64), torch.randint(0, VOCAB, (TOKENS,))
+    return (
+        hidden,
+        2 * torch.randn(VOCAB, HIDDEN, dtype=torch.float64),
+        torch.randint(0, VOCAB, (TOKENS,)),
+    )
 
 
 def expected(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,7 +32,12 @@ THRIFTY = ParallelConfig(recompute=("moe_act", "layernorm"))
     [(4, 32, 16_384, (), 82.4), (4, 8, 16_384, (), 43.8), (4, 32, 32_768, ("moe_act",), 90.0)],
 )
 def test_measured_peaks_of_one_gpu_are_predicted_within_two_percent(
-    layers: int, experts: int, tokens: int, recompute: tuple[str, ...], measured: float, monkeypatch: pytest.MonkeyPatch
+    layers: int,
+    experts: int,
+    tokens: int,
+    recompute: tuple[str, ...],
+    measured: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory, "EXPERT_LOAD", 1.0)  # no expert parallelism
     model = ModelConfig(num_layers=layers, num_experts=experts)
@@ -62,10 +67,28 @@ def test_measured_peaks_of_four_gpus_are_predicted_within_four_percent(
         (4, {"recompute": ("moe_act",), "recompute_layers": 2}, {}, 32_768, 90.7),
         (4, {}, {"offload": 1.0}, 16_384, 71.8),
         (8, {"world_size": 2, "pipeline": 2}, {"moment_dtype": "bf16"}, 4096, 51.8),
-        (8, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, {"moment_dtype": "bf16"}, 4096, 52.9),
+        (
+            8,
+            {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
+            {"moment_dtype": "bf16"},
+            4096,
+            52.9,
+        ),
         (8, {"world_size": 2, "pipeline": 2}, {"moment_dtype": "bf16"}, 16_384, 66.6),
-        (8, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, {"moment_dtype": "bf16"}, 16_384, 71.4),
-        (8, {"world_size": 2, "pipeline": 2, "last_stage_layers": 3}, {"moment_dtype": "bf16"}, 16_384, 80.9),
+        (
+            8,
+            {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
+            {"moment_dtype": "bf16"},
+            16_384,
+            71.4,
+        ),
+        (
+            8,
+            {"world_size": 2, "pipeline": 2, "last_stage_layers": 3},
+            {"moment_dtype": "bf16"},
+            16_384,
+            80.9,
+        ),
         (8, {"recompute": ("moe_act",)}, {"moment_dtype": "bf16"}, 32_768, 127.2),
         (4, {"world_size": 2, "tensor": 2}, {"moment_dtype": "bf16"}, 16_384, 42.5),
     ],
@@ -85,7 +108,8 @@ def test_measured_peaks_of_other_settings_are_predicted_within_two_percent(
 
 
 @pytest.mark.parametrize(
-    ("chunks", "micro_batches", "measured"), [(1, 4, 84.9), (2, 4, 85.2), (4, 4, 84.8), (1, 8, 85.0), (2, 8, 99.4)]
+    ("chunks", "micro_batches", "measured"),
+    [(1, 4, 84.9), (2, 4, 85.2), (4, 4, 84.8), (1, 8, 85.0), (2, 8, 99.4)],
 )
 def test_a_pipeline_holds_no_more_micro_batches_than_there_are(
     chunks: int, micro_batches: int, measured: float, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +127,14 @@ def test_parameters_are_those_of_the_published_models(model: ModelConfig, total:
 
 @pytest.mark.parametrize(
     ("model", "gpus"),
-    [(GPT_OSS_20B, 4), (GPT_OSS_20B, 8), (GPT_OSS_20B, 16), (GPT_OSS_120B, 16), (GPT_OSS_120B, 32), (GPT_OSS_120B, 64)],
+    [
+        (GPT_OSS_20B, 4),
+        (GPT_OSS_20B, 8),
+        (GPT_OSS_20B, 16),
+        (GPT_OSS_120B, 16),
+        (GPT_OSS_120B, 32),
+        (GPT_OSS_120B, 64),
+    ],
 )
 def test_both_models_fit_where_they_should(model: ModelConfig, gpus: int) -> None:
     training = MemoryInputs(model, THRIFTY.model_copy(update={"world_size": gpus}), BF16_MOMENTS, 16_384)
@@ -144,7 +175,10 @@ def test_each_suggestion_takes_less_than_the_one_before() -> None:
     bf16 = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
     again = parallel.model_copy(update={"recompute": ("moe",)})
     first, last = smaller_settings(MemoryInputs(GPT_OSS_20B, again, bf16, 32_768))
-    assert (first[0], last[0]) == ("training.max_tokens_per_micro_batch=16384", "optimizer.offload=1")
+    assert (first[0], last[0]) == (
+        "training.max_tokens_per_micro_batch=16384",
+        "optimizer.offload=1",
+    )
     some = again.model_copy(update={"recompute_layers": 9})
     assert smaller_settings(MemoryInputs(GPT_OSS_20B, some, bf16, 32_768))[0][0] == "parallel.recompute_layers=null"
 
@@ -194,7 +228,10 @@ def test_running_out_of_memory_prints_the_plan_and_what_to_set_next() -> None:
     parallel = ParallelConfig(world_size=4, expert=4, recompute=("moe_act",))
     training = MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)
     with (
-        pytest.raises(torch.OutOfMemoryError, match=r"(?s)^CUDA out of memory. Tried.*activations .*moment_dtype=bf16"),
+        pytest.raises(
+            torch.OutOfMemoryError,
+            match=r"(?s)^CUDA out of memory. Tried.*activations .*moment_dtype=bf16",
+        ),
         out_of_memory_explained(training),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5 GiB\nlong advice about fragmentation")

@@ -109,7 +109,15 @@ def test_context_parallel_shards_come_back_into_the_order_of_the_row(sizes: list
     batch = build_batch(samples_of(sizes), align=ranks)
     shards = [batch.context_parallel_shard(rank, ranks) for rank in range(ranks)]
     inverse = batch.context_layout_over(ranks).inverse
-    for name in ("input_ids", "labels", "position_ids", "loss_mask", "advantages", "sample_ids", "routed_experts"):
+    for name in (
+        "input_ids",
+        "labels",
+        "position_ids",
+        "loss_mask",
+        "advantages",
+        "sample_ids",
+        "routed_experts",
+    ):
         parts = [getattr(shard, name) for shard in shards]
         assert len({len(part) for part in parts}) == 1
         assert torch.equal(torch.cat(parts)[inverse], getattr(batch, name))

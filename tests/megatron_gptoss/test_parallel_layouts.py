@@ -23,7 +23,13 @@ from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
 from megatron_gptoss.scorer import alignment, data_parallel_slice
 from megatron_gptoss.trainer import PolicyTrainer, StepStatistics
 from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy, save_checkpoint
+from tests.megatron_gptoss.reference import (
+    TINY,
+    documents,
+    hf_model,
+    mean_cross_entropy,
+    save_checkpoint,
+)
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 STEPS = 6
@@ -267,7 +273,11 @@ LAYOUTS_ON_GPUS: dict[int, dict[str, dict[str, int]]] = {
 }
 RESUMED_ON_GPUS = {
     2: [("data", "pipeline"), ("expert", "tensor+sequence+expert"), ("expert", "expert")],
-    4: [("expert", "expert 2, data"), ("expert 2, data", "tensor+sequence+expert"), ("expert", "expert")],
+    4: [
+        ("expert", "expert 2, data"),
+        ("expert 2, data", "tensor+sequence+expert"),
+        ("expert", "expert"),
+    ],
 }
 
 

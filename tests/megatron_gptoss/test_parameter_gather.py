@@ -86,7 +86,9 @@ def two_ranks() -> list[dict[str, Any]]:
     return run_distributed(use_after_a_step, 2, free_port())
 
 
-def test_scores_right_after_a_step_are_those_of_the_whole_weights(two_ranks: list[dict[str, Any]]) -> None:
+def test_scores_right_after_a_step_are_those_of_the_whole_weights(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     for rank in two_ranks:
         assert rank["buckets"] > 2  # the output layer's is not the one that everything else waits for
         assert rank["scores"] == [0, 0]
@@ -97,7 +99,9 @@ def test_whoever_reads_weights_gets_those_of_all_ranks(two_ranks: list[dict[str,
     assert [rank["weights"] for rank in two_ranks] == [0, 0]
 
 
-def test_every_module_with_weights_but_the_output_layer_is_called(two_ranks: list[dict[str, Any]]) -> None:
+def test_every_module_with_weights_but_the_output_layer_is_called(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     # Megatron gathers when a module is called; the head reads the output layer's weight and
     # gathers it by itself
     assert [rank["not_called"] for rank in two_ranks] == [{"output_layer"}, {"output_layer"}]

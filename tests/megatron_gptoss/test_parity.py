@@ -42,7 +42,10 @@ def reference() -> object:
 
 
 def megatron(
-    reference: torch.nn.Module, dtype: torch.dtype = torch.float32, config: ModelConfig = TINY, **overrides: object
+    reference: torch.nn.Module,
+    dtype: torch.dtype = torch.float32,
+    config: ModelConfig = TINY,
+    **overrides: object,
 ) -> torch.nn.Module:
     model = build_model(config, ParallelConfig(), dtype, **overrides)
     load_hf_weights(model, config, reference.state_dict().__getitem__)
@@ -52,7 +55,12 @@ def megatron(
 def logits(model: torch.nn.Module, align: int = 1) -> torch.Tensor:
     batch = build_batch(SAMPLES, align)
     with torch.no_grad():
-        out = model(batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=batch.packed_seq_params())
+        out = model(
+            batch.input_ids[None],
+            batch.position_ids[None],
+            None,
+            packed_seq_params=batch.packed_seq_params(),
+        )
     return out[0, : sum(len(s.token_ids) - 1 for s in SAMPLES)]
 
 
@@ -120,7 +128,9 @@ def test_sinks_without_gradient_still_take_attention(reference: torch.nn.Module)
     assert distance(model, reference) < 1e-3
 
 
-def test_a_trainer_without_sinks_attends_as_if_they_were_absent(reference: torch.nn.Module) -> None:
+def test_a_trainer_without_sinks_attends_as_if_they_were_absent(
+    reference: torch.nn.Module,
+) -> None:
     model = sinks_learn_nothing_with(reference, sinks=False)
     assert distance(model, reference) > 0.02
     without = hf_model()
@@ -131,7 +141,9 @@ def test_a_trainer_without_sinks_attends_as_if_they_were_absent(reference: torch
     assert distance(model, without) < 1e-3
 
 
-def test_a_backward_pass_without_sinks_follows_a_forward_pass_with_them(reference: torch.nn.Module) -> None:
+def test_a_backward_pass_without_sinks_follows_a_forward_pass_with_them(
+    reference: torch.nn.Module,
+) -> None:
     assert distance(sinks_learn_nothing_with(reference, sink_backward=False), reference) < 1e-3
     packed = build_batch(SAMPLES).packed_seq_params()
     heads = TINY.num_attention_heads, TINY.num_key_value_heads, TINY.num_key_value_heads
@@ -219,7 +231,12 @@ def test_parity_fails_when_documents_are_not_kept_apart(reference: torch.nn.Modu
     batch.cu_seqlens = batch.cu_seqlens[[0, -1]]
     batch.max_seqlen = batch.tokens
     with torch.no_grad():
-        out = model(batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=batch.packed_seq_params())
+        out = model(
+            batch.input_ids[None],
+            batch.position_ids[None],
+            None,
+            packed_seq_params=batch.packed_seq_params(),
+        )
         assert (out[0] - hf_logits(reference, SAMPLES)).abs().max() > 0.02
 
 

@@ -173,7 +173,11 @@ def test_a_recomputed_layer_gets_the_routes_of_its_micro_batch_again() -> None:
     assert again is first
     assert torch.equal(layer.replace_routes(own, again), first)
     assert layer.take() is second
-    assert (layer.agreeing, layer.compared, len(layer.recorded)) == (1, 1, 1)  # once, not again in recomputation
+    assert (layer.agreeing, layer.compared, len(layer.recorded)) == (
+        1,
+        1,
+        1,
+    )  # once, not again in recomputation
     assert not layer.pending
     assert not layer.pending_recompute
 

@@ -76,11 +76,18 @@ DISPATCHER = MoEAlltoAllTokenDispatcher
     ],
 )
 def test_a_slow_layer_shows_where_it_is_slow(
-    owner: type, method: str, backward: bool, part: str, trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
+    owner: type,
+    method: str,
+    backward: bool,
+    part: str,
+    trainer: PolicyTrainer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     original, naps = getattr(owner, method), 2 * TINY.num_layers  # two micro-batches
     monkeypatch.setattr(
-        owner, method, lambda self, x, *rest, **named: original(self, Nap.apply(x, backward), *rest, **named)
+        owner,
+        method,
+        lambda self, x, *rest, **named: original(self, Nap.apply(x, backward), *rest, **named),
     )
     slow = step(trainer)
     assert slow.seconds_of[part] > naps * NAP

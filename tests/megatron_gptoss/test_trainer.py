@@ -99,7 +99,12 @@ def test_norm_and_scaling_of_gradients_never_mix_dtypes() -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [
         torch.randn(n, generator=generator).to(dtype)
-        for n, dtype in ((5, torch.bfloat16), (3, torch.float32), (7, torch.bfloat16), (1, torch.float32))
+        for n, dtype in (
+            (5, torch.bfloat16),
+            (3, torch.float32),
+            (7, torch.bfloat16),
+            (1, torch.float32),
+        )
     ]
     exact = torch.cat([gradient.double() for gradient in gradients]).norm().item()
     seen = []

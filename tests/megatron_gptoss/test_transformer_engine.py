@@ -23,7 +23,14 @@ from megatron_gptoss.packing import build_batch, pack
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import documents, hf_logits, hf_loss, hf_model, mean_cross_entropy, save_checkpoint
+from tests.megatron_gptoss.reference import (
+    documents,
+    hf_logits,
+    hf_loss,
+    hf_model,
+    mean_cross_entropy,
+    save_checkpoint,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -87,9 +94,17 @@ def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(recompute: tuple[str,
     batch = build_batch(SAMPLES).to("cuda")
     with torch.no_grad():
         ours = trainer.module(
-            batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=batch.packed_seq_params()
+            batch.input_ids[None],
+            batch.position_ids[None],
+            None,
+            packed_seq_params=batch.packed_seq_params(),
         )[0]
-    print("logits:", relative(ours, exact_logits), "transformers:", relative(their_logits, exact_logits))
+    print(
+        "logits:",
+        relative(ours, exact_logits),
+        "transformers:",
+        relative(their_logits, exact_logits),
+    )
     assert relative(ours, exact_logits) < 1.1 * relative(their_logits, exact_logits)
 
     # the gradients against those of transformers in fp32
@@ -111,7 +126,14 @@ def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(recompute: tuple[str,
         / total
     )
     worst = sorted(ours, key=lambda x: -x[0])[:3]
-    print("gradients:", our_error.item(), "transformers:", their_error.item(), "worst:", [x[:2] for x in worst])
+    print(
+        "gradients:",
+        our_error.item(),
+        "transformers:",
+        their_error.item(),
+        "worst:",
+        [x[:2] for x in worst],
+    )
     assert our_error < 1.1 * their_error
 
 
@@ -120,7 +142,10 @@ def test_scores_are_those_of_the_logits() -> None:
     batch = build_batch(SAMPLES).to("cuda")
     with torch.no_grad():
         logits = trainer.module(
-            batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=batch.packed_seq_params()
+            batch.input_ids[None],
+            batch.position_ids[None],
+            None,
+            packed_seq_params=batch.packed_seq_params(),
         )[0]
     want = logits.float().log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]
     assert (trainer.score([batch])[0] - want).abs().max() < 0.05  # the logits above are rounded to bf16
@@ -298,14 +323,20 @@ def test_training_lowers_the_loss_and_a_resumed_trainer_continues_it(settings: d
     save_checkpoint(tmp_path, trainer, 3, {"step": 3})
     expected = steps(trainer, 3)
     other = PolicyTrainer(
-        build_model(WIDE, ParallelConfig(), torch.bfloat16), OptimizerConfig(clip_grad=1e9, **settings)
+        build_model(WIDE, ParallelConfig(), torch.bfloat16),
+        OptimizerConfig(clip_grad=1e9, **settings),
     )
     load_checkpoint(tmp_path / "step_000003", other)
     assert steps(other, 3) == pytest.approx(expected, rel=1e-3)
 
 
 STEPS = 3
-RUNS = {"whole": (1, None), "chunks": (2, None), "chunks from whole": (2, "whole"), "whole from chunks": (1, "chunks")}
+RUNS = {
+    "whole": (1, None),
+    "chunks": (2, None),
+    "chunks from whole": (2, "whole"),
+    "whole from chunks": (1, "chunks"),
+}
 
 
 def train_a_pipeline_of_two(rank: int, ports: list[int], root: Path) -> dict[str, list[tuple[float, float]]]:
