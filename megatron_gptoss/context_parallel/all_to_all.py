@@ -69,26 +69,26 @@ def all_to_all_attention(
 
 
 class _Exchange(torch.autograd.Function):
-    """Applies ``there`` to x, and ``back``, its inverse, to the gradient."""
+    """Applies ``exchange`` to x and ``inverse`` to the gradient."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        there: Exchange,
-        back: Exchange,
+        exchange: Exchange,
+        inverse: Exchange,
         group: ProcessGroup,
         layout: ContextLayout,
     ) -> Tensor:
-        ctx.back = back
+        ctx.inverse = inverse
         ctx.group = group
         ctx.layout = layout
-        return there(x, group, layout)
+        return exchange(x, group, layout)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.back(grad, ctx.group, ctx.layout), None, None, None, None
+        return ctx.inverse(grad, ctx.group, ctx.layout), None, None, None, None
 
 
 def _to_heads(x: Tensor, group: ProcessGroup, layout: ContextLayout) -> Tensor:

@@ -190,22 +190,22 @@ def choose_scheme(
     shape: AttentionShape,
     window: int | None,
     machine: Machine,
-    wanted: str = "auto",
+    requested: str = "auto",
 ) -> str:
-    """Choose the cheapest scheme, or check ``wanted``.
+    """Choose the cheapest scheme, or check ``requested``.
 
     Raises:
-        ValueError: when the wanted scheme cannot serve such a layer.
+        ValueError: when the requested scheme cannot serve such a layer.
     """
     key = ("schemes", shape, window, machine)
     possible = layout.cached(key, lambda: [cost.scheme for cost in candidates(layout, shape, window, machine)])
-    if wanted == "auto":
+    if requested == "auto":
         return possible[0]
 
-    if wanted not in possible:
+    if requested not in possible:
         kind = "full layers" if window is None else f"layers with a window of {window}"
         raise ValueError(
-            f"{wanted} cannot split {kind} with {shape.heads} heads "
+            f"{requested} cannot split {kind} with {shape.heads} heads "
             f"over {layout.size} context-parallel ranks; use {' or '.join(possible)}, or auto"
         )
-    return wanted
+    return requested
