@@ -12,8 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class StrictModel(BaseModel):
-    """Base of all configuration: unknown keys are errors, fields are documented by the string
-    under them."""
+    """Base of all configuration.
+
+    Unknown keys are errors; fields are documented by the string under them.
+    """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 

@@ -90,8 +90,7 @@ class StepClock:
 
 
 class TimedMoELayer(MoELayer):
-    """Counts sending tokens to their experts and back as communication, and their gradients
-    too."""
+    """Counts sending tokens to their experts and back, and their gradients, as communication."""
 
     clock: StepClock | None = None
     """Set by the trainer."""

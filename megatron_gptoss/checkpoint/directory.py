@@ -1,5 +1,4 @@
-"""The files of a directory of checkpoints: their names, the ``latest`` pointer, and how both
-change.
+"""The files of a directory of checkpoints: names, the ``latest`` pointer, and how both change.
 
     ROOT/step_000120/                      torch_dist: model and optimizer, for any layout
     ROOT/step_000120/gptoss_config.json    the ModelConfig
@@ -75,8 +74,7 @@ def find_checkpoint(root: Path, name: str) -> Path | None:
 
 
 def publish(partial: Path, final: Path, keep: int) -> None:
-    """Give a complete checkpoint its name, make it the latest, and delete all but the newest
-    ``keep``.
+    """Publish a complete checkpoint as the latest and delete all but the newest ``keep``.
 
     A crash at any point leaves a complete checkpoint that ``latest_checkpoint`` returns.
 
@@ -130,16 +128,17 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def _delete(checkpoint: Path) -> None:
-    """Delete the directory if it exists; what a killed process leaves of it does not look
-    complete."""
+    """Delete the directory if it exists.
+
+    What a killed process leaves of it does not look complete.
+    """
     with suppress(OSError):
         (checkpoint / TRAINING_STATE_FILE).unlink(missing_ok=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _outdated_checkpoints(checkpoints: Iterable[Path], newest: Path, keep: int) -> list[Path]:
-    """Return those of ``checkpoints`` that are not among the ``keep`` newest; never ``newest``
-    itself.
+    """Return which of ``checkpoints`` are not among the ``keep`` newest; never ``newest``.
 
     Steps above that of ``newest`` belong to a course of the run that was given up (somebody set
     ``latest`` back by hand). They count as older than all others.

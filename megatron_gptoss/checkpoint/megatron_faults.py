@@ -57,8 +57,9 @@ def _first_nonempty(groups: list[Any], alternatives: list[Any]) -> list[Any]:
 
 @contextmanager
 def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
-    """Let the distributed optimizer save and load every parameter's own state, which by itself it
-    does not.
+    """Let the distributed optimizer save and load every parameter's own state.
+
+    By itself it does not:
 
     - Transformer Engine's Adam keeps of an fp32 master weight only the 16 bits that its bf16 weight
       lacks, and Megatron would save those bits as if they were a number. In the block, the
@@ -99,8 +100,10 @@ def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
 
 
 def _exchange_whole_master_weights(adam: Any) -> None:
-    """Cover Transformer Engine's methods for state with ones that give and take fp32 master
-    weights."""
+    """Let Transformer Engine's Adam give and take whole fp32 master weights.
+
+    Covers the methods of the class by attributes of the instance.
+    """
     get_state = adam.get_unscaled_state
     set_state = adam.set_scaled_state
 
@@ -126,8 +129,10 @@ def _exchange_whole_master_weights(adam: Any) -> None:
 
 
 def _places_without_gaps(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
-    """Return first element, end and bucket of each parameter in a buffer whose buckets follow
-    without gaps."""
+    """Return where each parameter lies in a buffer whose buckets follow without gaps.
+
+    As Megatron's map has it: first element, end and bucket.
+    """
     paddings = (len(bucket.grad_data) - bucket.numel_unpadded for bucket in buffer.buckets)
     gaps_before = list(accumulate(paddings, initial=0))
 
@@ -156,8 +161,7 @@ def lower_half(master: torch.Tensor) -> torch.Tensor:
 
 
 def keep_settings(optimizer: Any, saved_state: Any) -> None:
-    """Give the parameter groups in ``saved_state`` the settings that ``optimizer`` has now, in
-    place.
+    """Give the parameter groups in ``saved_state`` the present settings of ``optimizer``, in place.
 
     Megatron replaces its groups by the saved ones, settings included, and refuses them where a
     learning rate or a weight decay differs: a run could not go on with other settings than it was

@@ -1,5 +1,4 @@
-"""Which tensors of a trainer a checkpoint holds, as Megatron's sharded state dicts describe
-them."""
+"""Which tensors of a trainer a checkpoint holds, as Megatron's sharded state dicts."""
 
 from typing import Any
 
@@ -18,8 +17,7 @@ EXPERTS_APART = "experts_have_an_optimizer_of_their_own"
 
 
 def sharding_metadata() -> dict[str, Any]:
-    """Return the settings of Megatron's sharded state dicts; they decide the names of what is
-    saved."""
+    """Return the settings of sharded state dicts; they decide the names of what is saved."""
     return {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,

@@ -36,8 +36,7 @@ queue, in the order in which they were written."""
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one trainer under ``root`` and deletes all but the newest
-    ``keep``.
+    """Writes one trainer's checkpoints under ``root``; deletes all but the newest ``keep``.
 
     Every method is collective. If any rank could not write, the call that notices raises
     CheckpointError on every rank; the previous checkpoint then is still the latest.
@@ -49,8 +48,9 @@ class CheckpointWriter:
         self._pending: _PendingSave | None = None
 
     def start(self, trainer: PolicyTrainer, step: int, training_state: dict[str, Any]) -> Path:
-        """Copy everything to host memory and begin to write it; finish an earlier checkpoint
-        first.
+        """Copy everything to host memory and begin to write it.
+
+        An earlier checkpoint is finished first.
 
         Returns:
             The path that the checkpoint will have when it is complete.
@@ -77,8 +77,10 @@ class CheckpointWriter:
         return final
 
     def finish(self, block: bool = True) -> None:
-        """Make what was started the latest checkpoint. Without ``block``, only if all ranks
-        have written it."""
+        """Make what was started the latest checkpoint.
+
+        Without ``block``, only if all ranks have written it.
+        """
         if self._pending is None:
             return
 

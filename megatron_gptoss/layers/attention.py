@@ -1,5 +1,7 @@
-"""Megatron's ``core_attention`` for GPT-OSS: rotary embedding, learned sinks, packed sequences,
-context parallelism."""
+"""Megatron's ``core_attention`` for GPT-OSS.
+
+Rotary embedding, learned sinks, packed sequences, context parallelism.
+"""
 
 import math
 from typing import Any

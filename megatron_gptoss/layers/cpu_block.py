@@ -1,5 +1,4 @@
-"""The layer specification for CPUs: Megatron's own modules, with subclasses where one insists on
-CUDA.
+"""The layer specification for CPUs: Megatron's own modules where they run without CUDA.
 
 Nothing is patched. Each class says what of megatron-core 0.19.2 it steps around; the mathematics
 is Megatron's.
@@ -51,8 +50,7 @@ class CpuRMSNorm(torch.nn.RMSNorm):
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
-    """The down projection of one expert that is not split over ranks (expert tensor parallel size
-    1).
+    """The down projection of one expert that is not split over ranks.
 
     It steps around two faults of RowParallelLinear in this place:
 

@@ -1,5 +1,7 @@
-"""The router of GPT-OSS on every device: fp32 logits, the bias held in fp32 and added outside
-the matrix product."""
+"""The router of GPT-OSS on every device.
+
+Logits are fp32; the bias is held in fp32 and added outside the matrix product.
+"""
 
 import torch
 from megatron.core.transformer.moe.moe_utils import router_gating_linear

@@ -1,5 +1,4 @@
-"""The layer specification for GPUs: Transformer Engine's linears around our attention, router
-and experts."""
+"""The layer specification for GPUs: Transformer Engine's linears around our own modules."""
 
 from copy import copy
 from functools import partial

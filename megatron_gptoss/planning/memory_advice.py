@@ -1,5 +1,4 @@
-"""Which layouts and settings fit the memory of a GPU, for ``gptoss plan`` and out-of-memory
-errors."""
+"""Which layouts and settings fit the memory of a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
-"""What a prediction of memory needs to know. Imports no torch, so that configurations can build
-it."""
+"""What a prediction of memory needs to know.
+
+Imports no torch, so that configurations can build it.
+"""
 
 import math
 from collections.abc import Sequence
@@ -35,8 +37,7 @@ class MemoryInputs:
     least one."""
 
     def with_sequences(self, sequences: float) -> Self:
-        """Copy with so many sequences, all of the longest length, and the micro-batches that
-        they fill."""
+        """Copy with so many sequences, all as long as possible, and the micro-batches they fill."""
         if math.isinf(sequences):
             return replace(self, sequences=sequences, micro_batches=math.inf)
 
