@@ -127,6 +127,8 @@ def random_weights(model: torch.nn.Module) -> None:
 
     The shards of a tensor are the same on all tensor-parallel ranks, too.
     """
+    # Replicas of a parameter share a seed: stages for dense ones, stages and expert-parallel ranks
+    # for experts.
     stage = parallel_state.get_pipeline_model_parallel_rank()
     expert_rank = parallel_state.get_expert_model_parallel_rank()
     dense_generator = torch.Generator("cuda").manual_seed(stage)
@@ -224,6 +226,7 @@ def measure_steps(
             # As rl_loop.trainer.worker does.
             gc.collect()
             gc.freeze()
+        # All ranks begin together, so that none counts another's lateness.
         torch.cuda.synchronize()
         dist.barrier()
         start = time.perf_counter()
@@ -276,6 +279,7 @@ def release(trainer: PolicyTrainer) -> None:
         for state in chained.optimizer.state.values():
             tensors += state.values()
 
+    # Megatron and Transformer Engine keep references; storages of size 0 hold no memory.
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
             tensor.untyped_storage().resize_(0)
@@ -357,6 +361,8 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     batches = random_batches(args.micro_batches, args.sequences, args.length, seed=data_rank)
     tokens = data_size * sum(batch.tokens for batch in batches)
     tokens_per_gpu = tokens // dist.get_world_size()
+
+    # Of one data-parallel rank, shared out among the GPUs that work on its rows.
     lengths = [args.length] * args.sequences * args.micro_batches
     sharers = args.context * args.tensor * args.pipeline
     flops = 3 * forward_flops(model_config, lengths) / sharers
@@ -374,6 +380,7 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     if args.profile:
         profile_step(step, args.profile)
 
+    # Counting costs time, so it has a pass of its own.
     load = ExpertLoad(trainer.module)
     trainer.score(batches)
     torch.cuda.reset_peak_memory_stats()
@@ -413,6 +420,8 @@ def check_overlap_case(args: argparse.Namespace, ceiling: float) -> dict[str, An
         scores = torch.cat(trainer.score(batches))
         if reference is None:
             reference = scores
+
+        # The last step's weights, or replicas would differ by what was not gathered yet.
         if mode != "never":
             gather_parameters(trainer.model)
 

@@ -78,6 +78,7 @@ def _torch_without_cuda() -> _Proxy:
         setattr(cuda, name, lambda *args, **kwargs: stream)
     cuda.current_device = lambda: _CPU  # type: ignore[attr-defined]
 
+    # Only the modules that get this object see it: torch itself stays as it is.
     proxy = _Proxy(torch)
     proxy.cuda = cuda  # type: ignore[attr-defined]
     for name in FACTORIES:
@@ -117,6 +118,7 @@ def enable_cpu_runtime() -> None:
     if torch.cuda.is_available() or torch.Tensor.cuda is _cuda:
         return
 
+    # Modules have looked torch up by its name when they were imported; that name is replaced.
     proxy = _torch_without_cuda()
     for name in PATCHED_MODULES:
         module = importlib.import_module(f"megatron.core.{name}")

@@ -20,6 +20,7 @@ class ValueHead(torch.nn.Module):
 
     def __init__(self, model: GPTModel) -> None:
         super().__init__()
+        # Values begin at zero, whatever the hidden states are.
         zeros = torch.zeros(
             1,
             model.config.hidden_size,

@@ -134,6 +134,7 @@ def _local_statistics(
         score, and the label's score, which is 0 where another rank has the label.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
+    # Rows are contiguous per chunk for the kernel, which adds to them block after block.
     statistics = hidden.new_zeros(4, len(hidden), dtype=dtype)
     statistics[0] = -torch.inf
     for rows in _spans(len(hidden), CHUNK_TOKENS):

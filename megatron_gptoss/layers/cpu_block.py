@@ -118,6 +118,7 @@ class CpuMoELayer(TimedMoELayer):
 
 def cpu_block_spec(config: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
     """Specify the layers of one chunk of this pipeline rank."""
+    # Grouped products of experts are Transformer Engine's; here one expert follows the other.
     submodules = get_gpt_layer_local_submodules(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,

@@ -64,5 +64,5 @@ def matmul_ceiling(size: int = 8192, rounds: int = 10) -> float:
         end.synchronize()
         milliseconds.append(start.elapsed_time(end))
 
-    # The first two warm up.
+    # The first two warm up. FLOP per millisecond times 1e-9 is TFLOP/s.
     return 2 * size**3 / median(milliseconds[2:]) / 1e9

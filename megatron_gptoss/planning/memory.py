@@ -212,6 +212,7 @@ def _trained_models(inputs: MemoryInputs, stage: int) -> Iterator[_TrainedModel]
 def _weight_memory(inputs: MemoryInputs, stage: int) -> float:
     """Return the bf16 weights of all models."""
     dense, expert = parameters_per_gpu(inputs.model, inputs.parallel, stage)
+    # Every auxiliary model has the policy's architecture and layout.
     weights = 2 * (dense + expert) * (1 + len(inputs.auxiliary_models))
 
     if stage == inputs.parallel.pipeline - 1:

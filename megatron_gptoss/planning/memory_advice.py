@@ -50,6 +50,7 @@ def _possible_layouts(inputs: MemoryInputs) -> Iterator[ParallelConfig]:
                     "last_stage_layers": None,
                 }
             )
+            # Most combinations split something unevenly.
             try:
                 layout.check_layout(inputs.model)
             except ValueError:
@@ -162,6 +163,7 @@ def out_of_memory_explained(inputs: MemoryInputs) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        # The advice needs the GPU's size; without a GPU nothing fits.
         gigabytes = 0.0
         if torch.cuda.is_available():
             _, total = torch.cuda.mem_get_info()
