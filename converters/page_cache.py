@@ -9,11 +9,29 @@ of memory, reading back the sample of a 12-layer import fetched 4 of its 5.6 GB 
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
 from converters.bits import FileRange
+
+
+def read_window() -> int:
+    """Return bytes that were read and stay cached: few, unless memory holds many models."""
+    return _memory_bytes() // 16
+
+
+def write_window() -> int:
+    """Return bytes that were written and stay cached: most of what can be dirty.
+
+    The kernel begins to write dirty pages back at a tenth of the memory (its default of
+    ``vm.dirty_background_ratio``), so that older pages are mostly clean.
+    """
+    return _memory_bytes() // 8
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class StreamedPages:
@@ -23,21 +41,14 @@ class StreamedPages:
     advice: the kernel keeps pages that another process has mapped.
     """
 
-    def __init__(self, window_bytes: int | None = None) -> None:
-        """``window_bytes`` of what was added last stay cached; None: a sixth of the memory.
-
-        The kernel begins to write dirty pages back at a tenth of the memory (its default of
-        ``vm.dirty_background_ratio``). Pages outside a larger window are clean already, so that
-        dropping them neither waits for the disk nor changes when it is written. A machine whose
-        memory holds the model six times keeps everything.
-        """
-        if window_bytes is None:
-            window_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 6
-        self._window_bytes = window_bytes
-        self._cached_bytes = 0
-        self._ranges: deque[FileRange] = deque()
+    def __init__(self, window_bytes: int) -> None:
+        """``window_bytes`` of what was added last stay cached."""
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
+        # The kernel does not drop dirty pages, but begins to write them: what was still dirty when
+        # it left the first window is clean when it leaves the second.
+        self._used = _Window(window_bytes)
+        self._dropped_once = _Window(window_bytes)
 
     def add(self, ranges: Iterable[FileRange]) -> None:
         """Note that parts of files were read or written and will not be needed again."""
@@ -45,22 +56,40 @@ class StreamedPages:
             for used in ranges:
                 if used.path not in self._descriptors:
                     self._descriptors[used.path] = os.open(used.path, os.O_RDONLY)
-                self._ranges.append(used)
-                self._cached_bytes += used.length
+                for left_first in self._used.add(used):
+                    self._drop(left_first)
+                    for left_second in self._dropped_once.add(left_first):
+                        self._drop(left_second)
 
-            while self._cached_bytes > self._window_bytes:
-                oldest = self._ranges.popleft()
-                self._cached_bytes -= oldest.length
-                os.posix_fadvise(
-                    self._descriptors[oldest.path],
-                    oldest.offset,
-                    oldest.length,
-                    os.POSIX_FADV_DONTNEED,
-                )
+    def _drop(self, pages: FileRange) -> None:
+        descriptor = self._descriptors[pages.path]
+        os.posix_fadvise(descriptor, pages.offset, pages.length, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the files; what is cached now stays."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        self.close()
+
+
+class _Window:
+    """The newest ranges, of a limited number of bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._ranges: deque[FileRange] = deque()
+
+    def add(self, newest: FileRange) -> Iterator[FileRange]:
+        """Add a range and yield the oldest ones, which leave the window for it."""
+        self._ranges.append(newest)
+        self._bytes += newest.length
+        while self._bytes > self._limit:
+            oldest = self._ranges.popleft()
+            self._bytes -= oldest.length
+            yield oldest

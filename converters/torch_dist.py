@@ -13,7 +13,7 @@ import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -29,7 +29,7 @@ from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
 from converters.mxfp4_export import quantize
 from converters.names import NamedParts, ParameterMapping, parameter_mappings, stack_experts
 from converters.new_directory import new_directory
-from converters.page_cache import StreamedPages
+from converters.page_cache import StreamedPages, read_window, write_window
 from converters.pipeline import Progress, ordered_map
 from converters.read_back import check_export, check_import, export_kind
 from converters.reports import Check, ExportReport, QuantizationLoss, ReadBack
@@ -98,13 +98,13 @@ def _write_parameters(
         written_dtype = dtype or source.dtype(mapping.hf_names[0])
         return math.prod(mapping.shape) * written_dtype.itemsize
 
-    with StreamedPages() as streamed:
+    with StreamedPages(read_window()) as read, StreamedPages(write_window()) as written:
 
         def convert(mapping: ParameterMapping) -> torch.Tensor:
             parts = [source.get(name, mapping.expert) for name in mapping.hf_names]
             if not selection.includes(mapping):
                 for name in mapping.hf_names:
-                    streamed.add(source.file_ranges(name, mapping.expert))
+                    read.add(source.file_ranges(name, mapping.expert))
             tensor = mapping.to_megatron(*parts)
             if dtype is not None:
                 tensor = tensor.to(dtype)
@@ -118,7 +118,7 @@ def _write_parameters(
                     mapping.checkpoint_key, leading_shape[: len(index)], index, tensor
                 )
                 if not selection.includes(mapping):
-                    streamed.add([place])
+                    written.add([place])
 
 
 def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
@@ -204,20 +204,21 @@ def export_checkpoint(
             progress=check_progress,
         )
 
-    with StreamedPages() as streamed:
-        exporter = _Exporter(checkpoint, original, float_dtype, selection, streamed)
-        with contextlib.closing(exporter.converted(report, progress)) as parts:
-            write_hf_directory(
-                hf_dir,
-                checkpoint.config,
-                stack_experts(checkpoint.config, parts),
-                tokenizer_files=tokenizer_files,
-                generation_config=generation_config,
-                max_shard_bytes=max_shard_bytes,
-                quantized=quantized,
-                on_written=exporter.note_written,
-                check=read_back,
-            )
+    with (
+        _Exporter(checkpoint, original, float_dtype, selection) as exporter,
+        contextlib.closing(exporter.converted(report, progress)) as parts,
+    ):
+        write_hf_directory(
+            hf_dir,
+            checkpoint.config,
+            stack_experts(checkpoint.config, parts),
+            tokenizer_files=tokenizer_files,
+            generation_config=generation_config,
+            max_shard_bytes=max_shard_bytes,
+            quantized=quantized,
+            on_written=exporter.note_written,
+            check=read_back,
+        )
     return report
 
 
@@ -241,7 +242,6 @@ class _Exporter:
         original: HfDirectory | None,
         dtype: torch.dtype | None,
         selection: Selection,
-        streamed: StreamedPages,
     ) -> None:
         """``original`` has scales to keep; ``dtype`` None quantizes experts, the rest is bf16."""
         self._checkpoint = checkpoint
@@ -249,7 +249,8 @@ class _Exporter:
         self._quantizes = dtype is None
         self._float_dtype = dtype or torch.bfloat16
         self._selection = selection
-        self._streamed = streamed
+        self._read = StreamedPages(read_window())
+        self._written = StreamedPages(write_window())
         self._table = list(parameter_mappings(checkpoint.config).values())
         self._names_to_read_back = {
             name
@@ -275,18 +276,25 @@ class _Exporter:
         """Take note that a tensor was written, which may not be needed any more."""
         name = stored_name.removesuffix("_blocks").removesuffix("_scales")
         if name not in self._names_to_read_back:
-            self._streamed.add([place])
+            self._written.add([place])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._read.close()
+        self._written.close()
 
     def _convert(self, mapping: ParameterMapping) -> _Converted:
         parts = mapping.named_parts(self._checkpoint.parameter(mapping))
         name = mapping.hf_names[0]
         if not self._selection.includes(mapping):
-            self._streamed.add(self._checkpoint.file_ranges(mapping))
+            self._read.add(self._checkpoint.file_ranges(mapping))
 
         if self._quantizes and mapping.expert is not None and is_expert_matrix(name):
             packed, loss = quantize(name, mapping.expert, parts[name], self._original)
             if self._original is not None and not self._selection.includes(mapping):
-                self._streamed.add(self._original.file_ranges(name, mapping.expert))
+                self._read.add(self._original.file_ranges(name, mapping.expert))
             return _Converted(mapping, packed, loss)
 
         converted = {name: part.to(self._float_dtype).contiguous() for name, part in parts.items()}
