@@ -1,4 +1,4 @@
-"""RolloutEngine over an OpenAI-compatible completions endpoint that returns token ids, as vLLM does.
+"""RolloutEngine over a completions endpoint that takes and returns token ids, as vLLM's does.
 
 For evaluation: such an endpoint offers no weight sync.
 """
@@ -25,8 +25,8 @@ class EndpointError(UserError, RuntimeError):
 class CompletionsEngine:
     """Samples from one endpoint.
 
-    ``url`` ends with ``/v1``; ``model`` is the model's name there. At most ``concurrency`` requests
-    run at a time.
+    ``url`` ends with ``/v1``; ``model`` is the model's name there. At most ``concurrency``
+    requests run at a time.
     """
 
     def __init__(self, url: str, model: str, concurrency: int = 64) -> None:

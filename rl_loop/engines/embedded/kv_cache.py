@@ -122,7 +122,7 @@ class RowCache:
         """Exchange two rows, of which the first ``length`` positions are in use."""
         if a == b:
             return
-        # Indexing with a list copies, so the right side is read in full before the left is written.
+        # Indexing with a list copies: the right side is read in full before the left is written.
         self.keys_values[:, :, [a, b], :, :length] = self.keys_values[:, :, [b, a], :, :length]
         self.routes[[a, b], :length] = self.routes[[b, a], :length]
         self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
@@ -199,7 +199,7 @@ class StepLayout:
         self._decoding_keys: dict[int, VisibleKeys] = {}
 
     def decoding_keys(self, window: int) -> VisibleKeys:
-        """Return which cached keys the decoding rows look at; the same for all layers of a window."""
+        """Return which cached keys the decoding rows look at, the same in all layers of a kind."""
         if window not in self._decoding_keys:
             # One slice for all rows, so that keys are read without a gather; what is not in a
             # row's own window is masked.

@@ -1,7 +1,8 @@
 """RolloutEngine over many SGLang servers: routing, faults, exact tokens, log-probs and versions.
 
-A turn is streamed. Whatever ends the stream early, the tokens that came are kept: after an ``abort``
-they are the answer, and after the death of a server the turn goes on from them on another one.
+A turn is streamed. Whatever ends the stream early, the tokens that came are kept: after an
+``abort`` they are the answer, and after the death of a server the turn goes on from them on
+another one.
 """
 
 import asyncio
@@ -103,9 +104,9 @@ class _Chunk:
 class SglangEngine:
     """Samples on whichever server holds the policy.
 
-    Servers are not trusted: an answer that cannot be one is a fault, and the turn goes on elsewhere.
-    A server that does not hold policy weights ``oldest_version`` or later is not used, and an answer
-    that was made with other weights is thrown away.
+    Servers are not trusted: an answer that cannot be one is a fault, and the turn goes on
+    elsewhere. A server that does not hold policy weights ``oldest_version`` or later is not used,
+    and an answer that was made with other weights is thrown away.
     """
 
     def __init__(
@@ -158,7 +159,8 @@ class SglangEngine:
             RuntimeError: if no server held the policy for ``wait_seconds``.
         """
         if request.request_id in self._turns:
-            raise ValueError(f"request {request.request_id} is already running: request ids must be unique")
+            name = f"request {request.request_id}"
+            raise ValueError(f"{name} is already running: request ids must be unique")
 
         turn = _Turn(request)
         self._turns[request.request_id] = turn
@@ -274,7 +276,8 @@ class SglangEngine:
                 try:
                     chunk = self._read_chunk(content, turn, start, server)
                 except (LookupError, TypeError, ValueError, AttributeError) as error:
-                    raise ServerFailed(f"{server.url}: a chunk cannot be read: {describe(error)}") from error
+                    fault = f"a chunk cannot be read: {describe(error)}"
+                    raise ServerFailed(f"{server.url}: {fault}") from error
 
                 self._append(turn, chunk, server)
                 if start == 0:

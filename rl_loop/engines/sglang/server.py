@@ -5,8 +5,8 @@
     DEAD -> STARTING -> STALE -> SYNCED
       ^________|__________|________|    the process ended, was silent or did not finish a sync
 
-Only a SYNCED server serves. A process that is started again is another *incarnation*: what was known
-about the one before, such as its weights, does not hold for it.
+Only a SYNCED server serves. A process that is started again is another *incarnation*: what was
+known about the one before, such as its weights, does not hold for it.
 """
 
 import asyncio
@@ -92,9 +92,10 @@ class SglangServer:
         self._health_seconds = health_seconds
 
         # The server may run in another Python environment, whose packages ours would hide.
-        self._environment = {
-            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
-        } | env
+        self._environment = dict(os.environ)
+        for name in ("PYTHONPATH", "VIRTUAL_ENV"):
+            self._environment.pop(name, None)
+        self._environment |= env
 
         self._status = ServerStatus("", ServerState.DEAD)
         self._syncing = False

@@ -1,7 +1,7 @@
-"""The trainer's side of a weight sync: Hugging Face tensors, bucket by bucket, into SGLang servers.
+"""The trainer's side of a weight sync: Hugging Face tensors, bucket by bucket, to SGLang.
 
-    pause by abort -> buckets, names and shapes checked -> compare a sample -> drop the prefix cache
-    -> name the new version -> go on
+    pause by abort -> buckets, names and shapes checked -> compare a sample -> drop the prefix
+    cache -> name the new version -> go on
 
 A server is paused all the while, and only the last steps give its weights a version: every answer
 comes wholly from before or wholly from after. If anything fails, the servers stay paused, and
@@ -62,9 +62,9 @@ class SyncPlan:
     tensor_parallel: int = 1
     """Ranks of each server."""
     bucket_bytes: int = 1 << 30
-    """Bound of a bucket, or the largest tensor if that is larger: gate and up projections of a layer
-    (20B: 1.06 GB). Besides its model a server holds one bucket, and the sender one (``nccl``,
-    ``gloo``) or two."""
+    """Bound of a bucket, or the largest tensor if that is larger: gate and up projections of a
+    layer (20B: 1.06 GB). Besides its model a server holds one bucket, and the sender one
+    (``nccl``, ``gloo``) or two."""
     directory: Path = Path("weights")
     """For ``disk``; all servers must see it."""
     seconds: float = 120.0
@@ -236,8 +236,8 @@ def _check_names_and_shapes(
 def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
     """Collect tensors, in order, into buckets of at most ``limit`` bytes.
 
-    A tensor that does not fit goes with others of up to an eighth of ``limit``: so a large one does
-    not leave a bucket of next to nothing behind.
+    A tensor that does not fit goes with others of up to an eighth of ``limit``: so a large one
+    does not leave a bucket of next to nothing behind.
     """
     bucket: Bucket = []
     size = 0
