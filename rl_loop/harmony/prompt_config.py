@@ -29,7 +29,7 @@ class PromptConfig(BaseModel):
     """Which channels the system message lists as valid: true for all three, false for no such
     line, or some of them, such as [analysis, final]."""
     python_tool: bool = True
-    """Whether the built-in tools of an environment are described: Python, where it is one."""
+    """Whether the built-in tools of an environment, such as Python, are described."""
 
     @field_validator("current_date", mode="before")
     @classmethod
