@@ -41,10 +41,11 @@ class CompletionsEngine:
 
         Raises EndpointError naming the address and what it answered.
         """
+        # A timeout without a time, which an abort sets to now.
         try:
             async with asyncio.timeout(None) as self._limits[request.request_id]:
                 return await self._complete(request)
-        except TimeoutError:  # only an abort sets a limit
+        except TimeoutError:
             return GenerateResult([], [], FinishReason.ABORT)
         finally:
             del self._limits[request.request_id]
@@ -62,6 +63,7 @@ class CompletionsEngine:
 
     def _request_body(self, request: GenerateRequest) -> dict[str, Any]:
         sampling = request.sampling
+        # Ours have up to 64 bits.
         seed = sampling.seed
         if seed is not None:
             seed %= SEEDS

@@ -224,6 +224,7 @@ def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:
     Raises RuntimeError naming the layer that made no real choice: one that has an expert twice, as
     in a buffer that nobody filled (all zeros), or a number that is none of ``experts``.
     """
+    # Sorted, experts chosen twice are neighbours, and the first and last say whether all exist.
     ordered = np.sort(routes, axis=-1)
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
     outside = (ordered[..., 0] < 0) | (ordered[..., -1] >= experts)

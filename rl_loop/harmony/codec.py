@@ -92,6 +92,7 @@ class Harmony:
         self._prompt = prompt
         self._python_seconds = python_seconds
 
+        # A prompt ends inside the assistant's header, which the policy goes on to write.
         header = harmony_encoding().encode("<|start|>assistant", allowed_special="all")
         self.assistant_header = vocabulary.from_harmony(header)
 
@@ -242,6 +243,7 @@ class Harmony:
         """
         harmony_ids = self.vocabulary.to_harmony(ids)
 
+        # Stricter than openai-harmony's parser, which reads nonsense into some illegal turns.
         headers = split_headers(harmony_ids)
         if headers is None:
             return FormatError("structure")

@@ -232,6 +232,7 @@ def _tokens_of(corpus: str) -> list[bytes]:
     by_rank = [base64.b64decode(line.split()[0]) for line in path.read_bytes().splitlines()]
     ranks = {token: rank for rank, token in enumerate(by_rank)}
 
+    # A token can only be made by merging two shorter ones, so these are needed too, down to bytes.
     chosen = set(range(BYTES))
     waiting = set(harmony_encoding().encode(corpus, disallowed_special=()))
     while waiting:
@@ -253,6 +254,7 @@ def _byte_pair_tokenizer(tokens: list[bytes]) -> "Tokenizer":
     def spell(token: bytes) -> str:
         return "".join(characters[byte] for byte in token)
 
+    # Hugging Face wants the merges in the order in which they are preferred: that of the ranks.
     ranks = {token: rank for rank, token in enumerate(tokens)}
     vocabulary = {spell(token): rank for token, rank in ranks.items()}
     merges = []

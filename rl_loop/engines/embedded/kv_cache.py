@@ -273,18 +273,32 @@ def row_cache_attention(
             output[:rows] = _attend_decoding(grouped[:, :, :rows], cached, sinks, layout, window)
 
     for segment in layout.segments:
-        if cached is not None and segment.past:
-            keys, values = cached[:, segment.row]
-        else:
-            # Nothing of this sequence was cached before: the new tokens are all that it has.
-            new_tokens = slice(segment.first, segment.first + segment.length)
-            keys = key[0, :, new_tokens]
-            values = value[0, :, new_tokens]
-
+        keys, values = _keys_values(segment, key[0], value[0], cached)
         for chunk, visible in _query_chunks(segment, layout, window):
             output[chunk] = _attend_prefill(grouped[:, :, chunk], keys, values, sinks, visible)
 
     return output[None], None
+
+
+def _keys_values(
+    segment: Segment,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cached: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all keys and values of a segment's sequence, [kv_heads, positions, head_size] each.
+
+    ``key`` and ``value`` [kv_heads, tokens, head_size] are those of the flat input. ``cached`` is
+    one layer of the cache, which has them too; None without a cache.
+    """
+    if cached is not None and segment.past:
+        keys, values = cached[:, segment.row]
+        return keys, values
+
+    # Nothing was cached before: the new tokens are all that the sequence has, and they lie
+    # together in the flat input, which saves reading them from the cache's padded row.
+    new_tokens = slice(segment.first, segment.first + segment.length)
+    return key[:, new_tokens], value[:, new_tokens]
 
 
 def _query_chunks(

@@ -33,6 +33,7 @@ class SglangClient:
 
     def __init__(self, url: str, idle_seconds: float = 300.0) -> None:
         self.url = url
+        # No limit of the whole answer: a stream lasts as long as a turn does.
         self._timeout = aiohttp.ClientTimeout(
             total=None,
             sock_connect=CONNECT_SECONDS,

@@ -142,7 +142,7 @@ class SglangEngine:
         self._refreshed_at = -math.inf
         self._refreshing = asyncio.Lock()
 
-        # By the server's address.
+        # By the server's address. The load is requests under way, of this worker only.
         self._clients: dict[str, SglangClient] = {}
         self._load: Counter[str] = Counter()
 
@@ -179,6 +179,7 @@ class SglangEngine:
         """Let one server after another work on a turn, until one ends it."""
         while True:
             server = await self._route(turn.request.episode, turn.failures)
+            # Aborted between two servers: what has come so far is the answer.
             if turn.aborted:
                 return
 
@@ -188,6 +189,7 @@ class SglangEngine:
                 _check_routes_came(turn, server)
                 return
             except ServerFailed as failure:
+                # The tokens so far are kept. The server may be dead: its state is asked for anew.
                 turn.failures[server.url] += 1
                 faults = turn.failures.total()
                 self._refreshed_at = -math.inf
@@ -307,6 +309,7 @@ class SglangEngine:
                 f"{server.url} answered with weights {version!r}, the policy is {self.oldest_version} or later"
             )
 
+        # Checked in every chunk, also in one without tokens: _end looks the reason up.
         finish = meta.get("finish_reason")
         if finish is not None and finish["type"] not in FINISH_REASONS:
             raise ServerFailed(f"{server.url}: the answer ended by {finish['type']!r}, which is no reason")
@@ -318,6 +321,8 @@ class SglangEngine:
             # A request that is aborted while it waits repeats its last token.
             return _Chunk([], [], int(version), finish, meta)
 
+        # With --incremental-streaming-output a chunk has the new tokens only, and completion_tokens
+        # counts those of all chunks: a lost or repeated chunk shows here.
         entries = meta["output_token_logprobs"]
         log_probs = [entry[0] for entry in entries]
         if received + len(ids) != total or [entry[1] for entry in entries] != ids:
@@ -391,6 +396,7 @@ class SglangEngine:
             if request_id not in (None, name) or turn.aborted:
                 continue
 
+            # A server may still have tokens to send. Between servers there is nothing to wait for.
             turn.aborted = True
             if turn.client is None:
                 turn.limit.reschedule(now)

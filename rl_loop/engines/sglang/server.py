@@ -133,6 +133,7 @@ class SglangServer:
 
         None: nobody knows what it holds, and its process is started anew.
         """
+        # A process that was started since then has never taken part in the sync.
         if not self._is_alive(incarnation):
             return
         self._syncing = False
@@ -192,6 +193,8 @@ class SglangServer:
 
     async def _run_once(self) -> str:
         """Run a process until it fails; return how it did."""
+        # A new address every time: the old port may still be taken by what is being killed, and
+        # whoever knows servers by their URL sees that this is another one.
         host, port = free_address()
         url = f"http://{host}:{port}"
         client = SglangClient(url)

@@ -97,6 +97,7 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
 
 async def _sync(named: NamedTensors, config: ModelConfig, servers: "Servers") -> None:
     plan = servers.plan
+    # By abort: in the other modes requests stay, and /flush_cache refuses for as long as they do.
     await servers.call("/pause_generation", {"mode": "abort"})
 
     tensors: NamedTensors = _check_names_and_shapes(named, config)
@@ -135,24 +136,28 @@ async def _transfer(tensors: NamedTensors, config: ModelConfig, servers: "Server
             # They only pass the sample. A deque of no length keeps not even the last one.
             await asyncio.to_thread(deque, tensors, 0)
         case "disk":
-            await asyncio.to_thread(
-                write_hf_directory,
-                plan.directory,
-                config,
-                tensors,
-                overwrite=True,
-            )
-            body = {
-                "model_path": str(plan.directory),
-                # Servers start with --load-format dummy, which would hold here too.
-                "load_format": "auto",
-                "flush_cache": False,
-            }
-            await servers.call("/update_weights_from_disk", body)
+            await _send_by_disk(tensors, config, servers)
         case "nccl" | "gloo":
             await _server_group.broadcast(buckets(tensors, plan.bucket_bytes), servers)
         case "cuda_ipc" | "shared_memory":
             await _share_memory(buckets(tensors, plan.bucket_bytes), servers)
+
+
+async def _send_by_disk(
+    tensors: NamedTensors,
+    config: ModelConfig,
+    servers: "Servers",
+) -> None:
+    """Write a checkpoint and let servers load it, for machines that share nothing but a disk."""
+    directory = servers.plan.directory
+    await asyncio.to_thread(write_hf_directory, directory, config, tensors, overwrite=True)
+    body = {
+        "model_path": str(directory),
+        # Servers start with --load-format dummy, which would hold here too.
+        "load_format": "auto",
+        "flush_cache": False,
+    }
+    await servers.call("/update_weights_from_disk", body)
 
 
 async def _compare(sample: WeightSample, servers: "Servers") -> None:
@@ -216,6 +221,7 @@ def _check_names_and_shapes(
     Raises WeightMismatch at the first that is not, and at the end if one is missing: SGLang itself
     answers "success" to names that it does not know.
     """
+    # Each tensor before its bucket leaves; what is missing is known only in the end.
     missing = hf_shapes(config)
     known = set(missing)
     for name, tensor in named:
@@ -297,6 +303,7 @@ class ServerGroup:
                     partial(self._send, bucket, parts),
                 )
         except BaseException:
+            # The others may be anywhere in the broadcast: this group is of no further use.
             self._leave()
             raise
 
