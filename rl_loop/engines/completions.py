@@ -63,7 +63,7 @@ class CompletionsEngine:
 
     def _request_body(self, request: GenerateRequest) -> dict[str, Any]:
         sampling = request.sampling
-        # Ours have up to 64 bits.
+        # Ours have 63 bits.
         seed = sampling.seed
         if seed is not None:
             seed %= SEEDS

@@ -23,7 +23,7 @@ from typing import Any
 
 from rl_loop.cluster.placement import end_with_parent, free_address
 from rl_loop.engines.sglang.client import SglangClient
-from rl_loop.engines.sglang.config import Command
+from rl_loop.engines.sglang.config import Command, inherited_environment
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +91,7 @@ class SglangServer:
         self._start_seconds = start_seconds
         self._health_seconds = health_seconds
 
-        # The server may run in another Python environment, whose packages ours would hide.
-        self._environment = dict(os.environ)
-        for name in ("PYTHONPATH", "VIRTUAL_ENV"):
-            self._environment.pop(name, None)
-        self._environment |= env
+        self._environment = inherited_environment() | env
 
         self._status = ServerStatus("", ServerState.DEAD)
         self._syncing = False
