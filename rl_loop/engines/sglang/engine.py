@@ -247,7 +247,7 @@ class SglangEngine:
 
     async def _refresh(self) -> None:
         """Ask for the servers' states if they are not known from just now."""
-        # One asks for all requests that wait here.
+        # Many requests may come at once: one of them asks for all.
         async with self._refreshing:
             now = asyncio.get_running_loop().time()
             if now > self._refreshed_at + REFRESH_SECONDS:

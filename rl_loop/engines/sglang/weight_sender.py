@@ -13,7 +13,7 @@ import base64
 import io
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -200,7 +200,7 @@ class Servers:
         self,
         tasks: asyncio.TaskGroup,
         path: str,
-        bodies: "list[dict[str, Any]] | list[dict[str, Any] | None]",
+        bodies: Sequence[dict[str, Any] | None],
     ) -> list[asyncio.Task[Any]]:
         return [
             tasks.create_task(client.call(path, body, seconds=self.plan.seconds))
@@ -208,6 +208,7 @@ class Servers:
         ]
 
     async def close(self) -> None:
+        """Close all connections."""
         for client in self._clients:
             await client.close()
 
