@@ -1,12 +1,13 @@
-"""SGLang as the rollout engine on GPUs, measured against the trainer. Cases run one after the other on one server.
+"""Measures SGLang as the rollout engine on GPUs against the trainer.
 
-    python benchmarks/sglang.py --layers 4 gap turns deterministic --attention fa3 triton      (one GPU: both share it)
-    python benchmarks/sglang.py --layers 24 sync --trainer-gpu 0 --server-gpu 1 --transport nccl
+    python benchmarks/sglang.py --layers 4 gap turns deterministic --attention fa3 triton
+    python benchmarks/sglang.py --layers 24 sync --server-gpu 1 --transport nccl
     python benchmarks/sglang.py --layers 8 sync --transport cuda_ipc
 
-The model has GPT-OSS-20B's widths and random weights (normal with std 0.02, small enough that routing margins decide).
-SGLang runs in its own environment: ``--python`` and ``--pythonpath``. No Ray. Prints one JSON object per case.
-``--device cpu --tiny`` is for an SGLang that serves on CPUs.
+Cases run one after the other on one server. Without ``--server-gpu`` trainer and server share one
+GPU. The model has GPT-OSS-20B's widths and random weights (normal with std 0.02, small enough that
+routing margins decide). SGLang runs in its own environment: ``--python`` and ``--pythonpath``. No
+Ray. Prints one JSON object per case. ``--device cpu --tiny`` is for an SGLang that serves on CPUs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,60 +41,31 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingPa
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine, score_on
-from rl_loop.engines.sglang.server import ServerState, SglangServer
+from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.weight_sender import SyncPlan, send_weights
+
+TRANSPORTS = ["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"]
 
 
 class Bench:
     """One trainer in this process, one server in another."""
 
     def __init__(self, arguments: argparse.Namespace, attention: str, scratch: Path) -> None:
-        self.arguments, self.attention, self.scratch = arguments, attention, scratch
-        shape: dict[str, Any] = {"num_layers": arguments.layers, "num_experts": 32, "max_length": 32_768}
-        if arguments.tiny:
-            shape |= {"num_experts": 4, "experts_per_token": 2, "hidden_size": 64, "intermediate_size": 96}
-            shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_size": 32, "vocab_size": 1024}
-        self.model_config = ModelConfig(**shape)
+        self.arguments = arguments
+        self.attention = attention
+        self.scratch = scratch
+        self.on_gpu = arguments.device != "cpu"
+        self.model_config = model_config(arguments)
         self.random = random.Random(0)
         self.version = 0
-        model = build_model(self.model_config, ParallelConfig(), torch.bfloat16)
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.fill_(1)
-                else:
-                    parameter.normal_(0, 1 if "softmax_offset" in name else 0.02)
-        self.model, self.scorer = model, Scorer(model)
-
-    def settings(self) -> SglangConfig:
-        a = self.arguments
-        extra = (
-            ["--device", "cpu", "--max-total-tokens", "8192"]
-            if a.device == "cpu"
-            else ["--disable-piecewise-cuda-graph"]
-        )
-        return SglangConfig(
-            python=a.python, attention_backend=self.attention, memory_fraction=a.memory_fraction,
-            weight_sync=a.transport,
-            arguments=extra + a.server_arguments.split(), deterministic="deterministic" in a.cases,
-            env={"PYTHONPATH": a.pythonpath} | dict(setting.split("=", 1) for setting in a.server_env),
-        )  # fmt: skip
+        self.model = random_model(self.model_config)
+        self.scorer = Scorer(self.model)
 
     async def run(self) -> None:
-        a = self.arguments
-        (self.scratch / "config.json").write_text(json.dumps(self.model_config.to_hf_config(dtype="bfloat16")))
-        environment = {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": self.server_gpu()}
-        if a.device == "cpu":
-            environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        settings = self.settings()
-        whole = settings.command(0, self.scratch, "bfloat16", routed_experts=a.device != "cpu", seed=0)
-        environment |= settings.environment
+        hf_config = self.model_config.to_hf_config(dtype="bfloat16")
+        (self.scratch / "config.json").write_text(json.dumps(hf_config))
 
-        def command(host: str, port: int) -> list[str]:
-            return [word for word in whole(host, port) if word.removeprefix("--") not in a.without]
-
-        server = SglangServer(command, environment, a.log or self.scratch / "server.log", health_seconds=60)
+        server = self.make_server()
         began = time.monotonic()
         try:
             while (status := await server.status()).state is not ServerState.STALE:
@@ -101,41 +74,153 @@ class Bench:
                 await asyncio.sleep(0.5)
             self.emit("start", seconds=time.monotonic() - began)
 
-            async def servers() -> list[Any]:
-                return [await server.status()]
-
-            c = self.model_config
-            engine = SglangEngine(
-                servers,
-                num_layers=c.num_layers,
-                top_k=c.experts_per_token,
-                num_experts=c.num_experts,
-                vocab_size=c.vocab_size,
-            )
-            await self.sync(server, "first")
-            for case in a.cases:
+            engine = self.make_engine(server)
+            # The first sync makes the process group, and its figures stand apart.
+            await self.sync_in_buckets(server, self.arguments.bucket_mib[0], rounds=1)
+            for case in self.arguments.cases:
                 await getattr(self, case)(server, engine)
             await engine.close()
         finally:
             await server.stop()
 
-    def emit(self, case: str, **figures: Any) -> None:
-        rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in figures.items()}
-        print(
-            json.dumps({"case": case, "attention": self.attention, "layers": self.model_config.num_layers, **rounded}),
-            flush=True,
+    def make_server(self) -> SglangServer:
+        settings = self.settings()
+        full_command = settings.command(
+            0,
+            self.scratch,
+            "bfloat16",
+            routed_experts=self.on_gpu,
+            seed=0,
         )
 
-    # cases
+        def command(host: str, port: int) -> list[str]:
+            words = full_command(host, port)
+            return [word for word in words if word.removeprefix("--") not in self.arguments.without]
+
+        environment = {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": self.server_gpu()}
+        if not self.on_gpu:
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        return SglangServer(
+            command,
+            environment | settings.environment,
+            self.arguments.log or self.scratch / "server.log",
+            health_seconds=60,
+        )
+
+    def settings(self) -> SglangConfig:
+        options = self.arguments
+        server_arguments = ["--disable-piecewise-cuda-graph"]
+        if not self.on_gpu:
+            server_arguments = ["--device", "cpu", "--max-total-tokens", "8192"]
+        server_arguments += options.server_arguments.split()
+
+        environment = {"PYTHONPATH": options.pythonpath}
+        for setting in options.server_env:
+            name, value = setting.split("=", 1)
+            environment[name] = value
+
+        return SglangConfig(
+            python=options.python,
+            attention_backend=self.attention,
+            memory_fraction=options.memory_fraction,
+            weight_sync=options.transport,
+            arguments=server_arguments,
+            deterministic="deterministic" in options.cases,
+            env=environment,
+        )
+
+    def make_engine(self, server: SglangServer) -> SglangEngine:
+        async def statuses() -> list[ServerStatus]:
+            return [await server.status()]
+
+        return SglangEngine(
+            statuses,
+            num_layers=self.model_config.num_layers,
+            top_k=self.model_config.experts_per_token,
+            num_experts=self.model_config.num_experts,
+            vocab_size=self.model_config.vocab_size,
+        )
+
+    def emit(self, case: str, **figures: Any) -> None:
+        """Print one JSON object; numbers have four significant digits."""
+        line = {
+            "case": case,
+            "attention": self.attention,
+            "layers": self.model_config.num_layers,
+        }
+        for name, value in figures.items():
+            if isinstance(value, float):
+                value = float(f"{value:.4g}")
+            line[name] = value
+        print(json.dumps(line), flush=True)
+
+    # ---- weight sync
+
+    async def sync(self, server: SglangServer, engine: SglangEngine) -> None:
+        """Time whole syncs and the export alone, and measure the memory that each side needs."""
+        for mebibytes in self.arguments.bucket_mib:
+            await self.sync_in_buckets(server, mebibytes, rounds=5)
+
+    async def sync_in_buckets(self, server: SglangServer, mebibytes: int, rounds: int) -> None:
+        memory = await self.memory_of_sync(server, mebibytes)
+        compared = [await self.sync_once(server, mebibytes) for _ in range(rounds)]
+        seconds = [await self.sync_once(server, mebibytes, compare=False) for _ in range(rounds)]
+
+        began = time.perf_counter()
+        sent = 0
+        for _, tensor in self.named():
+            sent += tensor.nbytes
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        export_seconds = time.perf_counter() - began
+
+        self.emit(
+            "sync",
+            transport=self.arguments.transport,
+            bucket_mib=mebibytes,
+            gigabytes=sent / 1e9,
+            seconds_all=seconds,
+            seconds_median=float(np.median(seconds)),
+            with_checksums_median=float(np.median(compared)),
+            export_alone=export_seconds,
+            server_gpu_extra_gb=memory.server / 1e9,
+            sender_extra_gb=memory.sender / 1e9,
+            link_gbps=self.link(),
+        )
+
+    async def memory_of_sync(self, server: SglangServer, mebibytes: int) -> SyncMemory:
+        """Measure a sync that is not timed, because looking at memory takes time."""
+        server_before = self.server_memory()
+        server_peak = server_before
+        sender_before = 0
+        if self.on_gpu:
+            sender_before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+
+        syncing = asyncio.ensure_future(self.sync_once(server, mebibytes))
+        while not syncing.done():
+            await asyncio.wait({syncing}, timeout=0.02)
+            server_peak = max(server_peak, await asyncio.to_thread(self.server_memory))
+        await syncing
+
+        sender = 0
+        if self.on_gpu:
+            sender = torch.cuda.max_memory_allocated() - sender_before
+        return SyncMemory(server=server_peak - server_before, sender=sender)
 
     async def sync_once(self, server: SglangServer, mebibytes: int, compare: bool = True) -> float:
+        """Send the trainer's weights; returns seconds."""
         status = await server.status()
         self.version += 1
         await server.begin_sync(status.incarnation)
         plan = SyncPlan(
-            (status.url,), self.version, self.arguments.transport, bucket_bytes=mebibytes << 20,
-            directory=self.scratch / "weights", compare=compare,
-        )  # fmt: skip
+            urls=(status.url,),
+            version=self.version,
+            transport=self.arguments.transport,
+            bucket_bytes=mebibytes << 20,
+            directory=self.scratch / "weights",
+            compare=compare,
+        )
         began = time.perf_counter()
         await send_weights(self.named(), self.model_config, plan)
         seconds = time.perf_counter() - began
@@ -143,47 +228,22 @@ class Bench:
         return seconds
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        exported = export_hf_weights(self.model, self.model_config, transposed=self.arguments.transport == "cuda_ipc")
+        """Yield the trainer's weights in bf16, by Hugging Face name."""
+        exported = export_hf_weights(
+            self.model,
+            self.model_config,
+            transposed=self.arguments.transport == "cuda_ipc",
+        )
         return ((name, tensor.to(torch.bfloat16)) for name, tensor in exported)
 
-    async def sync(self, server: SglangServer, engine: Any) -> None:
-        """Seconds of whole syncs and of the export alone, and the memory that each side needs besides its model."""
-        for mebibytes in self.arguments.bucket_mib if engine != "first" else self.arguments.bucket_mib[:1]:
-            await self.sync_in_buckets(server, mebibytes, 1 if engine == "first" else 5)
-
-    async def sync_in_buckets(self, server: SglangServer, mebibytes: int, rounds: int) -> None:
-        on_gpu = self.arguments.device != "cpu"
-        used = peak = self.server_memory()
-        before = torch.cuda.memory_allocated() if on_gpu else 0
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        watched = asyncio.ensure_future(self.sync_once(server, mebibytes))  # not timed: looking at memory takes time
-        while not watched.done():
-            await asyncio.wait({watched}, timeout=0.02)
-            peak = max(peak, await asyncio.to_thread(self.server_memory))
-        await watched
-        sender_extra = (torch.cuda.max_memory_allocated() - before) / 1e9 if on_gpu else 0.0
-        compared = [await self.sync_once(server, mebibytes) for _ in range(rounds)]
-        seconds, sent = [await self.sync_once(server, mebibytes, compare=False) for _ in range(rounds)], 0
-        began = time.perf_counter()
-        for _, tensor in self.named():
-            sent += tensor.nbytes
-        if on_gpu:
-            torch.cuda.synchronize()
-        self.emit(
-            "sync", transport=self.arguments.transport, bucket_mib=mebibytes, gigabytes=sent / 1e9,
-            seconds_all=seconds, seconds_median=float(np.median(seconds)),
-            with_checksums_median=float(np.median(compared)), export_alone=time.perf_counter() - began,
-            server_gpu_extra_gb=(peak - used) / 1e9, sender_extra_gb=sender_extra, link_gbps=self.link(),
-        )  # fmt: skip
-
     def server_gpu(self) -> str:
-        """As the whole machine numbers it."""
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[self.arguments.server_gpu]
+        """Return the server's GPU as the whole machine numbers it."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+        return visible.split(",")[self.arguments.server_gpu]
 
     def server_memory(self) -> int:
-        """Bytes in use on the server's GPU, the trainer's too if they share it."""
-        if self.arguments.device == "cpu":
+        """Return bytes in use on the server's GPU, the trainer's too if they share it."""
+        if not self.on_gpu:
             return 0
         command = [
             "nvidia-smi",
@@ -194,169 +254,305 @@ class Bench:
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) << 20
 
     def link(self) -> float:
-        """GB/s of a copy between the two GPUs (or within the one): what no transport can beat."""
-        a = self.arguments
-        if a.device == "cpu":
+        """Measure GB/s of a copy between the two GPUs, or within the one: no transport beats
+        it."""
+        if not self.on_gpu:
             return 0.0
-        peer = a.server_gpu if a.server_gpu < torch.cuda.device_count() else 0
+
+        peer = 0
+        if self.arguments.server_gpu < torch.cuda.device_count():
+            peer = self.arguments.server_gpu
         source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda:0")
         target = torch.empty_like(source, device=f"cuda:{peer}")
         target.copy_(source)
         torch.cuda.synchronize()
+
         began = time.perf_counter()
         for _ in range(5):
             target.copy_(source)
         torch.cuda.synchronize()
         return 5 * (1 << 30) / (time.perf_counter() - began) / 1e9
 
+    # ---- the trainer's log-probs
+
     def prompt(self, length: int) -> list[int]:
-        return [self.random.randrange(10, self.model_config.vocab_size - 100) for _ in range(length)]
+        limit = self.model_config.vocab_size - 100
+        return [self.random.randrange(10, limit) for _ in range(length)]
 
     async def gap(self, server: SglangServer, engine: SglangEngine) -> None:
-        """|d log p| of sampled tokens, the trainer routing freely and as the engine did."""
-        a, routes = self.arguments, self.arguments.device != "cpu"
+        """Measure |d log p| of sampled tokens, the trainer routing freely and as the engine
+        did."""
         requests = [
-            GenerateRequest(f"gap/{i}/0/0", self.prompt(200 + 40 * i), SamplingParams(a.tokens), routes)
-            for i in range(a.episodes)
+            GenerateRequest(
+                request_id=f"gap/{i}/0/0",
+                input_ids=self.prompt(200 + 40 * i),
+                sampling=SamplingParams(self.arguments.tokens),
+                return_routed_experts=self.on_gpu,
+            )
+            for i in range(self.arguments.episodes)
         ]
         results = await asyncio.gather(*map(engine.generate, requests))
-        samples = [
-            Sample(
-                q.input_ids + r.output_ids,
-                [0] * len(q.input_ids) + [1] * len(r.output_ids),
-                rollout_log_probs=[0.0] * len(q.input_ids) + r.output_log_probs,
-                routed_experts=r.routed_experts,
-            )
-            for q, r in zip(requests, results, strict=True)
-        ]
-        for replayed in [False, True] if routes else [False]:
+        samples = [as_sample(q, r) for q, r in zip(requests, results, strict=True)]
+
+        for replayed in [False, True] if self.on_gpu else [False]:
             self.scorer.replay = RoutingReplay(self.model) if replayed else None
             gaps = self.gaps(samples)
             figures = {f"p{q}": float(np.quantile(gaps, q / 100)) for q in (50, 95, 99)}
             if self.scorer.replay is not None:
                 counts = self.scorer.replay.agreement()
-                figures["routes_the_trainer_would_choose_too"] = counts["routes_agreeing"] / counts["routes_compared"]
+                share = counts["routes_agreeing"] / counts["routes_compared"]
+                figures["routes_the_trainer_would_choose_too"] = share
             self.emit(
-                "gap", replayed=replayed, tokens=len(gaps), mean=float(gaps.mean()), max=float(gaps.max()), **figures
+                "gap",
+                replayed=replayed,
+                tokens=len(gaps),
+                mean=float(gaps.mean()),
+                max=float(gaps.max()),
+                **figures,
             )
         self.scorer.replay = None
 
     def gaps(self, samples: list[Sample]) -> np.ndarray:
+        """Return |trainer's - engine's log-prob| of all sampled tokens."""
         batches = pack(samples, 16_384, 1, alignment())[0]
         rows: dict[int, list[float]] = {}
         for values, batch in zip(self.scorer.score(batches), batches, strict=True):
             rows |= unpack(values, batch)
-        gaps = [
-            abs(rows[i][j] - (sample.rollout_log_probs or ())[j])
-            for i, sample in enumerate(samples)
-            for j, mask in enumerate(sample.loss_mask)
-            if mask
-        ]
+
+        gaps = []
+        for i, sample in enumerate(samples):
+            rollout_log_probs = sample.rollout_log_probs or ()
+            for j, mask in enumerate(sample.loss_mask):
+                if mask:
+                    gaps.append(abs(rows[i][j] - rollout_log_probs[j]))
         return np.array(gaps)
 
+    # ---- turns
+
     async def turns(self, server: SglangServer, engine: SglangEngine) -> None:
-        """Episodes of several turns, each with tool output of 100 tokens: cache hits and tokens per second."""
-        a = self.arguments
-        hit, reusable, sampled = 0, 0, 0
+        """Run episodes of six turns, each with 100 tokens of tool output in between.
+
+        Measures cache hits and tokens per second.
+        """
+        hit = 0
+        reusable = 0
+        sampled = 0
 
         async def episode(number: int) -> None:
             nonlocal hit, reusable, sampled
             tokens = self.prompt(300)
             for turn in range(6):
-                request = GenerateRequest(f"turns/{number}/{turn}/0", tokens, SamplingParams(a.tokens))
+                sampling = SamplingParams(self.arguments.tokens)
+                request = GenerateRequest(f"turns/{number}/{turn}/0", tokens, sampling)
                 result = await engine.generate(request)
                 sampled += len(result.output_ids)
-                if turn:
+                if turn > 0:
                     hit += result.cached_tokens
                     reusable += len(tokens) - 100
                 tokens = tokens + result.output_ids + self.prompt(100)
 
         began = time.perf_counter()
-        await asyncio.gather(*map(episode, range(a.episodes)))
+        await asyncio.gather(*map(episode, range(self.arguments.episodes)))
         seconds = time.perf_counter() - began
         self.emit(
-            "turns", episodes=a.episodes, cache_hit=hit / reusable, tokens_per_second=sampled / seconds, seconds=seconds
+            "turns",
+            episodes=self.arguments.episodes,
+            cache_hit=hit / reusable,
+            tokens_per_second=sampled / seconds,
+            seconds=seconds,
         )
 
-    async def deterministic(self, server: SglangServer, engine: SglangEngine) -> None:
-        """The same seed and the same text alone and among others: tokens, and log-probs to the last bit.
+    # ---- determinism
 
-        If the tokens differ, the lines after the first two say where to look: ``prefill`` is without decoding, cache
-        and sampling (``to_100``: at most 128 tokens when alone), ``decode_against_prefill`` without other requests."""
-        a, client = self.arguments, SglangClient((await server.status()).url)
-        prompts = [self.prompt(100 + 17 * i) for i in range(a.episodes)]
-        few = range(min(8, a.episodes))
+    async def deterministic(self, server: SglangServer, engine: SglangEngine) -> None:
+        """Compare the same seed and text alone and among others: tokens, and log-probs to a bit.
+
+        If the tokens differ, the lines after the first two say where to look: ``prefill`` is
+        without decoding, cache and sampling (``to_100``: at most 128 tokens when alone),
+        ``decode_against_prefill`` without other requests.
+        """
+        episodes = self.arguments.episodes
+        prompts = [self.prompt(100 + 17 * i) for i in range(episodes)]
+        few = range(min(8, episodes))
+        client = SglangClient((await server.status()).url)
 
         def sample(run: str, i: int) -> Coroutine[Any, Any, GenerateResult]:
-            return engine.generate(
-                GenerateRequest(f"{run}/{i}/0/0", prompts[i], SamplingParams(a.tokens, seed=i), a.device != "cpu")
-            )
+            sampling = SamplingParams(self.arguments.tokens, seed=i)
+            request = GenerateRequest(f"{run}/{i}/0/0", prompts[i], sampling, self.on_gpu)
+            return engine.generate(request)
 
-        await client.call("/flush_cache?timeout=30", {})
-        together = await asyncio.gather(*(sample("many", i) for i in range(a.episodes)))
-        alone = {"cached": [await sample("cached", i) for i in few], "cold": []}
-        for i in few:
+        async def flush_cache() -> None:
             await client.call("/flush_cache?timeout=30", {})
-            alone["cold"].append(await sample("cold", i))
-        for prefix, results in alone.items():
-            pairs = list(zip(results, together, strict=False))
-            self.emit(
-                "deterministic", prefix=prefix, cached_tokens=[x.cached_tokens for x in results], of=len(pairs),
-                same=sum(x.output_ids == y.output_ids for x, y in pairs),
-                tokens_until_they_differ=[first_difference(x.output_ids, y.output_ids)[0] for x, y in pairs],
-                log_probs_until_they_differ_and_by=[
-                    first_difference(x.output_log_probs, y.output_log_probs) for x, y in pairs
-                ],
-            )  # fmt: skip
+
+        await flush_cache()
+        together = await asyncio.gather(*(sample("many", i) for i in range(episodes)))
+        cached = [await sample("cached", i) for i in few]
+        cold = []
+        for i in few:
+            await flush_cache()
+            cold.append(await sample("cold", i))
+
+        self.emit_differences("cached", cached, together)
+        self.emit_differences("cold", cold, together)
         texts = [q + r.output_ids for q, r in zip(prompts, together, strict=True)]
-        for name, scored in {"whole": texts, "to_100": [text[:100] for text in texts]}.items():
-            many = await asyncio.gather(*(score_on(client, text) for text in scored))
-            one = [await score_on(client, scored[i]) for i in few]
-            gap = max(abs(x - y) for i in few for x, y in zip(one[i], many[i], strict=True))
-            self.emit("prefill", text=name, same=sum(one[i] == many[i] for i in few), of=len(few), max=gap)
+        await self.compare_prefill(client, "whole", texts, few)
+        await self.compare_prefill(client, "to_100", [text[:100] for text in texts], few)
+        await self.compare_decode_with_prefill(client, prompts, cold)
+        await client.close()
+
+    def emit_differences(
+        self,
+        prefix: str,
+        alone: list[GenerateResult],
+        together: list[GenerateResult],
+    ) -> None:
+        pairs = list(zip(alone, together, strict=False))
+        tokens = [first_difference(x.output_ids, y.output_ids)[0] for x, y in pairs]
+        log_probs = [first_difference(x.output_log_probs, y.output_log_probs) for x, y in pairs]
+        self.emit(
+            "deterministic",
+            prefix=prefix,
+            cached_tokens=[result.cached_tokens for result in alone],
+            of=len(pairs),
+            same=sum(x.output_ids == y.output_ids for x, y in pairs),
+            tokens_until_they_differ=tokens,
+            log_probs_until_they_differ_and_by=log_probs,
+        )
+
+    async def compare_prefill(
+        self,
+        client: SglangClient,
+        name: str,
+        texts: list[list[int]],
+        few: range,
+    ) -> None:
+        """Score texts all at once, and a few of them one by one."""
+        together = await asyncio.gather(*(score_on(client, text) for text in texts))
+        alone = [await score_on(client, texts[i]) for i in few]
+        same = 0
+        largest = 0.0
+        for one, other in zip(alone, together, strict=False):
+            same += one == other
+            largest = max(largest, *(abs(x - y) for x, y in zip(one, other, strict=True)))
+        self.emit("prefill", text=name, same=same, of=len(few), max=largest)
+
+    async def compare_decode_with_prefill(
+        self,
+        client: SglangClient,
+        prompts: list[list[int]],
+        results: list[GenerateResult],
+    ) -> None:
+        """Compare the log-probs of sampled tokens with those of the same text as a prompt."""
         positions: list[int] = []
         gaps: list[float] = []
-        for prompt, result in zip(prompts, alone["cold"], strict=False):
-            scores = (await score_on(client, prompt + result.output_ids))[len(prompt) - 1 :]
+        for prompt, result in zip(prompts, results, strict=False):
+            first = len(prompt) - 1
+            scores = (await score_on(client, prompt + result.output_ids))[first:]
             gaps += [abs(x - y) for x, y in zip(scores, result.output_log_probs, strict=True)]
-            positions += range(len(prompt) - 1, len(prompt) - 1 + len(scores))
-        for name, within in {"to_127": np.array(positions) < 128, "from_128": np.array(positions) >= 128}.items():
-            some = np.array(gaps)[within]  # from position 128 on a window of 128 keys leaves keys out
+            positions += range(first, first + len(scores))
+
+        # From position 128 on a window of 128 keys leaves keys out.
+        leaves_keys_out = np.array(positions) >= 128
+        for name, chosen in {"to_127": ~leaves_keys_out, "from_128": leaves_keys_out}.items():
+            some = np.array(gaps)[chosen]
             if len(some):
-                figures = {"equal": (some == 0).mean(), "mean": some.mean(), "max": some.max()}
-                self.emit("decode_against_prefill", positions=name, **{k: float(v) for k, v in figures.items()})
-        await client.close()
+                self.emit(
+                    "decode_against_prefill",
+                    positions=name,
+                    equal=float((some == 0).mean()),
+                    mean=float(some.mean()),
+                    max=float(some.max()),
+                )
+
+
+@dataclass(frozen=True)
+class SyncMemory:
+    """Bytes that a sync needs besides the model."""
+
+    server: int
+    sender: int
+
+
+def model_config(arguments: argparse.Namespace) -> ModelConfig:
+    if not arguments.tiny:
+        return ModelConfig(num_layers=arguments.layers, num_experts=32, max_length=32_768)
+    return ModelConfig(
+        num_layers=arguments.layers,
+        num_experts=4,
+        experts_per_token=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_size=32,
+        vocab_size=1024,
+        max_length=32_768,
+    )
+
+
+def random_model(config: ModelConfig) -> torch.nn.Module:
+    """Make a bf16 model with normal weights; norms are 1."""
+    model = build_model(config, ParallelConfig(), torch.bfloat16)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1)
+            elif "softmax_offset" in name:
+                parameter.normal_(0, 1)
+            else:
+                parameter.normal_(0, 0.02)
+    return model
+
+
+def as_sample(request: GenerateRequest, result: GenerateResult) -> Sample:
+    """Make a training sample of a request and its answer."""
+    prompt_length = len(request.input_ids)
+    return Sample(
+        request.input_ids + result.output_ids,
+        [0] * prompt_length + [1] * len(result.output_ids),
+        rollout_log_probs=[0.0] * prompt_length + result.output_log_probs,
+        routed_experts=result.routed_experts,
+    )
 
 
 def first_difference(x: Sequence[float], y: Sequence[float]) -> tuple[int, float]:
-    """Where two sequences first differ and by how much; their length and 0 if nowhere."""
-    return next(((i, abs(s - t)) for i, (s, t) in enumerate(zip(x, y, strict=True)) if s != t), (len(x), 0.0))
+    """Return where two sequences first differ and by how much; their length and 0 if nowhere."""
+    for i, (left, right) in enumerate(zip(x, y, strict=True)):
+        if left != right:
+            return i, abs(left - right)
+    return len(x), 0.0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = parser.add_argument
+    option("cases", nargs="+", choices=["gap", "turns", "deterministic", "sync"])
+    option("--layers", type=int, default=4)
+    option("--attention", nargs="+", default=["fa3"])
+    option("--transport", default="cuda_ipc", choices=TRANSPORTS)
+    option("--bucket-mib", type=int, nargs="+", default=[1024])
+    option("--episodes", type=int, default=32)
+    option("--tokens", type=int, default=256, help="sampled per turn")
+
+    option("--python", default=sys.executable, help="interpreter that has SGLang")
+    option("--pythonpath", default="", help="of the server")
+    option("--server-arguments", default="", help="further ones of sglang.launch_server")
+    option("--without", nargs="*", default=[], help="flags to leave out: disable-radix-cache")
+    option("--server-env", nargs="*", default=[], metavar="NAME=VALUE", help="its variables")
+    option("--server-gpu", type=int, default=0, help="of the visible ones; the trainer has 0")
+    option("--memory-fraction", type=float, default=0.4)
+    option("--log", type=Path, help="file for what the server prints")
+    option("--device", default="cuda", choices=["cuda", "cpu"])
+    option("--tiny", action="store_true")
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", choices=["gap", "turns", "deterministic", "sync"])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--attention", nargs="+", default=["fa3"])
-    parser.add_argument(
-        "--transport", default="cuda_ipc", choices=["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"]
-    )
-    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[1024])
-    parser.add_argument("--server-arguments", default="", help="further ones of sglang.launch_server")
-    parser.add_argument(
-        "--without", nargs="*", default=[], help="flags that the server is not given: disable-radix-cache"
-    )
-    parser.add_argument("--server-env", nargs="*", default=[], metavar="NAME=VALUE", help="the server's variables")
-    parser.add_argument("--episodes", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=256, help="sampled per turn")
-    parser.add_argument("--server-gpu", type=int, default=0, help="of the visible ones; the trainer has the first")
-    parser.add_argument("--memory-fraction", type=float, default=0.4)
-    parser.add_argument("--python", default=sys.executable, help="interpreter that has SGLang")
-    parser.add_argument("--pythonpath", default="", help="of the server")
-    parser.add_argument("--log", type=Path, help="file for what the server prints")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse_arguments()
     distributed.initialize(ParallelConfig(), port=free_port())
     for attention in arguments.attention:
         with tempfile.TemporaryDirectory() as scratch:

@@ -1,18 +1,21 @@
 """Finds the fastest settings of SGLang's Triton mixture-of-experts kernel for GPT-OSS.
 
-    python benchmarks/tune_moe.py --shapes 32x2880 32x1440 128x720 --out rl_loop/engines/sglang/moe_configs
+    python benchmarks/tune_moe.py --shapes 32x2880 128x720 --out rl_loop/engines/sglang/moe_configs
 
-Runs in SGLang's Python environment, on the GPU that the settings are for; nothing of this project is imported.
+Runs in SGLang's Python environment, on the GPU that the settings are for; nothing of this project
+is imported.
 
-A shape is EXPERTSxSIZE, where SIZE is the experts' intermediate size (2,880) over the server's tensor-parallel size:
-32 experts are GPT-OSS-20B, 128 are 120B. For each shape two files appear below OUT/configs/triton_VERSION: the settings
-of the gate-up product and (``_down``) of the down product, each a choice per number of tokens in a batch. Servers find
-them by SGLANG_MOE_CONFIG_DIR=OUT.
+A shape is EXPERTSxSIZE, where SIZE is the experts' intermediate size (2,880) over the server's
+tensor-parallel size: 32 experts are GPT-OSS-20B, 128 are 120B. For each shape two files appear
+below OUT/configs/triton_VERSION: the settings of the gate-up product and (``_down``) of the down
+product, each a choice per number of tokens in a batch. Servers find them by
+SGLANG_MOE_CONFIG_DIR=OUT.
 
-Both products of a layer share one sorting of tokens into blocks, so that BLOCK_SIZE_M is chosen once for both. A choice
-is timed in a CUDA graph over several random routings, as a server runs it, and compared with an fp32 product before it
-is written. Prints a line per shape and number of tokens: microseconds of both products as SGLang comes and as tuned,
-and what reading the experts' weights once would take at the GPU's measured bandwidth.
+Both products of a layer share one sorting of tokens into blocks, so that BLOCK_SIZE_M is chosen
+once for both. A choice is timed in a CUDA graph over several random routings, as a server runs
+it, and compared with an fp32 product before it is written. Prints a line per shape and number of
+tokens: microseconds of both products as SGLang comes and as tuned, and what reading the experts'
+weights once would take at the GPU's measured bandwidth.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -38,9 +42,13 @@ from triton.errors import TritonError  # noqa: E402
 HIDDEN_SIZE = 2880
 TOP_K = 4
 TOKENS = (64, 256, 8, 1, 4096, 16, 128, 1024, 32, 8192, 48, 2048, 96, 512, 4, 192, 24, 2)
-"""Tokens of a batch, those that matter most first, in case time runs out. A server takes the nearest."""
+"""Tokens of a batch, those that matter most first, in case time runs out. A server takes the
+nearest."""
+BLOCK_SIZES_M = (16, 32, 64, 128)
+"""Rows of a block of tokens."""
 COMPILED_FOR = (1, 4, 16)
-"""Triton compiles again where an argument is divisible by 16 or not; these batches cover the combinations there are."""
+"""Triton compiles again where an argument is divisible by 16 or not; these batches cover the
+combinations there are."""
 SHARED_MEMORY = 227 * 1024
 """Bytes that one block of threads may use on Hopper."""
 ROUTINGS = 6
@@ -49,6 +57,8 @@ ROUTINGS = 6
 
 @dataclass(frozen=True)
 class Shape:
+    """One layer's experts, as one tensor-parallel rank holds them."""
+
     experts: int
     intermediate_size: int
 
@@ -71,15 +81,18 @@ class Settings:
 
 
 def candidates(block_m: int) -> list[Settings]:
-    """What is worth trying for blocks of so many rows: what fits into shared memory and keeps the tensor cores fed.
+    """What is worth trying for blocks of so many rows: what fits into shared memory and keeps the
+    tensor cores fed.
 
-    Blocks of few rows wait for weights, so every depth of prefetching is tried; blocks of many rows compute, in wide
-    tiles."""
+    Blocks of few rows wait for weights, so every depth of prefetching is tried; blocks of many
+    rows compute, in wide tiles."""
     sizes = (32, 64, 128, 256)
     few_rows = block_m <= 32
-    found = []
+    group_sizes = (1,) if few_rows else (1, 16)
+    worth_trying = []
     for block_n, block_k, warps, stages in itertools.product(sizes, sizes, (4, 8), (2, 3, 4, 5)):
-        if not few_rows and (block_n < 64 or block_k > 128 or stages not in (3, 4)):
+        is_wide_tile = block_n >= 64 and block_k <= 128 and stages in (3, 4)
+        if not few_rows and not is_wide_tile:
             continue
 
         staged_bytes = stages * (block_m + block_n) * block_k * 2
@@ -90,27 +103,43 @@ def candidates(block_m: int) -> list[Settings]:
         if staged_bytes < 24 * 1024:
             continue
 
-        # Accumulators: at most 128 fp32 registers of each thread; at least one 16 x 16 tile for each warp.
+        # Accumulators: at most 128 fp32 registers of each thread; at least one 16 x 16 tile for
+        # each warp.
         accumulators = block_m * block_n / (32 * warps)
         if accumulators > 128 or block_m * block_n < 256 * warps:
             continue
 
-        for group in (1,) if few_rows else (1, 16):
-            found.append(Settings(block_m, block_n, block_k, group, warps, stages))
-    return found
+        for group in group_sizes:
+            worth_trying.append(
+                Settings(
+                    BLOCK_SIZE_M=block_m,
+                    BLOCK_SIZE_N=block_n,
+                    BLOCK_SIZE_K=block_k,
+                    GROUP_SIZE_M=group,
+                    num_warps=warps,
+                    num_stages=stages,
+                )
+            )
+    return worth_trying
 
 
 def block_sizes(tokens: int, experts: int) -> list[int]:
-    """Rows per block that suit the average number of rows of an expert."""
+    """Choose rows per block that suit the average number of rows of an expert."""
     rows = tokens * TOP_K / experts
-    return [block for block in (16, 32, 64, 128) if block <= max(16, 4 * rows) and block >= min(128, rows / 4)]
+    smallest = min(128, rows / 4)
+    largest = max(16, 4 * rows)
+    return [block for block in BLOCK_SIZES_M if smallest <= block <= largest]
 
 
 class Layer:
-    """The weights of one layer's experts, its inputs, and the two products of SGLang's kernel over them."""
+    """The weights of one layer's experts, its inputs, and the two products of SGLang's kernel
+    over them."""
 
     def __init__(self, shape: Shape, tokens: int, weights: dict[str, torch.Tensor]) -> None:
-        self.shape, self.tokens, self.weights = shape, tokens, weights
+        self.shape = shape
+        self.tokens = tokens
+        self.weights = weights
+
         generator = torch.Generator("cuda").manual_seed(tokens)
         scores = torch.rand(ROUTINGS, tokens, shape.experts, device="cuda", generator=generator)
         self.ids = scores.topk(TOP_K, dim=-1).indices.to(torch.int32)
@@ -129,6 +158,7 @@ class Layer:
         self._sorted: dict[int, list[Any]] = {}
 
     def run(self, product: str, settings: dict[str, Any], routing: int) -> None:
+        """Launch SGLang's kernel for one product, ``up`` or ``down``, with one of the routings."""
         import triton.language as tl
         from sglang.kernels.ops.moe.fused_moe_triton_kernels import invoke_fused_moe_kernel
 
@@ -144,7 +174,7 @@ class Layer:
             self.router_weights,
             self.ids[routing],
             *self.sorted(settings["BLOCK_SIZE_M"])[routing],
-            not is_up,
+            not is_up,  # only the down product is multiplied by the router's weights
             TOP_K if is_up else 1,
             settings,
             compute_type=tl.bfloat16,
@@ -157,15 +187,17 @@ class Layer:
         )
 
     def sorted(self, block_m: int) -> list[Any]:
-        """For each routing: tokens sorted by expert and padded to whole blocks, as SGLang's kernel takes them."""
+        """Sort each routing's tokens by expert and pad them to whole blocks, as SGLang does."""
         from sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size import moe_align_block_size
 
         if block_m not in self._sorted:
-            self._sorted[block_m] = [moe_align_block_size(ids, block_m, self.shape.experts) for ids in self.ids]
+            experts = self.shape.experts
+            self._sorted[block_m] = [moe_align_block_size(ids, block_m, experts) for ids in self.ids]
         return self._sorted[block_m]
 
     def microseconds(self, product: str, settings: dict[str, Any], rounds: int) -> float:
-        """Median time of one launch, in a CUDA graph of one launch per routing."""
+        """Measure the median time of one launch, in a CUDA graph of one launch per routing."""
+        # Compiled and sorted before the capture, which allows neither.
         self.sorted(settings["BLOCK_SIZE_M"])
         self.run(product, settings, 0)
         torch.cuda.synchronize()
@@ -176,18 +208,12 @@ class Layer:
                 self.run(product, settings, routing)
 
         graph.replay()
-        times = []
-        for _ in range(rounds):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / ROUTINGS)
-        return median(times)
+        times = [milliseconds(graph.replay) for _ in range(rounds)]
+        return median(times) * 1000 / ROUTINGS
 
     def relative_error(self, product: str, settings: dict[str, Any]) -> float:
-        """Of the kernel's rows for the first 32 tokens, against a product in fp32."""
+        """Compare the kernel's rows for the first 32 tokens with a product in fp32."""
+        # NaN would show rows that the kernel does not write.
         self.outputs[product].fill_(torch.nan)
         self.run(product, settings, 0)
         count = min(self.tokens, 32)
@@ -196,25 +222,36 @@ class Layer:
         expected = torch.empty_like(computed)
         for token, choice in itertools.product(range(count), range(TOP_K)):
             expert = int(self.ids[0, token, choice])
-            row = self.inputs[product][token if product == "up" else token * TOP_K + choice].float()
-            value = self.weights[product][expert].float() @ row + self.weights[f"{product}_bias"][expert].float()
-            expected[token, choice] = value if product == "up" else value / TOP_K
+            weight = self.weights[product][expert].float()
+            bias = self.weights[f"{product}_bias"][expert].float()
+            if product == "up":
+                row = self.inputs["up"][token].float()
+                expected[token, choice] = weight @ row + bias
+            else:
+                row = self.inputs["down"][token * TOP_K + choice].float()
+                expected[token, choice] = (weight @ row + bias) / TOP_K
         return float((computed - expected).norm() / expected.norm())
 
 
 def make_weights(shape: Shape) -> dict[str, torch.Tensor]:
-    """One layer's experts as SGLang holds them: [experts, outputs, inputs] bf16 and biases."""
-    sizes = {"up": (2 * shape.intermediate_size, HIDDEN_SIZE), "down": (HIDDEN_SIZE, shape.intermediate_size)}
+    """Make one layer's experts as SGLang holds them: [experts, outputs, inputs] bf16 and
+    biases."""
+    sizes = {
+        "up": (2 * shape.intermediate_size, HIDDEN_SIZE),
+        "down": (HIDDEN_SIZE, shape.intermediate_size),
+    }
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     weights = {}
     for product, (outputs, inputs) in sizes.items():
-        weight = torch.empty(shape.experts, outputs, inputs, device="cuda", dtype=torch.bfloat16)
+        weight = torch.empty(shape.experts, outputs, inputs, **options)
         weights[product] = weight.normal_(0, 0.02)
-        weights[f"{product}_bias"] = torch.randn(shape.experts, outputs, device="cuda", dtype=torch.bfloat16)
+        weights[f"{product}_bias"] = torch.randn(shape.experts, outputs, **options)
     return weights
 
 
 def compile_share(shape: Shape, share: list[tuple[int, Settings]]) -> None:
-    """Launch choices once, in a process of its own: Triton keeps what it compiles on disk for all."""
+    """Launch choices once, in a process of its own: Triton keeps what it compiles on disk for
+    all."""
     weights = make_weights(shape)
     layers = {tokens: Layer(shape, tokens, weights) for tokens in COMPILED_FOR}
     for (tokens, settings), product in itertools.product(share, ("up", "down")):
@@ -229,20 +266,22 @@ def compile_all(shape: Shape, jobs: int) -> None:
     """Compile all candidates for a shape, several at a time."""
     work = [
         (tokens, settings)
-        for block_m in (16, 32, 64, 128)
+        for block_m in BLOCK_SIZES_M
         for settings in candidates(block_m)
         for tokens in (COMPILED_FOR if block_m == 16 else COMPILED_FOR[-1:])
     ]
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=compile_share, args=(shape, work[job::jobs])) for job in range(jobs)]
-    for process in processes:
+    processes = []
+    for job in range(jobs):
+        process = context.Process(target=compile_share, args=(shape, work[job::jobs]))
         process.start()
+        processes.append(process)
     for process in processes:
         process.join()
 
 
 def default_settings(tokens: int, experts: int) -> dict[str, Any]:
-    """What SGLang 0.5.17 takes without a file (``get_default_config``)."""
+    """Return what SGLang 0.5.17 takes without a file (``get_default_config``)."""
     if tokens <= experts:
         return {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1}
     return {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8}
@@ -250,7 +289,8 @@ def default_settings(tokens: int, experts: int) -> dict[str, Any]:
 
 @dataclass
 class Choice:
-    """The best settings of both products for one number of tokens; microseconds of one launch each."""
+    """The best settings of both products for one number of tokens; microseconds of one launch
+    each."""
 
     up: Settings
     down: Settings
@@ -259,42 +299,50 @@ class Choice:
 
 
 def tune(layer: Layer) -> Choice:
-    """Time every candidate briefly and the best five of each product again, for each number of rows in a block."""
+    """Choose the fastest settings of both products, over all numbers of rows in a block."""
     best: Choice | None = None
     for block_m in block_sizes(layer.tokens, layer.shape.experts):
-        fastest: dict[str, tuple[float, Settings]] = {}
-        for product in ("up", "down"):
-            timed = []
-            for settings in candidates(block_m):
-                try:
-                    timed.append((layer.microseconds(product, asdict(settings), rounds=1), settings))
-                except TritonError as error:
-                    # Out of registers or shared memory: another choice will do.
-                    print(f"{settings} does not run: {type(error).__name__}", flush=True)
-            timed.sort(key=lambda pair: pair[0])
-            again = [(layer.microseconds(product, asdict(settings), rounds=7), settings) for _, settings in timed[:5]]
-            again.sort(key=lambda pair: pair[0])
-            fastest[product] = again[0]
-
-        (up_time, up), (down_time, down) = fastest["up"], fastest["down"]
+        up_time, up = fastest(layer, "up", block_m)
+        down_time, down = fastest(layer, "down", block_m)
         if best is None or up_time + down_time < best.up_time + best.down_time:
-            best = Choice(up, down, up_time, down_time)
+            best = Choice(up=up, down=down, up_time=up_time, down_time=down_time)
     assert best is not None
     return best
 
 
+def fastest(layer: Layer, product: str, block_m: int) -> tuple[float, Settings]:
+    """Time every candidate briefly and the best five again; return microseconds and settings."""
+    timed = []
+    for settings in candidates(block_m):
+        try:
+            timed.append((layer.microseconds(product, asdict(settings), rounds=1), settings))
+        except TritonError as error:
+            # Out of registers or shared memory: another choice will do.
+            print(f"{settings} does not run: {type(error).__name__}", flush=True)
+    timed.sort(key=lambda pair: pair[0])
+
+    again = []
+    for _, settings in timed[:5]:
+        again.append((layer.microseconds(product, asdict(settings), rounds=7), settings))
+    return min(again, key=lambda pair: pair[0])
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Measure the time that a call takes on the GPU."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
 def read_bandwidth() -> float:
-    """Bytes per second that this GPU reads, measured by summing 4 GB."""
+    """Measure the bytes per second that this GPU reads, by summing 4 GB."""
     data = torch.ones(1 << 30, device="cuda", dtype=torch.float32)
-    times = []
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        data.sum()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return data.numel() * 4 / median(times)
+    times = [milliseconds(data.sum) for _ in range(5)]
+    return data.numel() * 4 / (median(times) / 1000)
 
 
 def write(directory: Path, shape: Shape, choices: dict[int, Choice]) -> None:
@@ -316,7 +364,9 @@ def tune_shape(shape: Shape, tokens: list[int], seconds: float, jobs: int, out: 
     compile_all(shape, jobs)
     bandwidth = read_bandwidth()
     name = torch.cuda.get_device_name()
-    print(f"{name}, {shape}: compiled in {time.monotonic() - began:.0f} s, {bandwidth / 1e12:.2f} TB/s", flush=True)
+    seconds_to_compile = time.monotonic() - began
+    speed = f"compiled in {seconds_to_compile:.0f} s, {bandwidth / 1e12:.2f} TB/s"
+    print(f"{name}, {shape}: {speed}", flush=True)
 
     weights = make_weights(shape)
     choices: dict[int, Choice] = {}
@@ -331,13 +381,18 @@ def tune_shape(shape: Shape, tokens: list[int], seconds: float, jobs: int, out: 
 
 
 def report(layer: Layer, choice: Choice, bandwidth: float) -> None:
-    """Check a choice against fp32 and print what it gains; RuntimeError if the kernel is wrong with it."""
-    errors = [layer.relative_error("up", asdict(choice.up)), layer.relative_error("down", asdict(choice.down))]
+    """Check a choice against fp32 and print what it gains; RuntimeError if the kernel is wrong
+    with it."""
+    up_error = layer.relative_error("up", asdict(choice.up))
+    down_error = layer.relative_error("down", asdict(choice.down))
+    errors = [up_error, down_error]
     if not max(errors) < 1e-2:
-        raise RuntimeError(f"{layer.shape}, {layer.tokens} tokens: {choice} is wrong, relative errors {errors}")
+        what = f"{choice} is wrong, relative errors {errors}"
+        raise RuntimeError(f"{layer.shape}, {layer.tokens} tokens: {what}")
 
     default = default_settings(layer.tokens, layer.shape.experts)
-    default_time = sum(layer.microseconds(product, default, rounds=7) for product in ("up", "down"))
+    default_time = layer.microseconds("up", default, rounds=7)
+    default_time += layer.microseconds("down", default, rounds=7)
     tuned_time = choice.up_time + choice.down_time
 
     experts_used = sum(ids.unique().numel() for ids in layer.ids) / ROUTINGS
@@ -356,7 +411,10 @@ def report(layer: Layer, choice: Choice, bandwidth: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--shapes", nargs="+", default=["32x2880"], help="EXPERTSxSIZE")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--out", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""RolloutEngine over an OpenAI-compatible completions endpoint that returns token ids, as vLLM does.
+"""RolloutEngine over a completions endpoint that takes and returns token ids, as vLLM's does.
 
 For evaluation: such an endpoint offers no weight sync.
 """
@@ -25,8 +25,8 @@ class EndpointError(UserError, RuntimeError):
 class CompletionsEngine:
     """Samples from one endpoint.
 
-    ``url`` ends with ``/v1``; ``model`` is the model's name there. At most ``concurrency`` requests
-    run at a time.
+    ``url`` ends with ``/v1``; ``model`` is the model's name there. At most ``concurrency``
+    requests run at a time.
     """
 
     def __init__(self, url: str, model: str, concurrency: int = 64) -> None:
@@ -41,10 +41,11 @@ class CompletionsEngine:
 
         Raises EndpointError naming the address and what it answered.
         """
+        # A timeout without a time, which an abort sets to now.
         try:
             async with asyncio.timeout(None) as self._limits[request.request_id]:
                 return await self._complete(request)
-        except TimeoutError:  # only an abort sets a limit
+        except TimeoutError:
             return GenerateResult([], [], FinishReason.ABORT)
         finally:
             del self._limits[request.request_id]
@@ -62,6 +63,7 @@ class CompletionsEngine:
 
     def _request_body(self, request: GenerateRequest) -> dict[str, Any]:
         sampling = request.sampling
+        # Ours have 63 bits.
         seed = sampling.seed
         if seed is not None:
             seed %= SEEDS

@@ -28,7 +28,7 @@ class SamplingParams:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-    """The same seed, weights and prompt give the same continuation, whatever it is batched with."""
+    """The same seed, weights and prompt give the same continuation in every batch."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class GenerateRequest:
     sampling: SamplingParams
     return_routed_experts: bool = False
     on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)
-    """Called on the event loop when the request leaves the engine's queue: from then on the time of
-    its episode runs. An engine that cannot see that calls it with the first tokens."""
+    """Called on the event loop when the request leaves the engine's queue: from then on the time
+    of its episode runs. An engine that cannot see that calls it with the first tokens."""
 
     @property
     def episode(self) -> str:
@@ -57,8 +57,8 @@ class GenerateResult:
     output_ids: list[int]
     """The stop token, if one was sampled, is included."""
     output_log_probs: list[float]
-    """Natural logs of the distribution that was sampled from, at the sampling temperature and before
-    top-p truncation."""
+    """Natural logs of the distribution that was sampled from, at the sampling temperature and
+    before top-p truncation."""
     finish_reason: FinishReason
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
     """Spans over ``output_ids``; empty from an engine that knows no versions."""
@@ -145,7 +145,8 @@ def _check_tokens(sampling: SamplingParams, result: GenerateResult, vocabulary_s
     # Only a request that was aborted before its first token may come back without any.
     if not ids:
         if reason is not FinishReason.ABORT:
-            raise _InvalidResult(f"no token came back, and it ended for the reason {reason.value!r}")
+            ending = f"it ended for the reason {reason.value!r}"
+            raise _InvalidResult(f"no token came back, and {ending}")
         return
 
     if (fault := fault_in_ids(ids, vocabulary_size)) is not None:
@@ -223,6 +224,7 @@ def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:
     Raises RuntimeError naming the layer that made no real choice: one that has an expert twice, as
     in a buffer that nobody filled (all zeros), or a number that is none of ``experts``.
     """
+    # Sorted, experts chosen twice are neighbours, and the first and last say whether all exist.
     ordered = np.sort(routes, axis=-1)
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
     outside = (ordered[..., 0] < 0) | (ordered[..., -1] >= experts)

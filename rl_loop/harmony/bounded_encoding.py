@@ -1,10 +1,10 @@
 """Tokenizes text of any length in time that is linear in it.
 
 Byte-pair encoding cuts text into pieces (words, runs of spaces, numbers) and merges the bytes of
-each piece, in time that grows with the square of the piece. A tool can print a piece that is as long
-as it likes: 64 KB of U+FFFD, a run without breaks, took 14 seconds. Here pieces of more than
-LONGEST_PIECE characters are cut. All other text has exactly the ids that it has as a whole; a longer
-run has a few others around each cut, which decode to the same text.
+each piece, in time that grows with the square of the piece. A tool can print a piece that is as
+long as it likes: 64 KB of U+FFFD, a run without breaks, took 14 seconds. Here pieces of more than
+LONGEST_PIECE characters are cut. All other text has exactly the ids that it has as a whole; a
+longer run has a few others around each cut, which decode to the same text.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,8 @@ WINDOW = 2048
 """Characters that are cut into pieces, and then tokenized, at a time: what a thread may hold the
 interpreter for."""
 UNSURE_PIECES = 2
-"""The last pieces of a window may be others when more text follows: "don" and "'" become "don't"."""
+"""The last pieces of a window may be others when more text follows: "don" and "'" become
+"don't"."""
 
 # How o200k splits text before byte-pair merging; published with the vocabulary.
 O200K_PATTERN = (

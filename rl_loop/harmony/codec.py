@@ -1,8 +1,8 @@
 """Harmony in token space: rendering prompts and tool output, and parsing what the policy sampled.
 
-openai-harmony does both on token ids; there are no regular expressions here. Sampled ids are parsed
-and then kept as they are: rendering a parsed message again gives other ids (the recipient moves
-before the channel).
+openai-harmony does both on token ids; there are no regular expressions here. Sampled ids are
+parsed and then kept as they are: rendering a parsed message again gives other ids (the recipient
+moves before the channel).
 """
 
 from collections.abc import Sequence
@@ -86,12 +86,13 @@ class Harmony:
         prompt: PromptConfig,
         python_seconds: float = 10.0,
     ) -> None:
-        """``python_seconds``: the sandbox's limit for one call, which the system message states."""
+        """``python_seconds``: the sandbox's limit for a call, stated in the system message."""
         self.vocabulary = vocabulary
         self.stop_token_ids = vocabulary.stop_token_ids
         self._prompt = prompt
         self._python_seconds = python_seconds
 
+        # A prompt ends inside the assistant's header, which the policy goes on to write.
         header = harmony_encoding().encode("<|start|>assistant", allowed_special="all")
         self.assistant_header = vocabulary.from_harmony(header)
 
@@ -155,8 +156,8 @@ class Harmony:
     def _render_message(self, empty: Message, text: str) -> list[int]:
         """Render a message that is passed without its text.
 
-        openai-harmony tokenizes a text as a whole, in time that grows with the square of its longest
-        word; ``encode_text`` does not.
+        openai-harmony tokenizes a text as a whole, in time that grows with the square of its
+        longest word; ``encode_text`` does not.
         """
         frame = harmony_encoding().render(empty)
         before = self.vocabulary.from_harmony(frame[:-1])
@@ -242,6 +243,7 @@ class Harmony:
         """
         harmony_ids = self.vocabulary.to_harmony(ids)
 
+        # Stricter than openai-harmony's parser, which reads nonsense into some illegal turns.
         headers = split_headers(harmony_ids)
         if headers is None:
             return FormatError("structure")

@@ -52,9 +52,9 @@ class OpenCall:
 def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
     """Turn the conversation of a prompt into messages of Harmony, analysis of every turn included.
 
-    A chat's "system" message is what Harmony calls the developer message. A tool's answer belongs to
-    the open call of its ``tool_call_id`` or its ``name``, or to the only one, and gets that call's
-    recipient as its name.
+    A chat's "system" message is what Harmony calls the developer message. A tool's answer belongs
+    to the open call of its ``tool_call_id`` or its ``name``, or to the only one, and gets that
+    call's recipient as its name.
 
     Raises ValueError, naming the message and the reason, for what cannot be rendered, and if the
     assistant's turn is not what comes next.
@@ -82,18 +82,19 @@ def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
 def without_finished_analysis(messages: Sequence[Message]) -> list[Message]:
     """Leave out the analysis that led to earlier answers, as the format does once they are given.
 
-    Analysis since the last message on ``final`` stays: calls to tools are part of a train of thought
-    that goes on. With it go calls on that channel and their answers (Python's).
+    Analysis since the last message on ``final`` stays: calls to tools are part of a train of
+    thought that goes on. With it go calls on that channel and their answers (Python's).
 
-    openai-harmony 0.0.8 drops only what precedes the *first* answer, and nothing while a later turn
-    is calling tools; the documentation has no such exceptions.
+    openai-harmony 0.0.8 drops only what precedes the *first* answer, and nothing while a later
+    turn is calling tools; the documentation has no such exceptions.
     """
     last_final = 0
     for number, message in enumerate(messages):
         if message.channel == "final":
             last_final = number
 
-    return [message for number, message in enumerate(messages) if number >= last_final or message.channel != "analysis"]
+    earlier = [message for message in messages[:last_final] if message.channel != "analysis"]
+    return [*earlier, *messages[last_final:]]
 
 
 def assistant_message(
@@ -112,7 +113,7 @@ def assistant_message(
 
 
 def tool_message(name: str, channel: str, text: str, recipient: str = "assistant") -> Message:
-    """Make the answer of a tool; ``name`` and ``channel`` are recipient and channel of the call."""
+    """Make a tool's answer; ``name`` and ``channel`` are the call's recipient and channel."""
     message = Message.from_author_and_content(Author.new(Role.TOOL, name), text)
     return message.with_channel(channel).with_recipient(recipient)
 
@@ -174,8 +175,8 @@ def _assistant_messages(message: dict[str, Any]) -> tuple[list[Message], list[Op
     if tool_calls and recipient:
         raise ValueError("it has both tool_calls and a recipient")
 
-    # Beside thoughts or calls, a message without text is none, unless its header says that there is
-    # one.
+    # Beside thoughts or calls, a message without text is none, unless its header says that there
+    # is one.
     has_header = any(message.get(key) for key in ("channel", "recipient", "content_type"))
     says_more = tool_calls or message.get("thinking")
     if message.get("content") or has_header or not says_more:

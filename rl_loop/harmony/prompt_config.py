@@ -26,10 +26,10 @@ class PromptConfig(BaseModel):
     reasoning_effort: Literal["low", "medium", "high"] | None = "medium"
     """Shown as the reasoning effort; null leaves it out."""
     channels: bool | list[Channel] = True
-    """Which channels the system message lists as valid: true for all three, false for no such line,
-    or some of them, such as [analysis, final]."""
+    """Which channels the system message lists as valid: true for all three, false for no such
+    line, or some of them, such as [analysis, final]."""
     python_tool: bool = True
-    """Whether the built-in tools of an environment are described: Python, where it may be called."""
+    """Whether the built-in tools of an environment, such as Python, are described."""
 
     @field_validator("current_date", mode="before")
     @classmethod

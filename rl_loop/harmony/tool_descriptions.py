@@ -1,4 +1,5 @@
-"""Tools as a prompt describes them: functions in the developer message, built-in tools in the system message."""
+"""Tools as a prompt describes them: functions in the developer message, built-in tools in the
+system message."""
 
 import re
 from collections.abc import Sequence
@@ -36,7 +37,8 @@ class Tool:
 
 @dataclass(frozen=True)
 class BuiltinTool:
-    """A tool that GPT-OSS knows from its training, or a namespace of such tools, called by its own name."""
+    """A tool that GPT-OSS knows from its training, or a namespace of such tools, called by its
+    own name."""
 
     name: str
     """"python", or the namespace "browser" with functions such as browser.search."""
@@ -66,9 +68,9 @@ class PythonTool:
         return BuiltinTool(self.name, text.format(seconds=float(timeout_seconds)))
 
 
-# The text that the released models were trained with, but for three things: the seconds are those of
-# the sandbox, the drive /mnt/data is left out because there is none, and the internet is known to be
-# out of reach.
+# The text that the released models were trained with, but for three things: the seconds are those
+# of the sandbox, the drive /mnt/data is left out because there is none, and the internet is known
+# to be out of reach.
 STATEFUL_PYTHON = """\
 Use this tool to execute Python code in your chain of thought. The code will not be shown to the user. This tool \
 should be used for internal reasoning, but not for code that is intended to be visible to the user (e.g. when \
@@ -78,9 +80,10 @@ When you send a message containing Python code to python, it will be executed in
 environment. python will respond with the output of the execution or time out after {seconds} seconds. Internet \
 access for this session is disabled."""
 
-# After the text that OpenAI's reference implementation puts in place of the one above where the tool
-# is stateless (github.com/openai/gpt-oss, gpt_oss/tools/python_docker/docker_tool.py). There it runs
-# in a Docker container without a limit of time, and values of last expressions are not printed.
+# After the text that OpenAI's reference implementation puts in place of the one above where the
+# tool is stateless (github.com/openai/gpt-oss, gpt_oss/tools/python_docker/docker_tool.py). There
+# it runs in a Docker container without a limit of time, and values of last expressions are not
+# printed.
 STATELESS_PYTHON = """\
 Use this tool to execute STATELESS Python code in your chain of thought. The code will not be shown to the user. This \
 tool should be used for internal reasoning, but not for code that is intended to be visible to the user (e.g. when \

@@ -25,9 +25,9 @@ class _Place(Enum):
 def split_headers(harmony_ids: Sequence[int]) -> list[list[int]] | None:
     """Return the ordinary tokens of each header of an assistant turn.
 
-    A turn is HEADER <|message|> TEXT, then <|end|> <|start|> and the next header, or <|return|> or
-    <|call|> at its end. It begins inside a header, as after <|start|>. A header may hold <|channel|>
-    and <|constrain|> once each, in any order.
+    A turn is HEADER <|message|> TEXT, then <|end|> <|start|> and the next header, or <|return|>
+    or <|call|> at its end. It begins inside a header, as after <|start|>. A header may hold
+    <|channel|> and <|constrain|> once each, in any order.
 
     Returns None if the special tokens do not follow one another like this.
     """

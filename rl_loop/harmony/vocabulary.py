@@ -1,8 +1,8 @@
 """Token ids: the vocabulary of the released models, and a small one cut from it.
 
 openai-harmony renders and parses in the ids of the released models ("Harmony ids"). A vocabulary
-translates between those and the ids of its model. Text from outside (prompts, tool output) is always
-encoded as text: it can never become a special token.
+translates between those and the ids of its model. Text from outside (prompts, tool output) is
+always encoded as text: it can never become a special token.
 """
 
 import base64
@@ -73,7 +73,7 @@ class GptOssVocabulary:
         self.stop_token_ids: tuple[int, ...] = tuple(map(special_id, TURN_ENDS))
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode plain text; "<|end|>" in it is seven ordinary characters, not the special token."""
+        """Encode plain text; "<|end|>" in it is seven characters, not the special token."""
         return _harmony_ids(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -100,9 +100,9 @@ class TinyVocabulary:
     """The tokens that a corpus is made of: what small models of the demos and tests use.
 
     The ids are the 256 bytes, then o200k tokens in o200k's order, then the special tokens, then
-    unused ids up to ``size``. With every token come the shorter ones that byte-pair merging makes it
-    from. So text like the corpus is split as GPT-OSS splits it, and all other text can be encoded
-    too, only in more tokens.
+    unused ids up to ``size``. With every token come the shorter ones that byte-pair merging makes
+    it from. So text like the corpus is split as GPT-OSS splits it, and all other text can be
+    encoded too, only in more tokens.
     """
 
     def __init__(self, size: int, corpus: str) -> None:
@@ -124,7 +124,8 @@ class TinyVocabulary:
         harmony_ids = [*map(special_id, SPECIAL_TOKENS), *reserved]
         self._to_harmony = dict(enumerate(harmony_ids, start=first_special))
         self._from_harmony = {theirs: ours for ours, theirs in self._to_harmony.items()}
-        self.stop_token_ids: tuple[int, ...] = tuple(self._from_harmony[special_id(end)] for end in TURN_ENDS)
+        turn_ends = self.from_harmony([special_id(token) for token in TURN_ENDS])
+        self.stop_token_ids: tuple[int, ...] = tuple(turn_ends)
 
         # Without the special tokens, so that no text can become one.
         self._tokenizer = _byte_pair_tokenizer(self._bytes)
@@ -220,7 +221,7 @@ def make_vocabulary(
 
 
 def _tokens_of(corpus: str) -> list[bytes]:
-    """Collect the single bytes and all tokens on the merge paths of ``corpus``, in order of rank."""
+    """Collect the single bytes and all tokens on the merge paths of ``corpus``, by rank."""
     path = ensure_o200k()
     if path is None:
         raise VocabularyUnavailable(
@@ -231,6 +232,7 @@ def _tokens_of(corpus: str) -> list[bytes]:
     by_rank = [base64.b64decode(line.split()[0]) for line in path.read_bytes().splitlines()]
     ranks = {token: rank for rank, token in enumerate(by_rank)}
 
+    # A token can only be made by merging two shorter ones, so these are needed too, down to bytes.
     chosen = set(range(BYTES))
     waiting = set(harmony_encoding().encode(corpus, disallowed_special=()))
     while waiting:
@@ -252,6 +254,7 @@ def _byte_pair_tokenizer(tokens: list[bytes]) -> "Tokenizer":
     def spell(token: bytes) -> str:
         return "".join(characters[byte] for byte in token)
 
+    # Hugging Face wants the merges in the order in which they are preferred: that of the ranks.
     ranks = {token: rank for rank, token in enumerate(tokens)}
     vocabulary = {spell(token): rank for token, rank in ranks.items()}
     merges = []

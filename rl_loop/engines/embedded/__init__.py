@@ -1,1 +1,1 @@
-"""The embedded rollout engine: transformers' GPT-OSS with continuous batching, in the worker's process."""
+"""The embedded rollout engine: transformers' GPT-OSS in the worker's process."""

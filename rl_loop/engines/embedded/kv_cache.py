@@ -122,7 +122,7 @@ class RowCache:
         """Exchange two rows, of which the first ``length`` positions are in use."""
         if a == b:
             return
-        # Indexing with a list copies, so the right side is read in full before the left is written.
+        # Indexing with a list copies: the right side is read in full before the left is written.
         self.keys_values[:, :, [a, b], :, :length] = self.keys_values[:, :, [b, a], :, :length]
         self.routes[[a, b], :length] = self.routes[[b, a], :length]
         self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
@@ -199,7 +199,7 @@ class StepLayout:
         self._decoding_keys: dict[int, VisibleKeys] = {}
 
     def decoding_keys(self, window: int) -> VisibleKeys:
-        """Return which cached keys the decoding rows look at; the same for all layers of a window."""
+        """Return which cached keys the decoding rows look at, the same in all layers of a kind."""
         if window not in self._decoding_keys:
             # One slice for all rows, so that keys are read without a gather; what is not in a
             # row's own window is masked.
@@ -273,18 +273,32 @@ def row_cache_attention(
             output[:rows] = _attend_decoding(grouped[:, :, :rows], cached, sinks, layout, window)
 
     for segment in layout.segments:
-        if cached is not None and segment.past:
-            keys, values = cached[:, segment.row]
-        else:
-            # Nothing of this sequence was cached before: the new tokens are all that it has.
-            new_tokens = slice(segment.first, segment.first + segment.length)
-            keys = key[0, :, new_tokens]
-            values = value[0, :, new_tokens]
-
+        keys, values = _keys_values(segment, key[0], value[0], cached)
         for chunk, visible in _query_chunks(segment, layout, window):
             output[chunk] = _attend_prefill(grouped[:, :, chunk], keys, values, sinks, visible)
 
     return output[None], None
+
+
+def _keys_values(
+    segment: Segment,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cached: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all keys and values of a segment's sequence, [kv_heads, positions, head_size] each.
+
+    ``key`` and ``value`` [kv_heads, tokens, head_size] are those of the flat input. ``cached`` is
+    one layer of the cache, which has them too; None without a cache.
+    """
+    if cached is not None and segment.past:
+        keys, values = cached[:, segment.row]
+        return keys, values
+
+    # Nothing was cached before: the new tokens are all that the sequence has, and they lie
+    # together in the flat input, which saves reading them from the cache's padded row.
+    new_tokens = slice(segment.first, segment.first + segment.length)
+    return key[:, new_tokens], value[:, new_tokens]
 
 
 def _query_chunks(

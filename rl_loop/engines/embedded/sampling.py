@@ -47,8 +47,8 @@ def sample(
     if len(nucleus_rows):
         # Stable, so that ties fall the same way in every batch.
         ordered, order = probs[nucleus_rows].sort(dim=-1, descending=True, stable=True)
-        # The nucleus is the smallest set whose mass reaches top_p: a token belongs to it if the mass
-        # of all likelier tokens does not reach top_p yet.
+        # The nucleus is the smallest set whose mass reaches top_p: a token belongs to it if the
+        # mass of all likelier tokens does not reach top_p yet.
         mass_before = ordered.cumsum(-1) - ordered
         nucleus = ordered * (mass_before < top_ps[nucleus_rows, None])
         places = _invert_cumulative(nucleus, uniforms[nucleus_rows])

@@ -1,4 +1,4 @@
-"""Continuous batching: each step samples one token per running sequence and admits waiting ones."""
+"""Continuous batching: a step samples one token per sequence and admits those that wait."""
 
 from collections import deque
 from collections.abc import Callable
@@ -111,7 +111,8 @@ class Scheduler:
         request_id = sequence.request.request_id
         for other in (*self._running, *self._waiting):
             if other.request.request_id == request_id and not other.future.done():
-                raise ValueError(f"request {request_id} is already running: request ids must be unique")
+                name = f"request {request_id}"
+                raise ValueError(f"{name} is already running: request ids must be unique")
         self._waiting.append(sequence)
 
     def step(self) -> None:
@@ -263,7 +264,7 @@ class Scheduler:
         sequence = self._running[row]
         last = self._running[-1]
 
-        # Keys, values and routes exist for all tokens but the last, which nothing was sampled from.
+        # Keys, values and routes exist for all tokens but the last, which was only sampled.
         processed = sequence.tokens[:-1]
         self._answer(sequence, reason, self._cache.routes[row, : len(processed)])
 

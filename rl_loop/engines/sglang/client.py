@@ -1,7 +1,7 @@
 """HTTP client of one SGLang server (0.5.17), as far as rollouts need it.
 
-A fault of the server (ServerFailed: another one can do the same request) is told apart from a fault
-of the request (RequestRejected: every server would refuse it).
+A fault of the server (ServerFailed: another one can do the same request) is told apart from a
+fault of the request (RequestRejected: every server would refuse it).
 """
 
 import asyncio
@@ -33,6 +33,7 @@ class SglangClient:
 
     def __init__(self, url: str, idle_seconds: float = 300.0) -> None:
         self.url = url
+        # No limit of the whole answer: a stream lasts as long as a turn does.
         self._timeout = aiohttp.ClientTimeout(
             total=None,
             sock_connect=CONNECT_SECONDS,
@@ -121,7 +122,7 @@ class SglangClient:
 
 
 async def _event_payloads(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
-    """Split a stream of server-sent events, ``data: ...`` and an empty line, into their payloads."""
+    """Split server-sent events (``data: ...`` and an empty line) into their payloads."""
     # aiohttp's reading by lines has a limit, and the routes of a whole episode are one line of
     # megabytes.
     unread = bytearray()

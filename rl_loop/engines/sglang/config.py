@@ -13,15 +13,17 @@ from pydantic import Field, model_validator
 from rl_loop.config.errors import CannotStart
 from rl_loop.rollout.backend import EngineConfig, ServerProcesses
 
-# (host, port) -> the argument vector of a server
 Command = Callable[[str, int], list[str]]
+"""(host, port) -> the argument vector of a server."""
 PLUGIN = Path(__file__).parent / "plugin"
+"""Added to a server's PYTHONPATH, where SGLang looks for plugins."""
 MOE_CONFIGS = Path(__file__).parent / "moe_configs"
-"""Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by ``benchmarks/tune_moe.py``."""
+"""Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by
+``benchmarks/tune_moe.py``."""
 
 
 class SglangConfig(EngineConfig):
-    """Servers of SGLang 0.5.17, each a process of its own that may live in another Python environment."""
+    """Servers of SGLang 0.5.17, each a process of its own, in any Python environment."""
 
     type: Literal["sglang"] = "sglang"
     """This engine."""
@@ -32,21 +34,23 @@ class SglangConfig(EngineConfig):
     python: str = sys.executable
     """The interpreter that has SGLang installed. Its pins need not agree with the trainer's."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the servers, besides those of this process (PYTHONPATH is not passed on)."""
+    """Environment variables of the servers, besides those of this process (PYTHONPATH is not passed
+    on)."""
     arguments: list[str] = Field(default_factory=list)
     """Further arguments of ``sglang.launch_server``; of an option given twice the last counts."""
     attention_backend: Literal["fa3", "triton", "fa4", "trtllm_mha", "intel_amx"] = "fa3"
-    """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton anywhere, with a plugin that
-    mends its window."""
+    """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton anywhere,
+    with a plugin that mends its window."""
     memory_fraction: float = Field(0.85, gt=0, lt=1)
     """Share of GPU memory for weights and key/value cache; with colocated about half of it."""
     deterministic: bool = False
-    """The same tokens for the same seed whatever a request is batched with; slower, without prefix cache."""
+    """The same tokens for the same seed whatever a request is batched with; slower, without prefix
+    cache."""
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
-    """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on CPUs, disk if the trainer
-    can reach the servers by nothing but the run's directory."""
+    """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on CPUs,
+    disk if the trainer can reach the servers by nothing but the run's directory."""
     bucket_bytes: int = Field(1 << 30, gt=0)
-    """Weights on their way at a time: what a server holds besides its model, and the trainer twice."""
+    """Weights under way at a time: what a server holds besides its model, and the trainer twice."""
     colocated: bool = False
     """Servers on the trainer's GPUs: they give their memory back while the trainer works."""
     start_seconds: float = Field(1200.0, gt=0)
@@ -92,12 +96,10 @@ class SglangConfig(EngineConfig):
                 f"rollout.engine.python: {self.python} is no program; give the interpreter that has SGLang installed"
             )
 
-        # As a server is started: without this process's own paths.
-        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
         finding = subprocess.run(
             [python, "-c", find],
-            env=inherited | self.environment,
+            env=inherited_environment() | self.environment,
             capture_output=True,
             timeout=60,
             check=False,
@@ -110,34 +112,80 @@ class SglangConfig(EngineConfig):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of the servers: ``env``, and what ``deterministic`` and ``weight_sync`` need."""
-        needed = {"SGLANG_MOE_CONFIG_DIR": str(MOE_CONFIGS)}
+        """Variables of the servers: ``env``, and what the other settings need.
 
-        # FlashInfer computes the router of up to 128 tokens, another kernel that of more; their last bits differ
+        ``env`` wins over those, but for the path of the plugin, which is put before its own.
+        """
+        variables = {"SGLANG_MOE_CONFIG_DIR": str(MOE_CONFIGS)}
         if self.deterministic:
-            needed["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
-
+            # FlashInfer computes the router of up to 128 tokens, another kernel that of more, and
+            # their last bits differ.
+            variables["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
         if self.weight_sync == "nccl":
-            # SGLang would set 0, and NCCL cannot open what a trainer's has allocated ("invalid argument")
-            needed["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "1")
-        if self.attention_backend == "triton":
-            paths = [str(PLUGIN), *filter(None, [self.env.get("PYTHONPATH")])]
-            return needed | self.env | {"PYTHONPATH": os.pathsep.join(paths)}
-        return needed | self.env
+            # SGLang would set 0, and NCCL could not open what a trainer's has allocated ("invalid
+            # argument").
+            variables["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "1")
+        variables |= self.env
 
-    def command(self, index: int, model: Path, dtype: str, *, routed_experts: bool, seed: int) -> Command:
-        """Arguments of server ``index``: the config.json in ``model``, dummy weights."""
-        words: list[object] = [self.python, "-m", "sglang.launch_server", "--model-path", model]
-        words += ["--load-format", "dummy", "--dtype", dtype, "--tp-size", self.tensor_parallel, "--random-seed", seed]
-        words += ["--attention-backend", self.attention_backend, "--moe-runner-backend", "triton"]
-        words += ["--mem-fraction-static", self.memory_fraction, "--incremental-streaming-output"]
-        words += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-tokenizer-init"]
+        if self.attention_backend == "triton":
+            paths = [str(PLUGIN)]
+            if users_path := self.env.get("PYTHONPATH"):
+                paths.append(users_path)
+            variables["PYTHONPATH"] = os.pathsep.join(paths)
+        return variables
+
+    def command(
+        self,
+        index: int,
+        model: Path,
+        dtype: str,
+        *,
+        routed_experts: bool,
+        seed: int,
+    ) -> Command:
+        """Build the arguments of server ``index``.
+
+        ``model`` is a directory with a config.json; the weights are dummies until the first sync.
+        """
+        options: dict[str, object] = {
+            "--model-path": model,
+            "--load-format": "dummy",
+            "--dtype": dtype,
+            "--tp-size": self.tensor_parallel,
+            "--random-seed": seed,
+            "--attention-backend": self.attention_backend,
+            # triton_kernel, SGLang's default for GPT-OSS, records no routes.
+            "--moe-runner-backend": "triton",
+            "--mem-fraction-static": self.memory_fraction,
+            # FlashInfer's sampling takes no seed of a request.
+            "--sampling-backend": "pytorch",
+            "--grammar-backend": "none",
+        }
+        flags = ["--incremental-streaming-output", "--skip-tokenizer-init"]
         if routed_experts:
-            words += ["--enable-return-routed-experts"]
+            flags.append("--enable-return-routed-experts")
         if self.deterministic:
-            # fa3 cuts the keys of 64-wide heads otherwise for 8 new tokens than for 9, as after a cached prefix
-            words += ["--enable-deterministic-inference", "--disable-radix-cache"]
+            # fa3 cuts the keys of 64-wide heads otherwise for 8 new tokens than for 9, as after a
+            # cached prefix.
+            flags += ["--enable-deterministic-inference", "--disable-radix-cache"]
         if self.colocated:
-            words += ["--enable-memory-saver", "--base-gpu-id", index * self.tensor_parallel]
-        words += self.arguments
-        return lambda host, port: [*map(str, words), "--host", host, "--port", str(port)]
+            flags.append("--enable-memory-saver")
+            options["--base-gpu-id"] = index * self.tensor_parallel
+
+        words = [self.python, "-m", "sglang.launch_server"]
+        for name, value in options.items():
+            words += [name, str(value)]
+        words += flags
+        words += self.arguments  # last: of an option given twice the last counts
+        return lambda host, port: [*words, "--host", host, "--port", str(port)]
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return this process's environment without its Python paths.
+
+    Servers may live in another Python environment, whose packages these would hide.
+    """
+    environment = dict(os.environ)
+    for name in ("PYTHONPATH", "VIRTUAL_ENV"):
+        environment.pop(name, None)
+    return environment

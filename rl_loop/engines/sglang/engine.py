@@ -1,7 +1,8 @@
 """RolloutEngine over many SGLang servers: routing, faults, exact tokens, log-probs and versions.
 
-A turn is streamed. Whatever ends the stream early, the tokens that came are kept: after an ``abort``
-they are the answer, and after the death of a server the turn goes on from them on another one.
+A turn is streamed. Whatever ends the stream early, the tokens that came are kept: after an
+``abort`` they are the answer, and after the death of a server the turn goes on from them on
+another one.
 """
 
 import asyncio
@@ -103,9 +104,9 @@ class _Chunk:
 class SglangEngine:
     """Samples on whichever server holds the policy.
 
-    Servers are not trusted: an answer that cannot be one is a fault, and the turn goes on elsewhere.
-    A server that does not hold policy weights ``oldest_version`` or later is not used, and an answer
-    that was made with other weights is thrown away.
+    Servers are not trusted: an answer that cannot be one is a fault, and the turn goes on
+    elsewhere. A server that does not hold policy weights ``oldest_version`` or later is not used,
+    and an answer that was made with other weights is thrown away.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class SglangEngine:
         self._refreshed_at = -math.inf
         self._refreshing = asyncio.Lock()
 
-        # By the server's address.
+        # By the server's address. The load is requests under way, of this worker only.
         self._clients: dict[str, SglangClient] = {}
         self._load: Counter[str] = Counter()
 
@@ -158,7 +159,8 @@ class SglangEngine:
             RuntimeError: if no server held the policy for ``wait_seconds``.
         """
         if request.request_id in self._turns:
-            raise ValueError(f"request {request.request_id} is already running: request ids must be unique")
+            name = f"request {request.request_id}"
+            raise ValueError(f"{name} is already running: request ids must be unique")
 
         turn = _Turn(request)
         self._turns[request.request_id] = turn
@@ -177,6 +179,7 @@ class SglangEngine:
         """Let one server after another work on a turn, until one ends it."""
         while True:
             server = await self._route(turn.request.episode, turn.failures)
+            # Aborted between two servers: what has come so far is the answer.
             if turn.aborted:
                 return
 
@@ -186,6 +189,7 @@ class SglangEngine:
                 _check_routes_came(turn, server)
                 return
             except ServerFailed as failure:
+                # The tokens so far are kept. The server may be dead: its state is asked for anew.
                 turn.failures[server.url] += 1
                 faults = turn.failures.total()
                 self._refreshed_at = -math.inf
@@ -243,7 +247,7 @@ class SglangEngine:
 
     async def _refresh(self) -> None:
         """Ask for the servers' states if they are not known from just now."""
-        # One asks for all requests that wait here.
+        # Many requests may come at once: one of them asks for all.
         async with self._refreshing:
             now = asyncio.get_running_loop().time()
             if now > self._refreshed_at + REFRESH_SECONDS:
@@ -274,7 +278,8 @@ class SglangEngine:
                 try:
                     chunk = self._read_chunk(content, turn, start, server)
                 except (LookupError, TypeError, ValueError, AttributeError) as error:
-                    raise ServerFailed(f"{server.url}: a chunk cannot be read: {describe(error)}") from error
+                    fault = f"a chunk cannot be read: {describe(error)}"
+                    raise ServerFailed(f"{server.url}: {fault}") from error
 
                 self._append(turn, chunk, server)
                 if start == 0:
@@ -304,6 +309,7 @@ class SglangEngine:
                 f"{server.url} answered with weights {version!r}, the policy is {self.oldest_version} or later"
             )
 
+        # Checked in every chunk, also in one without tokens: _end looks the reason up.
         finish = meta.get("finish_reason")
         if finish is not None and finish["type"] not in FINISH_REASONS:
             raise ServerFailed(f"{server.url}: the answer ended by {finish['type']!r}, which is no reason")
@@ -315,6 +321,8 @@ class SglangEngine:
             # A request that is aborted while it waits repeats its last token.
             return _Chunk([], [], int(version), finish, meta)
 
+        # With --incremental-streaming-output a chunk has the new tokens only, and completion_tokens
+        # counts those of all chunks: a lost or repeated chunk shows here.
         entries = meta["output_token_logprobs"]
         log_probs = [entry[0] for entry in entries]
         if received + len(ids) != total or [entry[1] for entry in entries] != ids:
@@ -388,6 +396,7 @@ class SglangEngine:
             if request_id not in (None, name) or turn.aborted:
                 continue
 
+            # A server may still have tokens to send. Between servers there is nothing to wait for.
             turn.aborted = True
             if turn.client is None:
                 turn.limit.reschedule(now)

@@ -5,8 +5,8 @@
     DEAD -> STARTING -> STALE -> SYNCED
       ^________|__________|________|    the process ended, was silent or did not finish a sync
 
-Only a SYNCED server serves. A process that is started again is another *incarnation*: what was known
-about the one before, such as its weights, does not hold for it.
+Only a SYNCED server serves. A process that is started again is another *incarnation*: what was
+known about the one before, such as its weights, does not hold for it.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from typing import Any
 
 from rl_loop.cluster.placement import end_with_parent, free_address
 from rl_loop.engines.sglang.client import SglangClient
-from rl_loop.engines.sglang.config import Command
+from rl_loop.engines.sglang.config import Command, inherited_environment
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +91,7 @@ class SglangServer:
         self._start_seconds = start_seconds
         self._health_seconds = health_seconds
 
-        # The server may run in another Python environment, whose packages ours would hide.
-        self._environment = {
-            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
-        } | env
+        self._environment = inherited_environment() | env
 
         self._status = ServerStatus("", ServerState.DEAD)
         self._syncing = False
@@ -132,6 +129,7 @@ class SglangServer:
 
         None: nobody knows what it holds, and its process is started anew.
         """
+        # A process that was started since then has never taken part in the sync.
         if not self._is_alive(incarnation):
             return
         self._syncing = False
@@ -191,6 +189,8 @@ class SglangServer:
 
     async def _run_once(self) -> str:
         """Run a process until it fails; return how it did."""
+        # A new address every time: the old port may still be taken by what is being killed, and
+        # whoever knows servers by their URL sees that this is another one.
         host, port = free_address()
         url = f"http://{host}:{port}"
         client = SglangClient(url)

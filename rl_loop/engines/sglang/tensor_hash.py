@@ -1,16 +1,16 @@
 """The 64-bit hash by which SGLang's ``/weights_checker`` names the contents of a tensor.
 
-SGLang 0.5.17 takes it in ``tensor_hash`` of ``srt/managers/mm_utils.py``: on a CPU the first eight
-bytes of SHA-256, on a GPU a Triton kernel of its own (``gpu_tensor_hash`` and
-``hash_tiles32_kernel_blocked`` in ``kernels/ops/memory/gpu_tensor_hash.py``). Here the same numbers
-come from torch operations on any device, and from a tensor that lies in several parts. All names in
-capitals below are constants of that kernel, and all its arithmetic is modulo 2**32.
+SGLang 0.5.17 takes it in ``tensor_hash`` of ``srt/managers/mm_utils.py``: on a CPU the first
+eight bytes of SHA-256, on a GPU a Triton kernel of its own (``gpu_tensor_hash`` and
+``hash_tiles32_kernel_blocked`` in ``kernels/ops/memory/gpu_tensor_hash.py``). Here the same
+numbers come from torch operations on any device, and from a tensor that lies in several parts.
+All names in capitals below are constants of that kernel, and all its arithmetic is modulo 2**32.
 
-The kernel reads a tensor as 32-bit words. The word at index i is XORed with a number made from i, so
-that words that change places are noticed, and mixed; the words of a tile are added up, and the sum,
-XORed with the tensor's size, is mixed again. This is done twice with different numbers, for the two
-halves of a 64-bit word per tile. These are added modulo 2**64, which needs no order, and mixed once
-more.
+The kernel reads a tensor as 32-bit words. The word at index i is XORed with a number made from i,
+so that words that change places are noticed, and mixed; the words of a tile are added up, and the
+sum, XORed with the tensor's size, is mixed again. This is done twice with different numbers, for
+the two halves of a 64-bit word per tile. These are added modulo 2**64, which needs no order, and
+mixed once more.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 PIECE_BYTES = 1 << 24
-"""What is hashed at a time, or one expert if that is more; bounds the memory that hashing needs."""
+"""What is hashed at a time, or one expert if that is more; bounds the memory it takes."""
 TILE = 8192
 """Words that one program of the kernel adds up (``tile_words``)."""
 
@@ -44,7 +44,7 @@ HALVES = (
     _Half(factor=0x165667B1, seed=SEED * 0x9E3779B1 ^ 0xDEADBEEF, rotation=13, shift=0),
 )
 MURMUR_STEPS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1))
-"""(shift, factor) of the 32-bit finalizer of MurmurHash3 (``_fmix32``); the last has no product."""
+"""(shift, factor) of MurmurHash3's 32-bit finalizer (``_fmix32``); the last has no product."""
 SPLITMIX_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """(shift, factor) of the finalizer of SplitMix64 (``_final_splitmix64``)."""
 

@@ -1,12 +1,12 @@
 """Whether SGLang servers hold what they were sent: checksums of a sample, taken on both sides.
 
-SGLang's GPT-OSS cannot be asked for a tensor (``/get_weights_by_name`` is an error for this model),
-but its ``/weights_checker`` hashes every parameter as each rank holds it: QKV fused, experts
-output-major, biases of experts in fp32, each rank with its own shard. Here the same hashes are made
-of Hugging Face tensors as they pass on their way to the servers.
+SGLang's GPT-OSS cannot be asked for a tensor (``/get_weights_by_name`` is an error for this
+model), but its ``/weights_checker`` hashes every parameter as each rank holds it: QKV fused,
+experts output-major, biases of experts in fp32, each rank with its own shard. Here the same
+hashes are made of Hugging Face tensors as they pass on their way to the servers.
 
-What a server holds follows ``GptOssForCausalLM.load_weights`` in ``srt/models/gpt_oss.py`` of SGLang
-0.5.17, and which parameters are hashed ``WeightChecker._compute_checksum`` in
+What a server holds follows ``GptOssForCausalLM.load_weights`` in ``srt/models/gpt_oss.py`` of
+SGLang 0.5.17, and which parameters are hashed ``WeightChecker._compute_checksum`` in
 ``srt/utils/weight_checker.py``. The hash itself is in ``tensor_hash``.
 """
 
@@ -30,8 +30,8 @@ SHARDED_DIMENSIONS = {
     "w13_weight_bias": 1,
     "w2_weight": 2,
 }
-"""The dimension along which tensor-parallel ranks share a parameter, by the end of its name. QKV is
-apart; of all others each rank has everything."""
+"""The dimension along which tensor-parallel ranks share a parameter, by the end of its name. QKV
+is apart; of all others each rank has everything."""
 LAYER_PARAMETERS = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
@@ -52,7 +52,7 @@ EXPERT_PARAMETERS = {
 
 
 def sampled_parameters(config: ModelConfig, version: int) -> dict[str, list[str]]:
-    """Choose what to compare after sync ``version``: one layer and one parameter outside the layers.
+    """Choose what to compare after sync ``version``: one layer, and one parameter outside them.
 
     Returns SGLang's parameters and the Hugging Face tensors that each is made of. Other versions
     take others, until every parameter had its turn.
@@ -101,9 +101,9 @@ class WeightSample:
             self._sources |= sampled_parameters(config, version)
         if server_info["ep_size"] > 1 or server_info["enable_dp_attention"]:
             # Which rank has what of the others is not known here.
-            self._sources = {
-                name: sources for name, sources in self._sources.items() if "norm" in name or "router" in name
-            }
+            for name in list(self._sources):
+                if "norm" not in name and "router" not in name:
+                    del self._sources[name]
 
         self._parameters = {  # and back
             source: name for name, sources in self._sources.items() for source in sources
@@ -128,10 +128,11 @@ class WeightSample:
         sources = self._sources[parameter]
         if all(source in self._waiting for source in sources):
             parts = [self._waiting.pop(source) for source in sources]
-            self._expected[parameter] = [self._checksum(parameter, parts, rank) for rank in range(self._ranks)]
+            ranks = range(self._ranks)
+            self._expected[parameter] = [self._checksum(parameter, parts, r) for r in ranks]
 
     def first_difference(self, answer: dict[str, Any]) -> str | None:
-        """Name the Hugging Face tensors of the first parameter that a server does not hold as sent.
+        """Name the Hugging Face tensors of the first parameter that differs on a server.
 
         ``answer`` is the server's to /weights_checker. Returns None if all are as they were sent.
         """
@@ -174,7 +175,7 @@ class WeightSample:
         if parameter.endswith("w2_weight_bias"):
             return [torch.zeros_like(part) if rank else part]
 
-        # Hugging Face has experts as [experts, inputs, outputs], SGLang as [experts, outputs, inputs].
+        # Hugging Face's experts are [experts, inputs, outputs], SGLang's [experts, outputs, inputs].
         if parameter.endswith(("w13_weight", "w2_weight")):
             part = part.mT
         for suffix, dimension in SHARDED_DIMENSIONS.items():

@@ -1,7 +1,7 @@
-"""The trainer's side of a weight sync: Hugging Face tensors, bucket by bucket, into SGLang servers.
+"""The trainer's side of a weight sync: Hugging Face tensors, bucket by bucket, to SGLang.
 
-    pause by abort -> buckets, names and shapes checked -> compare a sample -> drop the prefix cache
-    -> name the new version -> go on
+    pause by abort -> buckets, names and shapes checked -> compare a sample -> drop the prefix
+    cache -> name the new version -> go on
 
 A server is paused all the while, and only the last steps give its weights a version: every answer
 comes wholly from before or wholly from after. If anything fails, the servers stay paused, and
@@ -13,7 +13,7 @@ import base64
 import io
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,9 +62,9 @@ class SyncPlan:
     tensor_parallel: int = 1
     """Ranks of each server."""
     bucket_bytes: int = 1 << 30
-    """Bound of a bucket, or the largest tensor if that is larger: gate and up projections of a layer
-    (20B: 1.06 GB). Besides its model a server holds one bucket, and the sender one (``nccl``,
-    ``gloo``) or two."""
+    """Bound of a bucket, or the largest tensor if that is larger: gate and up projections of a
+    layer (20B: 1.06 GB). Besides its model a server holds one bucket, and the sender one
+    (``nccl``, ``gloo``) or two."""
     directory: Path = Path("weights")
     """For ``disk``; all servers must see it."""
     seconds: float = 120.0
@@ -97,6 +97,7 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
 
 async def _sync(named: NamedTensors, config: ModelConfig, servers: "Servers") -> None:
     plan = servers.plan
+    # By abort: in the other modes requests stay, and /flush_cache refuses for as long as they do.
     await servers.call("/pause_generation", {"mode": "abort"})
 
     tensors: NamedTensors = _check_names_and_shapes(named, config)
@@ -135,24 +136,28 @@ async def _transfer(tensors: NamedTensors, config: ModelConfig, servers: "Server
             # They only pass the sample. A deque of no length keeps not even the last one.
             await asyncio.to_thread(deque, tensors, 0)
         case "disk":
-            await asyncio.to_thread(
-                write_hf_directory,
-                plan.directory,
-                config,
-                tensors,
-                overwrite=True,
-            )
-            body = {
-                "model_path": str(plan.directory),
-                # Servers start with --load-format dummy, which would hold here too.
-                "load_format": "auto",
-                "flush_cache": False,
-            }
-            await servers.call("/update_weights_from_disk", body)
+            await _send_by_disk(tensors, config, servers)
         case "nccl" | "gloo":
             await _server_group.broadcast(buckets(tensors, plan.bucket_bytes), servers)
         case "cuda_ipc" | "shared_memory":
             await _share_memory(buckets(tensors, plan.bucket_bytes), servers)
+
+
+async def _send_by_disk(
+    tensors: NamedTensors,
+    config: ModelConfig,
+    servers: "Servers",
+) -> None:
+    """Write a checkpoint and let servers load it, for machines that share nothing but a disk."""
+    directory = servers.plan.directory
+    await asyncio.to_thread(write_hf_directory, directory, config, tensors, overwrite=True)
+    body = {
+        "model_path": str(directory),
+        # Servers start with --load-format dummy, which would hold here too.
+        "load_format": "auto",
+        "flush_cache": False,
+    }
+    await servers.call("/update_weights_from_disk", body)
 
 
 async def _compare(sample: WeightSample, servers: "Servers") -> None:
@@ -195,7 +200,7 @@ class Servers:
         self,
         tasks: asyncio.TaskGroup,
         path: str,
-        bodies: "list[dict[str, Any]] | list[dict[str, Any] | None]",
+        bodies: Sequence[dict[str, Any] | None],
     ) -> list[asyncio.Task[Any]]:
         return [
             tasks.create_task(client.call(path, body, seconds=self.plan.seconds))
@@ -203,6 +208,7 @@ class Servers:
         ]
 
     async def close(self) -> None:
+        """Close all connections."""
         for client in self._clients:
             await client.close()
 
@@ -216,6 +222,7 @@ def _check_names_and_shapes(
     Raises WeightMismatch at the first that is not, and at the end if one is missing: SGLang itself
     answers "success" to names that it does not know.
     """
+    # Each tensor before its bucket leaves; what is missing is known only in the end.
     missing = hf_shapes(config)
     known = set(missing)
     for name, tensor in named:
@@ -236,8 +243,8 @@ def _check_names_and_shapes(
 def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
     """Collect tensors, in order, into buckets of at most ``limit`` bytes.
 
-    A tensor that does not fit goes with others of up to an eighth of ``limit``: so a large one does
-    not leave a bucket of next to nothing behind.
+    A tensor that does not fit goes with others of up to an eighth of ``limit``: so a large one
+    does not leave a bucket of next to nothing behind.
     """
     bucket: Bucket = []
     size = 0
@@ -297,6 +304,7 @@ class ServerGroup:
                     partial(self._send, bucket, parts),
                 )
         except BaseException:
+            # The others may be anywhere in the broadcast: this group is of no further use.
             self._leave()
             raise
 

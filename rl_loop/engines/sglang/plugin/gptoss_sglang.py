@@ -1,9 +1,9 @@
-"""A plugin for SGLang 0.5.17: its ``triton`` attention decodes with all 128 keys of GPT-OSS's window.
+"""A plugin for SGLang 0.5.17: ``triton`` attention decodes with all 128 keys of a window.
 
-SGLang gives backends the window without the query, 127. Prefill, and other backends, add the query;
-the buffer of keys from which ``triton`` decodes counts the query among the 127 (sglang pull request
-32087). That buffer is all that reads the backend's ``sliding_window_size``; prefill masks by the
-layers' own.
+SGLang gives backends the window without the query, 127. Prefill, and other backends, add the
+query; the buffer of keys from which ``triton`` decodes counts the query among the 127 (sglang
+pull request 32087). That buffer is all that reads the backend's ``sliding_window_size``; prefill
+masks by the layers' own.
 """
 
 from functools import wraps
