@@ -17,9 +17,9 @@ from rl_loop.environments import RewardConfig, Task, make_environment
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.episode_clock import running_clock
-from rl_loop.rollout.prompt_limit import UnusablePrompt
 from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxConfig, SandboxFailure
 from rl_loop.tasks.demonstrations import HarmonySettings, harmony_of
+from rl_loop.tasks.prompt_limit import UnusablePrompt
 
 
 @dataclass(frozen=True)
