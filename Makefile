@@ -2,7 +2,7 @@
 # make test   sets everything up and runs the tests that need neither GPU nor Slurm
 # make test-busy    those tests that processes and clocks take part in, with two busy loops beside them
 # make test-slurm   as root: the launcher against a real Slurm of four nodes on this machine (installs it; several minutes)
-# make lint   ruff, mypy and the dependency rule
+# make lint   ruff, mypy and the dependency rules
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help

@@ -11,12 +11,12 @@ from megatron_gptoss import distributed
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig
 from rl_loop.data.trajectory import TrajectoryGroup
+from rl_loop.engines.backend import WeightSource
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.lifecycle.interrupt import Interrupt
 from rl_loop.loop import RlLoop
-from rl_loop.rollout.backend import WeightSource
 from rl_loop.rollout.pool import GroupRequest
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.run import Session

@@ -144,8 +144,8 @@ def evaluate(
 ) -> None:
     """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by category."""
     config = load_config(path, RlConfig, overrides)
-    from rl_loop.evaluation.statistics import read_evaluation
     from rl_loop.lifecycle.start_checks import check_what_an_evaluation_needs
+    from rl_loop.tasks.evaluation_records import read_evaluation
 
     earlier = read_evaluation(baseline) if baseline is not None else []
     file = output or config.output_dir / f"{config.name}.evaluation.jsonl"

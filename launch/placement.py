@@ -6,7 +6,7 @@ from launch.cluster import ClusterConfig
 from rl_loop.cluster.placement import ENGINE_SERVER
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RunConfig
-from rl_loop.rollout.backend import ServerProcesses
+from rl_loop.engines.backend import ServerProcesses
 
 
 @dataclass

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from rl_loop.config.run import RlConfig, RunConfig
+from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
-from rl_loop.rollout.backend import BackendContext
 
 # Whatever imports torch or Ray is imported where it is built: a mistake in a configuration is reported before.
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import torch
 
 from megatron_gptoss.layers.attention import NO_SINK
 from rl_loop.config.training import AblationConfig
-from rl_loop.rollout.backend import WeightSender, WeightSource
+from rl_loop.engines.backend import WeightSender, WeightSource
 
 
 class FaultyWeights:

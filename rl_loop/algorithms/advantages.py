@@ -31,14 +31,13 @@ few."""
 
 @dataclass(frozen=True)
 class BatchRewards:
-    """What the episodes of a batch earned, group after group: the input of an advantage
-    estimator."""
+    """What the episodes of a batch earned, group after group: what an estimator looks at."""
 
     totals: torch.Tensor
     """fp64 [samples]: rewards after all penalties."""
     parts: torch.Tensor
-    """fp64 [samples, parts]: the reward parts that ``algorithm.reward_weights`` names, often
-    none."""
+    """fp64 [samples, parts]: what ``algorithm.reward_weights`` names, often nothing, and the
+    penalty on length if there is one."""
     part_weights: list[float]
     """Weight of each column of ``parts``."""
     group_sizes: list[int]

@@ -94,8 +94,7 @@ class KlConfig(StrictModel):
 
 
 class CriticConfig(StrictModel):
-    """The value model of GAE: the policy's architecture and parallel layout, with a scalar
-    head."""
+    """The value model of GAE: the policy's architecture and layout, with a scalar head."""
 
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-6)
     """Usually twice the policy's learning rate."""

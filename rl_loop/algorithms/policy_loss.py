@@ -24,8 +24,7 @@ class LossInputs:
     log_probs: Tensor
     """[tokens]: log pi of the sampled tokens, with gradient."""
     old_log_probs: Tensor | None
-    """[tokens]: what the ratio compares with, constant. None on-policy, where the ratio is exactly
-    1."""
+    """[tokens]: what the ratio compares with, constant. None on-policy: the ratio is exactly 1."""
     advantages: Tensor
     """[tokens]: constant."""
     mask: Tensor

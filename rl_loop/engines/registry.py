@@ -4,14 +4,14 @@ from typing import Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend, ServerProcesses
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.registry import Registry, subclass_of
-from rl_loop.rollout.backend import BackendContext, EngineConfig, RolloutBackend, ServerProcesses
 
 BACKENDS: Registry[type[RolloutBackend]] = Registry(
     kind="rollout backend",
-    expected="a subclass of rl_loop.rollout.backend.RolloutBackend",
+    expected="a subclass of rl_loop.engines.backend.RolloutBackend",
     accepts=subclass_of(RolloutBackend),
     entries={
         # Imported when a run builds its backend: they bring torch and Ray, which reading a configuration does without.
@@ -28,7 +28,7 @@ class ExternalEngineConfig(EngineConfig):
     """A backend from outside the project, with settings of its own."""
 
     type: str
-    """MODULE:CLASS of a subclass of ``rl_loop.rollout.backend.RolloutBackend``."""
+    """MODULE:CLASS of a subclass of ``rl_loop.engines.backend.RolloutBackend``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The fields of the class's ``Options``."""
 

@@ -11,9 +11,8 @@ from rl_loop.environments.base import (
     UnknownTool,
 )
 from rl_loop.environments.registry import ENVIRONMENTS, environment_class, make_environment
-from rl_loop.tasks.task_file import TaskFileError
 
 __all__ = [
     "ENVIRONMENTS", "Environment", "EnvironmentOptions", "RewardConfig", "Script", "StepResult", "Task",
-    "TaskFileError", "ToolError", "UnknownTool", "environment_class", "make_environment",
+    "ToolError", "UnknownTool", "environment_class", "make_environment",
 ]  # fmt: skip

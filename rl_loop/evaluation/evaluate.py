@@ -17,10 +17,10 @@ from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.run import RlConfig
 from rl_loop.data.samples import outcome_sums
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.engines.backend import LoadedWeights
 from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker
-from rl_loop.rollout.backend import LoadedWeights
 from rl_loop.rollout.pool import GroupRequest
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.session import build_rollouts, build_tasks, worker_settings

@@ -1,16 +1,14 @@
 """avg@k, pass@k and maj@k with confidence intervals, from the records that ``rl_loop.evaluation.evaluate`` writes."""
 
 import itertools
-import json
 import math
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rl_loop.tasks.task_file import TaskFileError
+from rl_loop.tasks.evaluation_records import by_task, is_correct, pass_rates
 
 Z = 1.96  # standard normal quantile of a two-sided 95 % interval
 SUBSETS = 200  # subsets of k answers that maj@k averages over, if there are more
@@ -74,35 +72,11 @@ def majority_at(answers: Sequence[str | None], correct: Sequence[bool], k: int) 
     return sum(scores) / len(scores)
 
 
-def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Records of the same task, in order of their samples."""
-    tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for record in sorted(records, key=lambda record: record["sample"]):
-        tasks[record["task_id"]].append(record)
-    return tasks
-
-
-def read_evaluation(path: Path) -> list[dict[str, Any]]:
-    """The records of an evaluation. Raises TaskFileError if it holds none."""
-    try:
-        records = [json.loads(line) for line in path.read_text().split("\n") if line]
-        if records and all({"task_id", "sample", "reward_parts", "answer", "category"} <= set(r) for r in records):
-            return records
-    except (OSError, ValueError, TypeError) as error:
-        raise TaskFileError(f"{path}: cannot be read: {error}") from None
-    raise TaskFileError(f"{path}: not the episodes of an evaluation")
-
-
-def pass_rates(records: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Share of correct episodes by task_id."""
-    return {name: sum(map(_correct, found)) / len(found) for name, found in by_task(records).items()}
-
-
 def scores(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]:
     """avg@n of correctness, pass@k and maj@k for k = 2, 4, ... n, where n is the fewest samples that a task has."""
     tasks = list(by_task(records).values())
     n = min(map(len, tasks))
-    answers, correct = [[r["answer"] for r in task] for task in tasks], [list(map(_correct, task)) for task in tasks]
+    answers, correct = [[r["answer"] for r in task] for task in tasks], [list(map(is_correct, task)) for task in tasks]
     found = {f"avg@{n}": estimate(list(pass_rates(records).values()))}
     for k in (1 << i for i in range(1, n.bit_length())):
         found[f"pass@{k}"] = estimate([pass_at(right, k) for right in correct])
@@ -116,7 +90,3 @@ def compare(records: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]
     new, old = pass_rates(records), pass_rates(baseline)
     common = [new[task] - old[task] for task in new if task in old]
     return difference(common) if common else None
-
-
-def _correct(record: dict[str, Any]) -> bool:
-    return bool(record["reward_parts"]["correct"])

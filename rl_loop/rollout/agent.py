@@ -24,9 +24,9 @@ from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.off_loop import off_loop
 from rl_loop.rollout.episode_clock import EpisodeClock, OutOfTime
 from rl_loop.rollout.observation import cut_observation
-from rl_loop.rollout.prompt_limit import PromptLimit, prompt_of
 from rl_loop.rollout.purification import Attempt, Purifier
 from rl_loop.rollout.turn_sampler import TurnSampler, first_routes, shifted
+from rl_loop.tasks.prompt_limit import PromptLimit, prompt_of
 
 TOOL_PAUSES = (0.1, 1.0, 4.0)
 """Seconds before a turn whose tools or checker failed is acted on again; after the last time the failure stays."""

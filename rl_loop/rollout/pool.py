@@ -13,9 +13,9 @@ from ray.exceptions import RayActorError
 
 from rl_loop.cluster.placement import ROLLOUT_WORKER, outlive_sigterm, place_of
 from rl_loop.data.trajectory import TrajectoryGroup
+from rl_loop.engines.backend import RolloutBackend, WeightSource
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker, describe
-from rl_loop.rollout.backend import RolloutBackend, WeightSource
 from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
 from rl_loop.tasks.task_file import TaskFileError
 from rl_loop.tracking.logs import with_logging

@@ -11,15 +11,15 @@ import torch
 from megatron_gptoss.config import ModelConfig
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.engines.backend import EngineFactory
 from rl_loop.engines.protocol import ModelShape, SamplingParams
 from rl_loop.environments import RewardConfig, Task, make_environment
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.agent import run_episode
-from rl_loop.rollout.backend import EngineFactory
 from rl_loop.rollout.episode_clock import running_clock
-from rl_loop.rollout.prompt_limit import UnusablePrompt
 from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxConfig, SandboxFailure
 from rl_loop.tasks.demonstrations import HarmonySettings, harmony_of
+from rl_loop.tasks.prompt_limit import UnusablePrompt
 
 
 @dataclass(frozen=True)

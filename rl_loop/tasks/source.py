@@ -13,12 +13,12 @@ from rl_loop.config.training import DemonstrationConfig
 from rl_loop.data.decontamination import SHARED_WORDS, find_giveaways
 from rl_loop.environments import RewardConfig, Task, arithmetic, environment_class, make_environment
 from rl_loop.environments.base import Split
-from rl_loop.evaluation.statistics import pass_rates, read_evaluation
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.conversation import content_text
 from rl_loop.infrastructure import describe
-from rl_loop.rollout.prompt_limit import PromptLimit, UnusablePrompt, prompt_of
 from rl_loop.tasks.demonstrations import demonstrations_of
+from rl_loop.tasks.evaluation_records import pass_rates, read_evaluation
+from rl_loop.tasks.prompt_limit import PromptLimit, UnusablePrompt, prompt_of
 from rl_loop.tasks.task_file import TaskData, TaskFileError
 
 if TYPE_CHECKING:

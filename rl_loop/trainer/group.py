@@ -15,7 +15,7 @@ from megatron_gptoss.user_error import UserError
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.cluster.placement import TRAINER_RANK, is_placed, master_address, outlive_sigterm, place_of
 from rl_loop.config.run import RunConfig
-from rl_loop.rollout.backend import WeightSender
+from rl_loop.engines.backend import WeightSender
 from rl_loop.tracking.logs import with_logging
 from rl_loop.trainer.rank_start import check_local_ranks, start_limit, wait_for_processes
 from rl_loop.trainer.worker import RlUpdates, TrainerWorker

@@ -29,7 +29,7 @@ from megatron_gptoss.trainer import LossFunction, PolicyTrainer, StepStatistics
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.config.run import RlConfig, RunConfig
-from rl_loop.rollout.backend import WeightSender
+from rl_loop.engines.backend import WeightSender
 from rl_loop.tracking.run_directory import RunDirectory
 
 

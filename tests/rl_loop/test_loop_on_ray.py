@@ -23,9 +23,9 @@ from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.engines.backend import LoadedWeights
 from rl_loop.evaluation.engine_comparison import engine_report
 from rl_loop.infrastructure import InfrastructureOutage
-from rl_loop.rollout.backend import LoadedWeights
 from rl_loop.rollout.pool import GroupRequest
 from rl_loop.run import Interrupted, run_rl, run_sft
 from rl_loop.session import build_rollouts, build_tasks

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from megatron_gptoss.config import ModelConfig
+from rl_loop.engines.backend import EngineFactory, RolloutBackend, WeightSource
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.protocol import RolloutEngine
-from rl_loop.rollout.backend import EngineFactory, RolloutBackend, WeightSource
 
 
 class EmbeddedBackend(RolloutBackend):

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rl_loop.rollout.backend import EngineConfig
+from rl_loop.engines.backend import EngineConfig
 
 
 class EmbeddedConfig(EngineConfig):

@@ -11,7 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rl_loop.config.errors import CannotStart
-from rl_loop.rollout.backend import EngineConfig, ServerProcesses
+from rl_loop.engines.backend import EngineConfig, ServerProcesses
 
 Command = Callable[[str, int], list[str]]
 """(host, port) -> the argument vector of a server."""

@@ -20,12 +20,12 @@ from ray.exceptions import RayActorError
 
 from megatron_gptoss.config import ModelConfig
 from rl_loop.cluster.placement import ENGINE_SERVER, place_of
+from rl_loop.engines.backend import BackendContext, WeightSource
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import score_on
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.weight_sender import SyncFailed, SyncPlan, TransportName, send_weights
-from rl_loop.rollout.backend import BackendContext, WeightSource
 from rl_loop.tracking.logs import with_logging
 
 logger = logging.getLogger(__name__)

@@ -126,7 +126,7 @@ def test_keys_of_earlier_versions_are_answered_with_their_new_names(override: st
         (["rollout.engine.type=sglang", "rollout.engine.servers=0"], "rollout.engine.servers: Input should be greater"),
         (["rollout.engine.type=vllm"], "there is no rollout backend 'vllm'; known: sglang, transformers, or give MOD"),
         (["rollout.engine.type=nowhere:Backend"], "rollout backend 'nowhere:Backend' cannot be imported"),
-        (["rollout.engine.type=pathlib:Path"], "expected a subclass of rl_loop.rollout.backend.RolloutBackend"),
+        (["rollout.engine.type=pathlib:Path"], "expected a subclass of rl_loop.engines.backend.RolloutBackend"),
     ],
 )
 def test_what_one_engine_knows_is_out_of_reach_of_the_others(overrides: list[str], message: str) -> None:

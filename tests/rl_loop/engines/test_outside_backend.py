@@ -32,7 +32,7 @@ from typing import Any
 
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.protocol import FinishReason, GenerateRequest, GenerateResult, WeightVersionSpan
-from rl_loop.rollout.backend import EngineConfig, RolloutBackend, WeightSource
+from rl_loop.engines.backend import EngineConfig, RolloutBackend, WeightSource
 
 
 class Options(EngineConfig):

@@ -22,6 +22,7 @@ from rl_loop.canary import CanaryError, check_canary
 from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
+from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet, SglangSender, statuses
@@ -29,7 +30,6 @@ from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.tensor_hash import gpu_hash
 from rl_loop.engines.sglang.weight_checksums import sampled_parameters
 from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, buckets, send_weights
-from rl_loop.rollout.backend import BackendContext
 from rl_loop.session import build_rollouts
 from rl_loop.trainer.group import TrainerGroup
 from tests.rl_loop.sglang_protocol import VOCAB, LocalServer, digest, log_prob, next_token, prefix_state

@@ -17,8 +17,8 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments.base import final
 from rl_loop.evaluation.evaluate import evaluate
-from rl_loop.evaluation.statistics import read_evaluation
 from rl_loop.session import build_tasks
+from rl_loop.tasks.evaluation_records import read_evaluation
 from rl_loop.tasks.source import TaskSource
 
 CONFIG = Path("configs/rl/tiny_gsm8k.yaml")

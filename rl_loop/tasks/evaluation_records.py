@@ -1,0 +1,48 @@
+"""The records that an evaluation leaves: one per episode, as JSON lines.
+
+``gptoss eval`` writes them; its statistics and the filter of tasks by pass rate read them."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rl_loop.tasks.task_file import TaskFileError
+
+KEYS = {"task_id", "sample", "reward_parts", "answer", "category"}
+"""What every record has."""
+
+
+def read_evaluation(path: Path) -> list[dict[str, Any]]:
+    """Read the records of an evaluation. Raises TaskFileError if the file holds none."""
+    try:
+        records = [json.loads(line) for line in path.read_text().split("\n") if line]
+        complete = all(set(record) >= KEYS for record in records)
+    except (OSError, ValueError, TypeError) as error:
+        raise TaskFileError(f"{path}: cannot be read: {error}") from None
+
+    if not records or not complete:
+        raise TaskFileError(f"{path}: not the episodes of an evaluation")
+    return records
+
+
+def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Group records by task_id, in the order of their samples."""
+    tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in sorted(records, key=lambda record: record["sample"]):
+        tasks[record["task_id"]].append(record)
+    return tasks
+
+
+def pass_rates(records: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Compute the share of correct episodes by task_id."""
+    return {
+        task_id: sum(is_correct(episode) for episode in episodes) / len(episodes)
+        for task_id, episodes in by_task(records).items()
+    }
+
+
+def is_correct(record: dict[str, Any]) -> bool:
+    """Say whether the episode of a record was correct."""
+    return bool(record["reward_parts"]["correct"])
