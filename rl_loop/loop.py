@@ -22,8 +22,9 @@ from rl_loop.evaluation.evaluate import evaluation_figures, held_out_requests
 from rl_loop.infrastructure import InfrastructureOutage
 from rl_loop.rollout.pool import GroupRequest, RolloutsAbandoned
 from rl_loop.run import Session
+from rl_loop.tracking.episode_record import episode_record
 from rl_loop.tracking.metrics import Name, StepMetrics
-from rl_loop.tracking.run_directory import episode_record, metric_curve, read_json_lines
+from rl_loop.tracking.run_directory import metric_curve, read_json_lines
 from rl_loop.tracking.signal_watch import SignalWatch
 from rl_loop.trainer.worker import RlUpdates
 
@@ -182,7 +183,7 @@ class RlLoop:
         return RolloutBatch([group for _, group in chosen], evaluated, replaced, next_task)
 
     def _run(self, requests: Sequence[GroupRequest]) -> list[TrajectoryGroup]:
-        return self.rollouts.run(requests, lambda: self._ended or self.session.interrupt.hurried)
+        return self.rollouts.run(requests, lambda: self._ended or self.session.interrupt.abort_rollouts)
 
     def requests(self, block: int, first_task: int) -> list[GroupRequest]:
         """The episodes of ``tasks_per_step`` tasks from position ``first_task`` on. ``block`` seeds them: a step is one

@@ -19,16 +19,15 @@ from rl_loop.lifecycle.start_checks import check_what_a_run_needs
 from rl_loop.session import build_rollouts, build_tasks
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.run_directory import (
-    LEASE_SECONDS,
     RunDirectory,
     Start,
     check_start,
-    locked_run,
     metric_curve,
     read_json,
     read_json_lines,
     start_run,
 )
+from rl_loop.tracking.run_lock import LEASE_SECONDS, locked_run
 
 if TYPE_CHECKING:
     from rl_loop.rollout.pool import RolloutPool

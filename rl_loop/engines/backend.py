@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 class ServerProcesses:
     """Server processes that a backend starts as Ray actors beside the rollout workers.
 
-    ``gptoss launch`` plans a place for each; the backend asks for it with ``place_of(ENGINE_SERVER, index)``."""
+    ``gptoss launch`` plans a place for each; the backend asks for it with
+    ``placement_options(ENGINE_SERVER, index)``."""
 
     name: str
     """What one of them is called, such as "SGLang server"."""

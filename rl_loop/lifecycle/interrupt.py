@@ -1,4 +1,4 @@
-"""Signals that ask a run to end, and who hears them.
+"""Stops a run on a signal, and keeps Ray's processes from hearing the same signal.
 
 A terminal sends Ctrl-C, and its own closing, to every process in its foreground. Only the driver may hear them: it
 finishes the step and saves. Ray's daemons and workers would drop what they are doing, so a local Ray is started in a
@@ -20,28 +20,36 @@ from typing import Any, Self
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_STATUSES = tuple(128 + number for number in REQUESTS)
 """Of a run that was asked to stop, by the shell's convention."""
+
 SAME_REQUEST_SECONDS = 0.3
 """Signals that follow each other so fast are one request: coreutils' ``timeout`` and systemd signal a process and then
 its group."""
+
 CLEAN_UP_SECONDS = 15.0
 """What stopping may take before a further Ctrl-C ends the process without ceremony."""
 
 
 class Interrupt:
-    """The first Ctrl-C (or SIGTERM, or SIGHUP) asks to stop after the current step; the second one stops at once, as
-    does the first one where no step is under way.
+    """Listens to the signals that ask a run to stop.
+
+    The first Ctrl-C (or SIGTERM, or SIGHUP) asks to stop after the current step. The second one stops at once, as does
+    the first one where no step is under way.
 
     To stop at once is to raise KeyboardInterrupt in the main thread. SIGUSR1, which ``gptoss launch`` sends when the
     time on a cluster ends, also abandons a rollout that is under way. It may come any number of times."""
 
     def __init__(self) -> None:
         self.requested = False
-        self.hurried = False
+        self.abort_rollouts = False
+        """The rollout that is under way is not to be waited for."""
         self.exit_status = 128 + signal.SIGINT
         """By the shell's convention 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; also 130 after SIGUSR1."""
         self._in_step = False
-        self._asked_at = 0.0  # time.monotonic, as the next
+
+        # monotonic clock: of the first request, and of the moment from which on everything only ends
+        self._asked_at = 0.0
         self._stopped_at: float | None = None
+
         self._handlers: dict[int, Any] = {}
         self._announcements: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._on_request: Callable[[], None] = lambda: None
@@ -60,7 +68,7 @@ class Interrupt:
                 signal.signal(number, handler)
 
     def install(self) -> None:
-        """Take the signals, or take them back: ``ray.init`` sets a handler of its own for SIGTERM."""
+        """Handle the signals, from now on or again: ``ray.init`` sets a handler of its own for SIGTERM."""
         for number in (*REQUESTS, signal.SIGUSR1):
             # nohup has had SIGHUP ignored, and that is to stay so
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
@@ -81,7 +89,7 @@ class Interrupt:
                 self.leave()
 
     def leave(self) -> None:
-        """The run is ending, for whatever reason: from now on a signal interrupts no clean-up, unless it gets stuck."""
+        """Note that the run is ending: from now on a signal interrupts no clean-up, unless the clean-up gets stuck."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
 
@@ -89,9 +97,12 @@ class Interrupt:
         now = time.monotonic()
         first = not self.requested
         if first:
-            self.requested, self._asked_at = True, now
-            self.exit_status = 128 + (signal.SIGINT if number == signal.SIGUSR1 else number)
-        self.hurried |= number == signal.SIGUSR1
+            self.requested = True
+            self._asked_at = now
+            reported = signal.SIGINT if number == signal.SIGUSR1 else number
+            self.exit_status = 128 + reported
+        if number == signal.SIGUSR1:
+            self.abort_rollouts = True
 
         if self._stopped_at is not None:
             self._end_if_stuck(number, now)
@@ -120,8 +131,10 @@ class Interrupt:
 
 
 class SeparateSessions:
-    """A context in which every process that is started gets a session of its own, until ``all_started``. On leaving,
-    what is left in these sessions is killed: workers that have not noticed yet that their daemon is gone."""
+    """A context in which every process that is started gets a session of its own, until ``all_started``.
+
+    On leaving, what remains in these sessions is killed: workers that have not noticed yet that their daemon is
+    gone."""
 
     def __init__(self) -> None:
         self._leaders: set[int] = set()
@@ -129,7 +142,8 @@ class SeparateSessions:
         self._start = self._popen.__init__
 
     def __enter__(self) -> Self:
-        start, leaders = self._start, self._leaders
+        start = self._start
+        leaders = self._leaders
 
         def start_in_session(process: Any, *arguments: Any, **options: Any) -> None:
             start(process, *arguments, **options | {"start_new_session": True})
@@ -152,5 +166,5 @@ class SeparateSessions:
 
 
 def processes() -> list[int]:
-    """Ids of all processes that this one can see."""
+    """List the ids of all processes that this one can see."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

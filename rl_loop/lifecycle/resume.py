@@ -1,4 +1,4 @@
-"""What ``--resume`` may change: the configuration that a run was started with against the one it is to go on with."""
+"""Compares the configuration of a run with the one that is to resume it, and refuses what cannot change."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from rl_loop.config.run import RlConfig, RunConfig
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text
 
 LOCATION = ("name", "output_dir")
-"""They say where the run is, and a run that was found is at the right place."""
+"""Keys that say where the run is; they may differ, because a run that was found is at the right place."""
 
 SHAPE = "the checkpoint's weights have the shapes of the other model"
 DATA = "data is addressed by position: some tasks would be trained on twice and others never"
@@ -50,17 +50,28 @@ class Change:
 
 
 def changes_since(run: RunDirectory, config: RunConfig) -> list[Change]:
-    """What differs from the configuration that ``run`` has. Raises ConfigError, naming keys and both values, if it is
-    something that cannot change, and if it is a run of another kind."""
+    """Return how ``config`` differs from the configuration that ``run`` has.
+
+    Raises ConfigError, naming keys and both values, if something differs that cannot change, and if it is a run of
+    another kind."""
     if not run.config.exists():
         return []
-    before = _stored(run, type(config))
+
+    before = _stored_config(run, type(config))
     changes = differences(before, config.model_dump(mode="json"))
     changes = [change for change in changes if change.key not in LOCATION]
-    refused = [(change, reason) for change in changes if (reason := _why_not(change, before, config, run))]
+
+    refused: list[Change] = []
+    reasons: list[str] = []
+    for change in changes:
+        reason = _refusal(change, before, config, run)
+        if reason is None:
+            continue
+        refused.append(change)
+        if reason not in reasons:
+            reasons.append(reason)
     if refused:
-        reasons = dict.fromkeys(reason for _, reason in refused)  # each once, in order
-        listed = ", ".join(str(change) for change, _ in refused)
+        listed = ", ".join(str(change) for change in refused)
         raise ConfigError(
             f"--resume cannot change {listed} ({'; '.join(reasons)}). Keep what {run.config} says, or start another "
             f"run from these weights: name=ANOTHER initial_weights={run.path}"
@@ -69,55 +80,66 @@ def changes_since(run: RunDirectory, config: RunConfig) -> list[Change]:
 
 
 def differences(before: Any, now: Any, key: str = "") -> list[Change]:
-    """Of two configurations as JSON, leaf by leaf; paths that lead to the same file do not differ."""
+    """Compare two configurations as JSON, leaf by leaf. Paths that lead to the same file do not differ.
+
+    ``key``: where in the configuration both are; empty at the top."""
     if isinstance(before, dict) and isinstance(now, dict):
-        found: list[Change] = []
-        for name in [*before, *(name for name in now if name not in before)]:
-            below = f"{key}.{name}" if key else name
-            found += differences(before.get(name), now.get(name), below)
-        return found
-    return [] if before == now or _is_same_file(before, now) else [Change(key, before, now)]
+        changes: list[Change] = []
+        for name in before | now:
+            key_below = f"{key}.{name}" if key else name
+            changes += differences(before.get(name), now.get(name), key_below)
+        return changes
+
+    if before == now or _is_same_file(before, now):
+        return []
+    return [Change(key, before, now)]
 
 
 def write_config(run: RunDirectory, config: RunConfig, changes: Sequence[Change], step: int) -> None:
-    """Write config.yaml as the run goes on with it; what changed, and at which step, stands in comments on top."""
+    """Write config.yaml as the run goes on with it. Comments on top say what changed, and from which step on."""
     history = []
     if run.config.exists():
         history = [line for line in run.config.read_text().splitlines() if line.startswith("# ")]
     if changes:
-        history.append(f"# from step {step + 1} on: {'; '.join(map(str, changes))}")
+        listed = "; ".join(str(change) for change in changes)
+        history.append(f"# from step {step + 1} on: {listed}")
+
     atomic_write_text(run.config, "".join(f"{line}\n" for line in history) + dump_config(config))
 
 
-def _stored(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
-    """The configuration that a run has, completed with the defaults of settings that are newer than it."""
+def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
+    """Read the configuration that a run has, completed with the defaults of settings that are newer than it."""
     from omegaconf import OmegaConf
 
     raw: Any = OmegaConf.to_container(read_yaml(run.config))
-    is_rl, wants_rl = "algorithm" in raw, "algorithm" in kind.model_fields
-    if is_rl != wants_rl:
-        was, other = ("rl", "sft") if is_rl else ("sft", "rl")
-        raise ConfigError(f"{run.path} is a run of `gptoss {was}`; `gptoss {other}` cannot go on with it")
+    command = "rl" if "algorithm" in raw else "sft"
+    if command != kind.command:
+        raise ConfigError(f"{run.path} is a run of `gptoss {command}`; `gptoss {kind.command}` cannot go on with it")
+
     try:
         return kind.model_validate(raw).model_dump(mode="json")
     except ValueError:  # of another version of the code: what it had is compared as it stands
         return raw
 
 
-def _why_not(change: Change, before: dict[str, Any], config: RunConfig, run: RunDirectory) -> str | None:
-    """Why this cannot change; None if it can."""
+def _refusal(change: Change, before: dict[str, Any], config: RunConfig, run: RunDirectory) -> str | None:
+    """Say why this cannot change; None if it can."""
     for key, reason in FIXED.items():
         if key.startswith("rollout.") and not isinstance(config, RlConfig):
             continue  # of a supervised run it is only how it evaluates
         if change.key == key or change.key.startswith(f"{key}."):
             return reason
+
     if change.key == "algorithm.critic" and None in (change.before, change.now):
         return "a critic learns from the first step on"
+
     if change.key in ("parallel.expert", "parallel.tensor"):
         parallel = before.get("parallel", {})
-        apart = parallel.get("expert", 1) > 1 or parallel.get("tensor", 1) > 1
-        if apart != (config.parallel.expert > 1 or config.parallel.tensor > 1):
+        was_split = parallel.get("expert", 1) > 1 or parallel.get("tensor", 1) > 1
+        is_split = config.parallel.expert > 1 or config.parallel.tensor > 1
+        if was_split != is_split:
             return "with expert or tensor parallelism the optimizer is another one than without"
+
     if change.key == "initial_weights":
         if not (run.checkpoints / "latest").exists():
             return "no checkpoint was saved yet: the curve would begin with one model and go on with the other"
@@ -133,7 +155,7 @@ def _is_same_file(before: Any, now: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """As one would write it in YAML, on one line."""
+    """Write a value as in YAML, on one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -11,7 +11,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from rl_loop.cluster.placement import ROLLOUT_WORKER, outlive_sigterm, place_of
+from rl_loop.cluster.placement import ROLLOUT_WORKER, outlive_sigterm, placement_options
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import RolloutBackend, WeightSource
 from rl_loop.environments import Task
@@ -85,7 +85,7 @@ class RolloutPool:
         actor = actor_class.options(
             num_cpus=0,
             max_concurrency=self._settings.rollout.concurrent_tasks,
-            **place_of(ROLLOUT_WORKER, index),
+            **placement_options(ROLLOUT_WORKER, index),
         )
         worker = actor.remote(self._settings, self._engine_factory, self._threads)
         worker.__ray_call__.remote(outlive_sigterm)

@@ -1,23 +1,21 @@
-"""One run, one directory: what lies where, and writes that leave no half-written file behind."""
+"""The directory of a run: what lies where, and writes that leave no half-written file behind."""
 
 import difflib
 import errno
-import fcntl
 import json
 import os
 import shutil
-import socket
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from gptoss_kernels.cache import write_atomically
 from megatron_gptoss.user_error import UserError
-from rl_loop.data.trajectory import Trajectory
+
+MOST_RUNS_SHOWN = 10
+"""In the error of a run that is not there."""
 
 
 class RunDirectoryError(UserError):
@@ -31,35 +29,33 @@ class RunWriteError(UserError, OSError):
         return str(self.strerror)  # without OSError's "[Errno 28]" in front
 
 
-LEASE_SECONDS = 150.0
-"""How long an NFS server may keep the lock of a node that has died: Linux's lease of 90 s, and time to notice."""
-
-
-class RunLocked(RunDirectoryError):
-    """Another process works on the run; the message says which."""
-
-
 class Start(StrEnum):
     """How a run begins. A directory that already holds one is only touched if that was asked for."""
 
     NEW = "new"
+
     RESUME = "resume"
     """Go on with the run that is there; refused where there is none."""
+
     RESUME_OR_NEW = "resume or new"
     """What ``gptoss launch`` does, whose first attempt does not know that it is the first."""
+
     OVERWRITE = "overwrite"
     """Delete the run's own files first."""
 
     @classmethod
     def chosen(cls, *, resume: bool, overwrite: bool, resume_or_new: bool = False) -> "Start":
-        """Of the options of a command. Raises RunDirectoryError for more than one."""
+        """Translate the options of a command. Raises RunDirectoryError for more than one."""
         if resume + overwrite + resume_or_new > 1:
             raise RunDirectoryError("--resume, --resume-or-new and --overwrite exclude each other; give one of them")
+
         if resume:
             return cls.RESUME
         if resume_or_new:
             return cls.RESUME_OR_NEW
-        return cls.OVERWRITE if overwrite else cls.NEW
+        if overwrite:
+            return cls.OVERWRITE
+        return cls.NEW
 
     @property
     def may_resume(self) -> bool:
@@ -74,19 +70,42 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.yaml"  # as resolved, overrides included; what a resume changed stands on top
-        self.metrics = path / "metrics.jsonl"  # one line per step: {"step", "time", NAME: value, ...}
-        self.metric_descriptions = path / "metrics.describe.json"  # {NAME: "mean over tokens", ...}
-        self.episodes = path / "episodes.jsonl"  # a few whole episodes per step, see ``episode_record``
-        self.tensorboard = path / "tensorboard"  # the same numbers as event files
-        self.checkpoints = path / "checkpoints"  # what a run resumes from
-        self.critic_checkpoints = path / "critic_checkpoints"  # the same of PPO's critic
-        self.export = path / "export"  # the Hugging Face checkpoint
-        self.curve = path / "curve.png"  # reward and accuracy
-        self.report = path / "report.html"  # everything above on one page
-        self.summary = path / "summary.json"  # the figures that a script compares
+
+        self.config = path / "config.yaml"
+        """As resolved, overrides included; what a resume changed stands on top."""
+
+        self.metrics = path / "metrics.jsonl"
+        """One line per step: {"step", "time", NAME: value, ...}."""
+
+        self.metric_descriptions = path / "metrics.describe.json"
+        """{NAME: "mean over tokens", ...}."""
+
+        self.episodes = path / "episodes.jsonl"
+        """A few whole episodes per step, see ``episode_record``."""
+
+        self.tensorboard = path / "tensorboard"
+        """The same numbers as event files."""
+
+        self.checkpoints = path / "checkpoints"
+        """What a run resumes from."""
+
+        self.critic_checkpoints = path / "critic_checkpoints"
+        """The same of PPO's critic."""
+
+        self.export = path / "export"
+        """The Hugging Face checkpoint."""
+
+        self.curve = path / "curve.png"
+        """Reward and accuracy."""
+
+        self.report = path / "report.html"
+        """Everything above on one page."""
+
+        self.summary = path / "summary.json"
+        """The figures that a script compares."""
 
     def existing(self) -> list[Path]:
+        """List what there is of the paths above."""
         return [path for path in vars(self).values() if path != self.path and os.path.lexists(path)]
 
     def append_episodes(self, records: Sequence[dict[str, Any]]) -> None:
@@ -95,7 +114,7 @@ class RunDirectory:
         append_lines(self.episodes, [json.dumps(record) for record in records])
 
     def keep_steps_up_to(self, step: int) -> None:
-        """Drop metrics and episodes of later steps, and a last line that a crash cut short; a resume does it first."""
+        """Drop metrics and episodes of later steps, and a last line that a crash cut short. A resume begins with it."""
         for path in (self.metrics, self.episodes):
             if path.exists():
                 kept = [record for record in read_json_lines(path) if record["step"] <= step]
@@ -108,14 +127,17 @@ class RunDirectory:
 
 
 def check_start(path: Path | str, how: Start) -> RunDirectory:
-    """The run at ``path``, if it may begin so. Changes nothing. Raises RunDirectoryError."""
+    """Return the run at ``path``. Changes nothing. Raises RunDirectoryError if it may not begin as ``how`` says."""
     run = RunDirectory(Path(path))
     if run.path.exists() and not run.path.is_dir():
         raise RunDirectoryError(f"{run.path} is a file; a run needs a directory")
+
     existing = run.existing()
     if how is Start.NEW and existing:
-        steps, advice = len(read_json_lines(run.metrics)), "add --resume to continue it or --overwrite to delete it"
-        raise RunDirectoryError(f"{run.path} already holds a run ({steps} steps); {advice}")
+        steps = len(read_json_lines(run.metrics))
+        raise RunDirectoryError(
+            f"{run.path} already holds a run ({steps} steps); add --resume to continue it or --overwrite to delete it"
+        )
     if how is Start.RESUME and not existing:
         raise RunDirectoryError(f"{run.path}: there is no run to resume{_runs_beside(run.path)}")
     return run
@@ -126,71 +148,17 @@ def start_run(path: Path | str, config_yaml: str, how: Start = Start.NEW) -> Run
     run = check_start(path, how)
     if how is Start.OVERWRITE:
         for old in run.existing():
-            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-    _make_directory(run.path)
+            if old.is_dir() and not old.is_symlink():
+                shutil.rmtree(old)
+            else:
+                old.unlink()
+    make_run_directory(run.path)
     atomic_write_text(run.config, config_yaml)
     return run
 
 
-@contextmanager
-def locked_run(path: Path, wait_seconds: float = 0.0) -> Iterator[None]:
-    """Hold the lock of the run at ``path``, whose directory is made if it is missing. Raises RunLocked if another
-    process has it, and still has it after ``wait_seconds``; RunDirectoryError if the directory cannot be made.
-
-    The kernel frees the lock when this process ends, however it does. A directory that was made here and in which
-    nothing was put is removed again.
-
-    The lock is flock(2) on ``run.lock``. On NFS the server keeps it (Linux does so since 2.6.12) and frees that of a
-    dead node when its lease ends, after a minute or two; a mount with ``local_lock=flock``, or a file system without
-    locks, protects against a second run on the same node only, or not at all."""
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        _make_directory(path)
-        file = _lock(path / "run.lock", wait_seconds)
-        try:
-            yield
-        finally:
-            if made and os.listdir(path) == ["run.lock"]:
-                (path / "run.lock").unlink()  # while it is held: nobody else can begin in between
-            os.close(file)
-    finally:
-        for folder in made:
-            with suppress(OSError):  # it was not made, or something is in it
-                folder.rmdir()
-
-
-def _lock(path: Path, wait_seconds: float) -> int:
-    """File descriptor of the lock; closing it frees the lock."""
-    deadline = time.monotonic() + wait_seconds
-    while True:
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise RunDirectoryError(f"cannot write in {path.parent}: {error.strerror}") from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return file  # a file system without locks
-            holder = os.read(file, 1000).decode(errors="replace").strip()
-            os.close(file)
-            if time.monotonic() < deadline:
-                time.sleep(1)
-                continue
-            raise RunLocked(
-                f"{path.parent} is in use by {holder or 'another process'}; wait for it, or give this run another name"
-            ) from None
-        with suppress(FileNotFoundError):
-            if os.stat(path).st_ino == os.fstat(file).st_ino:
-                break
-        os.close(file)  # its last holder has removed it since it was opened
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
-    return file
-
-
-def _make_directory(path: Path) -> None:
+def make_run_directory(path: Path) -> None:
+    """Make the directory if it is missing. Raises RunDirectoryError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -198,36 +166,20 @@ def _make_directory(path: Path) -> None:
 
 
 def _runs_beside(path: Path) -> str:
-    """What to say of the runs that a mistyped name may have meant."""
+    """Name the runs that a mistyped name may have meant."""
     try:
         names = sorted(folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").exists())
     except OSError:
         names = []
     if not names:
         return f", and no other run in {path.parent}"
-    if close := difflib.get_close_matches(path.name, names):
+    close = difflib.get_close_matches(path.name, names)
+    if close:
         return f"; did you mean name={close[0]}?"
-    shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    shown = ", ".join(names[:MOST_RUNS_SHOWN])
+    if len(names) > MOST_RUNS_SHOWN:
+        shown += ", ..."
     return f"; runs in {path.parent}: {shown}"
-
-
-def episode_record(
-    trajectory: Trajectory, decode_token: Callable[[int], str], *, step: int, split: str = "train"
-) -> dict[str, Any]:
-    """One line of episodes.jsonl: a whole episode for people to read.
-
-    step, task_id, split ("train" or "held_out"), reward, reward_parts, finish_reason, tool_calls, tool_errors
-    turns   [{role: "prompt" | "assistant" | "tool", start, end, text}], token ranges [start, end)
-    tokens  [{text, mask, logprob?}]; the log-prob (nats) only where mask is 1"""
-    columns = zip(trajectory.token_ids, trajectory.loss_mask, trajectory.rollout_log_probs, strict=True)
-    tokens = [
-        {"text": decode_token(token_id), "mask": mask} | ({"logprob": round(float(log_prob), 6)} if mask else {})
-        for token_id, mask, log_prob in columns
-    ]
-    names = ("task_id", "reward", "reward_parts", "finish_reason", "tool_calls", "tool_errors")
-    figures = {name: getattr(trajectory, name) for name in names}
-    turns = [asdict(turn) for turn in trajectory.turns]
-    return {"step": step, "split": split, **figures, "turns": turns, "tokens": tokens}
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -239,7 +191,7 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Replace ``path`` whole or not at all: readers and crashes see the old or the new. Raises RunWriteError."""
+    """Replace ``path`` as a whole or not at all: readers and crashes see the old or the new. Raises RunWriteError."""
     try:
         write_atomically(path, data)
     except OSError as error:
@@ -247,7 +199,7 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Add whole lines and flush. If not all of them fit, none is kept. Raises RunWriteError."""
+    """Append lines and flush. If not all of them fit, none is kept. Raises RunWriteError."""
     data = "".join(line + "\n" for line in lines).encode()
     try:
         # Unbuffered: a buffered file would try its leftover bytes again when closed, after the repair below.
@@ -266,9 +218,12 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All records; none if there is no file. A last line cut short by a crash is skipped, any other is an error."""
+    """Read all records; none if there is no file.
+
+    A last line that a crash cut short is skipped; of any other that is no JSON RunDirectoryError is raised."""
     if not path.exists():
         return []
+
     lines = path.read_bytes().splitlines()
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
@@ -281,7 +236,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """One JSON object. Raises RunDirectoryError naming the file."""
+    """Read one JSON object. Raises RunDirectoryError naming the file."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -292,7 +247,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def metric_curve(records: Iterable[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """The curve of one metric: its steps and values, where it has a finite value."""
+    """Return steps and values of one metric, where it has a finite value."""
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in points], [float(value) for _, value in points]
 
@@ -300,6 +255,7 @@ def metric_curve(records: Iterable[dict[str, Any]], name: str) -> tuple[list[int
 def _write_error(path: Path, error: OSError) -> RunWriteError:
     hint = "Fix that"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        hint = f"Only {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free there; make room"
+        free_mib = shutil.disk_usage(path.parent).free / 2**20
+        hint = f"Only {free_mib:.0f} MiB are free there; make room"
     message = f"could not write {path}: {error.strerror}; its previous content is kept. {hint}, then add --resume"
     return RunWriteError(error.errno, message)

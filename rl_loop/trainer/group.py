@@ -13,7 +13,7 @@ from megatron_gptoss.packing import Sample
 from megatron_gptoss.trainer import StepStatistics
 from megatron_gptoss.user_error import UserError
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.cluster.placement import TRAINER_RANK, is_placed, master_address, outlive_sigterm, place_of
+from rl_loop.cluster.placement import TRAINER_RANK, has_placement, master_address, outlive_sigterm, placement_options
 from rl_loop.config.run import RunConfig
 from rl_loop.engines.backend import WeightSender
 from rl_loop.tracking.logs import with_logging
@@ -42,15 +42,15 @@ class TrainerGroup:
         world, cores = config.parallel.world_size, os.cpu_count() or 1
         threads = max(1, cores // world)
         has_gpus = ray.cluster_resources().get("GPU", 0) >= world
-        if not has_gpus and not is_placed():
+        if not has_gpus and not has_placement():
             check_local_ranks(world, cores)
         actor = ray.remote(with_logging(TrainerProcess))
         options = {"num_cpus": 0, "num_gpus": 1 if has_gpus else 0}
         master, port = master_address()
-        self._ranks: list[Any] = [
-            actor.options(**options, **place_of(TRAINER_RANK, rank)).remote(config, rank, master, port, threads)
-            for rank in range(world)
-        ]
+        self._ranks: list[Any] = []
+        for rank in range(world):
+            placed = actor.options(**options, **placement_options(TRAINER_RANK, rank))
+            self._ranks.append(placed.remote(config, rank, master, port, threads))
         self._processes = ["a node not yet known"] * world
         self._asking = Lock()
         self._start_limit = start_limit(world, cores)

@@ -13,7 +13,7 @@ import pytest
 
 from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
-from rl_loop.tracking.run_directory import locked_run
+from rl_loop.tracking.run_lock import locked_run
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]

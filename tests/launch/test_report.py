@@ -9,8 +9,9 @@ import pytest
 
 from launch.report import build_report, moving_mean, number
 from rl_loop.data.trajectory import Trajectory, Turn
+from rl_loop.tracking.episode_record import episode_record
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
-from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, episode_record, start_run
+from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, start_run
 
 ATTACK = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onmouseover=\"alert(3)\udc80\x00"
 

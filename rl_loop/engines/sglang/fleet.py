@@ -19,7 +19,7 @@ import torch
 from ray.exceptions import RayActorError
 
 from megatron_gptoss.config import ModelConfig
-from rl_loop.cluster.placement import ENGINE_SERVER, place_of
+from rl_loop.cluster.placement import ENGINE_SERVER, placement_options
 from rl_loop.engines.backend import BackendContext, WeightSource
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
@@ -137,7 +137,7 @@ class SglangFleet:
                 routed_experts=context.routed_experts,
                 seed=context.seed,
             )
-            actor = actor_class.options(**place_of(ENGINE_SERVER, index)).remote(
+            actor = actor_class.options(**placement_options(ENGINE_SERVER, index)).remote(
                 command,
                 settings.environment,
                 self._directory / f"server_{index}.log",

@@ -77,7 +77,7 @@ def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: dict[str, Any])
         tasks=build_tasks(settings),
         progress=None,
         run=SimpleNamespace(metrics=Path("there is none")),
-        interrupt=SimpleNamespace(hurried=False),
+        interrupt=SimpleNamespace(abort_rollouts=False),
         state=state,
     )
     return RlLoop(settings, session)  # type: ignore[arg-type]

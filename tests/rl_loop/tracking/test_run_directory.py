@@ -16,20 +16,19 @@ from pathlib import Path
 import pytest
 
 from rl_loop.data.trajectory import FinishReason, Trajectory, Turn
+from rl_loop.tracking.episode_record import episode_record
 from rl_loop.tracking.run_directory import (
     RunDirectoryError,
-    RunLocked,
     RunWriteError,
     Start,
     append_lines,
     atomic_write_text,
-    episode_record,
-    locked_run,
     metric_curve,
     read_json,
     read_json_lines,
     start_run,
 )
+from rl_loop.tracking.run_lock import RunLocked, locked_run
 
 
 @contextmanager
@@ -124,7 +123,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     code = f"""
 import time
 from pathlib import Path
-from rl_loop.tracking.run_directory import locked_run
+from rl_loop.tracking.run_lock import locked_run
 with locked_run(Path({str(tmp_path / "run")!r})):
     print("locked", flush=True)
     time.sleep(600)

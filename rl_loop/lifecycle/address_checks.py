@@ -1,0 +1,87 @@
+"""Checks that something of the right kind answers at an address, which its clients would wait minutes for."""
+
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rl_loop.config.errors import CannotStart
+
+CONNECT_SECONDS = 3.0
+
+RAY_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""Written by ``ray start``: where RAY_ADDRESS=auto looks."""
+
+# HTTP/2 (RFC 9113): what a client begins with (section 3.4), and frames with a header of nine bytes (section 4.1)
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+EMPTY_SETTINGS_FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+FRAME_HEADER_BYTES = 9
+FRAME_TYPE_OFFSET = 3
+SETTINGS = 4
+
+
+def check_ray_address() -> None:
+    """Raise CannotStart unless the Ray that RAY_ADDRESS names answers."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "local"):
+        return
+    if address == "auto":
+        if not RAY_CURRENT_CLUSTER.exists():
+            raise CannotStart(
+                "RAY_ADDRESS is auto, and no Ray was started on this machine: "
+                "unset RAY_ADDRESS to start one for the run"
+            )
+        return
+
+    host, port = _host_and_port(address)
+    if host is None or port is None:
+        raise CannotStart(f"RAY_ADDRESS is {address!r}, not HOST:PORT")
+
+    advice = "start Ray there (ray start --head), correct RAY_ADDRESS, or unset it to start a Ray for this run"
+    try:
+        is_ray = _speaks_http2(host, port)
+    except OSError as error:
+        raise CannotStart(f"RAY_ADDRESS is {address}, where nothing answers ({_reason(error)}): {advice}") from None
+    if not is_ray:
+        raise CannotStart(f"RAY_ADDRESS is {address}, where something else than Ray answers: {advice}")
+
+
+def check_endpoint(url: str) -> None:
+    """Raise CannotStart unless something listens where ``evaluation.endpoint`` says."""
+    where = urlsplit(url)
+    if where.scheme not in ("http", "https") or where.hostname is None:
+        raise CannotStart(f"evaluation.endpoint: {url} is not an address such as http://host:8000/v1")
+
+    port = where.port or (443 if where.scheme == "https" else 80)
+    try:
+        socket.create_connection((where.hostname, port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise CannotStart(f"evaluation.endpoint: nothing answers at {url} ({_reason(error)})") from None
+
+
+def _host_and_port(address: str) -> tuple[str | None, int | None]:
+    """Of an address with or without a scheme; None for what it lacks."""
+    where = urlsplit(address if "://" in address else f"ray://{address}")
+    try:
+        return where.hostname, where.port
+    except ValueError:
+        return None, None
+
+
+def _speaks_http2(host: str, port: int) -> bool:
+    """Whether what listens there answers our preface with a SETTINGS frame, as gRPC and so Ray do.
+
+    Raises OSError if nothing listens."""
+    with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") not in ("0", ""):
+            return True  # that it listens is all that can be told without Ray's certificates
+        try:
+            connection.sendall(HTTP2_PREFACE + EMPTY_SETTINGS_FRAME)
+            header = connection.recv(FRAME_HEADER_BYTES)
+        except OSError:
+            return False
+        return len(header) == FRAME_HEADER_BYTES and header[FRAME_TYPE_OFFSET] == SETTINGS
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error) or type(error).__name__).lower()

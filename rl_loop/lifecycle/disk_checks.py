@@ -1,0 +1,67 @@
+"""Checks that a run can write its directory, and has room for its checkpoints."""
+
+import math
+import os
+import shutil
+from pathlib import Path
+
+from rl_loop.config.errors import CannotStart
+from rl_loop.config.run import RlConfig, RunConfig
+from rl_loop.tracking.run_directory import RunDirectory
+
+GB = 1e9
+MB = 1e6
+
+MOMENT_BYTES = 8
+"""Of one parameter: Adam's two moments in fp32."""
+
+
+def check_writable(directory: Path) -> None:
+    """Raise CannotStart unless this user can write in ``directory``, or make it."""
+    nearest = _nearest_existing(directory)
+    if not nearest.is_dir():
+        raise CannotStart(f"output_dir: {nearest} is a file; a run needs a directory")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise CannotStart(f"output_dir: {nearest} may not be written by this user")
+
+
+def check_disk(config: RunConfig) -> None:
+    """Raise CannotStart unless there is room for the checkpoints that the run will hold at a time."""
+    check_writable(config.directory)
+    checkpoint = checkpoint_bytes(config)
+    most = checkpoints_at_a_time(config)
+    existing = len(list(RunDirectory(config.directory).checkpoints.glob("step_??????")))
+    needed = checkpoint * max(0, most - existing)
+
+    folder = _nearest_existing(config.directory)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CannotStart(
+            f"output_dir: {_size(free)} are free in {folder}, and the run needs {_size(needed)} for {most} "
+            f"checkpoints of {_size(checkpoint)}: make room, or lower training.keep_checkpoints"
+        )
+
+
+def checkpoint_bytes(config: RunConfig) -> float:
+    """Size of one checkpoint: weights, and of every model that learns two fp32 moments and fp32 master weights."""
+    weight_bytes = {"float32": 4, "bfloat16": 2}[config.dtype]
+    master_bytes = 0 if config.dtype == "float32" else 4
+    has_critic = isinstance(config, RlConfig) and config.algorithm.critic is not None
+    models = 2 if has_critic else 1
+    return models * config.model.num_parameters * (weight_bytes + master_bytes + MOMENT_BYTES)
+
+
+def checkpoints_at_a_time(config: RunConfig) -> int:
+    """Count the checkpoints that can exist together: an older one is deleted only when a newer one is complete."""
+    training = config.training
+    saved = math.ceil(training.steps / training.checkpoint_every)
+    return min(training.keep_checkpoints + 1, saved)
+
+
+def _nearest_existing(directory: Path) -> Path:
+    absolute = directory.absolute()
+    return next(folder for folder in (absolute, *absolute.parents) if folder.exists())
+
+
+def _size(count: float) -> str:
+    return f"{count / GB:.1f} GB" if count >= GB / 10 else f"{count / MB:.1f} MB"

@@ -1,0 +1,95 @@
+"""Checks that weights to begin with, and checkpoints to go on from, are complete and of the configured model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_gptoss.config import ModelConfig
+from rl_loop.config.errors import CannotStart
+from rl_loop.tracking.run_directory import RunDirectory
+
+NOT_COMPARED = {"initializer_std", "max_length"}
+"""Fields of a ModelConfig that say nothing about what the weights compute."""
+
+
+def check_weights(key: str, path: Path, model: ModelConfig) -> None:
+    """Raise CannotStart unless ``path`` holds the weights of ``model``.
+
+    ``path``: a Hugging Face directory, a Megatron checkpoint or a run that has one. ``key`` is named in the error."""
+    hf_config = path / "config.json"
+    if hf_config.exists():
+        _check_safetensors(key, path)
+        if not _is_original_format(key, hf_config):
+            _compare_models(key, hf_config, model, ModelConfig.from_hf_config)
+        return
+
+    pointer = path / "checkpoints" / "latest"
+    checkpoint = path
+    if pointer.exists():
+        checkpoint = path / "checkpoints" / pointer.read_text().strip()
+    if not (checkpoint / "metadata.json").exists():
+        missing = "" if path.exists() else ": it does not exist"
+        raise CannotStart(
+            f"{key}: {path} is neither a Hugging Face directory (config.json), nor a Megatron checkpoint "
+            f"(metadata.json), nor the directory of a run that has saved a checkpoint{missing}"
+        )
+
+    described = checkpoint / "gptoss_config.json"
+    if described.exists():
+        _compare_models(key, described, model, lambda file: ModelConfig.model_validate_json(file.read_bytes()))
+
+
+def check_newest_checkpoint(run: RunDirectory) -> None:
+    """Raise CannotStart if the checkpoint that the run would go on from is incomplete."""
+    for root in (run.checkpoints, run.critic_checkpoints):
+        pointer = root / "latest"
+        if not pointer.exists():
+            continue
+        newest = pointer.read_text().strip()
+        if not (root / newest / "metadata.json").exists():
+            raise CannotStart(f"{pointer} names {newest}, which is missing or incomplete; correct or delete the file")
+
+
+def _check_safetensors(key: str, path: Path) -> None:
+    """Raise CannotStart if one of the directory's files of weights is missing."""
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        if not any(path.glob("model*.safetensors")):
+            raise CannotStart(f"{key}: {path} has a config.json, but neither model.safetensors nor {index.name}")
+        return
+
+    try:
+        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CannotStart(f"{key}: {index} cannot be read ({error!r})") from None
+    missing = [file for file in files if not (path / file).exists()]
+    if missing:
+        raise CannotStart(f"{key}: {path} lacks {missing[0]} ({len(missing)} of {len(files)} files); download it again")
+
+
+def _is_original_format(key: str, hf_config: Path) -> bool:
+    """Whether the file is OpenAI's, whose keys are other ones. The trainer compares the shapes of its tensors."""
+    try:
+        return "model_type" not in json.loads(hf_config.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _not_described(key, hf_config, error) from None
+
+
+def _compare_models(key: str, file: Path, model: ModelConfig, read: Callable[[Path], ModelConfig]) -> None:
+    """Raise CannotStart if ``file`` describes another model than ``model``."""
+    try:
+        theirs = read(file).model_dump()
+    except (OSError, ValueError) as error:
+        raise _not_described(key, file, error) from None
+
+    ours = model.model_dump(exclude=NOT_COMPARED)
+    different = [
+        f"{name} is {theirs[name]} there and {value} here" for name, value in ours.items() if theirs[name] != value
+    ]
+    if different:
+        raise CannotStart(f"{key}: {file.parent} is another model than the configuration's: {', '.join(different)}")
+
+
+def _not_described(key: str, file: Path, error: Exception) -> CannotStart:
+    first_line = str(error).strip().splitlines()[0]
+    return CannotStart(f"{key}: {file} does not describe a GPT-OSS model: {first_line}")
