@@ -152,6 +152,7 @@ def _attention(model: LayoutModel, config: ModelConfig, layer: int, x: Tensor) -
     query = apply_rotary(query, cos, sin)
     key = apply_rotary(key, cos, sin)
 
+    # Grouped-query attention: every key/value head serves several query heads.
     queries_per_group = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(queries_per_group, dim=1)
     value = value.repeat_interleave(queries_per_group, dim=1)
@@ -174,6 +175,7 @@ def _add_experts(model: LayoutModel, config: ModelConfig, layer: int, x: Tensor)
     norm = model.tensor(model.names["norm before experts"], layer).float()
     normed = rms_norm(x, (config.hidden_size,), norm, config.rms_norm_eps)
 
+    # The softmax runs over the chosen experts only.
     router_logits = model.linear("mlp.router", normed, layer)
     top_logits, chosen = router_logits.topk(config.experts_per_token)
     weights = top_logits.softmax(-1)
@@ -191,6 +193,7 @@ def logits(model: LayoutModel, config: ModelConfig, x: Tensor) -> Tensor:
     norm = model.tensor(model.names["final norm"]).float()
     normed = rms_norm(x, (config.hidden_size,), norm, config.rms_norm_eps)
     output_layer = model.tensor(model.names["output layer"])
+    # In fp32 all of it would be twice the size of the tensor that was read.
     blocks = output_layer.split(VOCABULARY_BLOCK)
     return torch.cat([normed @ rows.float().T for rows in blocks], dim=-1)
 
@@ -203,6 +206,7 @@ def compare_stages(
     Both continue from the hidden states of ``first``: a difference in one layer does not show in
     later ones.
     """
+    # A prime stride spreads the tokens over the vocabulary.
     tokens = torch.arange(TOKENS) * 7919 % config.vocab_size
     x = embed(first, tokens)
     yield "embedding", _relative_difference(x, embed(second, tokens))

@@ -146,6 +146,7 @@ class HfDirectory:
         else:
             blocks, scales = packed
             tensor = mxfp4.dequantize(blocks, scales)
+            # Looking at the scales first is cheap; large ones of zeros are harmless.
             if (scales > LARGEST_FINITE_SCALE).any() and not tensor.isfinite().all():
                 scales_name = stored.names[1]
                 raise ConversionError(
@@ -255,6 +256,7 @@ def _rows(stored: StoredTensor, expert: int | None) -> tuple[int, int | None]:
 def _read_model_config(directory: Path) -> ModelConfig:
     path = directory / CONFIG_FILE
     try:
+        # Without a file, from_hf_config below says what is missing.
         raw = _read_json(path) if path.exists() else {}
         is_openai = "num_experts" in raw and "model_type" not in raw
         if is_openai:
@@ -275,11 +277,13 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     if not index.exists():
         return None
 
+    # An index that was edited or cut short may be any JSON.
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConversionError(
             f"{index}: key weight_map is missing or not a table of tensor names and files"
         )
+    # Said before opening any file: half a download is the usual reason.
     for file in sorted(set(weight_map.values())):
         if not (directory / file).exists():
             raise ConversionError(
@@ -366,21 +370,33 @@ def write_hf_directory(
         generation = dict(generation_config or {})
         if eos_token_ids:
             generation["eos_token_id"] = list(eos_token_ids)
-        if generation:
-            _write_json(partial / GENERATION_FILE, generation)
-
-        config_extra: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
-        if quantized:
-            config_extra["quantization_config"] = hf_layouts.QUANTIZATION_CONFIG
-        for key in ("eos_token_id", "pad_token_id"):
-            if key in generation:
-                config_extra[key] = generation[key]
-        _write_json(partial / CONFIG_FILE, config.to_hf_config(**config_extra))
+        _write_settings(partial, config, dtype, quantized, generation)
 
         for file in tokenizer_files:
             shutil.copyfile(file, partial / Path(file).name)
         if check is not None:
             check(partial)
+
+
+def _write_settings(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    quantized: bool,
+    generation: dict[str, Any],
+) -> None:
+    """Write config.json, and generation_config.json unless ``generation`` is empty."""
+    if generation:
+        _write_json(directory / GENERATION_FILE, generation)
+
+    extra: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    if quantized:
+        extra["quantization_config"] = hf_layouts.QUANTIZATION_CONFIG
+    # Engines read these from config.json where there is no generation_config.json.
+    for key in ("eos_token_id", "pad_token_id"):
+        if key in generation:
+            extra[key] = generation[key]
+    _write_json(directory / CONFIG_FILE, config.to_hf_config(**extra))
 
 
 def written_shapes(config: ModelConfig, quantized: bool) -> dict[str, Shape]:
@@ -453,6 +469,7 @@ class _ShardWriter:
         Raises:
             ConversionError: if a tensor is missing.
         """
+        # What is unknown was refused as it came, so that only absence is left to check.
         missing = [name for name in self._expected if name not in self._sizes]
         if missing or self._writer is None or self._dtype is None:
             raise ConversionError(f"{_count_tensors(missing)} missing from the weights to write")

@@ -53,6 +53,7 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
             tensors = _get_tensors(mapping, get_tensor)
         parts = _parts(mapping, tensors, config.num_experts)
 
+        # The full parameter exists for a moment: only experts are large, and they are not split.
         local = mapping.shard(mapping.to_megatron(*parts), group.rank(), group.size())
         if local.shape != parameter.shape:
             raise ConversionError(
@@ -182,6 +183,7 @@ def _gather_contents(
     local: dict[str, tuple[ParameterMapping, torch.Tensor]],
 ) -> list[_RankContents]:
     """Return what every rank holds, by global rank. Collective."""
+    # dtypes differ within a model: the router's bias stays fp32.
     contents = _RankContents(
         dtypes={name: parameter.dtype for name, (_, parameter) in local.items()},
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -204,6 +206,7 @@ def _first_holder(
     mapping: ParameterMapping, ranks: list[_RankContents], shard: int | None
 ) -> tuple[int, torch.dtype]:
     """Return the lowest rank that holds a shard (None: all of the parameter) and its dtype."""
+    # Data-parallel replicas hold the same; every rank must come to the same choice.
     for rank, contents in enumerate(ranks):
         if mapping.name in contents.dtypes and shard in (None, contents.tp_rank):
             return rank, contents.dtypes[mapping.name]

@@ -35,6 +35,7 @@ def quantize(
     if original is not None:
         _, scale_hint = original
 
+    # Blocks run along the inputs, which are the last axis only of the output-major matrix.
     exact = matrix.to(torch.bfloat16).T.contiguous()
     try:
         blocks, scales = mxfp4.quantize(exact, scale_hint)

@@ -156,6 +156,7 @@ def stack_experts(
                 stacks[name] = _empty_stack(part, config.num_experts, transposed)
             stacks[name][mapping.expert] = part
 
+        # weight and bias are different parameters: each stack is complete with its last expert
         if mapping.expert == config.num_experts - 1:
             yield from stacks.items()
             stacks = {}
@@ -356,7 +357,9 @@ def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
         layer_offset: layers of earlier pipeline stages.
         expert_offset: experts of earlier expert-parallel ranks.
     """
+    # TEGroupedMLP numbers experts at the end of the name, SequentialMLP in its middle.
     name = _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\3.\1.\2", local_name)
+    # The local specification has the norm as a module of its own.
     name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
     name = re.sub(
         r"^decoder\.layers\.(\d+)\.",
@@ -388,6 +391,7 @@ def merge_qkv(
         [(heads + 2 * groups) * head_size, ...].
     """
     tail = query.shape[1:]
+    # a group's query heads, its key head, its value head: [groups, rows, ...]
     per_group = [x.reshape(groups, -1, *tail) for x in (query, key, value)]
     return torch.cat(per_group, dim=1).reshape(-1, *tail)
 
@@ -396,6 +400,7 @@ def split_qkv(qkv: torch.Tensor, *, groups: int, head_size: int) -> Parts:
     """Invert ``merge_qkv``."""
     tail = qkv.shape[1:]
     per_group = qkv.reshape(groups, -1, *tail)
+    # a group ends with one key head and one value head
     query_rows = per_group.shape[1] - 2 * head_size
     parts = per_group.split([query_rows, head_size, head_size], dim=1)
     return tuple(part.reshape(-1, *tail) for part in parts)
@@ -412,6 +417,7 @@ def interleave_gate_up(gate_up: torch.Tensor) -> torch.Tensor:
     return torch.stack([gate, up], dim=1).flatten(0, 1)
 
 
+# Rows are channels only after the transpose to [out, in]; the inverse takes the steps backwards.
 def _fc1_weight(gate_up_proj: torch.Tensor) -> torch.Tensor:
     return separate_gate_up(gate_up_proj.T)
 

@@ -34,7 +34,9 @@ def new_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
 
+        # A rename may reach the disk before the contents of the files that it makes visible.
         sync_directory(partial)
+        # A directory cannot replace another in one step: for a moment only ``old`` has a name.
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)

@@ -45,6 +45,8 @@ def ordered_map[Item, Result](
                 return
 
         try:
+            # With the one that the loop starts, one more than there are threads: none of them waits
+            # while the caller works.
             for _ in range(threads):
                 start_next()
             for item in items:
@@ -55,5 +57,6 @@ def ordered_map[Item, Result](
                 if progress is not None:
                     progress(done_bytes, total_bytes)
         finally:
+            # After an error, or when the caller stops early; those that run end by themselves.
             for future in pending:
                 future.cancel()

@@ -97,6 +97,7 @@ class _ImportComparison:
         self._written.check_places()
 
     def compare(self, mapping: ParameterMapping) -> None:
+        # Embedding and output layer, most of what is no expert, are compared without loading them.
         if mapping.is_unchanged and self._dtype is None:
             written_range = self._written.tensor_range(mapping)
             source_range = self.source.tensor_range(mapping.hf_names[0])
@@ -111,12 +112,15 @@ class _ImportComparison:
 
     def _compare_part(self, name: str, part: torch.Tensor, where: "_Location") -> None:
         expert = where.mapping.expert
+
+        # One thread at a time: a codec that threads disturb is wrong in the writing alone.
         with self._codec:
             expected = self.source.get(name, expert)
         if self._dtype is not None:
             expected = expected.to(self._dtype)
         where.require_same(name, part, expected)
 
+        # The codec compared with itself is right whenever it errs the same way twice.
         packed = self.source.read_mxfp4(name, expert)
         if packed is not None:
             blocks, scales = packed
@@ -168,6 +172,7 @@ def check_export(
         use=add_loss,
         progress=progress,
     )
+    # The report is all that a user sees of the loss, and the writing threads computed it.
     for name, loss in recomputed.losses.items():
         reported = report.losses.get(name)
         if not loss.is_close_to(reported):
@@ -231,6 +236,7 @@ class _ExportComparison:
         if same_bits(mapping.to_megatron(*parts.values()), expected):
             return
 
+        # Somewhere they differ; the parts say in which tensor.
         for name, part in mapping.named_parts(expected).items():
             where.file = self._written.file_of(name)
             where.require_same(name, parts[name], part)
@@ -255,6 +261,7 @@ class _ExportComparison:
         blocks, scales = (_some_rows(tensor) for tensor in packed)
         defined = defined_values(blocks, scales)
         exact = _some_rows(matrix.mT.to(torch.bfloat16))
+        # With the reference's bytes nothing may be lost; else nothing more than the format loses.
         is_exact = torch.equal(defined, exact.float())
         if (loss.changed == 0 and not is_exact) or not nearest(defined, exact, scales):
             raise ConversionError(
@@ -328,6 +335,7 @@ def _compare_selected[Result](
     selected = [mapping for mapping in table if selection.includes(mapping)]
 
     with torch.no_grad(), directory_syncing(partial) as wait_for_sync:
+        # Dropping dirty pages does nothing: what is to come from the disk must be there first.
         if selection.check == "all":
             wait_for_sync()
 

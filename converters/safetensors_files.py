@@ -184,6 +184,7 @@ class SafetensorsWriter:
         self.size = 0
         """Bytes of the tensors so far."""
         self._file = open(path, "wb")  # noqa: SIM115 (closed by close)
+        # The header is written by ``close``, when all places are known.
         self._file.seek(LENGTH_BYTES + self._header_room)
 
     def add(self, name: str, tensor: torch.Tensor) -> FileRange:
@@ -204,6 +205,7 @@ class SafetensorsWriter:
     def close(self) -> None:
         """Write the header and close the file."""
         self._file.seek(0)
+        # The format allows spaces after the JSON.
         header = self._header(self._entries).ljust(self._header_room)
         self._write(struct.pack("<Q", self._header_room) + header)
         with name_file_in_errors(self.path):

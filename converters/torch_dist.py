@@ -11,7 +11,7 @@ experts along a second one, the layer norm before attention as
 import contextlib
 import math
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -108,6 +108,7 @@ def _write_parameters(
             tensor = mapping.to_megatron(*parts)
             if dtype is not None:
                 tensor = tensor.to(dtype)
+            # In this thread, or the one thread that writes would copy.
             return tensor.contiguous()
 
         tensors = ordered_map(convert, table, size=written_bytes, progress=progress)
@@ -180,46 +181,53 @@ def export_checkpoint(
     # Refuses widths that do not fit MXFP4, before anything is written.
     written_shapes(checkpoint.config, quantized)
 
-    tokenizer_files: list[Path] = []
-    generation_config: dict[str, Any] = {}
-    original = None
-    if reference is not None:
-        tokenizer_files, generation_config = tokenizer_and_generation(reference)
-    if quantized and reference is not None and (Path(reference) / "config.json").exists():
-        original = HfDirectory(reference)
-        check_same_model(original, checkpoint.config, megatron_dir)
+    settings = _read_reference(reference, checkpoint, quantized)
 
-    report = ExportReport()
+    # The layer is chosen now, so that its pages can stay cached until it is read back.
     float_dtype = None if quantized else DTYPES[dtype]
     selection = select_parameters(export_kind(float_dtype), checkpoint.config, check)
-
-    def read_back(partial: Path) -> None:
-        report.read_back = check_export(
-            megatron_dir,
-            partial,
-            dtype=float_dtype,
-            reference=None if original is None else original.path,
-            report=report,
-            selection=selection,
-            progress=check_progress,
-        )
-
     with (
-        _Exporter(checkpoint, original, float_dtype, selection) as exporter,
-        contextlib.closing(exporter.converted(report, progress)) as parts,
+        _Exporter(checkpoint, settings.original, float_dtype, selection) as exporter,
+        contextlib.closing(exporter.converted(progress)) as parts,
     ):
         write_hf_directory(
             hf_dir,
             checkpoint.config,
             stack_experts(checkpoint.config, parts),
-            tokenizer_files=tokenizer_files,
-            generation_config=generation_config,
+            tokenizer_files=settings.tokenizer_files,
+            generation_config=settings.generation_config,
             max_shard_bytes=max_shard_bytes,
             quantized=quantized,
             on_written=exporter.note_written,
-            check=read_back,
+            check=lambda partial: exporter.read_back(partial, check_progress),
         )
-    return report
+    return exporter.report
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What an export takes over from another directory."""
+
+    tokenizer_files: list[Path] = field(default_factory=list)
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    original: HfDirectory | None = None
+    """The model whose MXFP4 scales are kept."""
+
+
+def _read_reference(
+    path: Path | None, checkpoint: MegatronCheckpoint, quantized: bool
+) -> _Reference:
+    if path is None:
+        return _Reference()
+
+    tokenizer_files, generation_config = tokenizer_and_generation(path)
+    # A directory with nothing but a tokenizer is a reference, too.
+    if not quantized or not (Path(path) / "config.json").exists():
+        return _Reference(tokenizer_files, generation_config)
+
+    original = HfDirectory(path)
+    check_same_model(original, checkpoint.config, checkpoint.path)
+    return _Reference(tokenizer_files, generation_config, original)
 
 
 @dataclass(frozen=True)
@@ -244,14 +252,15 @@ class _Exporter:
         selection: Selection,
     ) -> None:
         """``original`` has scales to keep; ``dtype`` None quantizes experts, the rest is bf16."""
+        self.report = ExportReport()
         self._checkpoint = checkpoint
         self._original = original
-        self._quantizes = dtype is None
-        self._float_dtype = dtype or torch.bfloat16
+        self._dtype = dtype
         self._selection = selection
         self._read = StreamedPages(read_window())
         self._written = StreamedPages(write_window())
         self._table = list(parameter_mappings(checkpoint.config).values())
+        # Files are written tensor by tensor, each with all experts of a layer.
         self._names_to_read_back = {
             name
             for mapping in self._table
@@ -259,9 +268,7 @@ class _Exporter:
             for name in mapping.hf_names
         }
 
-    def converted(
-        self, report: ExportReport, progress: Progress | None
-    ) -> Generator[NamedParts, None, None]:
+    def converted(self, progress: Progress | None) -> Generator[NamedParts, None, None]:
         """Yield every parameter's parts, in the order of the table; losses go to ``report``."""
         results = ordered_map(
             self._convert, self._table, size=lambda mapping: mapping.bf16_bytes, progress=progress
@@ -269,7 +276,7 @@ class _Exporter:
         with contextlib.closing(results):
             for result in results:
                 if result.loss is not None:
-                    report.add(result.mapping.hf_names[0], result.loss)
+                    self.report.add(result.mapping.hf_names[0], result.loss)
                 yield result.mapping, result.parts
 
     def note_written(self, stored_name: str, place: FileRange) -> None:
@@ -277,6 +284,18 @@ class _Exporter:
         name = stored_name.removesuffix("_blocks").removesuffix("_scales")
         if name not in self._names_to_read_back:
             self._written.add([place])
+
+    def read_back(self, partial: Path, progress: Progress | None) -> None:
+        """Compare the unfinished directory with the checkpoint."""
+        self.report.read_back = check_export(
+            self._checkpoint.path,
+            partial,
+            dtype=self._dtype,
+            reference=None if self._original is None else self._original.path,
+            report=self.report,
+            selection=self._selection,
+            progress=progress,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -291,11 +310,13 @@ class _Exporter:
         if not self._selection.includes(mapping):
             self._read.add(self._checkpoint.file_ranges(mapping))
 
-        if self._quantizes and mapping.expert is not None and is_expert_matrix(name):
+        if self._dtype is None and mapping.expert is not None and is_expert_matrix(name):
+            # As the checkpoint has it, maybe fp32: the loss includes the rounding to bf16.
             packed, loss = quantize(name, mapping.expert, parts[name], self._original)
             if self._original is not None and not self._selection.includes(mapping):
                 self._read.add(self._original.file_ranges(name, mapping.expert))
             return _Converted(mapping, packed, loss)
 
-        converted = {name: part.to(self._float_dtype).contiguous() for name, part in parts.items()}
+        float_dtype = self._dtype or torch.bfloat16
+        converted = {name: part.to(float_dtype).contiguous() for name, part in parts.items()}
         return _Converted(mapping, converted, loss=None)

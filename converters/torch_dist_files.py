@@ -77,6 +77,7 @@ class TorchDistWriter:
                 "weights to one dtype"
             )
 
+        # Megatron's sharded tensors: an element is a chunk of size 1 along the leading axes.
         offsets = torch.Size((*leading_index, *(0 for _ in tensor.shape)))
         entry.chunks.append(dcp.ChunkStorageMetadata(offsets, chunk.shape))
         chunk_number = len(entry.chunks) - 1
@@ -213,6 +214,7 @@ class TorchDistReader:
         """
         self._check_element(key, leading_index, shape)
         axes = len(leading_index)
+        # A trainer with tensor parallelism saves one chunk per rank; an import saves one in all.
         result = torch.empty(shape, dtype=self._tensors[key].properties.dtype)
         filled = 0
         for chunk in self._chunks(key, leading_index):
@@ -268,6 +270,7 @@ class TorchDistReader:
         ):  # a damaged archive raises anything; reading the tensor says what is wrong
             return None
 
+        # The archive's own table may be damaged, too.
         if start + length > place.offset + place.length:
             return None
         return TensorRange(path, start, length, dtype)
