@@ -15,7 +15,7 @@ from typer import Argument, Option
 
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
-from rl_loop.tracking.logs import configure_logging
+from rl_loop.logs import configure_logging
 
 
 class ErrorsInOneLine(typer.core.TyperGroup):

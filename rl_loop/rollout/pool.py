@@ -16,9 +16,9 @@ from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import RolloutBackend, WeightSource
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker, describe
+from rl_loop.logs import with_logging
 from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
 from rl_loop.tasks.task_file import TaskFileError
-from rl_loop.tracking.logs import with_logging
 from rl_loop.tracking.metric_sinks import RolloutCounters
 
 POLL_SECONDS = 1.0

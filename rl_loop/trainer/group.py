@@ -16,7 +16,7 @@ from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.cluster.placement import TRAINER_RANK, has_placement, master_address, outlive_sigterm, placement_options
 from rl_loop.config.run import RunConfig
 from rl_loop.engines.backend import WeightSender
-from rl_loop.tracking.logs import with_logging
+from rl_loop.logs import with_logging
 from rl_loop.trainer.rank_start import check_local_ranks, start_limit, wait_for_processes
 from rl_loop.trainer.worker import RlUpdates, TrainerWorker
 

@@ -26,7 +26,7 @@ from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import score_on
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.weight_sender import SyncFailed, SyncPlan, TransportName, send_weights
-from rl_loop.tracking.logs import with_logging
+from rl_loop.logs import with_logging
 
 logger = logging.getLogger(__name__)
 

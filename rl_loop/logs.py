@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TextIO
 
-from rl_loop.config.errors import ConfigError
+from megatron_gptoss.user_error import UserError
 
 FORMAT_VARIABLE = "GPTOSS_LOG"
 LEVEL_VARIABLE = "GPTOSS_LOG_LEVEL"
@@ -37,21 +37,21 @@ class LogSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "LogSettings":
-        """Read GPTOSS_LOG and GPTOSS_LOG_LEVEL. Raises ConfigError naming the variable and what it may be."""
+        """Read GPTOSS_LOG and GPTOSS_LOG_LEVEL. Raises UserError naming the variable and what it may be."""
         chosen_format = environment.get(FORMAT_VARIABLE, "plain").lower()
         if chosen_format not in FORMATS:
-            raise ConfigError(f"{FORMAT_VARIABLE} is {chosen_format!r}; use one of {', '.join(FORMATS)}")
+            raise UserError(f"{FORMAT_VARIABLE} is {chosen_format!r}; use one of {', '.join(FORMATS)}")
 
         level = environment.get(LEVEL_VARIABLE, "INFO").upper()
         if level not in LEVELS:
-            raise ConfigError(f"{LEVEL_VARIABLE} is {level!r}; use one of {', '.join(LEVELS)}")
+            raise UserError(f"{LEVEL_VARIABLE} is {level!r}; use one of {', '.join(LEVELS)}")
         return cls(chosen_format, level)
 
 
 def configure_logging(settings: LogSettings | None = None) -> None:
     """Send all log messages of this process to standard error. Safe to repeat: the last settings count.
 
-    ``settings`` default to those of the environment. Raises ConfigError if a variable there is wrong."""
+    ``settings`` default to those of the environment. Raises UserError if a variable there is wrong."""
     if settings is None:
         settings = LogSettings.from_environment()
 

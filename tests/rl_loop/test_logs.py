@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_loop.config.errors import ConfigError
-from rl_loop.tracking import logs
-from rl_loop.tracking.logs import LogSettings, StderrHandler, configure_logging, with_logging
+from megatron_gptoss.user_error import UserError
+from rl_loop import logs
+from rl_loop.logs import LogSettings, StderrHandler, configure_logging, with_logging
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_lines_go_to_the_stream_that_is_standard_error_by_then(monkeypatch: pyte
     ],
 )
 def test_a_wrong_variable_is_named_with_what_it_may_be(variable: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(UserError, match=told):
         LogSettings.from_environment({variable: "loud"})
 
 
