@@ -384,7 +384,7 @@ class OptimizerConfig(StrictModel):
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; biases, norms and sinks have none."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the first moment."""
     beta2: float = Field(0.98, ge=0, lt=1)

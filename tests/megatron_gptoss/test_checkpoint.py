@@ -78,8 +78,9 @@ def test_a_resumed_trainer_goes_on_with_the_settings_that_it_is_given_now(dtype:
     steps(policy, 2)
     save_checkpoint(tmp_path, policy, 2, {})
     settings = {"lr": 3e-4, "weight_decay": 0.2, "beta1": 0.5, "beta2": 0.7, "eps": 1e-3}
+    policy.config = policy.config.model_copy(update={"weight_decay": 0.2})  # which every step sets
     for group in policy.optimizer.param_groups:  # what torch's Adam reads, set by hand
-        group |= {"weight_decay": 0.2, "betas": (0.5, 0.7), "eps": 1e-3}
+        group |= {"betas": (0.5, 0.7), "eps": 1e-3}
     expected = steps(policy, 3)
     other = trainer(seed=1, dtype=dtype, **settings)
     load_checkpoint(latest_checkpoint(tmp_path), other)

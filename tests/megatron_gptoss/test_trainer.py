@@ -14,7 +14,7 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.optimizer import one_dtype_at_a_time
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.planning.flops import attended_pairs, forward_flops
-from megatron_gptoss.trainer import PolicyTrainer
+from megatron_gptoss.trainer import LossOutput, PolicyTrainer
 from tests.distributed import free_port
 from tests.megatron_gptoss.allocations import Allocations
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
@@ -67,6 +67,24 @@ def test_a_step_reports_its_speed() -> None:
     assert step.seconds > 0
     assert step.tokens_per_second_per_gpu == pytest.approx(31 / step.seconds)
     assert step.tflops_per_gpu == pytest.approx(3 * forward_flops(TINY, [19, 12]) / step.seconds / 1e12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_decay_shrinks_matrices_and_nothing_else(dtype: torch.dtype) -> None:
+    model = build_model(TINY, ParallelConfig(), dtype)
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)
+    policy = PolicyTrainer(model, OptimizerConfig(weight_decay=0.5, warmup_steps=0))
+
+    def loss_without_gradient(log_probs: torch.Tensor, entropy: torch.Tensor, batch: object) -> LossOutput:
+        return LossOutput(0.0 * log_probs.sum())
+
+    policy.train_step([build_batch(documents([31]))], loss_without_gradient, learning_rate=0.1)
+    decayed = 1 - 0.1 * 0.5
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.dim() > 1 and not name.endswith("bias")
+        expected = torch.full_like(parameter, decayed if is_matrix else 1.0)
+        assert torch.allclose(parameter, expected, rtol=4e-3 if dtype == torch.bfloat16 else 1e-6), name
 
 
 def test_a_gradient_that_is_not_finite_is_named_and_skipped_or_stops_the_run() -> None:
