@@ -1,4 +1,4 @@
-"""``python -m launch`` is ``gptoss``: jobs use it, where the code is a snapshot and not an installation."""
+"""``python -m launch`` is ``gptoss``, for jobs: their code is a snapshot and not an installation."""
 
 from launch.cli import main
 

@@ -15,9 +15,9 @@ from launch.doctor import (
     check_package,
     check_sandbox,
     doctor_table,
-    guarded,
     is_ready,
     memory_bytes,
+    run_check,
     run_doctor,
 )
 
@@ -43,9 +43,9 @@ def test_a_library_that_does_not_load_is_reported_and_not_raised(
 ) -> None:
     (tmp_path / "broken_library.py").write_text("raise OSError('libcudart.so.13: cannot open\\nsecond line')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    check = guarded("broken", check_package("torch", "broken_library"))
+    check = run_check("broken", check_package("torch", "broken_library"))
     assert check.status is Status.MISSING
-    assert check.found == "OSError: libcudart.so.13: cannot open"
+    assert check.detail == "OSError: libcudart.so.13: cannot open"
     assert check.advice
 
 

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from launch import jobs, snapshot
-from launch.attempts import Outcome, Result, decide, first_error
+from launch.attempts import Outcome, Result, decide_requeue, first_error
 from launch.cluster import ClusterConfig, load_cluster
-from launch.node import node_address
-from launch.node_checks import check_node, odd_ones_out, slow_ones
+from launch.node_checks import NodeCheck, check_node, find_outlier_nodes, find_slow_nodes
 from launch.placement import place
-from launch.preflight import Partition, seconds
+from launch.preflight import Partition, parse_seconds
+from launch.ray_node import node_address
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
@@ -190,7 +190,7 @@ def test_the_retry_budget_ends_when_nothing_moves(
         return Outcome(values[0], first_step=values[1], last_step=values[2])
 
     decided = outcome(now)
-    decide(decided, [outcome(values) for values in earlier], retries=3)
+    decide_requeue(decided, [outcome(values) for values in earlier], retries=3)
     assert (decided.requeue, why in decided.why) == (again, True)
 
 
@@ -237,9 +237,9 @@ def fake_nvidia_smi(folder: Path, lines: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_node_with_a_busy_or_missing_gpu_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvidia_smi(tmp_path, "0, H200, 570, 1980, 4\n1, H200, 570, 1980, 4", monkeypatch)
     check = check_node(cluster_of_gpus(tmp_path))
-    assert check == {"facts": {"GPU": "H200", "driver": "570", "SM clock": "1980"}, "problems": []}
+    assert check == NodeCheck({"GPU": "H200", "driver": "570", "SM clock": "1980"})
     fake_nvidia_smi(tmp_path, "0, H200, 570, 1980, 40960", monkeypatch)
-    problems = check_node(cluster_of_gpus(tmp_path, min_free_disk=1e9))["problems"]
+    problems = check_node(cluster_of_gpus(tmp_path, min_free_disk=1e9)).problems
     assert "1 GPUs visible, cluster.gpus_per_node is 2" in problems
     assert "GPU 0 holds 40960 MiB of another job" in problems
     assert any("cluster.min_free_disk is 1e+09" in problem for problem in problems)
@@ -248,13 +248,13 @@ def test_a_node_with_a_busy_or_missing_gpu_is_bad(tmp_path: Path, monkeypatch: p
 def test_a_node_with_another_driver_or_clock_is_named() -> None:
     reports = {f"n{i}": {"facts": {"driver": "570", "SM clock": "1980"}} for i in range(4)}
     reports["n2"] = {"facts": {"driver": "550", "SM clock": "1980"}}
-    assert odd_ones_out(reports) == {"n2": "driver is 550, elsewhere 570"}
+    assert find_outlier_nodes(reports) == {"n2": "driver is 550, elsewhere 570"}
 
 
 def test_the_node_that_is_slow_with_both_neighbours_is_named() -> None:
     measured = {"n1": {"within": 400.0, "between": 45.0}, "n2": {"within": 400.0, "between": 3.0}}
-    assert slow_ones(measured, 20) == {"n2": "all-reduce between nodes at 3.00 GB/s, cluster.min_bandwidth is 20"}
-    assert slow_ones({"n1": {"within": None, "between": None}}, 20) == {}
+    assert find_slow_nodes(measured, 20) == {"n2": "all-reduce between nodes at 3.00 GB/s, cluster.min_bandwidth is 20"}
+    assert find_slow_nodes({"n1": {"within": None, "between": None}}, 20) == {}
 
 
 def test_a_snapshot_holds_what_is_not_committed_and_the_difference(
@@ -292,5 +292,5 @@ def test_slurm_formats_are_understood() -> None:
     gpus = Partition("p", True, "1:00", 1, "gpu:h100:4(S:0-1),gpu:a100:2", 8, 1000, "").gpus
     assert gpus == {"h100": 4, "a100": 2}
     assert Partition("p", True, "1:00", 1, "gpu:8", 8, 1000, "").gpus == {"": 8}
-    assert [seconds(text) for text in ("1-02:00:00", "30:00", "infinite")] == [93_600, 1800, float("inf")]
+    assert [parse_seconds(text) for text in ("1-02:00:00", "30:00", "infinite")] == [93_600, 1800, float("inf")]
     assert re.fullmatch(r"[\d.]+", node_address())

@@ -12,7 +12,7 @@ import pytest
 
 from launch.cluster import load_cluster
 from launch.preflight import check_before_queue
-from launch.submit import on_cluster
+from launch.submit import resolve_paths
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
@@ -196,7 +196,7 @@ def test_preflight_names_the_field_and_what_there_is_instead(lab: Lab, change: d
                                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setenv("SLURM_CONF", lab.cluster.env["SLURM_CONF"])
     cluster = load_cluster(str(lab.cluster_file(**change)))
-    config = on_cluster(load_config(ROOT / "configs/rl/tiny_retool.yaml", RlConfig, SMALL), cluster)
+    config = resolve_paths(load_config(ROOT / "configs/rl/tiny_retool.yaml", RlConfig, SMALL), cluster)
     with pytest.raises(ConfigError) as raised:
         check_before_queue(config, cluster)
     assert message in str(raised.value)
@@ -205,6 +205,6 @@ def test_preflight_names_the_field_and_what_there_is_instead(lab: Lab, change: d
 def test_preflight_finds_weights_that_are_not_on_the_cluster(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", lab.cluster.env["SLURM_CONF"])
     cluster = load_cluster(str(lab.cluster_file()))
-    config = on_cluster(load_config(ROOT / "configs/rl/tiny_retool.yaml", RlConfig, []), cluster)
+    config = resolve_paths(load_config(ROOT / "configs/rl/tiny_retool.yaml", RlConfig, []), cluster)
     with pytest.raises(ConfigError, match=f"initial_weights: {lab.shared}/runs/tiny_retool_sft does not exist"):
         check_before_queue(config, cluster)
