@@ -7,7 +7,12 @@ from rich.console import Console
 from launch.progress import TrainingProgress, format_seconds
 from rl_loop.tracking.metrics import Name
 
-VALUES = {Name.REWARD: 0.5, Name.TOKENS_PER_SECOND: 1234.0, Name.LOGPROB_GAP: 2e-6, Name.CLIP_FRACTION: 0.0}
+VALUES = {
+    Name.REWARD: 0.5,
+    Name.TOKENS_PER_SECOND: 1234.0,
+    Name.LOGPROB_GAP: 2e-6,
+    Name.CLIP_FRACTION: 0.0,
+}
 
 
 def run_two_steps(terminal: bool) -> str:

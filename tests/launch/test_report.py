@@ -17,7 +17,8 @@ ATTACK = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onmous
 
 
 class Page(HTMLParser):
-    """Collects tags, attributes and the text of the sampled tokens; browsers and this parser agree on escaping."""
+    """Collects tags, attributes and the text of the sampled tokens; browsers and this parser agree
+    on escaping."""
 
     def __init__(self) -> None:
         super().__init__()
