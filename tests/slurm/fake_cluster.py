@@ -24,7 +24,7 @@ NODE_SHAPE = "CPUs=16 Boards=1 SocketsPerBoard=1 CoresPerSocket=16 ThreadsPerCor
 
 SLURMDBD_CONF = """\
 AuthType=auth/munge
-AuthInfo={root}/run/munge.sock
+AuthInfo=socket={root}/run/munge.sock
 DbdHost={machine}
 DbdAddr=127.0.0.1
 DbdPort={database_port}
@@ -47,7 +47,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo={root}/run/munge.sock,cred_expire=2
+AuthInfo=socket={root}/run/munge.sock,cred_expire=2
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool/%n
 SlurmctldPidFile={root}/run/slurmctld.pid
