@@ -45,7 +45,7 @@ class Outcome:
 
 
 class Attempt:
-    """The directory of one attempt, RUN/attempts/JOB.RESTART; its files are in docs/launching.md."""
+    """The directory of one attempt, RUN/attempts/JOB.RESTART; see docs/launching.md."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,6 +78,8 @@ def earlier_outcomes(attempt: Attempt) -> list[Outcome]:
 
     Another submission of the run does not count: its user may have fixed what made it fail."""
     job = attempt.path.name.partition(".")[0]
+
+    # Slurm keeps the number of a job that is requeued and counts its restarts: JOB.0, JOB.1, ...
     files = attempt.path.parent.glob(f"{job}.*/outcome.json")
     outcomes = [Outcome(**read_json(path)) for path in files]
     return sorted(outcomes, key=lambda outcome: outcome.ended)
@@ -85,6 +87,7 @@ def earlier_outcomes(attempt: Attempt) -> list[Outcome]:
 
 def count_saved_steps(run: RunDirectory) -> int:
     """Return how many steps the newest checkpoint holds; 0 without a checkpoint."""
+    # The pointer is written last: what it names is complete.
     pointer = run.checkpoints / "latest"
     if not pointer.exists():
         return 0
@@ -99,6 +102,7 @@ def decide_requeue(outcome: Outcome, earlier: list[Outcome], retries: int) -> No
         outcome.why = "the run is complete"
         return
 
+    # If the replacements are bad as well, something else is wrong than single nodes.
     if outcome.result is Result.BAD_NODES:
         if any(past.result is Result.BAD_NODES for past in earlier):
             outcome.why = "nodes were already replaced once"
@@ -112,6 +116,7 @@ def decide_requeue(outcome: Outcome, earlier: list[Outcome], retries: int) -> No
         outcome.why = f"two attempts in a row came no further than step {outcome.last_step}"
         return
 
+    # Interruptions are free: preempted jobs are to go on however often it happens.
     failures = sum(past.result is Result.FAILED for past in earlier)
     if outcome.result is Result.FAILED and failures >= retries:
         outcome.why = f"failed {failures + 1} times, cluster.retries is {retries}"
@@ -134,14 +139,16 @@ EXCEPTION = re.compile(
 def first_error(log: str) -> str:
     """Find the exception that ended the driver in its log; empty if the log names none.
 
-    The last traceback is that of the uncaught exception; an actor's exception is quoted last in it."""
+    The last traceback is that of the uncaught exception; it quotes an actor's exception last."""
     error = ""
     rank = ""
     for line in log.splitlines():
         if line.startswith("Traceback ("):
+            # An earlier exception was handled: this traceback came after it.
             error = ""
             rank = ""
         elif line.startswith("gptoss: "):
+            # The command line's own sentence about an error that the user can mend.
             error = line.removeprefix("gptoss: ")
             rank = ""
         elif match := EXCEPTION.match(line):

@@ -65,6 +65,7 @@ def measure_within(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
 
 def measure_between(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
     """Measure this node with each neighbour and return the faster pair; None on a single node."""
+    # The faster pair counts: a slow one may be the neighbour's fault.
     fastest: float | None = None
 
     # The pairs (0, 1), (2, 3), ... share no node and run at once; so do (1, 2), (3, 4), ... after
@@ -74,7 +75,7 @@ def measure_between(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
             pair = dist.new_group(ranks.of(left, count=2))
             if ranks.node in (left, left + 1):
                 fastest = max(fastest or 0.0, measure_bandwidth(pair, buffer))
-        dist.barrier()
+        dist.barrier()  # nobody begins the second round while a neighbour still measures
     return fastest
 
 
@@ -97,6 +98,7 @@ def main(output: Path) -> None:
     within = measure_within(ranks, buffer)
     between = measure_between(ranks, buffer)
 
+    # All processes of a node measure the same, so that the first one speaks for it.
     measured: list[tuple[str, float | None, float | None]] = [("", None, None)] * world_size
     dist.all_gather_object(measured, (os.environ["SLURMD_NODENAME"], within, between))
     if rank == 0:

@@ -122,11 +122,12 @@ def train(
     from rl_loop.run import Interrupted
 
     config = load_config(path, kind, overrides)
-    outlive_output(config.directory / "output.log")
+    outlive_output(config.directory / "output.log")  # a run outlives its terminal
 
     try:
         directory = run(config, TrainingProgress, **start_options)
     except Interrupted as stop:
+        # A run that was stopped before it began has left no directory, and nothing to go on from.
         print(stop)
         if config.directory.exists():
             command = ["gptoss", kind.command, str(path), *(overrides or []), "--resume"]
@@ -281,8 +282,7 @@ def doctor(
 
 @contextmanager
 def bytes_bars(*titles: str) -> Iterator[list[Callable[[int, int], None]]]:
-    """Show a progress bar with GB/s and the time left for each title, if standard error is a
-    terminal.
+    """Show a progress bar with GB/s and the time left for each title, on a terminal.
 
     Yields a function for each title, to be called with (bytes done, bytes in all). A bar appears
     with its first call."""

@@ -120,7 +120,8 @@ def load_cluster(name: str, nodes: int | None = None) -> ClusterConfig:
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
     if not path.exists():
-        known = ", ".join(sorted(file.stem for file in Path("configs/cluster").glob("*.yaml"))) or "none"
+        files = Path("configs/cluster").glob("*.yaml")
+        known = ", ".join(sorted(file.stem for file in files)) or "none"
         raise ConfigError(
             f"--cluster {name}: there is no {path}; clusters in configs/cluster: {known}",
         )

@@ -139,6 +139,7 @@ def check_package(package: str, module: str) -> Callable[[], Finding]:
 
 def check_transformer_engine() -> Finding:
     """Check Transformer Engine, which only GPU training needs."""
+    # An installed one that does not load is a fault like any other; ``run_check`` reports it.
     try:
         return check_package("transformer-engine", "transformer_engine.pytorch")()
     except importlib.metadata.PackageNotFoundError:
@@ -174,6 +175,7 @@ def check_sandbox() -> Finding:
     if path is None:
         return Finding(Status.MISSING, "no bwrap", "sudo apt-get install -y bubblewrap")
 
+    # bwrap may be there and not be allowed to do anything, as in many containers.
     sandbox = importlib.import_module("rl_loop.sandbox")
     try:
         sandbox.check_isolation()
@@ -232,6 +234,7 @@ def check_memory() -> Finding:
 def memory_bytes() -> int:
     """Return the physical memory, or the container's limit if that is lower."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Without the file there is no cgroup v2, or this is its root.
     limit = Path("/sys/fs/cgroup/memory.max")
     if not limit.exists():
         return physical

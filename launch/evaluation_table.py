@@ -45,6 +45,7 @@ def _group_by_category(episodes: Episodes) -> dict[str, Episodes]:
 def _build_table(rows: dict[str, Episodes], baseline: Episodes) -> tuple[Table, int]:
     """Return the table and how many statistics it shows."""
     statistics = {category: scores(episodes) for category, episodes in rows.items()}
+    # In the order of the first row that has them: pass@k depends on the samples of a category.
     columns = list(dict.fromkeys(name for values in statistics.values() for name in values))
 
     table = Table("category", "tasks", *columns, box=None)

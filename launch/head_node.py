@@ -1,4 +1,4 @@
-"""The head node of a job: it checks the others, runs training and decides about another attempt."""
+"""The head node of a job: checks the others, runs training, decides about another attempt."""
 
 import importlib.metadata
 import os
@@ -69,6 +69,7 @@ class HeadNode(NodeProgram):
 
     def _run_head(self) -> Outcome:
         """Run the attempt, write its outcome and return it."""
+        # Failed, unless the attempt gets far enough to say something else.
         outcome = Outcome(Result.FAILED, first_step=count_saved_steps(self.run))
         try:
             self._train(outcome)
@@ -84,6 +85,7 @@ class HeadNode(NodeProgram):
             outcome.error = f"{self.name}: {type(error).__name__}: {error}"
 
         outcome.last_step = count_saved_steps(self.run)
+        # On a single machine nobody starts the job again.
         decide_requeue(outcome, earlier_outcomes(self.attempt), self.cluster.retries)
         if outcome.requeue and self.cluster.kind == "local":
             outcome.requeue = False
@@ -101,6 +103,7 @@ class HeadNode(NodeProgram):
         self.wait_until(self._all_nodes_are_ready)
         self._check_nodes(complete=True)
 
+        # A driver that is asked to stop while it starts may end in any way: that is no failure.
         status = self._run_driver(f"{head.host}:{head.port}")
         if status == 0:
             outcome.result = Result.FINISHED
@@ -134,6 +137,7 @@ class HeadNode(NodeProgram):
         elif set(self.names) - set(reports):
             return  # another bad node may still report, and all of them are to be left out at once
 
+        # One node alone differs from nothing: comparisons need the reports of all of them.
         if complete and self.cluster.gpus_per_node:
             reasons |= find_outlier_nodes(reports)
         if complete and self.cluster.min_bandwidth is not None:
@@ -189,6 +193,8 @@ class HeadNode(NodeProgram):
     def _copy_metric_addresses(self) -> None:
         """Copy the addresses for Prometheus, which Ray keeps up to date in its own directory."""
         discovery = self.scratch / "prom_metrics_service_discovery.json"
+        # Prometheus reads the copy: the scratch directory is on this node alone, and ends with the
+        # run.
         if discovery.exists():
             shutil.copyfile(discovery, self.attempt.path / "prometheus.json")
 
@@ -202,6 +208,7 @@ class HeadNode(NodeProgram):
 
     def _explain_failure(self, status: int) -> str:
         """Return the most precise reason that is known for a failed training command."""
+        # The driver knows the rank and its exception. A lost node it only sees as dead actors.
         error = first_error(self.attempt.driver_log.read_text(errors="replace"))
         if error:
             return error

@@ -69,6 +69,7 @@ def registry() -> Path:
 
 def known_launches() -> list[Launch]:
     """Return every launched run, newest last."""
+    # Launching a name again rewrites its file, and makes it the newest.
     files = sorted(registry().glob("*.json"), key=lambda path: path.stat().st_mtime)
     return [Launch(**json.loads(path.read_text())) for path in files]
 
@@ -86,8 +87,10 @@ def run_shell(login: str | None, script: str, timeout: float = 60) -> str:
     """Run a bash script, here or on the login node, and return its output.
 
     Raises ClusterError with what the script complained about, or after ``timeout`` seconds."""
+    # The script comes through standard input: no quoting, and no limit on its length.
     command = ["bash", "-s"]
     if login is not None:
+        # Batch mode: a password prompt would wait for an answer that cannot be given.
         command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", login, "bash -s"]
     where = login or "this machine"
 
@@ -177,10 +180,11 @@ def _local_state(launch: Launch) -> tuple[str, str]:
 
 def _slurm_state(launch: Launch, queue: list[str], accounting: list[str]) -> tuple[str, str]:
     """Return (state, detail) of a Slurm run from squeue and sacct; status.sh has their formats."""
+    # A queued job is preferred: accounting also knows its earlier attempts.
     if queue:
         number, state, elapsed, limit, nodes, reason = queue[0].split("|")
         detail = f"job {number}, {elapsed} of {limit}, {nodes} nodes {reason}"
-        if len(queue) > 1:
+        if len(queue) > 1:  # a chain, or the parts of a heterogeneous job
             detail += f", {len(queue) - 1} more in the queue"
         return state, detail
 
@@ -212,6 +216,8 @@ def describe_status(launch: Launch) -> str:
     ]
     for attempt in status.attempts:
         outcome = attempt.outcome
+
+        # Only the newest attempt can be running; one without outcome before it was killed.
         is_newest = attempt is status.attempts[-1]
         if outcome:
             result = f"{outcome['result']} at step {outcome['last_step']}; {outcome['why']}"
@@ -270,6 +276,7 @@ def cancel(launch: Launch) -> None:
         jobs = f"timeout 20 squeue -h --me -n {shlex.quote(launch.job_names)} -o %i"
         run_shell(launch.login, f"{jobs} | xargs -r timeout 20 scancel")
     elif psutil.pid_exists(int(launch.job)):
+        # As Slurm would: the node's program asks the driver to save, and ends after it.
         os.kill(int(launch.job), signal.SIGTERM)
 
 

@@ -33,13 +33,16 @@ class WorkerNode(NodeProgram):
         return 0
 
     def check_progress(self) -> None:
+        # The head decides at the deadline. If it has not by a minute later, it is gone itself.
         head_is_gone = time.monotonic() > self.deadline + HEAD_GRACE_SECONDS
         if self.attempt.outcome.exists() or head_is_gone:
             raise AttemptEnded
 
     def _run_worker(self) -> None:
         self.join_ray()
-        self.deadline = float("inf")  # training takes as long as it takes
+
+        # From now on only the outcome ends this node: training takes as long as it takes.
+        self.deadline = float("inf")
         self.wait_forever()
 
 

@@ -56,6 +56,7 @@ def check_node(cluster: ClusterConfig) -> NodeCheck:
         check.problems.append(f"nvidia-smi does not work: {error}")
         return check
 
+    # More GPUs than the job asked for are no problem: not every cluster hides them.
     if len(gpus) < cluster.gpus_per_node:
         check.problems.append(
             f"{len(gpus)} GPUs visible, cluster.gpus_per_node is {cluster.gpus_per_node}",
@@ -64,6 +65,7 @@ def check_node(cluster: ClusterConfig) -> NodeCheck:
         if gpu.memory_used > IDLE_MIB:
             check.problems.append(f"GPU {gpu.index} holds {gpu.memory_used} MiB of another job")
 
+    # One slow GPU is enough to make the node differ from the others.
     check.facts["GPU"] = "/".join(sorted({gpu.name for gpu in gpus}))
     check.facts["driver"] = "/".join(sorted({gpu.driver for gpu in gpus}))
     check.facts["SM clock"] = "/".join(sorted({gpu.sm_clock for gpu in gpus}))
@@ -122,6 +124,7 @@ def find_outlier_nodes(reports: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     differences: dict[str, list[str]] = {}
     facts = {name for report in reports.values() for name in report["facts"]}
     for fact in facts:
+        # A node without this fact, whose nvidia-smi did not answer, counts as another value.
         values = {node: report["facts"].get(fact) for node, report in reports.items()}
         usual = Counter(values.values()).most_common(1)[0][0]
         for node, value in values.items():
@@ -141,6 +144,7 @@ def find_slow_nodes(
     slow: dict[str, str] = {}
     for node, measured in bandwidths.items():
         for where, value in measured.items():
+            # None: one GPU per node has nothing to measure within it, a single node no neighbour.
             if value is not None and value < minimum:
                 slow[node] = f"all-reduce {where} nodes at {value:.2f} GB/s, cluster.min_bandwidth is {minimum:g}"
     return slow

@@ -61,13 +61,16 @@ class NodeProgram:
 
         self.name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         self.names = os.environ.get("GPTOSS_NODES", self.name).split(",")
-        # Ray's workers inherit both.
+        # Ray's workers inherit both: the first names the node in errors, the second says that
+        # actors have places (rl_loop.cluster.placement).
         os.environ["SLURMD_NODENAME"] = self.name
         os.environ["GPTOSS_PLACED"] = "1"
 
         attempt = os.environ["GPTOSS_ATTEMPT"]
         self.run = RunDirectory(config.directory)
         self.attempt = Attempt(self.run.path / "attempts" / attempt)
+        # Short, because Ray's unix sockets lie below it; with the index, because the nodes of a
+        # test share one /tmp.
         self.scratch = Path("/tmp") / f"gptoss-ray-{attempt}-{index}"
         self.ray_log = self.attempt.path / f"{self.name}.ray.log"
         self.plan = place(config, cluster, isinstance(config, RlConfig))[index]
@@ -113,6 +116,7 @@ class NodeProgram:
         if check.problems:
             self._give_up("; ".join(check.problems), check)
 
+        # The head writes its addresses before it checks itself, so that this wait is short.
         self.wait_until(self.attempt.head.exists)
         head = HeadAddress(**read_json(self.attempt.head))
         if self.cluster.min_bandwidth is not None:
@@ -145,6 +149,7 @@ class NodeProgram:
         # needed.
         environment = {"RAY_prestart_worker_first_driver": "0", **ray_environment()}
 
+        # Every try appends to the same log; "started" must be that of this one.
         for _ in range(RAY_STARTS):
             self.ray_log.touch()
             offset = self.ray_log.stat().st_size
@@ -174,6 +179,8 @@ class NodeProgram:
             str(self.attempt.bandwidth),
         ]
         process = self.start_child(command, self.attempt.path / f"{self.name}.bandwidth.log")
+
+        # Its exit status says nothing about this node: it also fails when another one does.
         self.wait_until(lambda: process.poll() is not None)
 
     def _give_up(self, problem: str, check: NodeCheck) -> NoReturn:
@@ -198,7 +205,7 @@ class NodeProgram:
         if self.ray is not None and self.ray.poll() is not None:
             problem = f"Ray ended with status {self.ray.returncode}; see {self.ray_log}"
             self.report("failed", problem=problem, facts={})
-            self.ray = None
+            self.ray = None  # reported once
 
     def states(self) -> dict[str, str]:
         """Return the state of every node that has reported, by name."""
@@ -216,6 +223,9 @@ class NodeProgram:
 
         ``environment`` is added to this process's own."""
 
+        # Slurm signals every process of the job. A blocked signal stays blocked through exec, so
+        # that neither Ray nor what it starts ends before the driver has saved. SIGUSR1 is only
+        # ignored: the driver sets a handler of its own for it.
         def prepare_child() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)

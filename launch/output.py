@@ -38,6 +38,7 @@ class ResilientOutput(io.FileIO):
         self._log = log
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
+        # EIO: the terminal was closed. EPIPE: the reader is gone. ENOSPC: the disk is full.
         try:
             return super().write(data)
         except OSError:
@@ -55,5 +56,7 @@ class ResilientOutput(io.FileIO):
             file = os.open(self._log, flags, 0o644)
         except OSError:
             file = os.open(os.devnull, flags)
+
+        # Under the same number, so that code which writes to descriptor 1 or 2 goes on as well.
         os.dup2(file, self.fileno(), inheritable=False)
         os.close(file)

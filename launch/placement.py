@@ -58,6 +58,7 @@ def place(config: RunConfig, cluster: ClusterConfig, uses_rollouts: bool) -> lis
             _place_servers(config, servers, cluster, trainers, hosts)
         _place_workers(config.rollout.workers, hosts)
 
+    # A node without work would be paid for, and its program would wait for the end of the run.
     idle = [plan.name for plan in plans if not plan.resources()]
     if idle:
         raise ConfigError(
@@ -107,6 +108,7 @@ def _place_servers(
         return
 
     for server in range(servers.count):
+        # The first of equals, so that servers go round and every node gets as many of them.
         roomiest = max(hosts, key=lambda plan: plan.free_gpus)
         if cluster.gpus_per_node and roomiest.free_gpus < servers.gpus_each:
             demand = f"{servers.key} ({servers.count} of {servers.gpus_each} GPUs)"
@@ -123,6 +125,7 @@ def _place_workers(count: int, hosts: list[NodePlan]) -> None:
     """Spread the rollout workers over the nodes with servers, which they call all the time."""
     candidates = [plan for plan in hosts if plan.servers] or hosts
     for worker in range(count):
+        # Ranks count as well: a worker's engine and sandbox need processors beside them.
         emptiest = min(candidates, key=lambda plan: len(plan.ranks) + len(plan.workers))
         emptiest.workers.append(worker)
 

@@ -66,6 +66,7 @@ def predict_update(config: RunConfig, parallel: ParallelConfig) -> UpdatePredict
     step = predict_step(config.model, parallel, config.optimizer, lengths, micro_batches)
     gpu_seconds = step.total * parallel.world_size
     tokens = sum(lengths) * micro_batches * parallel.data
+    # The backward pass computes two products for each of the forward pass.
     flops = 3 * forward_flops(config.model, lengths) * micro_batches * parallel.data
     return UpdatePrediction(
         micro_batches=micro_batches,
@@ -81,6 +82,7 @@ def step_plan(config: RunConfig, gigabytes: float) -> str:
 
     ``gigabytes`` is the memory of a GPU that training may use."""
     configured = predict_update(config, config.parallel)
+    # Parts that would be shown as 0.00 are left out.
     seconds = asdict(configured.step)
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
     lines = [
@@ -145,6 +147,7 @@ def _scheme_lines(config: RunConfig, layout: ContextLayout, kind: str) -> list[s
         window = model.sliding_window
         configured = parallel.context_scheme_window
 
+    # Heads are split by tensor parallelism before context parallelism sees them.
     shape = AttentionShape(
         model.num_attention_heads // parallel.tensor,
         model.num_key_value_heads // parallel.tensor,

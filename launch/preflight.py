@@ -66,6 +66,7 @@ def check_before_queue(config: RunConfig, cluster: ClusterConfig) -> None:
             raise ConfigError(
                 f"preflight: cluster.login: there is no sbatch on {where}; name a login node, or kind: local"
             )
+        # sinfo's complaints, which are no partitions, come in the same section.
         lines = [line for line in answers["partitions"] if line.count("|") == 7]
         partitions = [parse_partition(line) for line in lines]
         problems += slurm_problems(cluster, partitions, answers)
@@ -116,6 +117,7 @@ def _file_problems(
     if answers["shared_dir"]:
         problems.append(f"cluster.shared_dir: {answers['shared_dir'][0]}")
     else:
+        # df counts in KB.
         free = int(answers["free"][0]) / 1e6 if answers["free"] else 0.0
         if free < cluster.min_free_disk:
             problems.append(
@@ -173,6 +175,8 @@ def _partition_problems(cluster: ClusterConfig, partitions: list[Partition]) -> 
         state = f"{cluster.partition} is down" if fitting else f"there is no {cluster.partition!r}"
         return [f"cluster.partition: {state}; the cluster offers {_list_partitions(partitions)}"]
 
+    # One check after the other narrows the choice: a partition with the GPUs but not the time does
+    # not help, and the message shows those that came closest.
     for field, fits in PARTITION_CHECKS:
         remaining = [partition for partition in fitting if fits(cluster, partition)]
         if not remaining:
@@ -185,6 +189,7 @@ def _partition_problems(cluster: ClusterConfig, partitions: list[Partition]) -> 
             ]
         fitting = remaining
 
+    # Nodes of different kinds in one partition are several lines of sinfo.
     nodes = cluster.nodes + cluster.rollout_nodes
     if nodes > sum(partition.nodes for partition in fitting):
         return [f"cluster.nodes: {nodes} wanted, there are {_list_partitions(fitting)}"]
@@ -256,6 +261,7 @@ def parse_seconds(time_limit: str) -> float:
     if not re.fullmatch(r"[\d:-]+", time_limit):
         return float("inf")
 
+    # Without hours, "30:00" is half an hour: the last number is always seconds.
     days, _, clock = time_limit.rpartition("-")
     total = 0
     for number in clock.split(":"):
@@ -283,6 +289,8 @@ def _ask_slurm(cluster: ClusterConfig) -> list[str]:
         "--wrap=true",
     ]
     command = shlex.join(["sbatch", "--test-only", *options])
+
+    # A refusal is an answer and not a failure of the shell.
     answer = run_shell(cluster.login, f"timeout 20 {command} 2>&1 || true").strip()
     if "to start at" in answer:
         return []
@@ -305,10 +313,12 @@ def is_path(value: Any, key: str) -> bool:
 
 def named_paths(config: RunConfig, cluster: ClusterConfig) -> list[tuple[str, Path]]:
     """Return (key, path) of everything that must exist on the cluster."""
+    # The run makes output_dir itself.
     paths = _paths_below(config.model_dump(exclude={"output_dir"}), key="")
     if cluster.container:
         sources = [Path(mount.split(":")[0]) for mount in cluster.container.mounts]
         paths += [("cluster.container.mounts", source) for source in sources]
+        # Anything else is a name that pyxis pulls.
         if cluster.container.image.startswith("/"):
             paths.append(("cluster.container.image", Path(cluster.container.image)))
     return paths

@@ -75,6 +75,7 @@ class TrainingProgress:
         self._console = console or Console()
         self._total = total_steps
         self._done = first_step
+        # Some metrics come with some steps only; the display keeps showing their last value.
         self._latest: dict[str, float] = {}
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._step_ended = time.monotonic()
@@ -86,7 +87,7 @@ class TrainingProgress:
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]}"),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=not self._console.is_terminal,  # a log gets lines instead, in ``step``
             expand=True,
         )
         self._task = self._display.add_task(
@@ -98,6 +99,7 @@ class TrainingProgress:
         )
 
     def __enter__(self) -> TrainingProgress:
+        # Loading the model is no part of the first step.
         self._step_ended = time.monotonic()
         self._display.start()
         return self

@@ -110,6 +110,7 @@ def _port_options(base: int | None) -> list[str]:
     """Return the ports of Ray's parts and workers; without a base port Ray chooses free ones."""
     if base is None:
         return ["--min-worker-port=0", "--max-worker-port=0"]
+    # Fixed ports are for firewalls between nodes, which open a range of them.
     options = [f"--{part}={base + distance}" for part, distance in PART_PORTS.items()]
     return [
         *options,

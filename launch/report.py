@@ -130,6 +130,7 @@ def build_report(run_dir: Path | str) -> Path:
 
     outcome = draw_figure([OUTCOME_CHART], records, columns=1, chart_inches=(9.0, 3.6))
     details = draw_figure(DETAIL_CHARTS, records, columns=3, chart_inches=(3.6, 2.5))
+    # curve.png is for a README or a message; the page has its own copy embedded.
     if outcome is not None:
         atomic_write_bytes(run.curve, outcome)
 
@@ -219,6 +220,7 @@ def draw_figure(
     if not present:
         return None
 
+    # A run that has measured little gets a smaller figure, not empty axes.
     columns = min(columns, len(present))
     rows = math.ceil(len(present) / columns)
     width, height = chart_inches
@@ -299,6 +301,7 @@ def moving_mean(values: Sequence[float], reach: int) -> list[float]:
 def select_episodes(records: Records) -> Records:
     """Return at most EPISODES_SHOWN of the episodes, evenly over the run."""
     count = min(EPISODES_SHOWN, len(records))
+    # The first and the last one are among them: that is where a run differs most.
     if count <= 1:
         return records[:count]
     chosen = {round(i * (len(records) - 1) / (count - 1)) for i in range(count)}

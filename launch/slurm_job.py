@@ -53,7 +53,7 @@ class SlurmJob:
         ``base`` is the directory in which nemo-run keeps its own copy."""
         with self._experiment(str(base)) as experiment:
             self._add_tasks(experiment)
-            experiment.run(detach=True)
+            experiment.run(detach=True)  # returns when the job is queued
 
             job = experiment.jobs[0]
             is_heterogeneous = hasattr(job, "handles")
@@ -73,6 +73,7 @@ class SlurmJob:
         return next(folder.glob("*_sbatch.sh"))
 
     def _experiment(self, base: str) -> nemo_run.Experiment:
+        # ``gptoss launch`` says itself what was submitted and how to follow it.
         CONSOLE.quiet = True
         return nemo_run.Experiment(
             self.config.name,
@@ -161,6 +162,7 @@ class SlurmJob:
 
     def _environment(self) -> dict[str, str]:
         """Return the variables of the job, quoted for the shell."""
+        # What the cluster's file sets comes last and may replace ours.
         environment = {
             "GPTOSS_RUN_DIR": str(self.config.directory),
             "PYTHONPATH": f"{CODE}:{CODE}/kernels",

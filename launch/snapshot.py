@@ -18,8 +18,10 @@ def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
     ``texts`` are further files in JOB_FOLDER, by name. git.txt there names the commit and holds
     the difference to it. Raises ConfigError outside a git checkout."""
     listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
+    # So that the job's code can be had again after the checkout has moved on.
     state = _git("rev-parse", "HEAD") + _git("status", "--short") + _git("diff", "HEAD")
 
+    # Fast compression: the user waits for it, and the code is a few megabytes.
     with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
         for name in listed:
             # A deleted file is still listed, and the list ends with an empty name.

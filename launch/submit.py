@@ -61,6 +61,8 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
 
     Raises ConfigError."""
     _check_name_is_free(config.name)
+
+    # The cheapest checks come first; ``place`` raises ConfigError if the run does not fit.
     place(config, cluster, uses_rollouts=isinstance(config, RlConfig))
     check_before_queue(config, cluster)
     if cluster.login is None:
@@ -119,6 +121,8 @@ def _start_here(config: RunConfig, cluster: ClusterConfig, stamp: str) -> int:
     code = folder / "code"
     code.mkdir(parents=True)
     files = {"run.yaml": dump_config(config), "cluster.yaml": dump_config(cluster)}
+
+    # Not from the checkout itself, whose files may change while the run goes on.
     with tarfile.open(write_snapshot(folder / "code.tar.gz", files)) as archive:
         archive.extractall(code, filter="data")
 
@@ -137,6 +141,6 @@ def _start_here(config: RunConfig, cluster: ClusterConfig, stamp: str) -> int:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,
+            start_new_session=True,  # a closed terminal is none of its business
         )
     return process.pid
