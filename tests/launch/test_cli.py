@@ -154,6 +154,7 @@ def test_an_error_of_an_actor_is_one_line_and_leaves_the_earlier_run_as_it_is(
     model = load_config(ROOT / SFT, SftConfig).model
     (damaged / "config.json").write_text(json.dumps(model.to_hf_config()))
     (damaged / "model.safetensors").write_bytes(b"no safetensors")
+
     result = gptoss(
         "sft",
         SFT,
@@ -162,6 +163,7 @@ def test_an_error_of_an_actor_is_one_line_and_leaves_the_earlier_run_as_it_is(
         "name=x",
         "--overwrite",
     )
+
     assert result.returncode == 1
     *events, line = result.stderr.splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\d \S+ INFO rl_loop\.", event) for event in events)
@@ -207,8 +209,7 @@ def test_a_second_run_of_one_name_is_refused(option: str, tmp_path: Path) -> Non
 
 
 def test_output_that_is_gone_ends_in_a_file_and_ends_no_run(tmp_path: Path) -> None:
-    """As of ``gptoss rl ... | tee log``, whose tee dies of the Ctrl-C that the run is to
-    survive."""
+    """As in ``gptoss rl ... | tee log``: tee dies of the Ctrl-C that the run is to survive."""
     code = f"""
 import sys, time
 from pathlib import Path
@@ -228,11 +229,14 @@ Path({str(tmp_path / "went on")!r}).touch()
         stderr=subprocess.PIPE,
     )
     assert process.stdin and process.stdout and process.stderr
+
+    # Both pipes lose their reader between two lines of the program.
     assert process.stdout.readline() == b"heard\n"
     process.stdout.close()
     process.stderr.close()
     process.stdin.write(b"\n")
     process.stdin.close()
+
     assert process.wait(30) == 0
     assert (tmp_path / "went on").exists()
     assert (tmp_path / "output.log").read_text() == "not heard\nnor this\n"

@@ -108,9 +108,11 @@ def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(
 )
 def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> None:
     config = load_config(CONFIGS / file, SftConfig if file.startswith("sft") else RlConfig)
-    training, engine = config.memory_inputs, config.rollout.engine
-    servers = engine.server_processes
+    training = config.memory_inputs
     assert fits(training, worst_stage(training), 135)
+
+    engine = config.rollout.engine
+    servers = engine.server_processes
     has_servers = isinstance(config, RlConfig)
     assert (servers is not None) == has_servers
     gpus_of_servers = 0
@@ -120,6 +122,7 @@ def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> 
     if servers is not None:
         weights = 2 * sum(parameters_per_gpu(config.model, ParallelConfig())) / servers.gpus_each
         assert engine.memory_fraction * H200 - weights > 10e9  # for keys and values
+
     cluster = ClusterConfig(
         kind="slurm",
         shared_dir="/shared",
@@ -195,11 +198,10 @@ def test_the_fastest_layouts_that_fit_come_with_memory_time_and_mfu() -> None:
     ]
     configured, title, *rows = step_plan(load_config(CONFIG, RlConfig, overrides), 80).splitlines()
     assert title == "the fastest layouts that fit, as predicted:"
-    found = [re.fullmatch(r"  .*: ([\d.]+) GB, ([\d.]+) s, (\d+) tokens/s/GPU, ([\d.]+)% MFU", row) for row in rows]
-    memory, seconds, speed, mfu = zip(
-        *((float(x) for x in row.groups()) for row in found),
-        strict=True,
-    )
+
+    pattern = r"  .*: ([\d.]+) GB, ([\d.]+) s, (\d+) tokens/s/GPU, ([\d.]+)% MFU"
+    figures = [[float(text) for text in re.fullmatch(pattern, row).groups()] for row in rows]
+    memory, seconds, speed, mfu = zip(*figures, strict=True)
     assert max(memory) <= 80
     assert list(seconds) == sorted(seconds)
     assert list(speed) == sorted(speed, reverse=True)

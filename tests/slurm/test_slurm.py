@@ -166,14 +166,17 @@ def test_a_node_that_never_comes_up_is_named_and_left_out_of_the_next_attempt(
     hanging = lab.shared / "python-that-hangs-on-n2"
     hanging.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" = n2 ] && exec sleep 1000\nexec {sys.executable} "$@"\n')
     hanging.chmod(0o755)
+
     began = time.monotonic()
     run = lab.launch("missing", STEPS, nodes=2, python=str(hanging), ready_seconds=10)
     lab.until(lambda: lab.outcomes(run), "the verdict about the nodes", seconds=90)
     assert time.monotonic() - began < 60
+
     outcome = lab.outcomes(run)[0]
     assert outcome["result"] == "bad nodes"
     assert "n2: did not come up within 10 s" in str(outcome["error"])
     assert outcome["exclude"] == ["n2"]
+
     lab.until(lambda: "PENDING" in lab.state("missing"), "the requeue")
     lab.until(
         lambda: "ExcNodeList=n2" in lab.cluster.run("scontrol", "show", "job"),
