@@ -32,17 +32,24 @@ class HeadAddress:
     @classmethod
     def choose(cls, cluster: ClusterConfig) -> Self:
         """Return this node's address, with the ports below cluster.ray_port or free ones."""
+
+        def port_at(distance: int) -> int:
+            if cluster.ray_port is None:
+                return free_port()
+            return cluster.ray_port + distance
+
         host = node_address()
-        base = cluster.ray_port
-        dashboard_port = free_port() if base is None else base + 3
-        dashboard = f"http://{host}:{dashboard_port}" if cluster.dashboard else "is switched off"
+        dashboard_port = port_at(3)
+        dashboard = "is switched off"
+        if cluster.dashboard:
+            dashboard = f"http://{host}:{dashboard_port}"
         return cls(
             host=host,
             dashboard=dashboard,
-            port=free_port() if base is None else base,
+            port=port_at(0),
             dashboard_port=dashboard_port,
-            check_port=free_port() if base is None else base + 9,
-            client_port=free_port() if base is None else base + 8,
+            check_port=port_at(9),
+            client_port=port_at(8),
         )
 
 
