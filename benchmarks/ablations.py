@@ -1,10 +1,12 @@
-r"""What goes wrong in reinforcement learning of a mixture of experts with attention sinks, and what mends it, in small.
+r"""What goes wrong in reinforcement learning of a mixture of experts with attention sinks, and
+what mends it, in small.
 
     python benchmarks/ablations.py runs/tiny_retool_sft --steps 24 --seeds 0 1 2
 
-Trains the demo's model from a supervised start under every VARIANT, one after the other or in ``--jobs`` processes, and
-draws reward, entropy, gradient norm, KL, the largest log-perplexity difference and the clip fraction: OUT/ablations.png
-and OUT/ablations.md. A run that is complete in OUT is not repeated.
+Trains the demo's model from a supervised start under every VARIANT, one after the other or in
+``--jobs`` processes, and draws reward, entropy, gradient norm, KL, the largest log-perplexity
+difference and the clip fraction: OUT/ablations.png and OUT/ablations.md. A run that is complete in
+OUT is not repeated.
 
 The sinks of that model begin at 0. For a start that leans on them, as GPT-OSS does:
 
@@ -13,8 +15,9 @@ The sinks of that model begin at 0. For a start that leans on them, as GPT-OSS d
     python benchmarks/ablations.py runs/strong_sinks_sft --only sinks --steps 80 --out runs/ablations_strong_sinks \
         optimizer.lr=1e-4
 
-On a GPU, in bf16 and with our kernels, a model of GPT-OSS's shape: 32 experts of which 4 are active, heads of 64
-channels, 8 to a kv head, sinks that begin at 2. Its start is trained first unless it is there:
+On a GPU, in bf16 and with our kernels, a model of GPT-OSS's shape: 32 experts of which 4 are
+active, heads of 64 channels, 8 to a kv head, sinks that begin at 2. Its start is trained first
+unless it is there:
 
     python benchmarks/ablations.py runs/shaped --shaped --jobs 4 --out runs/ablations_shaped
 """
@@ -25,6 +28,7 @@ import argparse
 import math
 import os
 import statistics
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -57,7 +61,11 @@ VARIANTS: dict[str, list[str]] = {
     "two passes, router noise": [*ROUTER_NOISE, *NO_CORRECTION, "algorithm.old_log_probs=forward"],
     "substitution, router noise": [*ROUTER_NOISE, *NO_CORRECTION],
     "engine without sinks": [*NO_SINKS, *NO_CORRECTION],
-    "engine without sinks, attention frozen": [*NO_SINKS, *NO_CORRECTION, "ablation.freeze=[attention]"],
+    "engine without sinks, attention frozen": [
+        *NO_SINKS,
+        *NO_CORRECTION,
+        "ablation.freeze=[attention]",
+    ],
     "engine without sinks, sequence correction": [*NO_SINKS, *SEQUENCE],
     "trainer without sinks": ["ablation.trainer_sinks=false", *NO_CORRECTION],
     "trainer without sinks, sequence correction": ["ablation.trainer_sinks=false", *SEQUENCE],
@@ -81,65 +89,116 @@ SHAPED = [
     "model.head_size=64", "model.num_attention_heads=16", "model.num_key_value_heads=2", "model.sliding_window=128",
     "model.num_experts=32", "model.experts_per_token=4",
 ]  # fmt: skip
-"""What makes a model of GPT-OSS's shape of the tiny one."""
+"""Overrides that give the tiny model GPT-OSS's shape."""
+
+Curves = dict[tuple[str, int], dict[str, list[float]]]
+"""By (variant, seed) and metric: a value per step."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("start", type=Path, help="the run directory of `gptoss sft configs/sft/tiny_retool.yaml`")
-    parser.add_argument(
-        "--write-initial", type=float, metavar="SINK", help="only write START: weights with these sinks"
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--shaped", action="store_true", help="a model of GPT-OSS's shape, on a GPU")
-    parser.add_argument("--only", default="", metavar="WORDS", help="only variants named so, and the first")
+    parser.add_argument(
+        "start",
+        type=Path,
+        help="the run directory of `gptoss sft configs/sft/tiny_retool.yaml`",
+    )
+    parser.add_argument(
+        "--write-initial",
+        type=float,
+        metavar="SINK",
+        help="only write START: weights with these sinks",
+    )
+    parser.add_argument(
+        "--shaped",
+        action="store_true",
+        help="a model of GPT-OSS's shape, on a GPU",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="WORDS",
+        help="only variants named so, and the first",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on the GPUs in turn")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/ablations"))
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
     options = parser.parse_intermixed_args()
+
     if options.write_initial is not None:
-        return write_initial(options.start, options.write_initial, load_config(CONFIG, RlConfig).model)
+        write_initial(options.start, options.write_initial, load_config(CONFIG, RlConfig).model)
+        return
+
     torch.set_num_threads(1)
     if options.shaped and not (options.start / "config.json").exists():
         supervised_start(options.start, options.overrides)
-    chosen = [name for number, name in enumerate(VARIANTS) if number == 0 or options.only in name]
-    runs = [(name, seed) for seed in options.seeds for name in chosen]
-    configs = [
-        load_config(CONFIG, RlConfig, _common(options, name, seed) + VARIANTS[name] + options.overrides)
-        for name, seed in runs
-    ]
-    context = get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, context, begin_process, (context.Value("i", 0),)) as pool:
-        curves = {}
-        for (name, seed), curve in zip(runs, pool.map(run, configs), strict=True):
-            curves[name, seed] = curve
-            print(f"{name} (seed {seed}): reward {statistics.mean(curve['reward'][-5:]):.2f}", flush=True)
+
+    curves = run_all(options)
     draw(curves, options.out / "ablations.png")
     (options.out / "ablations.md").write_text(table(curves))
 
 
+def run_all(options: argparse.Namespace) -> Curves:
+    """Run the chosen variants with every seed, ``options.jobs`` at a time."""
+    first = next(iter(VARIANTS))  # what the others are compared with
+    chosen = [name for name in VARIANTS if name == first or options.only in name]
+    runs = [(name, seed) for seed in options.seeds for name in chosen]
+    configs = []
+    for name, seed in runs:
+        settings = common_settings(options, name, seed) + VARIANTS[name] + options.overrides
+        configs.append(load_config(CONFIG, RlConfig, settings))
+
+    context = get_context("spawn")
+    started_processes = context.Value("i", 0)
+    curves = {}
+    with ProcessPoolExecutor(options.jobs, context, begin_process, (started_processes,)) as pool:
+        for (name, seed), curve in zip(runs, pool.map(run, configs), strict=True):
+            curves[name, seed] = curve
+            print(
+                f"{name} (seed {seed}): reward {statistics.mean(curve['reward'][-5:]):.2f}",
+                flush=True,
+            )
+    return curves
+
+
 def write_initial(directory: Path, sink: float, model: ModelConfig) -> None:
-    """The untrained model with all sink logits at ``sink``, as a Hugging Face directory."""
+    """Write the untrained model with all sink logits at ``sink`` as a Hugging Face directory."""
     weights = random_hf_weights(model, seed=0)
-    named = ((name, weights(name) + sink if name.endswith(".sinks") else weights(name)) for name in hf_shapes(model))
-    write_hf_directory(directory, model, named)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in hf_shapes(model):
+            tensor = weights(name)
+            if name.endswith(".sinks"):
+                tensor = tensor + sink
+            yield name, tensor
+
+    write_hf_directory(directory, model, tensors())
 
 
 def supervised_start(directory: Path, overrides: list[str]) -> None:
-    """Train the shaped model on the demo's demonstrations and write it as a Hugging Face directory."""
+    """Train the shaped model on the demo's demonstrations and write it for Hugging Face."""
     untrained = directory.with_name(f"{directory.name}_untrained")
     settings = [*SHAPED, "optimizer.lr=5e-4", f"initial_weights={untrained}", *overrides]
     config = load_config(SFT_CONFIG, SftConfig, settings)
     write_initial(untrained, 2.0, config.model)
-    source, trainer = build_tasks(config), TrainerWorker(config, 0, "127.0.0.1", 0, torch.get_num_threads())
+
+    source = build_tasks(config)
+    trainer = TrainerWorker(config, 0, "127.0.0.1", 0, torch.get_num_threads())
     count = config.sequences_per_step
     for step in range(config.training.steps):
         samples = source.demonstrations(step * count, count, config.demonstrations)
         update = trainer.sft_step(samples, step)
         if step % 50 == 0 or step == config.training.steps - 1:
             loss = update.sums["loss"] / update.sums["tokens"]
-            print(f"start, step {step}: loss {loss:.3f}, gradient norm {update.grad_norm:.2f}", flush=True)
+            print(
+                f"start, step {step}: loss {loss:.3f}, gradient norm {update.grad_norm:.2f}",
+                flush=True,
+            )
+
     weights = trainer.weights()
     assert weights is not None, "one process is rank 0"
     distributed.shutdown()
@@ -147,15 +206,16 @@ def supervised_start(directory: Path, overrides: list[str]) -> None:
 
 
 def engine_on_gpu(config: RlConfig) -> TransformersEngine:
-    """The embedded engine, which a run would have on the CPU."""
+    """Return the embedded engine on the GPU; a run would have it on the CPU."""
     settings = GptOssConfig(**config.model.to_hf_config())
-    model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.dtype)).to("cuda")
+    model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.dtype))
     assert isinstance(config.rollout.engine, EmbeddedConfig)
-    return TransformersEngine(model, max_batch_size=config.rollout.engine.max_batch_size)
+    return TransformersEngine(model.to("cuda"), max_batch_size=config.rollout.engine.max_batch_size)
 
 
-def _common(options: argparse.Namespace, name: str, seed: int) -> list[str]:
-    return [
+def common_settings(options: argparse.Namespace, name: str, seed: int) -> list[str]:
+    """Return the overrides that all variants share."""
+    settings = [
         f"initial_weights={options.start}",
         f"output_dir={options.out}",
         f"name={name.replace(' ', '_').replace(',', '')}-{seed}",
@@ -170,74 +230,96 @@ def _common(options: argparse.Namespace, name: str, seed: int) -> list[str]:
         "rollout.workers=1",
         "rollout.tasks_per_step=4",
         "rollout.routed_experts=true",
-        *(SHAPED if options.shaped else []),
     ]
+    if options.shaped:
+        settings += SHAPED
+    return settings
 
 
-def begin_process(started: Any) -> None:
-    """Processes of the pool take GPUs in turn."""
+def begin_process(started_processes: Any) -> None:
+    """Prepare a process of the pool; they take the GPUs in turn.
+
+    ``started_processes`` is a shared counter."""
     torch.set_num_threads(1)
-    with started.get_lock():
-        number, started.value = started.value, started.value + 1
+    with started_processes.get_lock():
+        number = started_processes.value
+        started_processes.value += 1
     if torch.cuda.is_available():
-        os.environ["LOCAL_RANK"] = str(number % torch.cuda.device_count())
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        gpu = number % torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(gpu)
+        torch.cuda.set_device(gpu)
 
 
 def run(config: RlConfig) -> dict[str, list[float]]:
-    """The curves of one run, by metric."""
+    """Train a variant with one seed, unless that is done, and return its curves by metric."""
     file = config.directory / "metrics.jsonl"
     if not file.exists() or len(read_json_lines(file)) < config.training.steps:
-        rollouts = LocalRollouts(config, engine_on_gpu(config) if torch.cuda.is_available() else None)
+        engine = engine_on_gpu(config) if torch.cuda.is_available() else None
+        rollouts = LocalRollouts(config, engine)
         with local_loop(config, rollouts) as loop:
             loop.train()
         rollouts.close()
+
     records = read_json_lines(file)
-    return {name: metric_curve(records, name)[1] for name in PANELS}
+    curves = {}
+    for name in PANELS:
+        _, curves[name] = metric_curve(records, name)
+    return curves
 
 
-Curves = dict[tuple[str, int], dict[str, list[float]]]
-
-
-def _over_seeds(curves: Curves, variant: str, metric: str) -> torch.Tensor:
-    """[seeds, steps]"""
-    return torch.tensor([values[metric] for (name, _), values in curves.items() if name == variant])
+def over_seeds(curves: Curves, variant: str, metric: str) -> torch.Tensor:
+    """Return the curves of a variant, [seeds, steps]."""
+    return torch.tensor(
+        [values[metric] for (name, _), values in curves.items() if name == variant],
+    )
 
 
 def draw(curves: Curves, file: Path) -> None:
-    """One panel for each metric, one line for each variant: the mean over seeds, and the range behind it."""
+    """Draw a panel for each metric: a line for each variant's mean over seeds, and the range."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    # The dark colours of all hues first, then the light ones.
+    palette = matplotlib.colormaps["tab20"].colors
+    colours = palette[::2] + palette[1::2]
+
     figure, axes = pyplot.subplots(2, 3, figsize=(17, 9))
     for axis, (metric, title) in zip(axes.flat, PANELS.items(), strict=True):
-        axis.set_prop_cycle(
-            color=matplotlib.colormaps["tab20"].colors[::2] + matplotlib.colormaps["tab20"].colors[1::2]
-        )
+        axis.set_prop_cycle(color=colours)
         for variant in dict.fromkeys(name for name, _ in curves):
-            values = _over_seeds(curves, variant, metric)
+            values = over_seeds(curves, variant, metric)
             steps = range(values.shape[1])
             (line,) = axis.plot(steps, values.mean(dim=0), label=variant, linewidth=1.3)
-            axis.fill_between(steps, values.amin(dim=0), values.amax(dim=0), color=line.get_color(), alpha=0.1)
+            axis.fill_between(
+                steps,
+                values.amin(dim=0),
+                values.amax(dim=0),
+                color=line.get_color(),
+                alpha=0.1,
+            )
         axis.set(title=title, xlabel="step")
         if metric.startswith(("mismatch", "grad")):
             axis.set_yscale("log")
+
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=3)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(file, dpi=70)
 
 
 def table(curves: Curves) -> str:
-    """Markdown: mean over seeds and the last third of the steps; of the clip fraction over all steps."""
+    """Return a Markdown table: means over seeds and the last third of the steps, of the clip
+    fraction over all."""
     lines = ["| variant | " + " | ".join(PANELS.values()) + " |", "|---" * (len(PANELS) + 1) + "|"]
     for variant in dict.fromkeys(name for name, _ in curves):
         cells = []
         for metric in PANELS:
-            values = _over_seeds(curves, variant, metric)
-            last = values if metric == "clip_fraction" else values[:, -math.ceil(values.shape[1] / 3) :]
-            cells.append(f"{last.mean().item():.3g}")
+            values = over_seeds(curves, variant, metric)
+            if metric != "clip_fraction":
+                last_third = math.ceil(values.shape[1] / 3)
+                values = values[:, -last_third:]
+            cells.append(f"{values.mean().item():.3g}")
         lines.append(f"| {variant} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

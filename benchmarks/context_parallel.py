@@ -1,11 +1,13 @@
-"""Context-parallel attention on several GPUs of one machine: correctness, time and memory of every scheme, in one run.
+"""Context-parallel attention on several GPUs of one machine: correctness, time and memory of every
+scheme, in one run.
 
     torchrun --nproc_per_node 4 benchmarks/context_parallel.py [--only SECTION ...] [--out FILE]
 
-One attention layer in GPT-OSS shapes (bf16, 64 query heads, 8 kv heads, head size 64, sinks), forward and backward,
-rows of 32,768 and 131,072 tokens: one sequence, and a mix of agent episodes. ``graph`` times replay a CUDA graph, so
-they are what the GPUs need; ``eager`` times include what the host does not hide. Every figure is the slowest rank's.
-Sections are independent: one that fails prints why and the others still run.
+One attention layer in GPT-OSS shapes (bf16, 64 query heads, 8 kv heads, head size 64, sinks),
+forward and backward, rows of 32,768 and 131,072 tokens: one sequence, and a mix of agent episodes.
+``graph`` times replay a CUDA graph, so they are what the GPUs need; ``eager`` times include what
+the host does not hide. Every figure is the slowest rank's. Sections are independent: one that
+fails prints why and the others still run.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import random
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
 from statistics import median
@@ -27,7 +30,11 @@ import torch.distributed as dist
 from gptoss_kernels.sink_attention import sink_attention
 from gptoss_kernels.sink_attention.layout import packed_layout
 from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
-from megatron_gptoss.context_parallel import balanced_layout, candidates, context_parallel_attention
+from megatron_gptoss.context_parallel import (
+    balanced_layout,
+    candidates,
+    context_parallel_attention,
+)
 from megatron_gptoss.context_parallel.cost_model import H200, AttentionShape
 
 HEADS, KV_HEADS, HEAD_SIZE = 64, 8, 64
@@ -37,87 +44,142 @@ UNEVEN = [3001, 127, 1, 128, 2047, 64, 2, 700, 1500, 622]
 
 
 def episodes(tokens: int, seed: int = 1) -> list[int]:
-    """Lengths of agent episodes: most short, some very long, in all ``tokens``."""
-    draw, lengths = random.Random(seed), []
+    """Return lengths of agent episodes: most short, some very long, in all ``tokens``."""
+    draw = random.Random(seed)
+    lengths = []
     while tokens:
-        lengths.append(min(int(draw.lognormvariate(8, 1)) + 60, tokens))
-        tokens -= lengths[-1]
+        length = min(int(draw.lognormvariate(8, 1)) + 60, tokens)
+        lengths.append(length)
+        tokens -= length
     return lengths
 
 
-def slowest(value: float) -> float:
+def largest(value: float) -> float:
+    """Return the largest value of all ranks."""
     box = torch.tensor(value, device="cuda", dtype=torch.float64)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return float(box)
 
 
+@dataclass(frozen=True)
+class Split:
+    """How a row is shared."""
+
+    size: int
+    """Context-parallel ranks."""
+    scheme: str
+    """As context_parallel_attention takes it; empty for one rank."""
+    group: Any
+    """The process group of this rank's row; None for one rank."""
+
+    def __str__(self) -> str:
+        return f"CP {self.size} {self.scheme:10s}"
+
+
+def splits_of(window: int | None, groups: dict[int, Any]) -> list[Split]:
+    """Return one rank, then every scheme over 2 and over 4 ranks; ``groups`` are by size."""
+    splits = [Split(1, "", None)]
+    for size in (2, 4):
+        for scheme in ("halo" if window else "all_gather", "all_to_all"):
+            splits.append(Split(size, scheme, groups[size]))
+    return splits
+
+
 class Layer:
-    """One rank's part of an attention layer over ``size`` ranks, with random inputs that do not depend on ``size``."""
+    """One rank's share of an attention layer; the random row is the same for every split."""
 
-    def __init__(self, lengths: list[int], window: int | None, size: int, group: Any, scheme: str) -> None:
-        self.lengths, self.window, self.size, self.group, self.scheme = lengths, window, size, group, scheme
-        self.layout = balanced_layout((0, *accumulate(lengths)), size)
+    def __init__(self, lengths: list[int], window: int | None, split: Split) -> None:
+        self.window = window
+        self.split = split
+        self.layout = balanced_layout((0, *accumulate(lengths)), split.size)
         self.cu_seqlens = torch.tensor(self.layout.offsets, dtype=torch.int32, device="cuda")
+        self.rank_tokens = self.layout.rank_tokens(dist.get_rank() % split.size).cuda()
+
         generator = torch.Generator("cuda").manual_seed(0)
-        part = self.layout.rank_tokens(dist.get_rank() % size).cuda()
+        q = self._random_rows(HEADS, generator)
+        k = self._random_rows(KV_HEADS, generator)
+        v = self._random_rows(KV_HEADS, generator)
+        sinks = torch.randn(HEADS, device="cuda", generator=generator) * 1.5 + 1
+        self.leaves = [leaf.requires_grad_() for leaf in (q, k, v, sinks)]
+        self.grad_o = self._random_rows(HEADS, generator)
 
-        def normal(heads: int) -> torch.Tensor:
-            row = torch.empty(part.numel(), heads, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
-            for head in range(heads):  # one head at a time: the whole row would count as this layer's memory
-                whole = torch.randn(sum(lengths), HEAD_SIZE, device="cuda", generator=generator).bfloat16()
-                row[:, head] = whole[part]
-            return row
+    def _random_rows(self, heads: int, generator: torch.Generator) -> torch.Tensor:
+        """Return this rank's tokens of a random row, [tokens, heads, HEAD_SIZE] in bf16."""
+        tokens = self.layout.offsets[-1]
+        rows = torch.empty(
+            len(self.rank_tokens),
+            heads,
+            HEAD_SIZE,
+            dtype=torch.bfloat16,
+            device="cuda",
+        )
+        # One head at a time: the row of all ranks would count as this layer's memory.
+        for head in range(heads):
+            row = torch.randn(tokens, HEAD_SIZE, device="cuda", generator=generator)
+            rows[:, head] = row.bfloat16()[self.rank_tokens]
+        return rows
 
-        self.leaves = [normal(HEADS), normal(KV_HEADS), normal(KV_HEADS)]
-        self.leaves.append(torch.randn(HEADS, device="cuda", generator=generator) * 1.5 + 1)
-        self.leaves = [leaf.requires_grad_() for leaf in self.leaves]
-        self.grad_o = normal(HEADS)
-
-    def forward(self) -> Any:
-        if self.size == 1:
-            packing = {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.layout.longest}
-            return sink_attention(*self.leaves, **packing, window=self.window, scale=SCALE)
-        return context_parallel_attention(*self.leaves, self.layout, self.group, self.window, SCALE, scheme=self.scheme)
+    def forward(self) -> torch.Tensor:
+        if self.split.size == 1:
+            return sink_attention(
+                *self.leaves,
+                cu_seqlens=self.cu_seqlens,
+                max_seqlen=self.layout.longest,
+                window=self.window,
+                scale=SCALE,
+            )
+        return context_parallel_attention(
+            *self.leaves,
+            self.layout,
+            self.split.group,
+            self.window,
+            SCALE,
+            scheme=self.split.scheme,
+        )
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
+        """Return the output and the gradients of q, k, v and sinks."""
         out = self.forward()
         return out.detach(), *torch.autograd.grad(out, self.leaves, self.grad_o)
 
 
 def eager_ms(call: Callable[[], Any], rounds: int, calls: int) -> float:
-    """Milliseconds per call of ``calls`` in a row, the median of ``rounds``, on the slowest rank."""
+    """Return milliseconds per call on the slowest rank: the median of ``rounds`` of ``calls``."""
     times = []
     for _ in range(rounds + 1):
         dist.barrier()
         torch.cuda.synchronize()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(calls):
             call()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / calls)
-    return slowest(median(times[1:]))
+    return largest(median(times[1:]))  # the first round warms up
 
 
 def graph_ms(call: Callable[[], Any], rounds: int, calls: int) -> float:
+    """Return milliseconds per call as ``eager_ms`` does, with the calls of a round in one graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()
     torch.cuda.synchronize()
+
+    # NCCL's watchdog thread queries its events meanwhile, which would end a capture of all
+    # threads.
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # NCCL's watchdog asks its events
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(calls):
             call()
-    result = eager_ms(graph.replay, rounds, 1) / calls
-    del graph
-    return result
+    return eager_ms(graph.replay, rounds, 1) / calls
 
 
 def peak_gb(make: Callable[[], Layer]) -> float:
-    """Peak of one forward and backward pass, inputs and gradients included, on the fullest rank."""
+    """Return the peak of a forward and backward pass with its inputs, on the fullest rank."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     layer = make()
@@ -126,176 +188,264 @@ def peak_gb(make: Callable[[], Layer]) -> float:
     torch.cuda.reset_peak_memory_stats()
     layer()
     torch.cuda.synchronize()
-    return slowest((torch.cuda.max_memory_allocated() - before) / 1e9)
+    return largest((torch.cuda.max_memory_allocated() - before) / 1e9)
 
 
 def correctness(groups: dict[int, Any]) -> list[dict[str, Any]]:
-    """Errors against fp64 of what all ranks computed, beside those of one GPU: ||x - exact|| / ||exact||."""
+    """Measure ||x - exact|| / ||exact|| against fp64, of one rank and of every split."""
     rows = []
     for window in (128, None):
-        one = Layer(UNEVEN, window, 1, None, "")
-        exact_inputs = [x.detach().double() for x in one.leaves]
-        packing = packed_layout(one.cu_seqlens)
-        o, lse = reference_forward(*exact_inputs, packing, window, SCALE)
-        exact = (o, *reference_backward((*exact_inputs, o, lse), one.grad_o.double(), packing, window, SCALE))
-        for size in (1, 2, 4):
-            for scheme in ("",) if size == 1 else ("all_to_all", "halo" if window else "all_gather"):
-                layer = Layer(UNEVEN, window, size, groups[size], scheme)
-                part = layer.layout.rank_tokens(dist.get_rank() % size).cuda()
-                *local, dsinks = layer()
-                if size > 1:
-                    dist.all_reduce(dsinks, group=groups[size])
-                pairs = [(x, y[part]) for x, y in zip(local, exact, strict=False)] + [(dsinks, exact[-1])]
-                errors = [slowest(float((x.double() - y).norm() / y.norm())) for x, y in pairs]
-                names = ("o", "dq", "dk", "dv", "dsinks")
-                rows.append({"window": window, "size": size, "scheme": scheme, **dict(zip(names, errors, strict=True))})
-                report(f"window {window} CP {size} {scheme:10s} " + "  ".join(f"{e:.2e}" for e in errors))
+        exact = exact_results(window)
+        for split in splits_of(window, groups):
+            errors = relative_errors(Layer(UNEVEN, window, split), exact)
+            rows.append({"window": window, "size": split.size, "scheme": split.scheme, **errors})
+            report(f"window {window} {split} " + "  ".join(f"{error:.2e}" for error in errors.values()))
     return rows
 
 
-def bandwidth(group: Any) -> dict[str, float]:
-    """Bytes per second that a rank sends to the others, 256 MB per rank."""
+def exact_results(window: int | None) -> tuple[torch.Tensor, ...]:
+    """Return output and gradients of the uneven row in fp64."""
+    layer = Layer(UNEVEN, window, Split(1, "", None))
+    inputs = [leaf.detach().double() for leaf in layer.leaves]
+    packing = packed_layout(layer.cu_seqlens)
+    o, lse = reference_forward(*inputs, packing, window, SCALE)
+    gradients = reference_backward(
+        (*inputs, o, lse),
+        layer.grad_o.double(),
+        packing,
+        window,
+        SCALE,
+    )
+    return o, *gradients
+
+
+def relative_errors(layer: Layer, exact: tuple[torch.Tensor, ...]) -> dict[str, float]:
+    """Return the error of o, dq, dk, dv and dsinks on the worst rank."""
+    *results, dsinks = layer()
+    if layer.split.size > 1:
+        dist.all_reduce(dsinks, group=layer.split.group)
+    expected = [tensor[layer.rank_tokens] for tensor in exact[:-1]]
+
+    errors = {}
+    names = ("o", "dq", "dk", "dv", "dsinks")
+    for name, result, reference in zip(
+        names,
+        [*results, dsinks],
+        [*expected, exact[-1]],
+        strict=True,
+    ):
+        difference = (result.double() - reference).norm() / reference.norm()
+        errors[name] = largest(float(difference))
+    return errors
+
+
+def bandwidth() -> dict[str, float]:
+    """Return bytes per second that a rank sends to the others, 256 MB per rank, and the seconds of
+    a tiny message."""
+    size = dist.get_world_size()
     send = torch.randn(64 << 20, device="cuda")
-    wide = torch.empty(dist.get_world_size() * send.numel(), device="cuda")
-    share = (dist.get_world_size() - 1) / dist.get_world_size()
-    tiny = torch.zeros(dist.get_world_size(), device="cuda")
-    calls = {
-        "all_to_all": (lambda: dist.all_to_all_single(wide[: send.numel()], send), send.numel() * 4 * share),
-        "all_gather": (lambda: dist.all_gather_into_tensor(wide, send), wide.numel() * 4 * share),
-        "small_all_to_all": (lambda: dist.all_to_all_single(torch.empty_like(tiny), tiny), 0),
-    }
+    gathered = torch.empty(size * send.numel(), device="cuda")
+    tiny = torch.zeros(size, device="cuda")
+    share_of_others = (size - 1) / size
+
     result = {}
-    for name, (call, size) in calls.items():
-        ms = eager_ms(call, 5, 10)
-        result[name] = size / ms * 1e3 if size else ms / 1e3
-        report(f"{name}: {size / ms / 1e6:.0f} GB/s" if size else f"{name}: {ms * 1e3:.0f} us")
+    for name, call, sent in (
+        (
+            "all_to_all",
+            lambda: dist.all_to_all_single(gathered[: send.numel()], send),
+            send.nbytes * share_of_others,
+        ),
+        (
+            "all_gather",
+            lambda: dist.all_gather_into_tensor(gathered, send),
+            gathered.nbytes * share_of_others,
+        ),
+    ):
+        seconds = eager_ms(call, 5, 10) / 1e3
+        result[name] = sent / seconds
+        report(f"{name}: {sent / seconds / 1e9:.0f} GB/s")
+
+    seconds = eager_ms(lambda: dist.all_to_all_single(torch.empty_like(tiny), tiny), 5, 10) / 1e3
+    result["small_all_to_all"] = seconds
+    report(f"small_all_to_all: {seconds * 1e6:.0f} us")
     return result
 
 
 def timing(window: int | None, groups: dict[int, Any]) -> list[dict[str, Any]]:
+    """Measure time and memory of every split of every row."""
     rows: list[dict[str, Any]] = []
     for tokens in (32_768, 131_072):
         for case, lengths in {"one sequence": [tokens], "episodes": episodes(tokens)}.items():
-            single: dict[str, Any] = {}
-            for size in (1, 2, 4):
-                for scheme in ("",) if size == 1 else ("halo" if window else "all_gather", "all_to_all"):
-
-                    def make(size: int = size, scheme: str = scheme, lengths: list[int] = lengths) -> Layer:
-                        return Layer(lengths, window, size, groups[size], scheme)
-
-                    gigabytes = peak_gb(make)
-                    layer = make()
-                    long = window is None and tokens > 40_000
-                    eager = eager_ms(layer, 3, 1 if long else 10)
-                    graph = None if long else graph_ms(layer, 5, 3)
-                    row = {"window": window, "tokens": tokens, "case": case, "sequences": len(lengths), "size": size}
-                    row |= {"scheme": scheme, "eager_ms": eager, "graph_ms": graph, "peak_gb": gigabytes}
-                    single = single or row
-                    ms, whole = (graph or eager), (single["graph_ms"] or single["eager_ms"])
-                    row |= {"efficiency": whole / ms / size, "memory_ratio": gigabytes * size / single["peak_gb"]}
-                    costs = {c.scheme: c for c in candidates(layer.layout, SHAPE, window, H200)}
-                    row["model_ms"] = costs[scheme].seconds * 1e3 if size > 1 else None
-                    rows.append(row)
-                    report(
-                        f"window {window!s:5} {tokens:6d} {case:12s} CP {size} {scheme:10s} eager {eager:8.3f} ms  "
-                        f"graph {graph or 0:8.3f} ms  scaling {row['efficiency']:.3f}  peak {gigabytes:.2f} GB "
-                        f"(x CP {row['memory_ratio']:.3f})  model {row['model_ms'] or 0:.3f} ms"
-                    )
-                    del layer
-                    torch.cuda.empty_cache()
+            alone: dict[str, Any] | None = None
+            for split in splits_of(window, groups):
+                row = {"window": window, "tokens": tokens, "case": case, "sequences": len(lengths)}
+                row |= {"size": split.size, "scheme": split.scheme}
+                row |= measure_layer(lengths, window, split)
+                alone = alone or row
+                row |= compare_with_one_rank(row, alone)
+                rows.append(row)
+                report(
+                    f"window {window!s:5} {tokens:6d} {case:12s} {split} eager {row['eager_ms']:8.3f} ms  "
+                    f"graph {row['graph_ms'] or 0:8.3f} ms  scaling {row['efficiency']:.3f}  "
+                    f"peak {row['peak_gb']:.2f} GB (x CP {row['memory_ratio']:.3f})  "
+                    f"model {row['model_ms'] or 0:.3f} ms"
+                )
     return rows
 
 
-def ring_floor(tokens: int, size: int = 4) -> dict[str, float]:
-    """What a ring's attention calls alone would cost: no communication, no merging, no sink (flash-attn-4).
+def measure_layer(lengths: list[int], window: int | None, split: Split) -> dict[str, Any]:
+    """Return eager_ms, graph_ms, peak_gb and, from the cost model, model_ms of one split."""
+    gigabytes = peak_gb(lambda: Layer(lengths, window, split))
+    layer = Layer(lengths, window, split)
 
-    With head-tail chunks a rank attends to its own tokens causally and then, for each other rank, either with all of
-    its queries to half of that rank's keys or with half of its queries to all of them.
+    # Full attention over the long row takes so long that a graph would hide nothing.
+    is_long = window is None and sum(lengths) > 40_000
+    eager = eager_ms(layer, 3, 1 if is_long else 10)
+    graph = None if is_long else graph_ms(layer, 5, 3)
+
+    predicted = None
+    if split.size > 1:
+        costs = {cost.scheme: cost for cost in candidates(layer.layout, SHAPE, window, H200)}
+        predicted = costs[split.scheme].seconds * 1e3
+
+    del layer
+    torch.cuda.empty_cache()
+    return {"eager_ms": eager, "graph_ms": graph, "peak_gb": gigabytes, "model_ms": predicted}
+
+
+def compare_with_one_rank(row: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
+    """Return the share of a perfect speed-up, and all ranks' memory relative to one rank's."""
+    milliseconds = row["graph_ms"] or row["eager_ms"]
+    milliseconds_alone = alone["graph_ms"] or alone["eager_ms"]
+    return {
+        "efficiency": milliseconds_alone / milliseconds / row["size"],
+        "memory_ratio": row["peak_gb"] * row["size"] / alone["peak_gb"],
+    }
+
+
+def ring_floor(tokens: int, size: int = 4) -> dict[str, float]:
+    """Measure what a ring's attention calls alone would cost: no communication, no merging, no
+    sink (flash-attn-4).
+
+    With head-tail chunks a rank attends to its own tokens causally and then, for each other rank,
+    either with all of its queries to half of that rank's keys or with half of its queries to all
+    of them.
     """
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     local = tokens // size
     q = torch.randn(local, HEADS, HEAD_SIZE, device="cuda").bfloat16()
-    k, v = (torch.randn(local, KV_HEADS, HEAD_SIZE, device="cuda").bfloat16() for _ in range(2))
+    k = torch.randn(local, KV_HEADS, HEAD_SIZE, device="cuda").bfloat16()
+    v = torch.randn(local, KV_HEADS, HEAD_SIZE, device="cuda").bfloat16()
 
-    def step(queries: int, keys: int, causal: bool) -> None:
-        offsets = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (queries, keys)]
-        packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
-        packing |= {"max_seqlen_q": queries, "max_seqlen_k": keys, "causal": causal, "softmax_scale": SCALE}
+    def attend(queries: int, keys: int, causal: bool) -> None:
+        packing = {
+            "cu_seqlens_q": torch.tensor([0, queries], dtype=torch.int32, device="cuda"),
+            "cu_seqlens_k": torch.tensor([0, keys], dtype=torch.int32, device="cuda"),
+            "max_seqlen_q": queries,
+            "max_seqlen_k": keys,
+            "causal": causal,
+            "softmax_scale": SCALE,
+        }
         o, lse = _flash_attn_fwd(q[:queries], k[:keys], v[:keys], return_lse=True, **packing)[:2]
         _flash_attn_bwd(q[:queries], k[:keys], v[:keys], o, o, lse, **packing)
 
     return {
-        "own": eager_ms(lambda: step(local, local, True), 3, 3),
-        "half_keys": eager_ms(lambda: step(local, local // 2, False), 3, 3),
-        "half_queries": eager_ms(lambda: step(local // 2, local, False), 3, 3),
+        "own": eager_ms(lambda: attend(local, local, True), 3, 3),
+        "half_keys": eager_ms(lambda: attend(local, local // 2, False), 3, 3),
+        "half_queries": eager_ms(lambda: attend(local // 2, local, False), 3, 3),
     }
 
 
 def ring() -> dict[str, Any]:
+    """Return the milliseconds of a ring's attention calls over four ranks, by tokens."""
     result = {}
     for tokens in (32_768, 131_072):
-        parts = ring_floor(tokens)
-        totals = {r: parts["own"] + r * parts["half_keys"] + (3 - r) * parts["half_queries"] for r in range(4)}
-        result[str(tokens)] = parts | {"slowest_rank": max(totals.values())}
-        report(f"ring, attention calls alone, {tokens} tokens, CP 4: {max(totals.values()):.3f} ms  {parts}")
+        calls = ring_floor(tokens)
+
+        # Rank r attends to half the keys of r others and with half its queries to the 3 - r that
+        # remain.
+        totals = [calls["own"] + r * calls["half_keys"] + (3 - r) * calls["half_queries"] for r in range(4)]
+        result[str(tokens)] = calls | {"slowest_rank": max(totals)}
+        report(
+            f"ring, attention calls alone, {tokens} tokens, CP 4: {max(totals):.3f} ms  {calls}",
+        )
     return result
 
 
 def transformer_engine(groups: dict[int, Any]) -> list[dict[str, Any]]:
-    """Transformer Engine's all-to-all with its learnable softmax, one sequence per row, unpacked (its packed form needs
-    cuDNN 9.26 for the sink's gradient and is not fused below that)."""
-    from transformer_engine.pytorch import DotProductAttention
+    """Measure Transformer Engine's all-to-all with its learnable softmax, one sequence per row,
+    unpacked.
 
-    group, rows = groups[4], []
-    stream = torch.cuda.Stream()
+    Its packed form needs cuDNN 9.26 for the sink's gradient and is not fused below that."""
+    rows = []
     for window in (128, None):
         for tokens in (32_768, 131_072):
             for size in (1, 4):
-                module = DotProductAttention(
-                    HEADS, HEAD_SIZE, num_gqa_groups=KV_HEADS, attention_dropout=0.0, qkv_format="bshd",
-                    attn_mask_type="causal", window_size=(127, 0) if window else (-1, 0), softmax_type="learnable",
-                ).cuda()  # fmt: skip
-                if size > 1:
-                    module.set_context_parallel_group(group, list(range(4)), stream, "a2a")
-                local = tokens // size
-                q = torch.randn(1, local, HEADS, HEAD_SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-                k, v = (
-                    torch.randn(1, local, KV_HEADS, HEAD_SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-                    for _ in range(2)
-                )
-
-                def call(module: Any = module, inputs: tuple[torch.Tensor, ...] = (q, k, v)) -> None:
-                    out = module(*inputs)
-                    torch.autograd.grad(out, [*inputs, *module.parameters()], out.detach())
-
-                call()
-                ms = eager_ms(call, 3, 2)
+                ms = transformer_engine_ms(window, tokens, size, groups[4])
                 rows.append({"window": window, "tokens": tokens, "size": size, "eager_ms": ms})
-                report(f"Transformer Engine a2a, window {window}, {tokens} tokens, CP {size}: {ms:.3f} ms")
-                del module, q, k, v, call
+                report(
+                    f"Transformer Engine a2a, window {window}, {tokens} tokens, CP {size}: {ms:.3f} ms",
+                )
                 torch.cuda.empty_cache()
     return rows
 
 
+def transformer_engine_ms(window: int | None, tokens: int, size: int, group: Any) -> float:
+    """Return the milliseconds of a forward and backward pass over ``size`` ranks."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    module = DotProductAttention(
+        HEADS,
+        HEAD_SIZE,
+        num_gqa_groups=KV_HEADS,
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type="causal",
+        window_size=(-1, 0) if window is None else (window - 1, 0),
+        softmax_type="learnable",
+    ).cuda()
+    if size > 1:
+        module.set_context_parallel_group(group, list(range(size)), torch.cuda.Stream(), "a2a")
+
+    def random_input(heads: int) -> torch.Tensor:
+        shape = (1, tokens // size, heads, HEAD_SIZE)
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    inputs = [random_input(HEADS), random_input(KV_HEADS), random_input(KV_HEADS)]
+
+    def call() -> None:
+        out = module(*inputs)
+        torch.autograd.grad(out, [*inputs, *module.parameters()], out.detach())
+
+    call()
+    return eager_ms(call, 3, 2)
+
+
 def report(line: str) -> None:
+    """Print a line, on rank 0 alone."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--only", nargs="*", help="sections to run, all without it")
     parser.add_argument("--out", help="write the figures as JSON")
     options = parser.parse_args()
+
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=device)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    groups = {1: None, 2: pairs[dist.get_rank() // 2], 4: dist.group.WORLD}
+    groups = {2: pairs[dist.get_rank() // 2], 4: dist.group.WORLD}
+
     sections: dict[str, Callable[[], Any]] = {
         "correctness": lambda: correctness(groups),
-        "bandwidth": lambda: bandwidth(dist.group.WORLD),
+        "bandwidth": bandwidth,
         "window": lambda: timing(128, groups),
         "full": lambda: timing(None, groups),
         "ring": ring,
@@ -311,6 +461,8 @@ def main() -> None:
             result[name] = f"{type(error).__name__}: {error}"
             report(f"{name} did not run: {traceback.format_exc()}")
         torch.cuda.empty_cache()
+
+        # After every section, so that a later one that hangs costs nothing.
         if options.out and dist.get_rank() == 0:
             with open(options.out, "w") as file:
                 json.dump(result, file, indent=1)

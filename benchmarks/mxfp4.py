@@ -12,34 +12,41 @@ import torch
 from gptoss_kernels.mxfp4 import dequantize, quantize
 
 
-def blocks_and_scales(count: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def random_blocks_and_scales(count: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random MXFP4: blocks [count, 16] and scales [count], both uint8."""
     blocks = torch.randint(0, 256, (count, 16), dtype=torch.uint8, device=device)
-    return blocks, torch.randint(112, 122, (count,), dtype=torch.uint8, device=device)
+    scales = torch.randint(112, 122, (count,), dtype=torch.uint8, device=device)
+    return blocks, scales
 
 
-def cpu() -> dict[str, float]:
-    """GB/s of bf16, best of ten over 64 MB of it."""
+def measure_cpu() -> dict[str, float]:
+    """Return GB/s of bf16 on one core, the best of ten calls over 64 MB of it."""
     torch.set_num_threads(1)
-    blocks, scales = blocks_and_scales(1_000_000, "cpu")
+    blocks, scales = random_blocks_and_scales(1_000_000, "cpu")
     out = torch.empty(blocks.shape[0] * 32, dtype=torch.bfloat16)
     calls = {
         "dequantize": lambda: dequantize(blocks, scales, out=out),
         "quantize": lambda: quantize(out),
         "quantize with hint": lambda: quantize(out, scales),
     }
-    return {name: out.numel() * 2 / min(timeit.repeat(call, number=1, repeat=10)) / 1e9 for name, call in calls.items()}
+
+    speeds = {}
+    for name, call in calls.items():
+        seconds = min(timeit.repeat(call, number=1, repeat=10))
+        speeds[name] = out.nbytes / seconds / 1e9
+    return speeds
 
 
-def gpu() -> dict[str, float]:
-    """Bytes read plus written per second, as a share of a plain copy's, both measured interleaved here."""
-    from timing import interleaved
+def measure_gpu() -> dict[str, float]:
+    """Return bytes read plus written per second, as a share of a plain copy's."""
+    from timing import time_interleaved
 
-    blocks, scales = blocks_and_scales(16_000_000, "cuda")
+    blocks, scales = random_blocks_and_scales(16_000_000, "cuda")
     out = torch.empty(blocks.shape[0] * 32, dtype=torch.bfloat16, device="cuda")
-    dequantize(blocks, scales, out=out)
+    dequantize(blocks, scales, out=out)  # so that ``quantize`` sees real weights
     source = out.view(torch.float32)
     target = torch.empty_like(source)
-    times = interleaved(
+    milliseconds = time_interleaved(
         {
             "copy": lambda: target.copy_(source),
             "dequantize": lambda: dequantize(blocks, scales, out=out),
@@ -47,22 +54,29 @@ def gpu() -> dict[str, float]:
             "quantize with hint": lambda: quantize(out, scales),
         }
     )
-    wide, narrow = out.numel() * 2, blocks.numel() + scales.numel()
-    copy = 2 * wide / times["copy"]
-    result = {"copy TB/s": copy / 1e9}
-    for name, moved in (("dequantize", wide + narrow), ("quantize", wide + narrow)):
-        result[name] = moved / times[name] / copy
-    result["quantize with hint"] = (wide + narrow + scales.numel()) / times["quantize with hint"] / copy
+
+    converted = out.nbytes + blocks.nbytes + scales.nbytes
+    moved = {
+        "dequantize": converted,
+        "quantize": converted,
+        "quantize with hint": converted + scales.nbytes,  # the hint is read, too
+    }
+    copy_speed = 2 * out.nbytes / milliseconds["copy"]
+    result = {"copy TB/s": copy_speed / 1e9}
+    for name, size in moved.items():
+        result[name] = size / milliseconds[name] / copy_speed
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out")
+    parser.add_argument("--out", help="write the figures as JSON")
     options = parser.parse_args()
-    result = {"cpu GB/s of bf16, one core": cpu()}
+
+    result = {"cpu GB/s of bf16, one core": measure_cpu()}
     if torch.cuda.is_available():
-        result["gpu, share of copy bandwidth"] = gpu()
+        result["gpu, share of copy bandwidth"] = measure_gpu()
+
     for title, row in result.items():
         print(title, {name: round(value, 3) for name, value in row.items()})
     if options.out:

@@ -3,7 +3,8 @@
     python benchmarks/packing.py                # measure
     python benchmarks/packing.py --record       # write packing_lengths.json anew (a minute; needs the o200k vocabulary)
 
-``packing_lengths.json`` holds, per distribution, tokens of a sequence -> how many there are, as o200k counts them:
+``packing_lengths.json`` holds, per distribution, tokens of a sequence -> how many there are, as
+o200k counts them:
 
 - episodes: 1,024 demonstrations of each of the four environments, whole multi-turn episodes in Harmony; `incident` at
   its levels 1 to 3 in turn, all other options at their defaults.
@@ -21,6 +22,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.packing import PackedBatch, Sample, pack
@@ -31,86 +33,136 @@ LONGEST = 32_768
 GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
 
 
-def episodes(count: int = 1024) -> list[int]:
+def record_episodes(count: int = 1024) -> list[int]:
+    """Return the tokens of ``count`` demonstrations of each environment."""
     from rl_loop.config.training import DemonstrationConfig
     from rl_loop.environments import environment_class
     from rl_loop.harmony.codec import Harmony, PromptConfig
     from rl_loop.harmony.vocabulary import GptOssVocabulary
     from rl_loop.tasks.demonstrations import demonstrate
 
-    harmony, lengths = Harmony(GptOssVocabulary(), PromptConfig()), []
+    harmony = Harmony(GptOssVocabulary(), PromptConfig())
+    lengths = []
     for name in ("retool", "gsm8k", "instructions", "incident"):
         environment = environment_class(name)
         for i in range(count):
             options = {"level": i % 3 + 1} if name == "incident" else {}
             task = environment.generate("train", 0, i, environment.Options.model_validate(options))
             task = replace(task, environment=name)
-            lengths.append(len(demonstrate(task, harmony, DemonstrationConfig(), f"{name}/{i}").token_ids))
+            demonstration = demonstrate(task, harmony, DemonstrationConfig(), f"{name}/{i}")
+            lengths.append(len(demonstration.token_ids))
     return lengths
 
 
-def documents() -> list[int]:
+def record_documents() -> list[int]:
+    """Return the tokens of every file of the standard library, cut at LONGEST."""
     from rl_loop.harmony.vocabulary import GptOssVocabulary
 
-    vocabulary, lengths = GptOssVocabulary(), []
+    vocabulary = GptOssVocabulary()
     library = Path(sysconfig.get_paths()["stdlib"])
+    lengths = []
     for path in sorted(library.rglob("*.py")):
-        if "site-packages" not in path.parts and (text := path.read_text(errors="replace")):
-            lengths.append(min(LONGEST, len(vocabulary.encode_text(text))))
-    return [length for length in lengths if length > 1]
+        if "site-packages" in path.parts:
+            continue
+        tokens = len(vocabulary.encode_text(path.read_text(errors="replace")))
+        if tokens > 1:
+            lengths.append(min(LONGEST, tokens))
+    return lengths
+
+
+def record() -> None:
+    """Write FILE anew."""
+    recorded: dict[str, Any] = {"python": platform.python_version()}
+    for name, lengths in (("episodes", record_episodes()), ("documents", record_documents())):
+        counts = sorted(Counter(lengths).items())
+        recorded[name] = {str(length): count for length, count in counts}
+    FILE.write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
+
+
+def batch_flops(batch: PackedBatch) -> int:
+    """Return the work of one micro-batch."""
+    return forward_flops(GPT_OSS_20B, batch.cu_seqlens.diff().tolist())
 
 
 def measure(lengths: list[int], ranks: int, limit: int) -> dict[str, float]:
-    """Of one step's sequences: shares, and how much longer the slowest takes than the mean."""
+    """Pack one step's sequences and return how full and how even the micro-batches are.
+
+    ``useful`` and ``filled`` are shares of the tokens that are computed and that would fit; the
+    slowest rank and the slowest of each micro-batch are relative to the mean work of the ranks."""
     samples = [Sample([0] * length, [0] + [1] * (length - 1)) for length in lengths]
     per_rank = pack(samples, limit, ranks, 8, lambda length: forward_flops(GPT_OSS_20B, [length]))
 
-    def work(batch: PackedBatch) -> int:
-        return forward_flops(GPT_OSS_20B, batch.cu_seqlens.diff().tolist())
+    batches = [batch for rank in per_rank for batch in rank]
+    work = [[batch_flops(batch) for batch in rank] for rank in per_rank]
+    mean_work = sum(map(sum, work)) / ranks
 
+    # The first token of a sequence predicts nothing and is not computed.
     tokens = sum(lengths) - len(lengths)
-    rows = [batch for batches in per_rank for batch in batches]
-    works = [[work(batch) for batch in batches] for batches in per_rank]
-    mean = sum(map(sum, works)) / ranks
-    in_order, sizes = sorted((n - 1 for n in lengths), reverse=True), []
-    while in_order:  # unpacked: as many of similar length as fit when padded to the longest of them
-        together = max(1, limit // in_order[0])
-        sizes.append(in_order[0] * len(in_order[:together]))
-        in_order = in_order[together:]
-    shuffled = Random(0).sample(lengths, len(lengths))
-    fours = [shuffled[i : i + 4] for i in range(0, len(shuffled), 4)]
     return {
         "sequences": len(lengths),
         "micro_batches_per_rank": len(per_rank[0]),
-        "useful": tokens / sum(batch.tokens for batch in rows),
-        "filled": tokens / (limit * len(rows)),
-        "slowest_rank": max(map(sum, works)) / mean,
-        "slowest_of_each_micro_batch": sum(map(max, zip(*works, strict=True))) / mean,
-        "useful_if_padded_in_fours": tokens / sum(len(four) * max(four) for four in fours),
-        "useful_if_sorted_and_padded": tokens / sum(sizes),
+        "useful": tokens / sum(batch.tokens for batch in batches),
+        "filled": tokens / (limit * len(batches)),
+        "slowest_rank": max(map(sum, work)) / mean_work,
+        "slowest_of_each_micro_batch": sum(map(max, zip(*work, strict=True))) / mean_work,
+        "useful_if_padded_in_fours": tokens / padded_in_fours(lengths),
+        "useful_if_sorted_and_padded": tokens / sorted_and_padded(lengths, limit),
     }
 
 
+def padded_in_fours(lengths: list[int]) -> int:
+    """Return the tokens of random batches of four, padded to the longest of each batch."""
+    shuffled = Random(0).sample(lengths, len(lengths))
+    total = 0
+    for start in range(0, len(shuffled), 4):
+        four = shuffled[start : start + 4]
+        total += len(four) * max(four)
+    return total
+
+
+def sorted_and_padded(lengths: list[int], limit: int) -> int:
+    """Return the tokens of batches of similar lengths, as many as fit ``limit`` when padded to the
+    longest of them."""
+    remaining = sorted((length - 1 for length in lengths), reverse=True)
+    total = 0
+    while remaining:
+        longest = remaining[0]
+        count = max(1, limit // longest)
+        total += longest * len(remaining[:count])
+        remaining = remaining[count:]
+    return total
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--record", action="store_true", help="write packing_lengths.json anew")
     parser.add_argument("--limit", type=int, default=LONGEST, help="tokens of a micro-batch")
-    args = parser.parse_args()
-    if args.record:
-        recorded = {"python": platform.python_version()}
-        for name, lengths in (("episodes", episodes()), ("documents", documents())):
-            recorded[name] = {str(length): count for length, count in sorted(Counter(lengths).items())}
-        FILE.write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
+    options = parser.parse_args()
+    if options.record:
+        record()
+
     recorded = json.loads(FILE.read_text())
     for name in ("episodes", "documents"):
-        everything = [int(length) for length, count in recorded[name].items() for _ in range(count)]
-        everything.sort()
-        quantiles = {q: everything[int(q / 100 * (len(everything) - 1))] for q in (0, 50, 90, 99, 100)}
-        print(json.dumps({"distribution": name, "sequences": len(everything), "percentiles": quantiles}))
-        step = Random(0).sample(everything, 1024)
+        lengths = sorted(
+            Counter({int(length): count for length, count in recorded[name].items()}).elements(),
+        )
+        percentiles = {q: lengths[int(q / 100 * (len(lengths) - 1))] for q in (0, 50, 90, 99, 100)}
+        print(
+            json.dumps(
+                {"distribution": name, "sequences": len(lengths), "percentiles": percentiles},
+            )
+        )
+
+        step = Random(0).sample(lengths, 1024)
         for ranks in (1, 4, 8, 32):
-            figures = {key: round(value, 4) for key, value in measure(step, ranks, args.limit).items()}
-            print(json.dumps({"distribution": name, "data_parallel": ranks, **figures}), flush=True)
+            figures = {key: round(value, 4) for key, value in measure(step, ranks, options.limit).items()}
+            print(
+                json.dumps({"distribution": name, "data_parallel": ranks, **figures}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""flash-attn-4 without its native sink, for the sink to be folded in: what tests and benchmarks use in the place of
-FlashAttention-3, which need not be installed."""
+"""flash-attn-4 without its native sink, for the sink to be folded in.
+
+Tests and benchmarks use it in the place of FlashAttention-3, which need not be installed.
+"""
 
 import functools
 from typing import Any
@@ -11,10 +13,16 @@ from gptoss_kernels.sink_attention.flash import PlainKernels
 
 @functools.cache
 def flash4_kernels() -> PlainKernels:
-    """flash-attn-4's kernels without their native sink."""
+    """Return flash-attn-4's forward and backward kernels without their native sink."""
     import flash_attn.cute.interface as interface
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
         o, lse = interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True, **options)[:2]
         return o, lse
 

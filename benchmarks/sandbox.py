@@ -1,4 +1,4 @@
-"""Executions per second of the warm sandbox: ``python benchmarks/sandbox.py``. Prints one line of JSON."""
+"""Executions per second of the warm sandbox: ``python benchmarks/sandbox.py`` prints them as JSON."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from rl_loop.sandbox import PythonSandbox, SandboxConfig
 
 
 async def measure(workers: int, calls: int, code: str) -> dict[str, object]:
-    """Run ``calls`` copies of ``code``, always two per worker under way. Times are milliseconds seen by the caller."""
+    """Run ``calls`` copies of ``code``, two per worker at a time, and time each call."""
     slots = asyncio.Semaphore(2 * workers)
     async with PythonSandbox(SandboxConfig(workers=workers)) as sandbox:
 
         async def latency() -> float:
             async with slots:
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 result = await sandbox.run(code)
                 if result.exit_code != 0:
                     raise SystemExit(f"the program failed: {result.output}")
-                return 1e3 * (time.perf_counter() - begun)
+                return 1e3 * (time.perf_counter() - started)
 
+        # Every worker is started and warm before anything is timed.
         await asyncio.gather(*(latency() for _ in range(10 * workers)))
-        begun = time.perf_counter()
+
+        started = time.perf_counter()
         latencies = sorted(await asyncio.gather(*(latency() for _ in range(calls))))
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
     return {
         "code": code,
         "workers": workers,

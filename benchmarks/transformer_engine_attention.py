@@ -1,4 +1,4 @@
-"""Transformer Engine's attention in place of ours, to compare with: ``build_model(..., core_attention=...)``."""
+"""Transformer Engine's attention in place of ours: ``build_model(..., core_attention=...)``."""
 
 from typing import Any
 
@@ -11,15 +11,17 @@ from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
 
 
 class TransformerEngineAttention(TEDotProductAttention):
-    """With SinkAttention's inputs, outputs and parameter, without context parallelism.
+    """Has SinkAttention's inputs, outputs and parameter, but no context parallelism.
 
-    A row of sequences of one length runs unpacked. Transformer Engine fuses others, with the sink's gradient, from
-    cuDNN 9.26 on only, and may have no backend for them below.
+    A row of sequences of one length runs unpacked. Other rows, with the sink's gradient, are fused
+    by Transformer Engine from cuDNN 9.26 on; with an older one there may be no backend for them.
     """
 
     def __init__(self, config: GptOssTransformerConfig, **settings: Any) -> None:
         if config.context_parallel_size > 1:
-            raise ValueError("Transformer Engine's attention shares rows over ranks in another way than our batches do")
+            raise ValueError(
+                "Transformer Engine's attention shares rows over ranks in another way than our batches do",
+            )
         super().__init__(config, **settings)
         self.rotary = RotaryEmbedding(config.gptoss)
         self.softmax_offset.data = self.softmax_offset.data.to(config.params_dtype)
@@ -34,23 +36,34 @@ class TransformerEngineAttention(TEDotProductAttention):
         packed_seq_params: PackedSequence,
         **also_unused: Any,
     ) -> torch.Tensor:
-        """As SinkAttention's, on one context-parallel rank."""
+        """Attend within each sequence, as SinkAttention does on one context-parallel rank."""
         row = packed_seq_params
         assert row.position_ids is not None
         cos, sin = self.rotary.cos_sin(row.position_ids, torch.float32)
         inputs = [apply_rotary(query, cos, sin), apply_rotary(key, cos, sin), value.contiguous()]
+
         sequences = len(row.cu_seqlens_q) - 1
-        layout: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": "causal"}
-        if sequences * row.max_seqlen_q == len(query):
+        all_have_one_length = sequences * row.max_seqlen_q == len(query)
+        layout: dict[str, Any]
+        if all_have_one_length:
             inputs = [x.unflatten(0, (sequences, -1)) for x in inputs]
+            layout = {"qkv_format": "bshd", "attn_mask_type": "causal"}
         else:
-            layout = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
-            for side in ("q", "kv"):
-                layout |= {f"cu_seqlens_{side}": row.cu_seqlens_q, f"max_seqlen_{side}": row.max_seqlen_q}
+            layout = {
+                "qkv_format": "thd",
+                "attn_mask_type": "padding_causal",
+                "cu_seqlens_q": row.cu_seqlens_q,
+                "cu_seqlens_kv": row.cu_seqlens_q,
+                "max_seqlen_q": row.max_seqlen_q,
+                "max_seqlen_kv": row.max_seqlen_q,
+            }
+
+        # Past TEDotProductAttention's own forward, which would set the layout from Megatron's
+        # parameters.
         out = super(TEDotProductAttention, self).forward(*inputs, **layout)
         return out.reshape(len(query), -1)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """That of SinkAttention: without Transformer Engine's extra state."""
+        """Return what SinkAttention saves: nothing of Transformer Engine's extra state."""
         state = super().sharded_state_dict(*args, **kwargs)
         return {name: entry for name, entry in state.items() if not name.endswith("_extra_state")}

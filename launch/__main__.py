@@ -1,4 +1,4 @@
-"""``python -m launch`` is ``gptoss``: jobs use it, where the code is a snapshot and not an installation."""
+"""``python -m launch`` is ``gptoss`` in jobs, whose code is a snapshot and not installed."""
 
 from launch.cli import main
 

@@ -1,4 +1,4 @@
-"""What became of each attempt of a run, and whether there is to be another one."""
+"""How each attempt of a run ended, and whether another one follows."""
 
 import re
 import time
@@ -14,92 +14,147 @@ class Result(StrEnum):
     """How an attempt ended."""
 
     FINISHED = "finished"
-    INTERRUPTED = "interrupted"  # saved and left because its time was over or another job needed the nodes
+    """The training command ended by itself, without an error."""
+    INTERRUPTED = "interrupted"
+    """It saved and left because its time was over or another job needed the nodes."""
     FAILED = "failed"
-    BAD_NODES = "bad nodes"  # it never began: some nodes are not fit, or not there
+    """The training command, or the program that runs it, ended with an error."""
+    BAD_NODES = "bad nodes"
+    """Training never began: some nodes are unfit or did not come up."""
 
 
 @dataclass
 class Outcome:
-    """outcome.json"""
+    """The contents of outcome.json."""
 
     result: Result
-    error: str = ""  # the first error: rank, host and exception, as far as they are known
-    first_step: int = 0  # steps that the newest checkpoint held when the attempt began
-    last_step: int = 0  # the same when it ended
-    exclude: list[str] = field(default_factory=list)  # nodes that the next attempt does without
+    error: str = ""
+    """The first error, with rank, host and exception as far as they are known."""
+    first_step: int = 0
+    """Steps in the newest checkpoint when the attempt began."""
+    last_step: int = 0
+    """Steps in the newest checkpoint when the attempt ended."""
+    exclude: list[str] = field(default_factory=list)
+    """Nodes that the next attempt does without."""
     requeue: bool = False
-    why: str = ""  # reason of the decision about another attempt
-    ended: float = 0.0  # Unix time
+    """Whether another attempt follows."""
+    why: str = ""
+    """The reason for ``requeue``."""
+    ended: float = 0.0
+    """Unix time."""
 
 
 class Attempt:
-    """The directory of one attempt, RUN/attempts/JOB.RESTART; docs/launching.md lists what is in it."""
+    """The directory of one attempt, RUN/attempts/JOB.RESTART; see docs/launching.md."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.head = path / "head.json"  # addresses of Ray and of its dashboard
-        self.nodes = path / "nodes"  # NODE.json: what each node reports about itself
+        self.head = path / "head.json"
+        self.nodes = path / "nodes"
         self.driver_log = path / "driver.log"
+        self.bandwidth = path / "bandwidth.json"
         self.outcome = path / "outcome.json"
 
     def reports(self) -> dict[str, dict[str, Any]]:
+        """Return what each node last wrote about itself, by node name."""
         return {path.stem: read_json(path) for path in self.nodes.glob("*.json")}
 
     def write_outcome(self, outcome: Outcome) -> None:
-        """As outcome.json, and as decision.sh for the batch script."""
+        """Write outcome.json, and decision.sh for the batch script."""
         code = 0 if outcome.result is Result.FINISHED else 1
-        decision = f"REQUEUE={int(outcome.requeue)}\nEXCLUDE={','.join(outcome.exclude)}\nCODE={code}\n"
-        atomic_write_text(self.path / "decision.sh", decision)
+        decision = [
+            f"REQUEUE={int(outcome.requeue)}",
+            f"EXCLUDE={','.join(outcome.exclude)}",
+            f"CODE={code}",
+        ]
+        atomic_write_text(self.path / "decision.sh", "\n".join(decision) + "\n")
+
+        # Last, because the other nodes leave as soon as they see it.
         write_json(self.outcome, asdict(outcome))
 
 
 def earlier_outcomes(attempt: Attempt) -> list[Outcome]:
-    """Of the attempts of the same job that came to an end of their own, oldest first. What another submission of the
-    run met with does not count: its user may have mended it."""
+    """Read the outcomes of earlier attempts of the same job, oldest first.
+
+    Another submission of the run does not count: its user may have fixed what made it fail."""
     job = attempt.path.name.partition(".")[0]
-    found = [Outcome(**read_json(path)) for path in attempt.path.parent.glob(f"{job}.*/outcome.json")]
-    return sorted(found, key=lambda outcome: outcome.ended)
+
+    # Slurm keeps the number of a job that is requeued and counts its restarts: JOB.0, JOB.1, ...
+    files = attempt.path.parent.glob(f"{job}.*/outcome.json")
+    outcomes = [Outcome(**read_json(path)) for path in files]
+    return sorted(outcomes, key=lambda outcome: outcome.ended)
 
 
-def saved_steps(run: RunDirectory) -> int:
-    """Steps that the newest checkpoint holds; 0 without one."""
+def count_saved_steps(run: RunDirectory) -> int:
+    """Return how many steps the newest checkpoint holds; 0 without a checkpoint."""
+    # The pointer is written last: what it names is complete.
     pointer = run.checkpoints / "latest"
-    return int(pointer.read_text().rpartition("_")[2]) if pointer.exists() else 0
+    if not pointer.exists():
+        return 0
+    return int(pointer.read_text().rpartition("_")[2])
 
 
-def decide(outcome: Outcome, earlier: list[Outcome], retries: int) -> None:
-    """Fill in whether the run starts again, and why."""
+def decide_requeue(outcome: Outcome, earlier: list[Outcome], retries: int) -> None:
+    """Set whether the run starts again (``requeue``), why, and when the attempt ended."""
     outcome.ended = time.time()
-    failures = sum(past.result is Result.FAILED for past in earlier)
+
     if outcome.result is Result.FINISHED:
         outcome.why = "the run is complete"
-    elif outcome.result is Result.BAD_NODES:
-        outcome.requeue = not any(past.result is Result.BAD_NODES for past in earlier)
-        outcome.why = "the next attempt does without them" if outcome.requeue else "nodes were already replaced once"
-    elif earlier and all(ended.last_step <= ended.first_step for ended in (outcome, earlier[-1])):
+        return
+
+    # If the replacements are bad as well, something else is wrong than single nodes.
+    if outcome.result is Result.BAD_NODES:
+        if any(past.result is Result.BAD_NODES for past in earlier):
+            outcome.why = "nodes were already replaced once"
+        else:
+            outcome.requeue = True
+            outcome.why = "the next attempt does without them"
+        return
+
+    # Without progress in two attempts, a third one would only use up the cluster.
+    if earlier and not _made_progress(outcome) and not _made_progress(earlier[-1]):
         outcome.why = f"two attempts in a row came no further than step {outcome.last_step}"
-    elif outcome.result is Result.FAILED and failures >= retries:
+        return
+
+    # Interruptions are free: preempted jobs are to go on however often it happens.
+    failures = sum(past.result is Result.FAILED for past in earlier)
+    if outcome.result is Result.FAILED and failures >= retries:
         outcome.why = f"failed {failures + 1} times, cluster.retries is {retries}"
-    else:
-        outcome.requeue = True
-        outcome.why = f"the next attempt goes on from step {outcome.last_step}"
+        return
+
+    outcome.requeue = True
+    outcome.why = f"the next attempt goes on from step {outcome.last_step}"
 
 
-EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Died|Interrupt|Exit)(?:\(\w+\))?): (.*)$")
+def _made_progress(outcome: Outcome) -> bool:
+    return outcome.last_step > outcome.first_step
+
+
+EXCEPTION = re.compile(
+    r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Died|Interrupt|Exit)(?:\(\w+\))?): (.*)$",
+)
+"""The last line of a traceback: group 1 is the class without its module, group 2 the message."""
 
 
 def first_error(log: str) -> str:
-    """The exception that ended the driver, from its log; empty if it names none. The last traceback is that of the
-    exception which was not caught; within it, a remote one is quoted last."""
-    error, where = "", ""
+    """Find the exception that ended the driver in its log; empty if the log names none.
+
+    The last traceback is that of the uncaught exception; it quotes an actor's exception last."""
+    error = ""
+    rank = ""
     for line in log.splitlines():
         if line.startswith("Traceback ("):
-            error = where = ""
+            # An earlier exception was handled: this traceback came after it.
+            error = ""
+            rank = ""
         elif line.startswith("gptoss: "):
-            error, where = line.removeprefix("gptoss: "), ""
+            # The command line's own sentence about an error that the user can mend.
+            error = line.removeprefix("gptoss: ")
+            rank = ""
         elif match := EXCEPTION.match(line):
-            error = line if match[1] != "RankDied" else match[2]
+            # The message of RankDied is complete by itself: it names the rank, its host and the
+            # reason.
+            error = match[2] if match[1] == "RankDied" else line
         elif line.startswith("first on trainer rank"):
-            where = f" ({line})"
-    return error + where
+            rank = f" ({line})"
+    return error + rank

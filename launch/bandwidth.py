@@ -1,62 +1,111 @@
-"""All-reduce bandwidth within each node and between neighbouring nodes, under torchrun: one process per GPU, or one
-per node (gloo) without GPUs.
+"""All-reduce bandwidth within each node and between neighbouring nodes.
 
-A slow pair of neighbours says little, but a node that is slow with both of its neighbours is the slow one. Rank 0
-writes {node: {"within": GB/s or null, "between": GB/s of the better pair or null}}.
-The figure is the bus bandwidth of nccl-tests: 2 (n - 1) / n x bytes / seconds."""
+Runs under torchrun with one process per GPU, or one per node (gloo) without GPUs. Rank 0 writes
+{node: {"within": GB/s or null, "between": GB/s of the faster pair or null}}. A slow pair does not
+say which of its two nodes is slow, but a node that is slow with both of its neighbours is the slow
+one.
+
+The figure is the bus bandwidth of nccl-tests: 2 (n - 1) / n x bytes / seconds.
+"""
 
 import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 ROUNDS = 5
+GPU_BUFFER_ELEMENTS = 1 << 29
+CPU_BUFFER_ELEMENTS = 1 << 22
 
 
-def bus_bandwidth(group: dist.ProcessGroup, buffer: torch.Tensor) -> float:
-    """GB/s of an all-reduce of ``buffer``; the first one, which sets up connections, is not counted."""
+@dataclass(frozen=True)
+class NodeRanks:
+    """Which ranks of the process group are on which node."""
 
-    def seconds(rounds: int) -> float:
-        began = time.monotonic()
+    per_node: int
+    """Processes on each node."""
+    nodes: int
+    node: int
+    """Number of the node that this process is on."""
+
+    def of(self, first: int, count: int = 1) -> list[int]:
+        """Return the ranks on ``count`` neighbouring nodes from node ``first`` on."""
+        return list(range(first * self.per_node, (first + count) * self.per_node))
+
+
+def measure_bandwidth(group: dist.ProcessGroup, buffer: torch.Tensor) -> float:
+    """Return the bus bandwidth of an all-reduce of ``buffer`` in GB/s."""
+
+    def seconds_per_call(rounds: int) -> float:
+        started = time.monotonic()
         for _ in range(rounds):
             dist.all_reduce(buffer, group=group)
         if buffer.is_cuda:
             torch.cuda.synchronize()
-        return (time.monotonic() - began) / rounds
+        return (time.monotonic() - started) / rounds
 
-    seconds(1)
+    seconds_per_call(1)  # the first call sets up the connections
     ranks = dist.get_world_size(group)
-    return 2 * (ranks - 1) / ranks * buffer.nbytes / seconds(ROUNDS) / 1e9
+    return 2 * (ranks - 1) / ranks * buffer.nbytes / seconds_per_call(ROUNDS) / 1e9
+
+
+def measure_within(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
+    """Measure all processes of this node; None if there is only one."""
+    # Every process must take part in making every group, including those it is not in.
+    groups = [dist.new_group(ranks.of(node)) for node in range(ranks.nodes)]
+    if ranks.per_node == 1:
+        return None
+    return measure_bandwidth(groups[ranks.node], buffer)
+
+
+def measure_between(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
+    """Measure this node with each neighbour and return the faster pair; None on a single node."""
+    # The faster pair counts: a slow one may be the neighbour's fault.
+    fastest: float | None = None
+
+    # The pairs (0, 1), (2, 3), ... share no node and run at once; so do (1, 2), (3, 4), ... after
+    # them.
+    for first in (0, 1):
+        for left in range(first, ranks.nodes - 1, 2):
+            pair = dist.new_group(ranks.of(left, count=2))
+            if ranks.node in (left, left + 1):
+                fastest = max(fastest or 0.0, measure_bandwidth(pair, buffer))
+        dist.barrier()  # nobody begins the second round while a neighbour still measures
+    return fastest
 
 
 def main(output: Path) -> None:
-    cuda = torch.cuda.is_available()
-    local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if cuda:
-        torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank, nodes = dist.get_rank(), dist.get_world_size() // per_node
-    own = rank // per_node
-    buffer = torch.zeros((1 << 29) if cuda else (1 << 22), dtype=torch.bfloat16, device="cuda" if cuda else "cpu")
-    # every process takes part in making every group, also of those it is not in
-    on_node = [dist.new_group(list(range(i * per_node, (i + 1) * per_node))) for i in range(nodes)]
-    within = bus_bandwidth(on_node[own], buffer) if per_node > 1 else None
-    between: float | None = None
-    for first in (0, 1):  # pairs (0, 1), (2, 3), ... then (1, 2), (3, 4), ...
-        for left in range(first, nodes - 1, 2):
-            pair = dist.new_group(list(range(left * per_node, (left + 2) * per_node)))
-            if own in (left, left + 1):
-                between = max(between or 0.0, bus_bandwidth(pair, buffer))
-        dist.barrier()
-    everyone: list[tuple[str, float | None, float | None]] = [("", None, None)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (os.environ["SLURMD_NODENAME"], within, between))
+    """Measure and, on rank 0, write ``output``."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl")
+        buffer = torch.zeros(GPU_BUFFER_ELEMENTS, dtype=torch.bfloat16, device="cuda")
+    else:
+        dist.init_process_group("gloo")
+        buffer = torch.zeros(CPU_BUFFER_ELEMENTS, dtype=torch.bfloat16)
+
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    ranks = NodeRanks(per_node=per_node, nodes=world_size // per_node, node=rank // per_node)
+    within = measure_within(ranks, buffer)
+    between = measure_between(ranks, buffer)
+
+    # All processes of a node measure the same, so that the first one speaks for it.
+    measured: list[tuple[str, float | None, float | None]] = [("", None, None)] * world_size
+    dist.all_gather_object(measured, (os.environ["SLURMD_NODENAME"], within, between))
     if rank == 0:
-        firsts = everyone[::per_node]
-        output.write_text(json.dumps({node: {"within": a, "between": b} for node, a, b in firsts}))
+        report = {}
+        for node, within, between in measured[::per_node]:
+            report[node] = {"within": within, "between": between}
+        output.write_text(json.dumps(report))
     dist.destroy_process_group()
 
 

@@ -1,4 +1,8 @@
-"""The ``gptoss`` command. Arguments are checked before anything heavy is imported, so a mistake answers at once."""
+"""The ``gptoss`` command.
+
+Arguments are checked before anything heavy is imported, so that a mistake is answered at once.
+That is why most imports of this file are inside its functions.
+"""
 
 import logging
 import shlex
@@ -19,7 +23,7 @@ from rl_loop.logs import configure_logging
 
 
 class ErrorsInOneLine(typer.core.TyperGroup):
-    """Every failure ends in one line. That of a fault of ours also names the file with the traceback."""
+    """Ends every failure in one line; that of a bug of ours names the file with the traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -29,14 +33,15 @@ class ErrorsInOneLine(typer.core.TyperGroup):
             print("gptoss: stopped", file=sys.stderr)
             raise typer.Exit(130) from None
         except Exception as error:
+            # --help and wrong options are answered by typer itself, without waiting for torch.
             if type(error).__module__.split(".")[0] in ("typer", "click"):
-                raise  # --help or a wrong option, which need not wait for torch
+                raise
             print_failure(error)
         raise typer.Exit(1)
 
 
 def print_failure(error: Exception, directory: Path | None = None) -> None:
-    """One line on standard error; a traceback, if it helps, in ``directory``."""
+    """Print one line on standard error; where a traceback helps, write it into ``directory``."""
     from rl_loop.lifecycle.failures import explain
 
     print(f"gptoss: {explain(error, directory)}", file=sys.stderr)
@@ -44,12 +49,16 @@ def print_failure(error: Exception, directory: Path | None = None) -> None:
 
 PURPOSE = "Agentic reinforcement learning for GPT-OSS on Megatron-Core."
 app = typer.Typer(
-    cls=ErrorsInOneLine, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False, help=PURPOSE
+    cls=ErrorsInOneLine,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    help=PURPOSE,
 )
 
 
 class LaunchGroup(typer.core.TyperGroup):
-    """``gptoss launch CONFIG`` beside ``gptoss launch status NAME``: what is no subcommand is a configuration."""
+    """Starts a configuration if the first argument is no subcommand: ``gptoss launch CONFIG``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
@@ -64,44 +73,74 @@ launch = typer.Typer(
     "Options: gptoss launch start --help.",
 )
 app.add_typer(launch, name="launch")
-convert = typer.Typer(no_args_is_help=True, help="Hugging Face <-> Megatron checkpoints, without a GPU.")
+convert = typer.Typer(
+    no_args_is_help=True,
+    help="Hugging Face <-> Megatron checkpoints, without a GPU.",
+)
 app.add_typer(convert, name="convert")
 
-ConfigFile = Annotated[Path, Argument(metavar="CONFIG", help="A YAML file, such as configs/rl/tiny_retool.yaml.")]
+ConfigFile = Annotated[
+    Path,
+    Argument(metavar="CONFIG", help="A YAML file, such as configs/rl/tiny_retool.yaml."),
+]
 Precision = Literal["bf16", "fp32", "mxfp4"]
 Overrides = Annotated[
-    list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Replace values of the file: optimizer.lr=1e-6.")
+    list[str] | None,
+    Argument(metavar="[KEY=VALUE]...", help="Replace values of the file: optimizer.lr=1e-6."),
 ]
 Resume = Annotated[
-    bool, Option("--resume", help="Continue the run from its newest checkpoint, with what CONFIG now says.")
+    bool,
+    Option(
+        "--resume",
+        help="Continue the run from its newest checkpoint, with what CONFIG now says.",
+    ),
 ]
-ResumeOrNew = Annotated[bool, Option("--resume-or-new", help="Continue the run if there is one, else begin it.")]
-Overwrite = Annotated[bool, Option("--overwrite", help="Delete an earlier run of the same name first.")]
+ResumeOrNew = Annotated[
+    bool,
+    Option("--resume-or-new", help="Continue the run if there is one, else begin it."),
+]
+Overwrite = Annotated[
+    bool,
+    Option("--overwrite", help="Delete an earlier run of the same name first."),
+]
 OfSft = Annotated[bool, Option("--sft", help="CONFIG is one of `gptoss sft`.")]
 
 
-def train(kind: type[RunConfig], run: Callable[..., Path], path: Path, overrides: Overrides, **start: bool) -> None:
+def train(
+    kind: type[RunConfig],
+    run: Callable[..., Path],
+    path: Path,
+    overrides: list[str] | None,
+    **start_options: bool,
+) -> Path:
+    """Run a training command with its progress display and write the report; returns the run
+    directory.
+
+    ``start_options`` are resume, resume_or_new and overwrite of ``run``."""
     from launch.output import outlive_output
     from launch.progress import TrainingProgress
     from rl_loop.run import Interrupted
 
     config = load_config(path, kind, overrides)
-    outlive_output(config.directory / "output.log")
+    outlive_output(config.directory / "output.log")  # a run outlives its terminal
+
     try:
-        directory = run(config, TrainingProgress, **start)
+        directory = run(config, TrainingProgress, **start_options)
     except Interrupted as stop:
+        # A run that was stopped before it began has left no directory, and nothing to go on from.
         print(stop)
         if config.directory.exists():
-            print(f"to continue: {shlex.join(['gptoss', kind.command, str(path), *(overrides or []), '--resume'])}")
+            command = ["gptoss", kind.command, str(path), *(overrides or []), "--resume"]
+            print(f"to continue: {shlex.join(command)}")
         raise typer.Exit(stop.exit_status) from None
     except Exception as error:
         print_failure(error, config.directory)
         raise typer.Exit(1) from None
-    from launch.report import build_report
+
+    from launch.report import build_report  # imports matplotlib
 
     print(f"report: {build_report(directory)}")
-    if kind is RlConfig:
-        print(f"evaluate the exported checkpoint: gptoss eval {path} --weights {directory / 'export'}")
+    return directory
 
 
 @app.command()
@@ -115,8 +154,15 @@ def sft(
     """Supervised fine-tuning on demonstrations: the warm start of an RL run."""
     from rl_loop.run import run_sft
 
-    start = {"resume": resume, "resume_or_new": resume_or_new, "overwrite": overwrite}
-    train(SftConfig, run_sft, path, overrides, **start)
+    train(
+        SftConfig,
+        run_sft,
+        path,
+        overrides,
+        resume=resume,
+        resume_or_new=resume_or_new,
+        overwrite=overwrite,
+    )
 
 
 @app.command()
@@ -127,38 +173,63 @@ def rl(
     resume_or_new: ResumeOrNew = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """On-policy reinforcement learning: episodes, update, weight sync, and an exported checkpoint at the end."""
+    """On-policy reinforcement learning: episodes, update, weight sync, and an exported checkpoint
+    at the end."""
     from rl_loop.run import run_rl
 
-    start = {"resume": resume, "resume_or_new": resume_or_new, "overwrite": overwrite}
-    train(RlConfig, run_rl, path, overrides, **start)
+    directory = train(
+        RlConfig,
+        run_rl,
+        path,
+        overrides,
+        resume=resume,
+        resume_or_new=resume_or_new,
+        overwrite=overwrite,
+    )
+    print(f"evaluate the exported checkpoint: gptoss eval {path} --weights {directory / 'export'}")
 
 
 @app.command(name="eval")
 def evaluate(
     path: ConfigFile,
     overrides: Overrides = None,
-    weights: Annotated[Path | None, Option(help="A Hugging Face directory; else the config's initial_weights.")] = None,
-    output: Annotated[Path | None, Option(help="JSONL of the episodes; else RUNS/NAME.evaluation.jsonl.")] = None,
-    baseline: Annotated[Path | None, Option(help="Episodes of another evaluation to compare with.")] = None,
+    weights: Annotated[
+        Path | None,
+        Option(help="A Hugging Face directory; else the config's initial_weights."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Option(help="JSONL of the episodes; else RUNS/NAME.evaluation.jsonl."),
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        Option(help="Episodes of another evaluation to compare with."),
+    ] = None,
 ) -> None:
-    """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by category."""
+    """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by
+    category."""
     config = load_config(path, RlConfig, overrides)
+    episodes_file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
+
     from rl_loop.lifecycle.start_checks import check_what_an_evaluation_needs
     from rl_loop.tasks.evaluation_records import read_evaluation
 
-    earlier = read_evaluation(baseline) if baseline is not None else []
-    file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
-    check_what_an_evaluation_needs(config, weights, file)
+    # What is wrong with the arguments is said before the slow imports below.
+    baseline_episodes = [] if baseline is None else read_evaluation(baseline)
+    check_what_an_evaluation_needs(config, weights, episodes_file)
+
     from launch.evaluation_table import print_evaluation
     from rl_loop.evaluation.evaluate import evaluate as run_evaluation
 
-    print_evaluation(run_evaluation(config, weights, file), earlier)
-    print(f"episodes: {file}")
+    episodes = run_evaluation(config, weights, episodes_file)
+    print_evaluation(episodes, baseline_episodes)
+    print(f"episodes: {episodes_file}")
 
 
 @app.command()
-def report(run_dir: Annotated[Path, Argument(help="A run directory, such as runs/tiny_retool.")]) -> None:
+def report(
+    run_dir: Annotated[Path, Argument(help="A run directory, such as runs/tiny_retool.")],
+) -> None:
     """Write report.html and curve.png of a finished or running run."""
     from launch.report import build_report
 
@@ -170,19 +241,31 @@ def plan(
     path: ConfigFile,
     overrides: Overrides = None,
     sft: OfSft = False,
-    gpu_gb: Annotated[float, Option("--gpu-gb", help="Memory of one GPU that training may use.")] = 135.0,
+    gpu_gb: Annotated[
+        float,
+        Option("--gpu-gb", help="Memory of one GPU that training may use."),
+    ] = 135.0,
 ) -> None:
-    """Say how the layout would run: the memory of a GPU, and how layers communicate under context parallelism."""
+    """Say how the layout would run: the memory of a GPU, and how layers communicate under context
+    parallelism."""
     config = load_config(path, SftConfig if sft else RlConfig, overrides)
     from launch.plan import attention_plan, step_plan
     from megatron_gptoss.planning.memory_advice import memory_plan
 
-    print(memory_plan(config.memory_inputs, gpu_gb), attention_plan(config), step_plan(config, gpu_gb), sep="\n")
+    print(
+        memory_plan(config.memory_inputs, gpu_gb),
+        attention_plan(config),
+        step_plan(config, gpu_gb),
+        sep="\n",
+    )
 
 
 @app.command()
 def doctor(
-    engine: Annotated[Path | None, Option(metavar="CONFIG", help="Compare its engine and trainer instead.")] = None,
+    engine: Annotated[
+        Path | None,
+        Option(metavar="CONFIG", help="Compare its engine and trainer instead."),
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Check that this machine has everything a run needs, and say what to do where it does not."""
@@ -199,17 +282,33 @@ def doctor(
 
 @contextmanager
 def bytes_bars(*titles: str) -> Iterator[list[Callable[[int, int], None]]]:
-    """A bar per title with GB/s and the time left, on a terminal; it shows when it is first called with
-    (bytes done, bytes in all)."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    """Show a progress bar with GB/s and the time left for each title, on a terminal.
 
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, TimeRemainingColumn(), disable=not sys.stderr.isatty(), transient=True) as bars:
+    Yields a function for each title, to be called with (bytes done, bytes in all). A bar appears
+    with its first call."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, disable=not sys.stderr.isatty(), transient=True) as bars:
 
         def updater(title: str) -> Callable[[int, int], None]:
             task = bars.add_task(title, total=None, visible=False, start=False)
 
             def update(done: int, total: int) -> None:
+                # The speed counts from here: another bar may have been at work before.
                 if not bars.tasks[task].started:
                     bars.start_task(task)
                 bars.update(task, completed=done, total=total, visible=True)
@@ -221,31 +320,52 @@ def bytes_bars(*titles: str) -> Iterator[list[Callable[[int, int], None]]]:
 
 CheckOption = Annotated[
     Literal["sample", "all"],
-    Option("--check", help="What is read back and compared: experts of one layer and all that is no expert, or all."),
+    Option(
+        "--check",
+        help="What is read back and compared: experts of one layer and all that is no expert, or all.",
+    ),
 ]
 
 
 @convert.command("import")
 def convert_import(
-    hf_dir: Annotated[Path, Argument(help="GPT-OSS as safetensors: bf16, fp32, MXFP4 or OpenAI's original.")],
-    megatron_dir: Annotated[Path, Argument(help="The torch_dist checkpoint to write; must not exist.")],
+    hf_dir: Annotated[
+        Path,
+        Argument(help="GPT-OSS as safetensors: bf16, fp32, MXFP4 or OpenAI's original."),
+    ],
+    megatron_dir: Annotated[
+        Path,
+        Argument(help="The torch_dist checkpoint to write; must not exist."),
+    ],
     check: CheckOption = "sample",
 ) -> None:
     """Hugging Face -> Megatron torch_dist, loadable at any parallel layout."""
     from converters.torch_dist import import_checkpoint
 
     with bytes_bars("import", "check ") as (progress, checked):
-        result = import_checkpoint(hf_dir, megatron_dir, progress=progress, check=check, check_progress=checked)
+        result = import_checkpoint(
+            hf_dir,
+            megatron_dir,
+            progress=progress,
+            check=check,
+            check_progress=checked,
+        )
     print(result)
     print(megatron_dir)
 
 
 @convert.command("export")
 def convert_export(
-    megatron_dir: Annotated[Path, Argument(help="A torch_dist checkpoint: imported, or a step of a run.")],
+    megatron_dir: Annotated[
+        Path,
+        Argument(help="A torch_dist checkpoint: imported, or a step of a run."),
+    ],
     hf_dir: Annotated[Path, Argument(help="The Hugging Face directory to write; must not exist.")],
     precision: Annotated[Precision, Option("--format", help="Precision of the weights.")] = "bf16",
-    reference: Annotated[Path | None, Option(help="The original: tokenizer, settings, scales of MXFP4.")] = None,
+    reference: Annotated[
+        Path | None,
+        Option(help="The original: tokenizer, settings, scales of MXFP4."),
+    ] = None,
     check: CheckOption = "sample",
 ) -> None:
     """Megatron torch_dist -> Hugging Face safetensors."""
@@ -272,7 +392,8 @@ def convert_verify(
     hf_dir: Annotated[Path, Argument(help="The Hugging Face directory.")],
     megatron_dir: Annotated[Path, Argument(help="The torch_dist checkpoint.")],
 ) -> None:
-    """Compare every tensor of the two bit for bit, and what the two models compute, layer by layer."""
+    """Compare every tensor of the two bit for bit, and what the two models compute, layer by
+    layer."""
     from converters.verify import verify
 
     with bytes_bars("verify") as [progress]:
@@ -291,20 +412,26 @@ def launch_start(
     cluster: Annotated[str, Option(help="A YAML file, or one of configs/cluster.")] = "local",
     nodes: Annotated[int | None, Option(help="Replaces `nodes` of the cluster.")] = None,
     sft: OfSft = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Print script, placement and plan; change nothing.")] = False,
+    dry_run: Annotated[
+        bool,
+        Option("--dry-run", help="Print script, placement and plan; change nothing."),
+    ] = False,
 ) -> None:
     """Check the cluster, copy the code as it is now, and start the run. It resumes by itself."""
     from launch import submit
     from launch.cluster import load_cluster
 
-    where = load_cluster(cluster, nodes)
-    config = submit.on_cluster(load_config(path, SftConfig if sft else RlConfig, overrides), where)
+    cluster_config = load_cluster(cluster, nodes)
+    config = load_config(path, SftConfig if sft else RlConfig, overrides)
+    config = submit.resolve_paths(config, cluster_config)
     if dry_run:
-        print(submit.dry_run(config, where))
+        print(submit.describe_launch(config, cluster_config))
         return
-    started = submit.start(config, where)
-    print(f"{started.name}: {'job' if started.kind == 'slurm' else 'process'} {started.job} in {started.run_dir}")
-    print(f"gptoss launch status {started.name} | logs {started.name} --follow | cancel {started.name}")
+
+    run = submit.start(config, cluster_config)
+    unit = "job" if run.kind == "slurm" else "process"
+    print(f"{run.name}: {unit} {run.job} in {run.run_dir}")
+    print(f"gptoss launch status {run.name} | logs {run.name} --follow | cancel {run.name}")
 
 
 @launch.command("list")
@@ -319,23 +446,30 @@ def launch_list() -> None:
 @launch.command("status")
 def launch_status(name: Name) -> None:
     """State, step, attempts and the first error of each."""
-    from launch.jobs import describe, find_launch
+    from launch.jobs import describe_status, find_launch
 
-    print(describe(find_launch(name)))
+    print(describe_status(find_launch(name)))
 
 
 @launch.command("logs")
 def launch_logs(
     name: Name,
-    attempt: Annotated[str | None, Option(help="As `status` names it; without it the newest.")] = None,
-    node: Annotated[str | None, Option(help="The log of this node instead of the driver's.")] = None,
+    attempt: Annotated[
+        str | None,
+        Option(help="As `status` names it; without it the newest."),
+    ] = None,
+    node: Annotated[
+        str | None,
+        Option(help="The log of this node instead of the driver's."),
+    ] = None,
     lines: Annotated[int, Option(help="How many of the last lines.")] = 100,
     follow: Annotated[bool, Option("--follow", help="Go on as lines are written.")] = False,
 ) -> None:
     """What the run said."""
     from launch import jobs
 
-    for line in jobs.logs(jobs.find_launch(name), attempt, node, lines, follow):
+    run = jobs.find_launch(name)
+    for line in jobs.read_log(run, attempt=attempt, node=node, lines=lines, follow=follow):
         print(line, flush=follow)
 
 
@@ -349,7 +483,9 @@ def launch_cancel(name: Name) -> None:
 
 
 def main() -> None:
-    # Megatron and torch announce at every import that Apex and CUDA are not there; `gptoss doctor` says it once
+    """Run the command line; the entry point of the ``gptoss`` script."""
+    # Megatron and torch announce at every import that Apex and CUDA are absent; `gptoss doctor`
+    # says it once.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     app()

@@ -23,7 +23,7 @@ class ContainerConfig(StrictModel):
     image: str
     """A squashfs file on the cluster, or an image name that pyxis can pull."""
     mounts: list[str] = Field(default_factory=list)
-    """``SOURCE:TARGET[:flags]``; ``shared_dir`` is always mounted at its own path."""
+    """Directories, ``SOURCE:TARGET[:flags]``; ``shared_dir`` is always mounted at its own path."""
 
 
 class ClusterConfig(StrictModel):
@@ -32,11 +32,14 @@ class ClusterConfig(StrictModel):
     kind: Literal["local", "slurm"]
     """``local``: this machine, in the background. ``slurm``: a batch job."""
     login: str | None = None
-    """``user@host`` of a login node, reached by ssh with a key; null if this machine can call sbatch itself."""
+    """``user@host`` of a login node, reached by ssh with a key; null if this machine can call
+    sbatch itself."""
     shared_dir: Path = Path(".")
-    """A directory that every node sees at this path. Relative paths of a run's configuration are below it."""
+    """A directory that every node sees at this path. Relative paths of a run's configuration are
+    below it."""
     python: str = sys.executable
-    """The interpreter on the nodes (inside the container, if there is one) that has this project's requirements."""
+    """The interpreter on the nodes (inside the container, if there is one) that has this project's
+    requirements."""
     nodes: int = Field(1, gt=0)
     """Nodes that hold the trainer ranks and, without rollout_nodes, the rollout workers too."""
     rollout_nodes: int = Field(0, ge=0)
@@ -46,7 +49,8 @@ class ClusterConfig(StrictModel):
     gpu_type: str | None = None
     """The type as ``sinfo -o %G`` shows it, such as h200; null takes any."""
     gpu_memory: float = Field(135.0, gt=0)
-    """GB of one GPU that training may use, for the memory plan of a dry run. The default is an H200's."""
+    """GB of one GPU that training may use, for the memory plan of a dry run. The default is an
+    H200's."""
     cpus_per_node: int | None = Field(None, gt=0)
     """CPUs of each node; null leaves it to Slurm (which gives one, unless exclusive)."""
     memory_per_node: str | None = None
@@ -66,21 +70,25 @@ class ClusterConfig(StrictModel):
     time_limit: TimeLimit = "04:00:00"
     """[days-]hours:minutes:seconds of one attempt; longer runs go on in the next one."""
     stop_before_end: int = Field(600, gt=0)
-    """Seconds before the time limit at which the run saves a checkpoint and asks for its next attempt. At least the
-    longest optimizer step and a checkpoint together; the rollout that is under way is abandoned."""
+    """Seconds before the time limit at which the run saves a checkpoint and asks for its next
+    attempt. It must be at least the time of the longest optimizer step and a checkpoint together;
+    the rollout under way is abandoned."""
     container: ContainerConfig | None = None
     """Null runs in ``python``'s own environment."""
     env: dict[Variable, str] = Field(default_factory=dict)
-    """Further environment variables on every node, such as NCCL_SOCKET_IFNAME. Names in capitals."""
+    """Further environment variables on every node, in capitals, such as NCCL_SOCKET_IFNAME."""
     ray_port: int | None = Field(None, ge=1024, le=60_000)
-    """First of 1,000 ports that Ray uses, for clusters with firewalls between nodes; null takes free ones."""
+    """First of 1,000 ports that Ray uses, for clusters with firewalls between nodes; null takes
+    free ones."""
     dashboard: bool = True
-    """Ray's dashboard, and with it the list of metric addresses for Prometheus: a dozen processes on the head node."""
+    """Ray's dashboard, and with it the list of metric addresses for Prometheus: a dozen processes
+    on the head node."""
     ready_seconds: int = Field(600, gt=0)
-    """Until then every node must be checked and in Ray; those that are not are named, left out and replaced once."""
+    """Seconds within which every node must be checked and in Ray; those that are not are named,
+    left out and replaced once."""
     min_bandwidth: float | None = Field(None, gt=0)
-    """GB/s that an all-reduce must reach within each node and between neighbouring ones before training starts (bus
-    bandwidth, nccl-tests' definition); null does not measure."""
+    """GB/s that an all-reduce must reach within each node and between neighbouring ones before
+    training starts (bus bandwidth, nccl-tests' definition); null does not measure."""
     min_free_disk: float = Field(20, ge=0)
     """GB that must be free in shared_dir and in each node's /tmp."""
     retries: int = Field(3, ge=0)
@@ -89,22 +97,35 @@ class ClusterConfig(StrictModel):
     """Jobs to submit that start one after the other; for clusters that do not let jobs requeue."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_fields_together(self) -> Self:
         if self.kind == "slurm" and not self.shared_dir.is_absolute():
-            raise ValueError(f"shared_dir ({self.shared_dir}) must be an absolute path on the cluster")
+            raise ValueError(
+                f"shared_dir ({self.shared_dir}) must be an absolute path on the cluster",
+            )
         if self.login is not None and "@" not in self.login:
             raise ValueError(f"login ({self.login}) must be user@host")
         if self.kind == "local" and (self.nodes, self.rollout_nodes) != (1, 0):
-            raise ValueError(f"nodes ({self.nodes} + {self.rollout_nodes}): kind local is one machine")
+            raise ValueError(
+                f"nodes ({self.nodes} + {self.rollout_nodes}): kind local is one machine",
+            )
         return self
 
 
 def load_cluster(name: str, nodes: int | None = None) -> ClusterConfig:
-    """``name`` is a YAML file or one of ``configs/cluster``. Raises ConfigError naming file and keys."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else Path("configs/cluster") / f"{name}.yaml"
+    """Read a YAML file, or the one of ``configs/cluster`` that has this name; ``nodes`` replaces
+    the file's.
+
+    Raises ConfigError naming file and keys."""
+    path = Path("configs/cluster") / f"{name}.yaml"
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
     if not path.exists():
-        known = ", ".join(sorted(file.stem for file in Path("configs/cluster").glob("*.yaml"))) or "none"
-        raise ConfigError(f"--cluster {name}: there is no {path}; clusters in configs/cluster: {known}")
+        files = Path("configs/cluster").glob("*.yaml")
+        known = ", ".join(sorted(file.stem for file in files)) or "none"
+        raise ConfigError(
+            f"--cluster {name}: there is no {path}; clusters in configs/cluster: {known}",
+        )
+
     tree = read_yaml(path)
     if nodes is not None:
         tree["nodes"] = nodes

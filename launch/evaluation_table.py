@@ -9,23 +9,54 @@ from rich.table import Table
 
 from rl_loop.evaluation.statistics import compare, scores
 
+Episodes = Sequence[dict[str, Any]]
+"""Records of an evaluation, as its JSONL file holds them."""
 
-def print_evaluation(records: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> None:
-    """One row per category and one for all, each cell with its 95 % interval; the difference to ``baseline`` if any."""
-    categories = sorted({record["category"] for record in records})
-    parts = {name: [r for r in records if r["category"] == name] for name in categories}
-    rows = parts if len(parts) == 1 else parts | {"all": list(records)}
-    columns = dict.fromkeys(name for part in rows.values() for name in scores(part))
-    table = Table("category", "tasks", *columns, *(["minus baseline"] if baseline else []), box=None)
-    for name, part in rows.items():
-        found = scores(part)
-        cells = [str(found.get(column, "-")) for column in columns]
-        if baseline:
-            change = compare(part, baseline)
-            cells.append("no common task" if change is None else str(change))
-        table.add_row(name, str(len({r["task_id"] for r in part})), *cells)
-    console = Console(width=40 + 24 * (len(columns) + 1))  # whole rows in a pipe or a log, too
+
+def print_evaluation(episodes: Episodes, baseline: Episodes) -> None:
+    """Print the statistics of an evaluation, and how its episodes ended.
+
+    The table has a row per category and one for all, each cell with its 95 % interval. With a
+    ``baseline`` there is a column for the difference to it."""
+    rows = _group_by_category(episodes)
+    table, columns = _build_table(rows, baseline)
+
+    # Wide enough to keep whole rows in a pipe or a log, too.
+    console = Console(width=40 + 24 * (columns + 1))
     console.print(table)
     for key in ("finish_reason", "format_error"):
-        if counts := Counter(record[key] for record in records if record[key] is not None):
-            console.print(f"{key}: " + ", ".join(f"{name} {count}" for name, count in counts.most_common()))
+        counts = Counter(episode[key] for episode in episodes if episode[key] is not None)
+        if counts:
+            listed = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+            console.print(f"{key}: {listed}")
+
+
+def _group_by_category(episodes: Episodes) -> dict[str, Episodes]:
+    """Return the episodes of each category, and all of them if there is more than one category."""
+    categories = sorted({episode["category"] for episode in episodes})
+    rows: dict[str, Episodes] = {}
+    for category in categories:
+        rows[category] = [episode for episode in episodes if episode["category"] == category]
+    if len(categories) != 1:
+        rows["all"] = list(episodes)
+    return rows
+
+
+def _build_table(rows: dict[str, Episodes], baseline: Episodes) -> tuple[Table, int]:
+    """Return the table and how many statistics it shows."""
+    statistics = {category: scores(episodes) for category, episodes in rows.items()}
+    # In the order of the first row that has them: pass@k depends on the samples of a category.
+    columns = list(dict.fromkeys(name for values in statistics.values() for name in values))
+
+    table = Table("category", "tasks", *columns, box=None)
+    if baseline:
+        table.add_column("minus baseline")
+
+    for category, episodes in rows.items():
+        tasks = {episode["task_id"] for episode in episodes}
+        cells = [str(statistics[category].get(column, "-")) for column in columns]
+        if baseline:
+            change = compare(episodes, baseline)
+            cells.append("no common task" if change is None else str(change))
+        table.add_row(category, str(len(tasks)), *cells)
+    return table, len(columns)

@@ -1,155 +1,268 @@
-"""What was launched, and what has become of it: list, status, logs, cancel. A file per run under
-``~/.local/state/gptoss`` remembers where it runs; the rest is one call to a shell on the login node."""
+"""What was launched, and what has become of it: list, status, logs, cancel.
+
+A file per run under ``~/.local/state/gptoss`` remembers where it runs. The rest is asked of a
+shell on the login node.
+"""
 
 import json
 import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
 from rl_loop.config.errors import ConfigError
 
 ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"}
+"""States in which a run occupies its name."""
 
 
 class ClusterError(ConfigError):
     """The cluster did not answer as it should; the message says what was asked."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Launch:
-    """A run that was started with ``gptoss launch``."""
+    """A run that was started with ``gptoss launch``, as its file in the registry holds it."""
 
     name: str
-    kind: str
+    kind: Literal["local", "slurm"]
     login: str | None
+    """``user@host`` of the login node; None for this machine."""
     run_dir: str
     command: str
+    """The training command: "rl" or "sft"."""
     steps: int
-    job: str  # number of the Slurm job, or process id of a local run
+    """Training steps in all."""
+    job: str
+    """Number of the Slurm job, or process id of a local run."""
     submitted: str
+    """Local time, YYYY-MM-DD HH:MM."""
 
     @property
     def place(self) -> str:
         """The run directory, and the login node to reach it by."""
-        return f"{self.login}:{self.run_dir}" if self.login else self.run_dir
+        if self.login is None:
+            return self.run_dir
+        return f"{self.login}:{self.run_dir}"
 
     @property
     def job_names(self) -> str:
-        """Of the Slurm job, and of its parts if it is heterogeneous."""
-        return ",".join(f"gptoss.{self.name}{part}" for part in ("", "-0", "-1"))
+        """Names of the Slurm job, and of its parts if it is heterogeneous."""
+        return ",".join(f"gptoss.{self.name}{suffix}" for suffix in ("", "-0", "-1"))
 
     def save(self) -> None:
+        """Write the launch into the registry."""
         registry().mkdir(parents=True, exist_ok=True)
         (registry() / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1))
 
 
 def registry() -> Path:
+    """Return the directory that holds a file for each launched run."""
     return Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "gptoss"
 
 
 def known_launches() -> list[Launch]:
-    """Newest last."""
+    """Return every launched run, newest last."""
+    # Launching a name again rewrites its file, and makes it the newest.
     files = sorted(registry().glob("*.json"), key=lambda path: path.stat().st_mtime)
     return [Launch(**json.loads(path.read_text())) for path in files]
 
 
 def find_launch(name: str) -> Launch:
-    known = {launch.name: launch for launch in known_launches()}
-    if name not in known:
-        raise ConfigError(f"no run called {name!r} was launched from here; known: {', '.join(known) or 'none'}")
-    return known[name]
+    """Return the launched run of this name. Raises ConfigError if there is none."""
+    launches = {launch.name: launch for launch in known_launches()}
+    if name not in launches:
+        known = ", ".join(launches) or "none"
+        raise ConfigError(f"no run called {name!r} was launched from here; known: {known}")
+    return launches[name]
 
 
-def shell(login: str | None, script: str, timeout: float = 60) -> str:
-    """Output of a bash script, here or on the login node. Raises ClusterError with what it complained about."""
-    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", login, "bash -s"] if login else ["bash", "-s"]
+def run_shell(login: str | None, script: str, timeout: float = 60) -> str:
+    """Run a bash script, here or on the login node, and return its output.
+
+    Raises ClusterError with what the script complained about, or after ``timeout`` seconds."""
+    # The script comes through standard input: no quoting, and no limit on its length.
+    command = ["bash", "-s"]
+    if login is not None:
+        # Batch mode: a password prompt would wait for an answer that cannot be given.
+        command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", login, "bash -s"]
+    where = login or "this machine"
+
     try:
-        run = subprocess.run(command, input=script, capture_output=True, text=True, timeout=timeout, check=False)
+        result = subprocess.run(
+            command,
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"{login or 'this machine'} did not answer within {timeout:g} s") from None
-    if run.returncode:
-        raise ClusterError(f"{login or 'this machine'}: {run.stderr.strip() or f'exit status {run.returncode}'}")
-    return run.stdout
+        raise ClusterError(f"{where} did not answer within {timeout:g} s") from None
+    if result.returncode:
+        reason = result.stderr.strip() or f"exit status {result.returncode}"
+        raise ClusterError(f"{where}: {reason}")
+    return result.stdout
 
 
-def script(name: str, *arguments: str, **variables: str) -> str:
-    """``launch/NAME`` for ``shell``, with its variables and arguments."""
+def format_script(
+    name: str,
+    *,
+    variables: Mapping[str, str],
+    arguments: Sequence[str] = (),
+) -> str:
+    """Return ``launch/NAME`` for ``run_shell``, with variables and arguments set at its top."""
     assignments = [f"{key}={shlex.quote(value)}" for key, value in variables.items()]
-    return "\n".join([*assignments, shlex.join(["set", "--", *arguments]), Path(__file__).with_name(name).read_text()])
+    body = Path(__file__).with_name(name).read_text()
+    return "\n".join([*assignments, shlex.join(["set", "--", *arguments]), body])
+
+
+@dataclass
+class AttemptStatus:
+    """What a run's directory says about one attempt."""
+
+    name: str
+    outcome: dict[str, Any] = field(default_factory=dict)
+    """outcome.json, empty before the attempt has ended."""
+    head: dict[str, Any] = field(default_factory=dict)
+    """head.json, empty before the head node has begun."""
 
 
 @dataclass
 class Status:
     """What is known of a run right now."""
 
-    state: str  # RUNNING, PENDING, ... as Slurm calls it.
-    detail: str  # time, limit, nodes or the reason for waiting
-    step: int  # training steps done
-    attempts: list[tuple[str, dict[str, Any], dict[str, Any]]]
-    """(attempt, its outcome or {}, its head.json or {}), oldest first."""
+    state: str
+    """As Slurm calls it; ENDED of a local run, UNKNOWN if Slurm has forgotten the job."""
+    detail: str
+    """Time, limit, nodes or the reason for waiting."""
+    step: int
+    """Training steps done."""
+    attempts: list[AttemptStatus]
+    """Oldest first."""
 
 
 def query(launch: Launch) -> Status:
     """Ask the cluster and read the run directory."""
-    asked = script("status.sh", RUN_DIR=launch.run_dir, KIND=launch.kind, NAMES=launch.job_names)
-    answers = dict(sections(shell(launch.login, asked)))
-    queue, accounting, metrics = answers.pop("queue"), answers.pop("accounting"), answers.pop("metrics")
-    step = int(json.loads(metrics[0])["step"]) + 1 if metrics else 0
-    attempts = []
-    for title, lines in answers.items():
-        records = [json.loads(line) for line in lines]
-        outcome: dict[str, Any] = next((record for record in records if "result" in record), {})
-        head: dict[str, Any] = next((record for record in records if "host" in record), {})
-        attempts.append((title.split()[1], outcome, head))
+    script = format_script(
+        "status.sh",
+        variables={"RUN_DIR": launch.run_dir, "KIND": launch.kind, "NAMES": launch.job_names},
+    )
+    answers = dict(split_sections(run_shell(launch.login, script)))
+    queue = answers.pop("queue")
+    accounting = answers.pop("accounting")
+    metrics = answers.pop("metrics")
+
     if launch.kind == "local":
-        running = psutil.pid_exists(int(launch.job))
-        state, detail = ("RUNNING" if running else "ENDED"), f"process {launch.job}"
-    elif queue:
-        number, state, elapsed, limit, nodes, reason = queue[0].split("|")
-        more = f", {len(queue) - 1} more in the queue" if len(queue) > 1 else ""
-        detail = f"job {number}, {elapsed} of {limit}, {nodes} nodes {reason}{more}"
-    elif accounting:
-        number, state, elapsed, end = accounting[0].split("|")
-        detail = f"job {number}, ran {elapsed}, ended {end}"
+        state, detail = _local_state(launch)
     else:
-        state, detail = "UNKNOWN", f"Slurm knows no job called gptoss.{launch.name}"
-    return Status(state, detail, min(step, launch.steps), attempts)
+        state, detail = _slurm_state(launch, queue, accounting)
+
+    # An evaluation after the last step is recorded as a further one.
+    step = int(json.loads(metrics[0])["step"]) + 1 if metrics else 0
+
+    # What is left are sections "attempt NAME".
+    attempts = [_parse_attempt(title, lines) for title, lines in answers.items()]
+    return Status(state=state, detail=detail, step=min(step, launch.steps), attempts=attempts)
 
 
-def describe(launch: Launch) -> str:
-    """``gptoss launch status``."""
+def _local_state(launch: Launch) -> tuple[str, str]:
+    """Return (state, detail) of a local run."""
+    state = "RUNNING" if psutil.pid_exists(int(launch.job)) else "ENDED"
+    return state, f"process {launch.job}"
+
+
+def _slurm_state(launch: Launch, queue: list[str], accounting: list[str]) -> tuple[str, str]:
+    """Return (state, detail) of a Slurm run from squeue and sacct; status.sh has their formats."""
+    # A queued job is preferred: accounting also knows its earlier attempts.
+    if queue:
+        number, state, elapsed, limit, nodes, reason = queue[0].split("|")
+        detail = f"job {number}, {elapsed} of {limit}, {nodes} nodes {reason}"
+        if len(queue) > 1:  # a chain, or the parts of a heterogeneous job
+            detail += f", {len(queue) - 1} more in the queue"
+        return state, detail
+
+    if accounting:
+        number, state, elapsed, end = accounting[0].split("|")
+        return state, f"job {number}, ran {elapsed}, ended {end}"
+
+    return "UNKNOWN", f"Slurm knows no job called gptoss.{launch.name}"
+
+
+def _parse_attempt(title: str, lines: list[str]) -> AttemptStatus:
+    """Read the section of an attempt: outcome.json and head.json, a line each, if they exist."""
+    attempt = AttemptStatus(title.split()[1])
+    for line in lines:
+        record = json.loads(line)
+        if "result" in record:
+            attempt.outcome = record
+        elif "host" in record:
+            attempt.head = record
+    return attempt
+
+
+def describe_status(launch: Launch) -> str:
+    """Return what ``gptoss launch status`` prints."""
     status = query(launch)
-    lines = [f"{launch.name}: {status.state} ({status.detail})"]
-    lines.append(f"  step {status.step} of {launch.steps}, in {launch.place}")
-    for number, outcome, head in status.attempts:
+    lines = [
+        f"{launch.name}: {status.state} ({status.detail})",
+        f"  step {status.step} of {launch.steps}, in {launch.place}",
+    ]
+    for attempt in status.attempts:
+        outcome = attempt.outcome
+
+        # Only the newest attempt can be running; one without outcome before it was killed.
+        is_newest = attempt is status.attempts[-1]
         if outcome:
-            lines.append(f"  attempt {number}: {outcome['result']} at step {outcome['last_step']}; {outcome['why']}")
+            result = f"{outcome['result']} at step {outcome['last_step']}; {outcome['why']}"
+            lines.append(f"  attempt {attempt.name}: {result}")
             if outcome["error"]:
                 lines.append(f"    first error: {outcome['error']}")
-        elif head and (number, outcome, head) == status.attempts[-1]:
-            lines.append(f"  attempt {number}: running; Ray dashboard {head['dashboard']}")
+        elif attempt.head and is_newest:
+            lines.append(
+                f"  attempt {attempt.name}: running; Ray dashboard {attempt.head['dashboard']}",
+            )
         else:
-            lines.append(f"  attempt {number}: no outcome")
+            lines.append(f"  attempt {attempt.name}: no outcome")
     return "\n".join(lines)
 
 
-def logs(launch: Launch, attempt: str | None, node: str | None, lines: int, follow: bool) -> Iterator[str]:
-    """Lines of the driver's log, or of one node's, of the newest or a given attempt."""
-    options = ["-n", str(lines), *(["-F"] if follow else [])]
-    file = f"{node}.log" if node else "driver.log"
-    asked = script("logs.sh", *options, RUN_DIR=launch.run_dir, ATTEMPT=attempt or "", FILE=file)
+def read_log(
+    launch: Launch,
+    *,
+    attempt: str | None,
+    node: str | None,
+    lines: int,
+    follow: bool,
+) -> Iterator[str]:
+    """Yield the last lines of the driver's log, or of a node's, of the newest or the named
+    attempt.
+
+    With ``follow`` it goes on as lines are written."""
+    options = ["-n", str(lines)]
+    if follow:
+        options.append("-F")
+    script = format_script(
+        "logs.sh",
+        arguments=options,
+        variables={
+            "RUN_DIR": launch.run_dir,
+            "ATTEMPT": attempt or "",
+            "FILE": f"{node}.log" if node else "driver.log",
+        },
+    )
     if not follow:
-        yield from shell(launch.login, asked).splitlines()
+        yield from run_shell(launch.login, script).splitlines()
         return
-    process = subprocess.Popen(["ssh", launch.login, asked] if launch.login else ["bash", "-c", asked],
-                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+
+    command = ["bash", "-c", script] if launch.login is None else ["ssh", launch.login, script]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         for line in process.stdout or ():
             yield line.rstrip("\n")
@@ -158,20 +271,22 @@ def logs(launch: Launch, attempt: str | None, node: str | None, lines: int, foll
 
 
 def cancel(launch: Launch) -> None:
-    """End a run, and those that are chained to it. It gets the time that Slurm leaves (KillWait) to save."""
+    """End a run and what is chained to it. Slurm's KillWait is its time to save."""
     if launch.kind == "slurm":
         jobs = f"timeout 20 squeue -h --me -n {shlex.quote(launch.job_names)} -o %i"
-        shell(launch.login, f"{jobs} | xargs -r timeout 20 scancel")
+        run_shell(launch.login, f"{jobs} | xargs -r timeout 20 scancel")
     elif psutil.pid_exists(int(launch.job)):
+        # As Slurm would: the node's program asks the driver to save, and ends after it.
         os.kill(int(launch.job), signal.SIGTERM)
 
 
-def sections(output: str) -> list[tuple[str, list[str]]]:
-    """[(title, lines)] of a text with lines "@title"."""
+def split_sections(output: str) -> list[tuple[str, list[str]]]:
+    """Split a text at its lines "@title" into (title, lines that are not empty)."""
     sections: list[tuple[str, list[str]]] = []
     for line in output.splitlines():
         if line.startswith("@"):
             sections.append((line[1:], []))
         elif line.strip() and sections:
-            sections[-1][1].append(line)
+            _, lines = sections[-1]
+            lines.append(line)
     return sections

@@ -1,78 +1,150 @@
-"""Is this node fit for the job? Asked on every node before Ray starts, because one bad GPU slows or stops them all."""
+"""Checks of nodes before Ray starts on them: one bad GPU slows or stops the whole job."""
 
 import shutil
 import socket
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
 
-IDLE_MIB = 1024  # memory in use above which a GPU is not idle; a driver alone takes a few hundred MiB
-RAY_PORTS = 10  # from cluster.ray_port on; those of workers follow, of which Ray takes what is free
-QUERY = "index,name,driver_version,clocks.max.sm,memory.used"
+IDLE_MIB = 1024
+"""Memory in use above which a GPU counts as busy; a driver alone takes a few hundred MiB."""
+RAY_PORTS = 10
+"""Ports from cluster.ray_port on that Ray's own parts use. Those of workers follow, of which Ray
+takes free ones."""
+GPU_QUERY = "index,name,driver_version,clocks.max.sm,memory.used"
 
 
-def check_node(cluster: ClusterConfig) -> dict[str, Any]:
-    """Facts that are compared between nodes, and under "problems" what is wrong with this one by itself."""
-    facts: dict[str, Any] = {}
-    problems: list[str] = []
+@dataclass
+class NodeCheck:
+    """What a node finds out about itself."""
+
+    facts: dict[str, str] = field(default_factory=dict)
+    """What must be the same on all nodes: "GPU", "driver" and "SM clock"."""
+    problems: list[str] = field(default_factory=list)
+    """Why this node cannot take part, whatever the others say."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One line of nvidia-smi."""
+
+    index: str
+    name: str
+    driver: str
+    sm_clock: str
+    """Highest clock in MHz."""
+    memory_used: int
+    """MiB."""
+
+
+def check_node(cluster: ClusterConfig) -> NodeCheck:
+    """Check this node's disks, ports and GPUs."""
+    check = NodeCheck()
+    check.problems.extend(full_disks(cluster))
+    check.problems.extend(busy_ports(cluster))
+    if not cluster.gpus_per_node:
+        return check
+
+    try:
+        gpus = query_gpus()
+    except (OSError, subprocess.SubprocessError) as error:
+        check.problems.append(f"nvidia-smi does not work: {error}")
+        return check
+
+    # More GPUs than the job asked for are no problem: not every cluster hides them.
+    if len(gpus) < cluster.gpus_per_node:
+        check.problems.append(
+            f"{len(gpus)} GPUs visible, cluster.gpus_per_node is {cluster.gpus_per_node}",
+        )
+    for gpu in gpus:
+        if gpu.memory_used > IDLE_MIB:
+            check.problems.append(f"GPU {gpu.index} holds {gpu.memory_used} MiB of another job")
+
+    # One slow GPU is enough to make the node differ from the others.
+    check.facts["GPU"] = "/".join(sorted({gpu.name for gpu in gpus}))
+    check.facts["driver"] = "/".join(sorted({gpu.driver for gpu in gpus}))
+    check.facts["SM clock"] = "/".join(sorted({gpu.sm_clock for gpu in gpus}))
+    return check
+
+
+def full_disks(cluster: ClusterConfig) -> list[str]:
+    """Return a problem for shared_dir and /tmp each, if less than min_free_disk is free there."""
+    problems = []
     for path in (cluster.shared_dir, Path("/tmp")):
         free = shutil.disk_usage(path).free / 1e9
         if free < cluster.min_free_disk:
-            problems.append(f"{free:.1f} GB free in {path}, cluster.min_free_disk is {cluster.min_free_disk:g}")
-    problems += busy_ports(cluster)
-    if cluster.gpus_per_node:
-        try:
-            query = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
-            output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
-        except (OSError, subprocess.SubprocessError) as error:
-            problems.append(f"nvidia-smi does not work: {error}")
-        else:
-            gpus = [[field.strip() for field in line.split(",")] for line in output.strip().splitlines()]
-            if len(gpus) < cluster.gpus_per_node:
-                problems.append(f"{len(gpus)} GPUs visible, cluster.gpus_per_node is {cluster.gpus_per_node}")
-            busy = [(index, memory) for index, *_, memory in gpus if int(memory) > IDLE_MIB]
-            problems += [f"GPU {index} holds {memory} MiB of another job" for index, memory in busy]
-            for name, column in (("GPU", 1), ("driver", 2), ("SM clock", 3)):
-                facts[name] = "/".join(sorted({gpu[column] for gpu in gpus}))
-    return {"facts": facts, "problems": problems}
+            problems.append(
+                f"{free:.1f} GB free in {path}, cluster.min_free_disk is {cluster.min_free_disk:g}",
+            )
+    return problems
+
+
+def query_gpus() -> list[Gpu]:
+    """Ask nvidia-smi for this node's GPUs.
+
+    Raises OSError or subprocess.SubprocessError if it does not answer."""
+    command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+
+    gpus = []
+    for line in result.stdout.strip().splitlines():
+        index, name, driver, sm_clock, memory_used = (value.strip() for value in line.split(","))
+        gpus.append(Gpu(index, name, driver, sm_clock, int(memory_used)))
+    return gpus
 
 
 def busy_ports(cluster: ClusterConfig) -> list[str]:
-    """Of the ports that Ray's own parts will listen on, those that something else has."""
+    """Return a problem if something listens on the ports that Ray's own parts will use."""
     if cluster.ray_port is None:
         return []
+
     busy = []
     for port in range(cluster.ray_port, cluster.ray_port + RAY_PORTS):
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just given up counts as free
+            # A port that was given up a moment ago counts as free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("", port))
             except OSError:
                 busy.append(str(port))
-    return [f"port {', '.join(busy)} is in use, cluster.ray_port is {cluster.ray_port}"] if busy else []
+    if not busy:
+        return []
+    return [f"port {', '.join(busy)} is in use, cluster.ray_port is {cluster.ray_port}"]
 
 
-def odd_ones_out(reports: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """Nodes whose facts differ from those of the majority -> how."""
-    odd: dict[str, list[str]] = {}
-    for fact in {name for report in reports.values() for name in report["facts"]}:
+def find_outlier_nodes(reports: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the nodes whose facts differ from those of the majority, and how.
+
+    ``reports`` holds what each node reported, with its ``NodeCheck.facts`` under "facts"."""
+    differences: dict[str, list[str]] = {}
+    facts = {name for report in reports.values() for name in report["facts"]}
+    for fact in facts:
+        # A node without this fact, whose nvidia-smi did not answer, counts as another value.
         values = {node: report["facts"].get(fact) for node, report in reports.items()}
         usual = Counter(values.values()).most_common(1)[0][0]
         for node, value in values.items():
             if value != usual:
-                odd.setdefault(node, []).append(f"{fact} is {value}, elsewhere {usual}")
-    return {node: "; ".join(sorted(differences)) for node, differences in odd.items()}
+                differences.setdefault(node, []).append(f"{fact} is {value}, elsewhere {usual}")
+    return {node: "; ".join(sorted(how)) for node, how in differences.items()}
 
 
-def slow_ones(bandwidths: Mapping[str, dict[str, float | None]], minimum: float) -> dict[str, str]:
-    """Nodes below ``minimum`` GB/s, within themselves or with every neighbour -> how; see ``launch.bandwidth``."""
+def find_slow_nodes(
+    bandwidths: Mapping[str, dict[str, float | None]],
+    minimum: float,
+) -> dict[str, str]:
+    """Return the nodes below ``minimum`` GB/s, within themselves or with every neighbour, and how
+    slow they are.
+
+    ``bandwidths`` is what ``launch.bandwidth`` writes."""
     slow: dict[str, str] = {}
     for node, measured in bandwidths.items():
         for where, value in measured.items():
+            # None: one GPU per node has nothing to measure within it, a single node no neighbour.
             if value is not None and value < minimum:
                 slow[node] = f"all-reduce {where} nodes at {value:.2f} GB/s, cluster.min_bandwidth is {minimum:g}"
     return slow

@@ -1,4 +1,6 @@
-"""Which trainer ranks, engines, rollout workers and sandboxes run on which node: computed before a job is submitted."""
+"""Which trainer ranks, engines, rollout workers and sandboxes run on which node.
+
+It is computed before a job is submitted."""
 
 from dataclasses import dataclass, field
 
@@ -13,83 +15,135 @@ from rl_loop.engines.backend import ServerProcesses
 class NodePlan:
     """What runs on one node."""
 
-    name: str  # role and number, such as "trainer 0": Slurm chooses the machine
+    name: str
+    """Role and number, such as "trainer 0": Slurm chooses the machine."""
     ranks: list[int] = field(default_factory=list)
+    """Trainer ranks."""
     servers: list[int] = field(default_factory=list)
+    """Numbers of the rollout engine's server processes."""
     workers: list[int] = field(default_factory=list)
+    """Numbers of rollout workers."""
     free_gpus: int = 0
+    """GPUs that nothing on this node uses yet."""
 
     def resources(self) -> dict[str, int]:
-        """The custom Ray resources that bring the actors here; see ``rl_loop.cluster.placement``."""
-        roles = {"trainer_rank": self.ranks, ENGINE_SERVER: self.servers, "rollout_worker": self.workers}
+        """Return the Ray resources that bring actors here; see ``rl_loop.cluster.placement``."""
+        roles = {
+            "trainer_rank": self.ranks,
+            ENGINE_SERVER: self.servers,
+            "rollout_worker": self.workers,
+        }
         return {f"{role}_{index}": 1 for role, indices in roles.items() for index in indices}
 
 
 def place(config: RunConfig, cluster: ClusterConfig, uses_rollouts: bool) -> list[NodePlan]:
-    """Plans of the trainer nodes, then of the rollout nodes. Ranks are contiguous on a node, so that the innermost
-    parallel groups stay within it. Raises ConfigError naming the keys if the run does not fit."""
-    gpus, ranks, rollout = cluster.gpus_per_node, config.parallel.world_size, config.rollout
+    """Plan the trainer nodes, then the rollout nodes.
+
+    Raises ConfigError naming the keys if the run does not fit."""
+    if cluster.rollout_nodes and not uses_rollouts:
+        raise ConfigError(
+            "cluster.rollout_nodes: supervised fine-tuning has no rollouts; set it to 0",
+        )
+
+    gpus = cluster.gpus_per_node
     trainers = [NodePlan(f"trainer {i}", free_gpus=gpus) for i in range(cluster.nodes)]
-    others = [NodePlan(f"rollout {i}", free_gpus=gpus) for i in range(cluster.rollout_nodes)]
-    if others and not uses_rollouts:
-        raise ConfigError("cluster.rollout_nodes: supervised fine-tuning has no rollouts; set it to 0")
-    offer = f"cluster.nodes x gpus_per_node ({cluster.nodes} x {gpus}) offers {cluster.nodes * gpus}"
-    if gpus and ranks > cluster.nodes * gpus:
-        raise ConfigError(f"parallel.world_size ({ranks}) needs {ranks} GPUs, {offer}")
-    per_node = gpus or -(-ranks // cluster.nodes)
-    for rank in range(ranks):
-        trainers[rank // per_node].ranks.append(rank)
-        trainers[rank // per_node].free_gpus -= 1
-    hosts = others or trainers
-    servers = rollout.engine.server_processes
-    if uses_rollouts and servers is not None:
-        _add_servers(config, servers, trainers, hosts, per_node, gpus)
-    for worker in range(rollout.workers if uses_rollouts else 0):
-        near = [node for node in hosts if node.servers] or hosts  # a worker talks to engines all the time
-        emptiest = min(near, key=lambda node: len(node.ranks) + len(node.workers))
-        emptiest.workers.append(worker)
-    idle = [node.name for node in [*trainers, *others] if not node.resources()]
+    rollouts = [NodePlan(f"rollout {i}", free_gpus=gpus) for i in range(cluster.rollout_nodes)]
+    plans = [*trainers, *rollouts]
+
+    _place_ranks(config, cluster, trainers)
+    if uses_rollouts:
+        hosts = rollouts or trainers
+        servers = config.rollout.engine.server_processes
+        if servers is not None:
+            _place_servers(config, servers, cluster, trainers, hosts)
+        _place_workers(config.rollout.workers, hosts)
+
+    # A node without work would be paid for, and its program would wait for the end of the run.
+    idle = [plan.name for plan in plans if not plan.resources()]
     if idle:
-        raise ConfigError(f"nothing would run on {', '.join(idle)}: lower cluster.nodes or raise parallel.world_size")
-    return [*trainers, *others]
+        raise ConfigError(
+            f"nothing would run on {', '.join(idle)}: lower cluster.nodes or raise parallel.world_size",
+        )
+    return plans
 
 
-def _add_servers(
+def _place_ranks(config: RunConfig, cluster: ClusterConfig, trainers: list[NodePlan]) -> None:
+    """Put contiguous ranks on each node, so that the innermost parallel groups stay within it."""
+    ranks = config.parallel.world_size
+    gpus = cluster.gpus_per_node
+    if gpus and ranks > cluster.nodes * gpus:
+        offered = f"({cluster.nodes} x {gpus}) offers {cluster.nodes * gpus}"
+        raise ConfigError(
+            f"parallel.world_size ({ranks}) needs {ranks} GPUs, cluster.nodes x gpus_per_node {offered}",
+        )
+
+    per_node = _ranks_per_node(config, cluster)
+    for rank in range(ranks):
+        node = trainers[rank // per_node]
+        node.ranks.append(rank)
+        node.free_gpus -= 1
+
+
+def _ranks_per_node(config: RunConfig, cluster: ClusterConfig) -> int:
+    """Return a rank per GPU, or evenly spread ranks where there are no GPUs."""
+    if cluster.gpus_per_node:
+        return cluster.gpus_per_node
+    return -(-config.parallel.world_size // cluster.nodes)
+
+
+def _place_servers(
     config: RunConfig,
     servers: ServerProcesses,
+    cluster: ClusterConfig,
     trainers: list[NodePlan],
     hosts: list[NodePlan],
-    per_node: int,
-    gpus: int,
 ) -> None:
-    width = servers.gpus_each
+    """Put the servers beside the ranks whose GPUs they share, or where most GPUs are free."""
+    if servers.share_trainer_gpus:
+        per_node = _ranks_per_node(config, cluster)
+        for server in range(servers.count):
+            # Server i uses the GPUs of the ranks from i x gpus_each on.
+            node = min(server * servers.gpus_each // per_node, len(trainers) - 1)
+            trainers[node].servers.append(server)
+        return
+
     for server in range(servers.count):
-        if servers.share_trainer_gpus:  # server i takes the GPUs of ranks i x width and on
-            trainers[min(server * width // per_node, len(trainers) - 1)].servers.append(server)
-            continue
-        roomiest = max(hosts, key=lambda node: node.free_gpus)
-        if gpus and roomiest.free_gpus < width:
+        # The first of equals, so that servers go round and every node gets as many of them.
+        roomiest = max(hosts, key=lambda plan: plan.free_gpus)
+        if cluster.gpus_per_node and roomiest.free_gpus < servers.gpus_each:
+            demand = f"{servers.key} ({servers.count} of {servers.gpus_each} GPUs)"
             raise ConfigError(
-                f"{servers.key} ({servers.count} of {width} GPUs): no node has as many left for server {server} "
-                f"beside the {config.parallel.world_size} trainer ranks; raise cluster.nodes or cluster.rollout_nodes, "
-                "or set rollout.engine.colocated"
+                f"{demand}: no node has as many left for server {server} beside the "
+                f"{config.parallel.world_size} trainer ranks; raise cluster.nodes or "
+                "cluster.rollout_nodes, or set rollout.engine.colocated"
             )
         roomiest.servers.append(server)
-        roomiest.free_gpus -= width
+        roomiest.free_gpus -= servers.gpus_each
 
 
-def describe(plans: list[NodePlan], config: RunConfig) -> str:
-    """The placement as text, one node a line."""
+def _place_workers(count: int, hosts: list[NodePlan]) -> None:
+    """Spread the rollout workers over the nodes with servers, which they call all the time."""
+    candidates = [plan for plan in hosts if plan.servers] or hosts
+    for worker in range(count):
+        # Ranks count as well: a worker's engine and sandbox need processors beside them.
+        emptiest = min(candidates, key=lambda plan: len(plan.ranks) + len(plan.workers))
+        emptiest.workers.append(worker)
+
+
+def describe_placement(plans: list[NodePlan], config: RunConfig) -> str:
+    """Return the placement as text, one node a line."""
     lines = []
     for plan in plans:
-        parts = [f"ranks {plan.ranks[0]} to {plan.ranks[-1]}"] if plan.ranks else []
+        roles = []
+        if plan.ranks:
+            roles.append(f"ranks {plan.ranks[0]} to {plan.ranks[-1]}")
         if plan.servers:
             servers = config.rollout.engine.server_processes
             assert servers is not None
             numbers = ", ".join(map(str, plan.servers))
-            parts.append(f"{servers.name}s {numbers} ({servers.gpus_each} GPUs each)")
+            roles.append(f"{servers.name}s {numbers} ({servers.gpus_each} GPUs each)")
         if plan.workers:
-            parts.append(f"rollout workers {', '.join(map(str, plan.workers))}")
-            parts.append(f"{len(plan.workers) * config.sandbox.workers} sandbox processes")
-        lines.append(f"  {plan.name:10}  {'; '.join(parts)}")
+            roles.append(f"rollout workers {', '.join(map(str, plan.workers))}")
+            roles.append(f"{len(plan.workers) * config.sandbox.workers} sandbox processes")
+        lines.append(f"  {plan.name:10}  {'; '.join(roles)}")
     return "\n".join(lines)

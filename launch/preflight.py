@@ -1,169 +1,335 @@
-"""What would fail on the cluster, found before the job waits in a queue: one call to a shell on the login node."""
+"""Finds what would fail on the cluster before the job waits in a queue.
+
+It takes one call to a shell on the login node, and one to sbatch."""
 
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launch.cluster import SBATCH_FIELDS, ClusterConfig
-from launch.jobs import ClusterError, script, sections, shell
+from launch.jobs import ClusterError, format_script, run_shell, split_sections
 from launch.node_checks import busy_ports
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RunConfig
 
+Answers = dict[str, list[str]]
+"""What preflight.sh printed: the lines of each section."""
 
-@dataclass
+
+@dataclass(frozen=True)
 class Partition:
     """One line of sinfo; nodes of different kinds give one line each."""
 
     name: str
     up: bool
     time_limit: str
+    """[days-]hours:minutes:seconds, or a word such as infinite."""
     nodes: int
     gres: str
+    """Generic resources of a node, such as gpu:h200:8(S:0-1)."""
     cpus: int
-    memory: int  # MB of a node
+    """Of a node."""
+    memory: int
+    """MB of a node."""
     features: str
+    """Features of the nodes, separated by commas."""
 
     @property
     def gpus(self) -> dict[str, int]:
-        """type -> GPUs per node; the type is "" where Slurm knows none."""
-        found = re.findall(r"gpu(?::([^:,()]+))?:(\d+)", self.gres)
-        return {kind: int(count) for kind, count in found}
+        """GPUs per node by type; the type is "" where Slurm knows none."""
+        matches = re.findall(r"gpu(?::([^:,()]+))?:(\d+)", self.gres)
+        return {kind: int(count) for kind, count in matches}
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs per node of the most frequent type."""
+        return max(self.gpus.values(), default=0)
 
     def __str__(self) -> str:
-        gpus = ", ".join(f"{count} GPUs {kind}".strip() for kind, count in self.gpus.items()) or "no GPUs"
-        return f"{self.name} ({self.nodes} nodes, {gpus}, {self.cpus} CPUs, limit {self.time_limit})"
+        gpus = ", ".join(f"{count} GPUs {kind}".strip() for kind, count in self.gpus.items())
+        node = f"{gpus or 'no GPUs'}, {self.cpus} CPUs"
+        return f"{self.name} ({self.nodes} nodes, {node}, limit {self.time_limit})"
 
 
 def check_before_queue(config: RunConfig, cluster: ClusterConfig) -> None:
-    """Raises ConfigError with every field that will not work, and what the cluster offers instead."""
-    local = cluster.container is None
-    named = _named_paths(config, cluster)
-    variables = {"SHARED": str(cluster.shared_dir.absolute()), "PYTHON": cluster.python if local else "true"}
-    asked = script("preflight.sh", *(str(path) for _, path in named), **variables)
-    try:
-        answers = dict(sections(shell(cluster.login, asked)))
-    except ClusterError as error:
-        raise ConfigError(f"preflight: cluster.login: {error}") from None
+    """Raise ConfigError with every field that will not work, and what there is instead."""
+    paths = named_paths(config, cluster)
+    answers = _ask_login_node(cluster, paths)
+
     problems: list[str] = []
     if cluster.kind == "slurm":
         if not answers["sbatch"]:
             where = cluster.login or "this machine"
-            advice = "name a login node, or kind: local"
-            raise ConfigError(f"preflight: cluster.login: there is no sbatch on {where}; {advice}")
-        partitions = [_partition(line) for line in answers["partitions"] if line.count("|") == 7]
+            raise ConfigError(
+                f"preflight: cluster.login: there is no sbatch on {where}; name a login node, or kind: local"
+            )
+        # sinfo's complaints, which are no partitions, come in the same section.
+        lines = [line for line in answers["partitions"] if line.count("|") == 7]
+        partitions = [parse_partition(line) for line in lines]
         problems += slurm_problems(cluster, partitions, answers)
-    absent = set(answers["absent"]) - {""}
-    problems += [f"{key}: {path} does not exist or cannot be read there" for key, path in named if str(path) in absent]
-    if answers["shared_dir"]:
-        problems.append(f"cluster.shared_dir: {answers['shared_dir'][0]}")
-    free = int(answers["free"][0]) / 1e6 if answers["free"] else 0.0
-    if not answers["shared_dir"] and free < cluster.min_free_disk:
-        problems.append(f"cluster.shared_dir: {free:.0f} GB are free there, min_free_disk is {cluster.min_free_disk:g}")
-    if local and not answers["python"]:
-        problems.append(f"cluster.python: there is no {cluster.python} there")
+
+    problems += _file_problems(cluster, paths, answers)
     if cluster.kind == "local":
         problems += [f"cluster.ray_port: {problem}" for problem in busy_ports(cluster)]
+
+    # Slurm itself is asked last: its message is shorter than ours.
     if not problems and cluster.kind == "slurm":
         problems += _ask_slurm(cluster)
     if problems:
         raise ConfigError("preflight:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def slurm_problems(cluster: ClusterConfig, partitions: list[Partition], answers: dict[str, list[str]]) -> list[str]:
-    """What Slurm's own description of the cluster rules out."""
-    accounts = [line.split("|") for line in answers.get("accounts", []) if "|" in line]
-    names = sorted({account for account, _ in accounts})
+def _ask_login_node(cluster: ClusterConfig, paths: list[tuple[str, Path]]) -> Answers:
+    """Run preflight.sh where jobs are submitted.
+
+    Raises ConfigError if that machine does not answer."""
+    script = format_script(
+        "preflight.sh",
+        arguments=[str(path) for _, path in paths],
+        variables={
+            "SHARED": str(cluster.shared_dir.absolute()),
+            # The interpreter of a container cannot be seen from outside.
+            "PYTHON": cluster.python if cluster.container is None else "true",
+        },
+    )
+    try:
+        output = run_shell(cluster.login, script)
+    except ClusterError as error:
+        raise ConfigError(f"preflight: cluster.login: {error}") from None
+    return dict(split_sections(output))
+
+
+def _file_problems(
+    cluster: ClusterConfig,
+    paths: list[tuple[str, Path]],
+    answers: Answers,
+) -> list[str]:
+    """Return what is wrong with files, disks and the interpreter there."""
+    absent = set(answers["absent"])
     problems = []
-    if cluster.account and names and cluster.account not in names:
-        problems.append(f"cluster.account: {cluster.account!r} is not one of yours: {', '.join(names)}")
-    qualities = sorted({quality for _, listed in accounts for quality in listed.split(",") if quality})
-    if cluster.qos and accounts and cluster.qos not in qualities:
-        problems.append(f"cluster.qos: {cluster.qos!r} is not one of yours: {', '.join(qualities) or 'none'}")
-    if cluster.container and answers.get("pyxis") == ["0"]:
-        problems.append("cluster.container: srun has no --container-image here (pyxis is not installed); use python")
-    offers = ", ".join(str(partition) for partition in partitions)
-    fitting = [p for p in partitions if cluster.partition in (None, p.name)]
-    if not any(p.up for p in fitting):
-        state = f"{cluster.partition} is down" if fitting else f"there is no {cluster.partition!r}"
-        return [*problems, f"cluster.partition: {state}; the cluster offers {offers}"]
-    gpus, nodes = cluster.gpus_per_node, cluster.nodes + cluster.rollout_nodes
-    wanted = set(re.findall(r"[\w.-]+", cluster.constraint or ""))
-    checks = {
-        "gpu_type": lambda p: not gpus or cluster.gpu_type in (None, *p.gpus),
-        "gpus_per_node": lambda p: gpus <= max(p.gpus.values(), default=0),
-        "cpus_per_node": lambda p: (cluster.cpus_per_node or 0) <= p.cpus,
-        "memory_per_node": lambda p: _megabytes(cluster.memory_per_node or "0") <= p.memory,
-        "constraint": lambda p: not cluster.constraint or wanted & set(p.features.split(",")),
-        "time_limit": lambda p: seconds(cluster.time_limit) <= seconds(p.time_limit),
-    }
-    for field, fits in checks.items():
-        offer, remaining = ", ".join(map(str, fitting)), [p for p in fitting if fits(p)]
-        if not remaining:
-            features = f" with features {fitting[0].features}" if field == "constraint" else ""
-            given = f"cluster.{field}: {getattr(cluster, field)}"
-            return [*problems, f"{given} is more or other than there is: {offer}{features}"]
-        fitting = remaining
-    if nodes > sum(p.nodes for p in fitting):
-        problems.append(f"cluster.nodes: {nodes} wanted, there are {', '.join(map(str, fitting))}")
+    for key, path in paths:
+        if str(path) in absent:
+            problems.append(f"{key}: {path} does not exist or cannot be read there")
+
+    if answers["shared_dir"]:
+        problems.append(f"cluster.shared_dir: {answers['shared_dir'][0]}")
+    else:
+        # df counts in KB.
+        free = int(answers["free"][0]) / 1e6 if answers["free"] else 0.0
+        if free < cluster.min_free_disk:
+            problems.append(
+                f"cluster.shared_dir: {free:.0f} GB are free there, min_free_disk is {cluster.min_free_disk:g}"
+            )
+
+    if cluster.container is None and not answers["python"]:
+        problems.append(f"cluster.python: there is no {cluster.python} there")
     return problems
 
 
-def seconds(time_limit: str) -> float:
-    """Of Slurm's [days-]hours:minutes:seconds (or minutes:seconds); infinite without a limit."""
+def slurm_problems(
+    cluster: ClusterConfig,
+    partitions: list[Partition],
+    answers: Answers,
+) -> list[str]:
+    """Return what Slurm's own description of the cluster rules out."""
+    problems = _account_problems(cluster, answers.get("accounts", []))
+    if cluster.container and answers.get("pyxis") == ["0"]:
+        problems.append(
+            "cluster.container: srun has no --container-image here (pyxis is not installed); use python",
+        )
+    problems += _partition_problems(cluster, partitions)
+    return problems
+
+
+def _account_problems(cluster: ClusterConfig, lines: list[str]) -> list[str]:
+    """Compare account and qos with the user's own.
+
+    ``lines`` are "account|qos,qos,..."; there are none on a cluster without accounting."""
+    accounts: set[str] = set()
+    qualities: set[str] = set()
+    for line in lines:
+        if "|" in line:
+            account, listed = line.split("|")
+            accounts.add(account)
+            qualities.update(quality for quality in listed.split(",") if quality)
+
+    problems = []
+    if cluster.account and accounts and cluster.account not in accounts:
+        known = ", ".join(sorted(accounts))
+        problems.append(f"cluster.account: {cluster.account!r} is not one of yours: {known}")
+    if cluster.qos and accounts and cluster.qos not in qualities:
+        known = ", ".join(sorted(qualities)) or "none"
+        problems.append(f"cluster.qos: {cluster.qos!r} is not one of yours: {known}")
+    return problems
+
+
+def _partition_problems(cluster: ClusterConfig, partitions: list[Partition]) -> list[str]:
+    """Return the first field of the cluster for which no partition is left, if there is one."""
+    fitting = partitions
+    if cluster.partition is not None:
+        fitting = [partition for partition in partitions if partition.name == cluster.partition]
+    if not any(partition.up for partition in fitting):
+        state = f"{cluster.partition} is down" if fitting else f"there is no {cluster.partition!r}"
+        return [f"cluster.partition: {state}; the cluster offers {_list_partitions(partitions)}"]
+
+    # One check after the other narrows the choice: a partition with the GPUs but not the time does
+    # not help, and the message shows those that came closest.
+    for field, fits in PARTITION_CHECKS:
+        remaining = [partition for partition in fitting if fits(cluster, partition)]
+        if not remaining:
+            value = getattr(cluster, field)
+            offer = _list_partitions(fitting)
+            if field == "constraint":
+                offer += f" with features {fitting[0].features}"
+            return [
+                f"cluster.{field}: {value} is more or other than there is: {offer}",
+            ]
+        fitting = remaining
+
+    # Nodes of different kinds in one partition are several lines of sinfo.
+    nodes = cluster.nodes + cluster.rollout_nodes
+    if nodes > sum(partition.nodes for partition in fitting):
+        return [f"cluster.nodes: {nodes} wanted, there are {_list_partitions(fitting)}"]
+    return []
+
+
+def _list_partitions(partitions: list[Partition]) -> str:
+    return ", ".join(str(partition) for partition in partitions)
+
+
+def _has_gpu_type(cluster: ClusterConfig, partition: Partition) -> bool:
+    if not cluster.gpus_per_node or cluster.gpu_type is None:
+        return True
+    return cluster.gpu_type in partition.gpus
+
+
+def _has_gpus(cluster: ClusterConfig, partition: Partition) -> bool:
+    return cluster.gpus_per_node <= partition.gpus_per_node
+
+
+def _has_cpus(cluster: ClusterConfig, partition: Partition) -> bool:
+    return (cluster.cpus_per_node or 0) <= partition.cpus
+
+
+def _has_memory(cluster: ClusterConfig, partition: Partition) -> bool:
+    return parse_megabytes(cluster.memory_per_node or "0") <= partition.memory
+
+
+def _has_features(cluster: ClusterConfig, partition: Partition) -> bool:
+    if not cluster.constraint:
+        return True
+    # One common feature is enough: Slurm itself is asked about "a&b", "a|b" and the like.
+    named = set(re.findall(r"[\w.-]+", cluster.constraint))
+    return bool(named & set(partition.features.split(",")))
+
+
+def _allows_time(cluster: ClusterConfig, partition: Partition) -> bool:
+    return parse_seconds(cluster.time_limit) <= parse_seconds(partition.time_limit)
+
+
+PARTITION_CHECKS: tuple[tuple[str, Callable[[ClusterConfig, Partition], bool]], ...] = (
+    ("gpu_type", _has_gpu_type),
+    ("gpus_per_node", _has_gpus),
+    ("cpus_per_node", _has_cpus),
+    ("memory_per_node", _has_memory),
+    ("constraint", _has_features),
+    ("time_limit", _allows_time),
+)
+"""(field of the cluster, whether a partition offers it), checked one after the other."""
+
+
+def parse_partition(line: str) -> Partition:
+    """Read a line of ``sinfo -o '%R|%a|%l|%D|%G|%c|%m|%f'``."""
+    name, state, time_limit, nodes, gres, cpus, memory, features = line.split("|")
+    return Partition(
+        name=name,
+        up=state == "up",
+        time_limit=time_limit,
+        nodes=int(nodes),
+        gres=gres,
+        cpus=int(cpus.rstrip("+")),  # "16+": at least so many on every node
+        memory=int(memory.rstrip("+")),
+        features=features,
+    )
+
+
+def parse_seconds(time_limit: str) -> float:
+    """Read Slurm's [days-]hours:minutes:seconds (or minutes:seconds); infinite without a limit."""
     if not re.fullmatch(r"[\d:-]+", time_limit):
         return float("inf")
+
+    # Without hours, "30:00" is half an hour: the last number is always seconds.
     days, _, clock = time_limit.rpartition("-")
     total = 0
-    for part in clock.split(":"):
-        total = total * 60 + int(part)
+    for number in clock.split(":"):
+        total = total * 60 + int(number)
     return int(days or 0) * 86_400 + total
 
 
-def _ask_slurm(cluster: ClusterConfig) -> list[str]:
-    """Slurm's own word, for what cannot be read from its lists."""
-    options = [f"--{field}={value}" for field in SBATCH_FIELDS if (value := getattr(cluster, field))]
-    options += [f"--nodes={cluster.nodes + cluster.rollout_nodes}", f"--time={cluster.time_limit}", "--wrap=true"]
-    command = shlex.join(["sbatch", "--test-only", *options])
-    answer = shell(cluster.login, f"timeout 20 {command} 2>&1 || true").strip()
-    if "to start at" in answer:
-        return []
-    message = answer.splitlines()[-1] if answer else "no answer"
-    words = message.lower().replace("node name", "exclude")  # nothing else of ours names nodes
-    field = next((field for field in SBATCH_FIELDS if field in words), "partition")
-    return [f"cluster.{field}: {message}" + ("; sinfo -N lists the nodes" if field == "exclude" else "")]
-
-
-def _partition(line: str) -> Partition:
-    name, up, limit, nodes, gres, *sizes, features = line.split("|")
-    cpus, memory = (int(size.rstrip("+")) for size in sizes)
-    return Partition(name, up == "up", limit, int(nodes), gres, cpus, memory, features)
-
-
-def _megabytes(memory: str) -> float:
-    factor = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}.get(memory[-1].upper(), 1)
+def parse_megabytes(memory: str) -> float:
+    """Read what sbatch --mem takes: a number with K, M, G or T, in megabytes without one."""
+    factors = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
+    factor = factors.get(memory[-1].upper(), 1)
     return float(memory.rstrip("KMGTkmgt")) * factor
 
 
+def _ask_slurm(cluster: ClusterConfig) -> list[str]:
+    """Let sbatch test the submission, for what Slurm's lists do not say; return its problem."""
+    options = []
+    for field in SBATCH_FIELDS:
+        value = getattr(cluster, field)
+        if value:
+            options.append(f"--{field}={value}")
+    options += [
+        f"--nodes={cluster.nodes + cluster.rollout_nodes}",
+        f"--time={cluster.time_limit}",
+        "--wrap=true",
+    ]
+    command = shlex.join(["sbatch", "--test-only", *options])
+
+    # A refusal is an answer and not a failure of the shell.
+    answer = run_shell(cluster.login, f"timeout 20 {command} 2>&1 || true").strip()
+    if "to start at" in answer:
+        return []
+
+    # Find the field that Slurm complains about. Only ``exclude`` names nodes.
+    message = answer.splitlines()[-1] if answer else "no answer"
+    words = message.lower().replace("node name", "exclude")
+    field = next((field for field in SBATCH_FIELDS if field in words), "partition")
+    if field == "exclude":
+        message += "; sinfo -N lists the nodes"
+    return [f"cluster.{field}: {message}"]
+
+
 def is_path(value: Any, key: str) -> bool:
-    """Whether a value of a configuration is a file or directory; data may also be on the Hub ("hub:...")."""
-    named = key.endswith("_path") and isinstance(value, str) and not value.startswith("hub:")
-    return isinstance(value, Path) or named
+    """Whether a value of a configuration is a local path; data may be on the Hub ("hub:...")."""
+    if isinstance(value, Path):
+        return True
+    return key.endswith("_path") and isinstance(value, str) and not value.startswith("hub:")
 
 
-def _named_paths(config: RunConfig, cluster: ClusterConfig) -> list[tuple[str, Path]]:
-    """(key, path) of everything that must exist on the cluster."""
+def named_paths(config: RunConfig, cluster: ClusterConfig) -> list[tuple[str, Path]]:
+    """Return (key, path) of everything that must exist on the cluster."""
+    # The run makes output_dir itself.
+    paths = _paths_below(config.model_dump(exclude={"output_dir"}), key="")
+    if cluster.container:
+        sources = [Path(mount.split(":")[0]) for mount in cluster.container.mounts]
+        paths += [("cluster.container.mounts", source) for source in sources]
+        # Anything else is a name that pyxis pulls.
+        if cluster.container.image.startswith("/"):
+            paths.append(("cluster.container.image", Path(cluster.container.image)))
+    return paths
 
-    def walk(value: Any, key: str) -> list[tuple[str, Path]]:
-        if isinstance(value, dict):
-            return [pair for name, item in value.items() for pair in walk(item, f"{key}.{name}" if key else name)]
+
+def _paths_below(value: Any, key: str) -> list[tuple[str, Path]]:
+    """Return (key, path) of every path in a tree of dictionaries whose own key is ``key``."""
+    if not isinstance(value, dict):
         return [(key, Path(value))] if is_path(value, key) else []
 
-    found = walk(config.model_dump(exclude={"output_dir"}), "")
-    if cluster.container:
-        found += [("cluster.container.mounts", Path(m.split(":")[0])) for m in cluster.container.mounts]
-        if cluster.container.image.startswith("/"):
-            found.append(("cluster.container.image", Path(cluster.container.image)))
-    return found
+    paths = []
+    for name, item in value.items():
+        paths += _paths_below(item, key=f"{key}.{name}" if key else name)
+    return paths

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: a live display on a terminal, one plain line per step anywhere else."""
+"""The display of a running training: live on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rl_loop.tracking.metrics import Name
 
-# Metric -> (label, how a value is written), in reading order.
+# Metric -> (label, format), in reading order.
 SHOWN: dict[str, tuple[str, str]] = {
     Name.REWARD: ("reward", "{:.3f}"),
     Name.LOSS: ("loss", "{:.4f}"),
@@ -27,47 +27,79 @@ SHOWN: dict[str, tuple[str, str]] = {
     Name.CLIP_FRACTION: ("clipped", "{:.3f}"),
     Name.GRAD_NORM: ("grad norm", "{:.2f}"),
 }
+RECENT_STEPS = 10
+"""Steps whose mean time predicts the time left: episodes change in length as the policy learns."""
 
 
-def clock(seconds: float) -> str:
-    """61 -> "1:01", 3661 -> "1:01:01"."""
+def format_seconds(seconds: float) -> str:
+    """Write a duration as people read it: 61 -> "1:01", 3661 -> "1:01:01"."""
     minutes, second = divmod(round(max(0.0, seconds)), 60)
     hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    if hours:
+        return f"{hours}:{minute:02}:{second:02}"
+    return f"{minute}:{second:02}"
 
 
-def figures(values: dict[str, float]) -> str:
-    """The shown ones of ``values`` on one line."""
-    return "  ".join(f"{label} {form.format(values[name])}" for name, (label, form) in SHOWN.items() if name in values)
+def format_metrics(values: dict[str, float]) -> str:
+    """Return those of ``values`` that are in SHOWN, on one line."""
+    shown = []
+    for name, (label, form) in SHOWN.items():
+        if name in values:
+            shown.append(f"{label} {form.format(values[name])}")
+    return "  ".join(shown)
 
 
 class StepDisplay(Progress):
-    """Rich's progress bar over a line with the newest figures."""
+    """Rich's progress bar over a line with the newest metrics."""
 
-    figures = ""
+    metrics_line = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
-        yield Text(self.figures)
+        yield Text(self.metrics_line)
 
 
 class TrainingProgress:
-    """A context manager. Give ``step`` to ``MetricsWriter`` as a listener and call ``phase`` as the loop goes on. Steps
+    """Shows a training run while it is entered as a context.
+
+    Give ``step`` to ``MetricsWriter`` as a listener and call ``phase`` as the loop goes on. Steps
     are numbered from 0; a resumed run begins at ``first_step``."""
 
-    def __init__(self, title: str, total_steps: int, first_step: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        total_steps: int,
+        first_step: int = 0,
+        console: Console | None = None,
+    ) -> None:
         self._console = console or Console()
-        self._total, self._done = total_steps, first_step
+        self._total = total_steps
+        self._done = first_step
+        # Some metrics come with some steps only; the display keeps showing their last value.
         self._latest: dict[str, float] = {}
-        self._step_seconds: deque[float] = deque(maxlen=10)  # episodes change in length as the policy learns
+        self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._step_ended = time.monotonic()
-        step = TextColumn("step {task.completed}/{task.total}  [cyan]{task.fields[phase]}")
-        columns = TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), step, TimeElapsedColumn()
-        left, hidden = TextColumn("{task.fields[left]}"), not self._console.is_terminal
-        self._display = StepDisplay(*columns, left, console=self._console, disable=hidden, expand=True)
-        self._task = self._display.add_task(escape(title), total=total_steps, completed=first_step, phase="", left="")
+
+        self._display = StepDisplay(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("step {task.completed}/{task.total}  [cyan]{task.fields[phase]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,  # a log gets lines instead, in ``step``
+            expand=True,
+        )
+        self._task = self._display.add_task(
+            escape(title),
+            total=total_steps,
+            completed=first_step,
+            phase="",
+            left="",
+        )
 
     def __enter__(self) -> TrainingProgress:
+        # Loading the model is no part of the first step.
         self._step_ended = time.monotonic()
         self._display.start()
         return self
@@ -77,23 +109,29 @@ class TrainingProgress:
         self._display.stop()
 
     def phase(self, name: str) -> None:
-        """What the loop does now: "rollout", "train", "sync", "evaluate", "save"."""
+        """Show what the loop does now: "rollout", "train", "sync", "evaluate", "save"."""
         self._display.update(self._task, phase=name)
 
     def note(self, message: str) -> None:
-        """One line that stays, above the display."""
+        """Print one line that stays, above the display."""
         self._console.print(escape(message), highlight=False, soft_wrap=True)
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """Step number ``step`` (from 0) has ended with these metrics."""
+        """Show that step number ``step`` (from 0) has ended with these metrics."""
         now = time.monotonic()
         self._step_seconds.append(now - self._step_ended)
         self._step_ended = now
-        self._done = min(step + 1, self._total)  # an evaluation after the last step is no further step
+
+        # The evaluation after the last step has the number of a further step, which there is not.
+        self._done = min(step + 1, self._total)
         self._latest |= values
-        left = f"left {clock(fmean(self._step_seconds) * (self._total - self._done))}"
-        self._display.figures = figures(self._latest)
+
+        remaining = fmean(self._step_seconds) * (self._total - self._done)
+        left = f"left {format_seconds(remaining)}"
+        self._display.metrics_line = format_metrics(self._latest)
         self._display.update(self._task, completed=self._done, left=left)
+
         if not self._console.is_terminal:
-            line = "  ".join([f"step {self._done}/{self._total}", *filter(None, [figures(values)]), left])
+            columns = [f"step {self._done}/{self._total}", format_metrics(values), left]
+            line = "  ".join(column for column in columns if column)
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)

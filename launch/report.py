@@ -1,14 +1,18 @@
-"""The report of a run: one static HTML page that needs nothing else, and curve.png. What a model wrote is untrusted: it
-is escaped here, and the page's content policy forbids all but its own style and embedded images."""
+"""The report of a run: one static HTML page that needs no other file, and curve.png.
+
+What a model wrote is untrusted: it is escaped here, and the page's content policy forbids
+everything but its own style and embedded images.
+"""
 
 import base64
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 from jinja2 import Environment, FileSystemLoader
@@ -29,145 +33,290 @@ from rl_loop.tracking.run_directory import (
 EPISODES_SHOWN = 8
 COLOURS = ("#2f7d3e", "#2f6fde", "#d1603d")
 STYLE: dict[Any, Any] = {
-    "font.size": 8, "axes.titlesize": 10, "axes.titlecolor": "#1f2933", "axes.labelcolor": "#66727f",
-    "xtick.labelcolor": "#66727f", "ytick.labelcolor": "#66727f", "axes.edgecolor": "#c3ccd5",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e1e6eb",
+    "font.size": 8,
+    "axes.titlesize": 10,
+    "axes.titlecolor": "#1f2933",
+    "axes.labelcolor": "#66727f",
+    "xtick.labelcolor": "#66727f",
+    "ytick.labelcolor": "#66727f",
+    "axes.edgecolor": "#c3ccd5",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e1e6eb",
     "legend.frameon": False,
-}  # fmt: skip
+}
+"""Matplotlib's settings, in the colours of the page."""
+
+FEW_STEPS = 30
+"""Up to so many values every one is marked by a point; from here on a curve is smoothed."""
+SMOOTHING_REACH = 4
+"""Values on either side in the moving mean of a noisy curve."""
+
 Records = Sequence[dict[str, Any]]
+"""Lines of a run's JSONL file."""
 
 
-class Chart(NamedTuple):
+@dataclass(frozen=True)
+class Chart:
+    """One pair of axes of a figure."""
+
     title: str
-    metrics: tuple[tuple[str, str], ...]  # (metric name, label)
+    metrics: tuple[tuple[str, str], ...]
+    """(metric, label) of each curve."""
     log_scale: bool = False
 
 
-OUTCOME_CURVES = (Name.REWARD, "reward"), (Name.ACCURACY, "accuracy"), (Name.HELD_OUT_ACCURACY, "held-out accuracy")
-CHARTS = (
+@dataclass(frozen=True)
+class Curve:
+    """A metric over the steps that recorded it."""
+
+    label: str
+    colour: str
+    steps: Sequence[int]
+    values: Sequence[float]
+
+
+OUTCOME_CHART = Chart(
+    "reward and accuracy",
+    (
+        (Name.REWARD, "reward"),
+        (Name.ACCURACY, "accuracy"),
+        (Name.HELD_OUT_ACCURACY, "held-out accuracy"),
+    ),
+)
+DETAIL_CHARTS = (
     Chart("loss", ((Name.LOSS, "loss"),)),
-    Chart("tool-call rate", ((Name.TOOL_CALL_RATE, "training"), (Name.HELD_OUT_TOOL_CALL_RATE, "held out"))),
+    Chart(
+        "tool-call rate",
+        ((Name.TOOL_CALL_RATE, "training"), (Name.HELD_OUT_TOOL_CALL_RATE, "held out")),
+    ),
     Chart("turns", ((Name.TURNS, "training"), (Name.HELD_OUT_TURNS, "held out"))),
     Chart("sampled tokens per episode", ((Name.RESPONSE_TOKENS, "tokens"),)),
-    Chart("train/rollout mismatch (nats)", ((Name.LOGPROB_GAP, "|Δ log p|"), (Name.KL, "KL")), log_scale=True),
+    Chart(
+        "train/rollout mismatch (nats)",
+        ((Name.LOGPROB_GAP, "|Δ log p|"), (Name.KL, "KL")),
+        log_scale=True,
+    ),
     Chart("clip fraction", ((Name.CLIP_FRACTION, "clip fraction"),)),
     Chart("gradient norm", ((Name.GRAD_NORM, "gradient norm"),)),
     Chart("entropy (nats)", ((Name.ENTROPY, "entropy"),)),
     Chart("tokens/s", ((Name.TOKENS_PER_SECOND, "tokens/s"),)),
-    Chart("seconds per step", tuple((f"seconds/{phase}", phase) for phase in ("rollout", "train", "sync"))),
+    Chart(
+        "seconds per step",
+        tuple((f"seconds/{phase}", phase) for phase in ("rollout", "train", "sync")),
+    ),
 )
 
 
 def build_report(run_dir: Path | str) -> Path:
-    """Write report.html and curve.png of a finished or running run; returns the page's path. Raises RunDirectoryError
-    if the directory holds no run or an unreadable file of one."""
+    """Write report.html and curve.png of a finished or running run and return the page's path.
+
+    Raises RunDirectoryError if the directory holds no run or an unreadable file of one."""
     run = RunDirectory(Path(run_dir))
     if not run.config.exists() and not run.metrics.exists():
-        raise RunDirectoryError(f"{run.path} holds no run: neither config.yaml nor metrics.jsonl is there")
+        raise RunDirectoryError(
+            f"{run.path} holds no run: neither config.yaml nor metrics.jsonl is there",
+        )
+
+    # All of these may be missing while a run has just begun.
     records = read_json_lines(run.metrics)
-    described = run.metric_descriptions, run.summary
-    descriptions, summary = (read_json(path) if path.exists() else {} for path in described)
-    outcome = draw([Chart("reward and accuracy", OUTCOME_CURVES)], records, columns=1, size=(9.0, 3.6))
-    details = draw(CHARTS, records, columns=3, size=(3.6, 2.5))
-    if outcome:
+    episodes = read_json_lines(run.episodes)
+    descriptions = _read_json_if_present(run.metric_descriptions)
+    summary = _read_json_if_present(run.summary)
+    config = "config.yaml is missing"
+    if run.config.exists():
+        config = run.config.read_text(errors="replace")
+
+    outcome = draw_figure([OUTCOME_CHART], records, columns=1, chart_inches=(9.0, 3.6))
+    details = draw_figure(DETAIL_CHARTS, records, columns=3, chart_inches=(3.6, 2.5))
+    # curve.png is for a README or a message; the page has its own copy embedded.
+    if outcome is not None:
         atomic_write_bytes(run.curve, outcome)
+
+    figures = {}
+    for name, value in summary.items():
+        if isinstance(value, int | float | str):
+            figures[name] = value
     page = TEMPLATES.get_template("report_template.html").render(
         title=run.path.resolve().name,
-        subtitle=subtitle(records, finished=bool(summary)),
-        figures={name: value for name, value in summary.items() if isinstance(value, int | float | str)},
-        curves=[base64.b64encode(png).decode() for png in (outcome, details) if png],
-        episodes=spread(read_json_lines(run.episodes)),
+        subtitle=describe_progress(records, finished=bool(summary)),
+        figures=figures,
+        curves=[base64.b64encode(png).decode() for png in (outcome, details) if png is not None],
+        episodes=select_episodes(episodes),
         metrics=metric_rows(records, descriptions),
-        config=run.config.read_text(errors="replace") if run.config.exists() else "config.yaml is missing",
+        config=config,
     )
+    # Sampled text may hold lone surrogates, which UTF-8 cannot write.
     atomic_write_bytes(run.report, page.encode(errors="replace"))
     return run.report
 
 
-def visible(value: object) -> str:
-    """With control characters made visible instead of interpreted."""
-    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in str(value))
+def _read_json_if_present(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
 
 
-def subtitle(records: Records, finished: bool) -> str:
+def show_control_characters(value: object) -> str:
+    """Replace control characters by pictures of them, so that no browser interprets them."""
+    text = str(value)
+    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
+
+
+def describe_progress(records: Records, finished: bool) -> str:
+    """Return the subtitle of the page: how many steps there are, and in which time."""
     if not records:
         return "no step has ended yet"
-    hours = (records[-1]["time"] - records[0]["time"]) / 3600 if "time" in records[0] else 0.0
-    ended = "finished" if finished else f"not finished; last step {records[-1]['step']}"
-    return f"{len(records)} steps over {hours * 60:.1f} minutes, {ended}"
+
+    minutes = 0.0
+    if "time" in records[0]:
+        minutes = (records[-1]["time"] - records[0]["time"]) / 60
+    state = "finished" if finished else f"not finished; last step {records[-1]['step']}"
+    return f"{len(records)} steps over {minutes:.1f} minutes, {state}"
 
 
-def number(value: object) -> str:
-    """A figure as people read it: exact integers, else four digits; anything that is no number as it is."""
+def format_number(value: object) -> str:
+    """Write a figure as people read it: exact integers, else four digits; anything that is no
+    number as it is."""
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
     if isinstance(value, float) and math.isfinite(value):
         if value.is_integer() or abs(value) >= 1000:
             return f"{value:,.0f}"
         return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return str(value)
 
 
-def metric_rows(records: Records, descriptions: dict[str, Any]) -> list[tuple[str, str, tuple[float, ...]]]:
-    """(name, how it is reduced, its first, last, lowest and highest value if any is finite) of every metric."""
+def metric_rows(
+    records: Records,
+    descriptions: dict[str, Any],
+) -> list[tuple[str, str, tuple[float, ...]]]:
+    """Return (name, how it is reduced, values) of every metric.
+
+    The values are its first, last, lowest and highest one; none if it never was finite."""
+    names = {name for record in records for name in record} - {"step", "time"}
     rows: list[tuple[str, str, tuple[float, ...]]] = []
-    for name in sorted({name for record in records for name in record} - {"step", "time"}):
-        values = metric_curve(records, name)[1]
-        ends = (values[0], values[-1], min(values), max(values)) if values else ()
-        rows.append((name, descriptions.get(name, ""), ends))
+    for name in sorted(names):
+        _, values = metric_curve(records, name)
+        summary: tuple[float, ...] = ()
+        if values:
+            summary = (values[0], values[-1], min(values), max(values))
+        rows.append((name, descriptions.get(name, ""), summary))
     return rows
 
 
-def draw(charts: Sequence[Chart], records: Records, columns: int, size: tuple[float, float]) -> bytes | None:
-    """The charts that have data, in a grid, as a PNG; ``size`` is one chart in inches. None without any data."""
-    present = [chart for chart in charts if any(metric_curve(records, name)[0] for name, _ in chart.metrics)]
+def draw_figure(
+    charts: Sequence[Chart],
+    records: Records,
+    columns: int,
+    chart_inches: tuple[float, float],
+) -> bytes | None:
+    """Draw the charts that have data in a grid, as a PNG; None without any data.
+
+    ``chart_inches`` is the width and height of one chart."""
+    curves = {chart.title: chart_curves(chart, records) for chart in charts}
+    present = [chart for chart in charts if curves[chart.title]]
     if not present:
         return None
+
+    # A run that has measured little gets a smaller figure, not empty axes.
     columns = min(columns, len(present))
     rows = math.ceil(len(present) / columns)
+    width, height = chart_inches
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(size[0] * columns, size[1] * rows), dpi=130, layout="constrained")
-        for i, chart in enumerate(present):
-            draw_chart(figure.add_subplot(rows, columns, i + 1), chart, records)
+        figure = Figure(figsize=(width * columns, height * rows), dpi=130, layout="constrained")
+        for number, chart in enumerate(present, start=1):
+            axes = figure.add_subplot(rows, columns, number)
+            draw_chart(axes, chart, curves[chart.title], recorded_steps=len(records))
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def draw_chart(axes: Axes, chart: Chart, records: Records) -> None:
-    curves = [(metric_curve(records, name), label) for name, label in chart.metrics]
-    drawn = [(*curve, label, colour) for (curve, label), colour in zip(curves, COLOURS, strict=False) if curve[0]]
-    for steps, values, label, colour in drawn:
-        if len(values) >= 30 and 2 * len(values) > len(records) and not chart.log_scale:
-            # A noisy per-step curve: faint as measured, bold as the mean of nine steps around.
-            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-            values = moving_mean(values, 4)
-            label = f"{label} (mean of 9 steps)"
-        marker = "o" if len(steps) < 30 else ""
-        axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=3, label=label)
-    if chart.log_scale and all(value > 0 for _, values, *_ in drawn for value in values):
+def chart_curves(chart: Chart, records: Records) -> list[Curve]:
+    """Return the curves of a chart that have data; each metric has its own colour."""
+    curves = []
+    for (name, label), colour in zip(chart.metrics, COLOURS, strict=False):
+        steps, values = metric_curve(records, name)
+        if steps:
+            curves.append(Curve(label, colour, steps, values))
+    return curves
+
+
+def draw_chart(axes: Axes, chart: Chart, curves: Sequence[Curve], recorded_steps: int) -> None:
+    """Draw one chart; ``recorded_steps`` is the number of steps of the run so far."""
+    for curve in curves:
+        # Metrics of rare evaluations are not noise from step to step, and a log scale shows orders
+        # of magnitude.
+        is_measured_often = 2 * len(curve.values) > recorded_steps
+        if len(curve.values) >= FEW_STEPS and is_measured_often and not chart.log_scale:
+            draw_smoothed(axes, curve)
+        else:
+            marker = "o" if len(curve.steps) < FEW_STEPS else ""
+            axes.plot(
+                curve.steps,
+                curve.values,
+                color=curve.colour,
+                linewidth=1.8,
+                marker=marker,
+                markersize=3,
+                label=curve.label,
+            )
+
+    # A log scale has no place for zeros, such as the gap of an engine that computes the same bits.
+    if chart.log_scale and all(value > 0 for curve in curves for value in curve.values):
         axes.set_yscale("log")
     axes.set_title(chart.title, loc="left")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    if len(drawn) > 1:
+    if len(curves) > 1:
         axes.legend()
 
 
+def draw_smoothed(axes: Axes, curve: Curve) -> None:
+    """Draw a noisy curve faint as it was measured, and bold as a moving mean."""
+    axes.plot(curve.steps, curve.values, color=curve.colour, alpha=0.25, linewidth=1)
+    axes.plot(
+        curve.steps,
+        moving_mean(curve.values, SMOOTHING_REACH),
+        color=curve.colour,
+        linewidth=1.8,
+        label=f"{curve.label} (mean of {2 * SMOOTHING_REACH + 1} steps)",
+    )
+
+
 def moving_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Mean of each value and up to ``reach`` values on either side; fewer, but as many left as right, near the ends."""
-    near = [min(reach, i, len(values) - 1 - i) for i in range(len(values))]
-    return [fmean(values[i - n : i + n + 1]) for i, n in enumerate(near)]
+    """Return the mean of each value and up to ``reach`` values on either side.
+
+    Near the ends there are fewer of them, but as many on the left as on the right, so that a
+    straight line stays."""
+    means = []
+    for i in range(len(values)):
+        near = min(reach, i, len(values) - 1 - i)
+        means.append(fmean(values[i - near : i + near + 1]))
+    return means
 
 
-def spread(records: Records) -> Records:
-    """EPISODES_SHOWN of them at most, evenly over the run."""
+def select_episodes(records: Records) -> Records:
+    """Return at most EPISODES_SHOWN of the episodes, evenly over the run."""
     count = min(EPISODES_SHOWN, len(records))
-    return [records[i] for i in sorted({round(i * (len(records) - 1) / max(1, count - 1)) for i in range(count)})]
+    # The first and the last one are among them: that is where a run differs most.
+    if count <= 1:
+        return records[:count]
+    chosen = {round(i * (len(records) - 1) / (count - 1)) for i in range(count)}
+    return [records[i] for i in sorted(chosen)]
 
 
-def runs(tokens: Records) -> list[tuple[bool, Records]]:
-    """Neighbouring tokens that were all sampled, or all given."""
-    return [(sampled, list(run)) for sampled, run in groupby(tokens, key=lambda token: bool(token["mask"]))]
+def group_by_mask(tokens: Records) -> list[tuple[bool, Records]]:
+    """Group neighbouring tokens into (were they sampled, tokens)."""
+    groups = groupby(tokens, key=lambda token: bool(token["mask"]))
+    return [(sampled, list(group)) for sampled, group in groups]
 
 
-TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=visible)
-TEMPLATES.filters |= {"number": number, "runs": runs, "exp": math.exp}
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    finalize=show_control_characters,
+)
+TEMPLATES.filters |= {"number": format_number, "group_by_mask": group_by_mask, "exp": math.exp}

@@ -1,113 +1,175 @@
-"""A run as a Slurm job, through nemo-run. Importing this module imports nemo-run, which takes seconds."""
+"""A run as a Slurm job, through nemo-run, whose import takes seconds."""
 
 import shlex
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import nemo_run
 from nemo_run.core.frontend.console.api import CONSOLE
 
 from launch.cluster import SBATCH_FIELDS, ClusterConfig
-from launch.snapshot import JOB_FOLDER, write_snapshot
+from launch.snapshot import node_arguments, write_snapshot
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RunConfig
 
-CODE = "/nemo_run/code"  # where the snapshot lies in a container; without one nemo-run puts the real path in its place
+CODE = "/nemo_run/code"
+"""Where the snapshot lies in a container. Without one nemo-run puts the real path in its place."""
 
 
 @dataclass(kw_only=True)
 class SnapshotPackager(nemo_run.Packager):
-    """Like nemo-run's own for git, but with the changes that are not committed."""
+    """Packs the checkout like nemo-run's packager for git, with changes that are not committed."""
 
     texts: dict[str, str] = field(default_factory=dict)
+    """Further files of the snapshot, by name; see ``write_snapshot``."""
 
     def package(self, path: Path, job_dir: str, name: str) -> str:
-        return str(write_snapshot(Path(job_dir) / f"{name}.tar.gz", self.texts))
+        archive = Path(job_dir) / f"{name}.tar.gz"
+        return str(write_snapshot(archive, self.texts))
 
 
 class SlurmJob:
-    """One submission; ``stamp`` tells it from others of the same run."""
+    """One submission of a run; ``stamp`` tells it from others of the same run."""
 
     def __init__(self, config: RunConfig, cluster: ClusterConfig, stamp: str) -> None:
-        self.config, self.cluster, self.stamp = config, cluster, stamp
+        self.config = config
+        self.cluster = cluster
+        self.stamp = stamp
         self.jobs_dir = config.directory / "launch" / "experiments"
         self.files = {"run.yaml": dump_config(config), "cluster.yaml": dump_config(cluster)}
 
     def script(self) -> str:
-        """The sbatch script. Nothing is left behind."""
+        """Return the sbatch script; nothing is left behind."""
         with tempfile.TemporaryDirectory() as scratch, self._experiment(scratch) as experiment:
             self._add_tasks(experiment)
             experiment.dryrun(log=False, delete_exp_dir=False)
-            return self._script_in(scratch).read_text()
+            return self._find_script(Path(scratch)).read_text()
 
     def submit(self, base: Path) -> str:
-        """Copy the snapshot to the cluster and submit; the job's number. ``base``: where nemo-run keeps its copy."""
+        """Copy the snapshot to the cluster, submit the job and return its number.
+
+        ``base`` is the directory in which nemo-run keeps its own copy."""
         with self._experiment(str(base)) as experiment:
             self._add_tasks(experiment)
-            experiment.run(detach=True)
-            tunnel = next(iter(experiment.tunnels.values()))
+            experiment.run(detach=True)  # returns when the job is queued
+
             job = experiment.jobs[0]
-            handle = job.handles[0] if hasattr(job, "handles") else job.handle
+            is_heterogeneous = hasattr(job, "handles")
+            handle = job.handles[0] if is_heterogeneous else job.handle
+
+            # The other jobs of a chain have the same name, and "singleton" starts one after the
+            # other.
+            tunnel = next(iter(experiment.tunnels.values()))
             for _ in range(self.cluster.chain - 1):
-                script = Path(tunnel.job_dir) / self._script_in(str(base)).name
+                script = Path(tunnel.job_dir) / self._find_script(base).name
                 tunnel.run(f"sbatch --requeue --parsable {shlex.quote(str(script))}")
         return handle.rpartition("/")[2]
 
-    def _script_in(self, base: str) -> Path:
-        folder = Path(base) / "experiments" / self.config.name / f"{self.config.name}_{self.stamp}"
+    def _find_script(self, base: Path) -> Path:
+        """Return the sbatch script that nemo-run has written below ``base``."""
+        folder = base / "experiments" / self.config.name / f"{self.config.name}_{self.stamp}"
         return next(folder.glob("*_sbatch.sh"))
 
     def _experiment(self, base: str) -> nemo_run.Experiment:
+        # ``gptoss launch`` says itself what was submitted and how to follow it.
         CONSOLE.quiet = True
         return nemo_run.Experiment(
-            self.config.name, id=f"{self.config.name}_{self.stamp}", base_dir=base, log_level="WARN",
-            clean_mode=True, enable_goodbye_message=False, skip_status_at_exit=True,
-        )  # fmt: skip
+            self.config.name,
+            id=f"{self.config.name}_{self.stamp}",
+            base_dir=base,
+            log_level="WARN",
+            clean_mode=True,
+            enable_goodbye_message=False,
+            skip_status_at_exit=True,
+        )
 
     def _add_tasks(self, experiment: nemo_run.Experiment) -> None:
-        groups = [nodes for nodes in (self.cluster.nodes, self.cluster.rollout_nodes) if nodes]
-        tasks = [self._task(group) for group in range(len(groups))]
-        executors = [self._executor(nodes) for nodes in groups]
-        if len(groups) == 1:
-            tasks, executors = tasks[0], executors[0]
-        experiment.add(tasks, executor=executors, name=self.config.name)
+        """Add a task for the trainer nodes and, if there are any, one for the rollout nodes."""
+        name = self.config.name
+        trainer_task = self._task(group=0)
+        trainer_executor = self._executor(self.cluster.nodes)
+        if self.cluster.rollout_nodes == 0:
+            experiment.add(trainer_task, executor=trainer_executor, name=name)
+            return
+
+        rollout_task = self._task(group=1)
+        rollout_executor = self._executor(self.cluster.rollout_nodes)
+        experiment.add(
+            [trainer_task, rollout_task],
+            executor=[trainer_executor, rollout_executor],
+            name=name,
+        )
 
     def _task(self, group: int) -> nemo_run.Script:
-        folder = f"{CODE}/{JOB_FOLDER}"
-        arguments = [f"{folder}/run.yaml", f"{folder}/cluster.yaml", self.config.command, str(group)]
-        return nemo_run.Script(path="launch.node", entrypoint=self.cluster.python, m=True, args=arguments)
+        arguments = node_arguments(self.config.command, group, code=CODE)
+        return nemo_run.Script(
+            path="launch.node",
+            entrypoint=self.cluster.python,
+            m=True,
+            args=arguments,
+        )
 
     def _executor(self, nodes: int) -> nemo_run.SlurmExecutor:
+        """Return how nemo-run is to run one part of the job."""
         cluster = self.cluster
-        container = cluster.container
-        shared = f"{cluster.shared_dir}:{cluster.shared_dir}"
-        gpus = ("gpu", cluster.gpu_type, str(cluster.gpus_per_node))
-        paths = {"GPTOSS_RUN_DIR": str(self.config.directory), "PYTHONPATH": f"{CODE}:{CODE}/kernels"}
-        environment = {**paths, "PYTHONUNBUFFERED": "1", **cluster.env}
         return nemo_run.SlurmExecutor(
             **cluster.model_dump(include=set(SBATCH_FIELDS)),
+            **self._container_options(),
+            # Size and time.
             nodes=nodes,
             ntasks_per_node=1,
-            gres=":".join(filter(None, gpus)) if cluster.gpus_per_node else None,
+            gres=self._gres(),
             cpus_per_task=cluster.cpus_per_node,
             mem=cluster.memory_per_node,
             exclusive=cluster.exclusive or None,
             time=cluster.time_limit,
             signal=f"USR1@{cluster.stop_before_end}",
+            heterogeneous=cluster.rollout_nodes > 0,
+            # Name: jobs of one name run one after the other in a chain.
             job_name_prefix="gptoss.",
             additional_parameters={"dependency": "singleton"} if cluster.chain > 1 else None,
-            container_image=container.image if container else None,
-            container_mounts=[shared, *container.mounts] if container else [],
-            env_vars={name: shlex.quote(value) for name, value in environment.items()},
+            # What runs.
+            env_vars=self._environment(),
             setup_lines=(Path(__file__).parent / "job_setup.sh").read_text(),
-            tunnel=self._tunnel(),
             packager=SnapshotPackager(texts=self.files),
-            heterogeneous=cluster.rollout_nodes > 0,
+            # How nemo-run reaches the cluster; it is not to wait for anything.
+            tunnel=self._tunnel(),
             poll_estimated_start_time=False,
             wait_time_for_group_job=0,
             monitor_group_job_wait_time=5,
         )
+
+    def _gres(self) -> str | None:
+        """Return the GPUs of a node as Slurm writes them: gpu:TYPE:COUNT or gpu:COUNT."""
+        gpus = self.cluster.gpus_per_node
+        if not gpus:
+            return None
+        if self.cluster.gpu_type is None:
+            return f"gpu:{gpus}"
+        return f"gpu:{self.cluster.gpu_type}:{gpus}"
+
+    def _container_options(self) -> dict[str, Any]:
+        container = self.cluster.container
+        if container is None:
+            return {"container_image": None, "container_mounts": []}
+        shared = self.cluster.shared_dir
+        return {
+            "container_image": container.image,
+            "container_mounts": [f"{shared}:{shared}", *container.mounts],
+        }
+
+    def _environment(self) -> dict[str, str]:
+        """Return the variables of the job, quoted for the shell."""
+        # What the cluster's file sets comes last and may replace ours.
+        environment = {
+            "GPTOSS_RUN_DIR": str(self.config.directory),
+            "PYTHONPATH": f"{CODE}:{CODE}/kernels",
+            "PYTHONUNBUFFERED": "1",
+            **self.cluster.env,
+        }
+        return {name: shlex.quote(value) for name, value in environment.items()}
 
     def _tunnel(self) -> nemo_run.LocalTunnel | nemo_run.SSHTunnel:
         if self.cluster.login is None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from launch.cluster import ClusterConfig
 from launch.jobs import ACTIVE, Launch, known_launches, query, registry
-from launch.placement import describe, place
+from launch.placement import describe_placement, place
 from launch.preflight import check_before_queue, is_path
-from launch.snapshot import JOB_FOLDER, write_snapshot
+from launch.snapshot import node_arguments, write_snapshot
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig, RunConfig
@@ -20,76 +20,127 @@ from rl_loop.lifecycle.start_checks import check_what_a_run_needs
 from rl_loop.tracking.run_directory import RunDirectory
 
 
-def on_cluster[Config: RunConfig](config: Config, cluster: ClusterConfig) -> Config:
-    """``config`` with its relative paths below the cluster's shared directory."""
-
-    def absolute(value: Any, key: str = "") -> Any:
-        if isinstance(value, dict):
-            return {name: absolute(item, name) for name, item in value.items()}
-        if value == sys.executable:  # a default: the interpreter of this machine
-            return cluster.python
-        return str(cluster.shared_dir.absolute() / value) if is_path(value, key) else value
-
-    return type(config).model_validate(absolute(config.model_dump()))
+def resolve_paths[Config: RunConfig](config: Config, cluster: ClusterConfig) -> Config:
+    """Return ``config`` with its relative paths below the cluster's shared directory."""
+    values = _resolve(config.model_dump(), "", cluster)
+    return type(config).model_validate(values)
 
 
-def dry_run(config: RunConfig, cluster: ClusterConfig) -> str:
-    """Everything that a launch would do, as text; nothing is written or asked of the cluster."""
-    plans = place(config, cluster, isinstance(config, RlConfig))
-    parts = [("placement", describe(plans, config))]
+def _resolve(value: Any, key: str, cluster: ClusterConfig) -> Any:
+    """Resolve the paths of a tree of dictionaries whose own key is ``key``."""
+    if isinstance(value, dict):
+        return {name: _resolve(item, name, cluster) for name, item in value.items()}
+    if value == sys.executable:  # a default: the interpreter of this machine
+        return cluster.python
+    if is_path(value, key):
+        return str(cluster.shared_dir.absolute() / value)
+    return value
+
+
+def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
+    """Return what a launch would do, as text; nothing is written or asked of the cluster."""
+    plans = place(config, cluster, uses_rollouts=isinstance(config, RlConfig))
+    sections = {"placement": describe_placement(plans, config)}
+
     if cluster.gpus_per_node:
         from megatron_gptoss.planning.memory_advice import memory_plan  # imports torch
 
-        parts.append(("memory plan", memory_plan(config.memory_inputs, cluster.gpu_memory)))
-    if cluster.kind == "slurm":
-        from launch.slurm_job import SlurmJob
+        sections["memory plan"] = memory_plan(config.memory_inputs, cluster.gpu_memory)
 
-        parts.append(("sbatch script", SlurmJob(config, cluster, "SUBMITTED").script()))
-    parts.append(("configuration", dump_config(config)))
-    return "\n".join(f"# {title}\n{text.rstrip()}\n" for title, text in parts)
+    if cluster.kind == "slurm":
+        from launch.slurm_job import SlurmJob  # imports nemo-run
+
+        sections["sbatch script"] = SlurmJob(config, cluster, stamp="SUBMITTED").script()
+
+    sections["configuration"] = dump_config(config)
+    return "\n".join(f"# {title}\n{text.rstrip()}\n" for title, text in sections.items())
 
 
 def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
-    """Check everything that can be checked now, then start the run in the background. Raises ConfigError."""
-    for known in known_launches():
-        if known.name == config.name and (status := query(known)).state in ACTIVE:
-            advice = f"`gptoss launch cancel {config.name}` ends it, name=... starts another"
-            raise ConfigError(f"{config.name} is {status.state} ({status.detail}); {advice}")
-    place(config, cluster, isinstance(config, RlConfig))
+    """Check everything that can be checked now, then start the run in the background.
+
+    Raises ConfigError."""
+    _check_name_is_free(config.name)
+
+    # The cheapest checks come first; ``place`` raises ConfigError if the run does not fit.
+    place(config, cluster, uses_rollouts=isinstance(config, RlConfig))
     check_before_queue(config, cluster)
     if cluster.login is None:
-        changes_since(RunDirectory(config.directory), config)  # raises ConfigError if the run cannot go on with them
+        # Raises ConfigError if the configuration has changed in a way with which the run cannot go
+        # on.
+        changes_since(RunDirectory(config.directory), config)
     if cluster.kind == "local":
         check_what_a_run_needs(config, has_own_ray=True)
+
     now = time.localtime()
     stamp = time.strftime("%Y%m%d-%H%M%S", now)
     if cluster.kind == "slurm":
-        from launch.slurm_job import SlurmJob
-
-        base = registry() / config.name if cluster.login else config.directory / "launch"
-        job = SlurmJob(config, cluster, stamp).submit(base)
+        job = _submit_to_slurm(config, cluster, stamp)
     else:
         job = str(_start_here(config, cluster, stamp))
+
     launch = Launch(
-        config.name, cluster.kind, cluster.login, str(config.directory), config.command, config.training.steps, job,
-        time.strftime("%Y-%m-%d %H:%M", now),
-    )  # fmt: skip
+        name=config.name,
+        kind=cluster.kind,
+        login=cluster.login,
+        run_dir=str(config.directory),
+        command=config.command,
+        steps=config.training.steps,
+        job=job,
+        submitted=time.strftime("%Y-%m-%d %H:%M", now),
+    )
     launch.save()
     return launch
 
 
+def _check_name_is_free(name: str) -> None:
+    """Raise ConfigError if a run of this name is queued or running."""
+    for launch in known_launches():
+        if launch.name != name:
+            continue
+        status = query(launch)
+        if status.state in ACTIVE:
+            advice = f"`gptoss launch cancel {name}` ends it, name=... starts another"
+            raise ConfigError(f"{name} is {status.state} ({status.detail}); {advice}")
+
+
+def _submit_to_slurm(config: RunConfig, cluster: ClusterConfig, stamp: str) -> str:
+    """Submit the run and return the number of its job."""
+    from launch.slurm_job import SlurmJob  # imports nemo-run, which takes seconds
+
+    # nemo-run keeps a copy of what it submits: here if the run directory is on another machine.
+    base = registry() / config.name if cluster.login else config.directory / "launch"
+    return SlurmJob(config, cluster, stamp).submit(base)
+
+
 def _start_here(config: RunConfig, cluster: ClusterConfig, stamp: str) -> int:
-    """The same program as on a cluster's node, from the same kind of snapshot, detached; its process id."""
+    """Start the program of a cluster's node on this machine, detached, and return its process id.
+
+    It runs from the same kind of snapshot as on a cluster."""
     folder = config.directory / "launch" / stamp
-    (code := folder / "code").mkdir(parents=True)
+    code = folder / "code"
+    code.mkdir(parents=True)
     files = {"run.yaml": dump_config(config), "cluster.yaml": dump_config(cluster)}
+
+    # Not from the checkout itself, whose files may change while the run goes on.
     with tarfile.open(write_snapshot(folder / "code.tar.gz", files)) as archive:
         archive.extractall(code, filter="data")
-    environment = os.environ | cluster.env
-    environment |= {"PYTHONPATH": f"{code}:{code}/kernels", "GPTOSS_ATTEMPT": f"local-{stamp}"}
-    arguments = [f"{JOB_FOLDER}/run.yaml", f"{JOB_FOLDER}/cluster.yaml", config.command, "0"]
+
+    environment = {
+        **os.environ,
+        **cluster.env,
+        "PYTHONPATH": f"{code}:{code}/kernels",
+        "GPTOSS_ATTEMPT": f"local-{stamp}",
+    }
+    command = [cluster.python, "-m", "launch.node", *node_arguments(config.command, group=0)]
     with open(folder / "node.log", "ab") as output:
-        process = subprocess.Popen([cluster.python, "-m", "launch.node", *arguments], cwd=code, env=environment,
-                                   stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                                   start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            cwd=code,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # a closed terminal is none of its business
+        )
     return process.pid

@@ -20,7 +20,8 @@ MARK = "GPTOSS_TEST_TERMINAL"
 
 
 class Terminal:
-    """Runs ``command`` in the foreground of a terminal of its own. A context manager that leaves no process."""
+    """Runs ``command`` in the foreground of a terminal of its own. A context manager that leaves
+    no process."""
 
     def __init__(self, command: list[str], directory: Path, **environment: str) -> None:
         self.said = ""
@@ -79,7 +80,8 @@ class Terminal:
         return list(left.values())
 
     def _read(self) -> bool:
-        """Take what was said, for half a second at most; False once the program has closed its side."""
+        """Take what was said, for half a second at most; False once the program has closed its
+        side."""
         if not select.select([self._master], [], [], 0.5)[0]:
             return True
         try:
@@ -90,7 +92,8 @@ class Terminal:
         return bool(data)
 
     def _descendants(self) -> dict[int, str]:
-        """By process id: everything that has inherited our mark in its environment, and is not a zombie."""
+        """By process id: everything that has inherited our mark in its environment, and is not a
+        zombie."""
         found = {}
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
@@ -101,7 +104,12 @@ class Terminal:
     def __enter__(self) -> Terminal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         for pid in self._descendants():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

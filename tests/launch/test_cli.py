@@ -63,7 +63,11 @@ def test_help_explains_every_command(command: list[str]) -> None:
         ("steps", "expected key=value"),
     ],
 )
-def test_a_wrong_value_is_named_in_under_two_seconds(override: str, named: str, tmp_path: Path) -> None:
+def test_a_wrong_value_is_named_in_under_two_seconds(
+    override: str,
+    named: str,
+    tmp_path: Path,
+) -> None:
     extra = ["parallel.expert=2"] if "world_size=3" in override else []
     before = os.times()
     result = gptoss("rl", RL, override, *extra, f"output_dir={tmp_path}")
@@ -72,7 +76,8 @@ def test_a_wrong_value_is_named_in_under_two_seconds(override: str, named: str, 
     assert named in result.stderr
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
-    # processor time, for other tests run beside this one; 2 where they do not, and the next test holds the reason
+    # processor time, for other tests run beside this one; 2 where they do not, and the next test
+    # holds the reason
     assert after.children_user + after.children_system - before.children_user - before.children_system < 4
 
 
@@ -139,7 +144,9 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "x/metrics.jsonl").exists(), "nothing is overwritten by a run that does not begin"
 
 
-def test_an_error_of_an_actor_is_one_line_and_leaves_the_earlier_run_as_it_is(tmp_path: Path) -> None:
+def test_an_error_of_an_actor_is_one_line_and_leaves_the_earlier_run_as_it_is(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x/metrics.jsonl").write_text('{"step": 0}\n')
     damaged = tmp_path / "damaged"
@@ -147,7 +154,16 @@ def test_an_error_of_an_actor_is_one_line_and_leaves_the_earlier_run_as_it_is(tm
     model = load_config(ROOT / SFT, SftConfig).model
     (damaged / "config.json").write_text(json.dumps(model.to_hf_config()))
     (damaged / "model.safetensors").write_bytes(b"no safetensors")
-    result = gptoss("sft", SFT, f"initial_weights={damaged}", f"output_dir={tmp_path}", "name=x", "--overwrite")
+
+    result = gptoss(
+        "sft",
+        SFT,
+        f"initial_weights={damaged}",
+        f"output_dir={tmp_path}",
+        "name=x",
+        "--overwrite",
+    )
+
     assert result.returncode == 1
     *events, line = result.stderr.splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\d \S+ INFO rl_loop\.", event) for event in events)
@@ -186,11 +202,14 @@ def test_a_second_run_of_one_name_is_refused(option: str, tmp_path: Path) -> Non
         result = gptoss("sft", SFT, f"output_dir={tmp_path}", "name=x", option)
         assert (tmp_path / "x/config.yaml").exists()
     assert result.returncode == 1
-    assert re.fullmatch(rf"gptoss: {tmp_path}/x is in use by process {os.getpid()} on .*\n", result.stderr)
+    assert re.fullmatch(
+        rf"gptoss: {tmp_path}/x is in use by process {os.getpid()} on .*\n",
+        result.stderr,
+    )
 
 
 def test_output_that_is_gone_ends_in_a_file_and_ends_no_run(tmp_path: Path) -> None:
-    """As of ``gptoss rl ... | tee log``, whose tee dies of the Ctrl-C that the run is to survive."""
+    """As in ``gptoss rl ... | tee log``: tee dies of the Ctrl-C that the run is to survive."""
     code = f"""
 import sys, time
 from pathlib import Path
@@ -203,14 +222,21 @@ print("nor this", file=sys.stderr)
 Path({str(tmp_path / "went on")!r}).touch()
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert process.stdin and process.stdout and process.stderr
+
+    # Both pipes lose their reader between two lines of the program.
     assert process.stdout.readline() == b"heard\n"
     process.stdout.close()
     process.stderr.close()
     process.stdin.write(b"\n")
     process.stdin.close()
+
     assert process.wait(30) == 0
     assert (tmp_path / "went on").exists()
     assert (tmp_path / "output.log").read_text() == "not heard\nnor this\n"

@@ -15,9 +15,9 @@ from launch.doctor import (
     check_package,
     check_sandbox,
     doctor_table,
-    guarded,
     is_ready,
     memory_bytes,
+    run_check,
     run_doctor,
 )
 
@@ -41,11 +41,13 @@ def test_without_bubblewrap_or_compiler_the_exact_command_is_named(
 def test_a_library_that_does_not_load_is_reported_and_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "broken_library.py").write_text("raise OSError('libcudart.so.13: cannot open\\nsecond line')")
+    (tmp_path / "broken_library.py").write_text(
+        "raise OSError('libcudart.so.13: cannot open\\nsecond line')",
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    check = guarded("broken", check_package("torch", "broken_library"))
+    check = run_check("broken", check_package("torch", "broken_library"))
     assert check.status is Status.MISSING
-    assert check.found == "OSError: libcudart.so.13: cannot open"
+    assert check.detail == "OSError: libcudart.so.13: cannot open"
     assert check.advice
 
 
@@ -57,7 +59,9 @@ def test_a_limited_machine_is_ready_and_one_with_a_missing_part_is_not() -> None
 
 def test_the_table_shows_names_findings_and_advice_literally() -> None:
     console = Console(file=io.StringIO(), width=120)
-    console.print(doctor_table([Check("engine", Status.LIMITED, "[none]", "pip install engine[torch]")]))
+    console.print(
+        doctor_table([Check("engine", Status.LIMITED, "[none]", "pip install engine[torch]")]),
+    )
     output = console.file.getvalue()
     for part in ("engine", "limited", "[none]", "pip install engine[torch]"):
         assert part in output

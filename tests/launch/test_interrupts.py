@@ -1,4 +1,5 @@
-"""Runs that are stopped by a terminal: Ctrl-C once and twice, SIGTERM to the group, and a terminal that is closed."""
+"""Runs that are stopped by a terminal: Ctrl-C once and twice, SIGTERM to the group, and a terminal
+that is closed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from rl_loop.tracking.run_directory import read_json_lines
 from tests.launch.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
-TINY = ["model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48", "model.head_size=16"]
+TINY = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.intermediate_size=48",
+    "model.head_size=16",
+]
 SFT = ["sft", "configs/sft/tiny_retool.yaml", *TINY, "sequences_per_step=16"]
 RL = [
     "rl",
@@ -32,7 +38,8 @@ STARTED = 240
 
 
 def start(kind: str, saved: bool, output: Path) -> Terminal:
-    """A run that goes on for ever, with a checkpoint after every step or with none until it is stopped."""
+    """A run that goes on for ever, with a checkpoint after every step or with none until it is
+    stopped."""
     options = [f"output_dir={output}", "name=stopped", "training.steps=100000"]
     options += [f"training.checkpoint_every={1 if saved else 100000}"]
     command = [sys.executable, "-m", "launch", *{"sft": SFT, "rl": RL}[kind], *options]
@@ -75,26 +82,31 @@ def name_of(kind: str, saved: bool, how: str) -> str:
 def test_a_stopped_run_says_what_it_has_saved_and_leaves_no_process(
     kind: str, saved: bool, how: str, tmp_path: Path
 ) -> None:
+    run = tmp_path / "stopped"
     with start(kind, saved, tmp_path) as terminal:
-        steps_said(terminal, 3)  # the checkpoint of the first is complete when the second one is begun
+        # The checkpoint of the first step is complete when that of the second one has begun.
+        steps_said(terminal, 3 if saved else 1)
+
         if how.startswith("INT"):
             terminal.press_ctrl_c()
         elif how == "TERM":
             terminal.signal_group(signal.SIGTERM)
         else:
             terminal.hang_up()
+
         if how == "INT twice":
             terminal.wait_for("Ctrl-C again stops at once|saved after", 30)
             terminal.press_ctrl_c()
         status = terminal.wait(120)
         left = terminal.processes_left()
-    run = tmp_path / "stopped"
-    said = terminal.said if how != "HUP" else (run / "output.log").read_text()
+
     assert status == 128 + getattr(signal, f"SIG{how[:4].strip()}")
     assert left == []
+    said = terminal.said if how != "HUP" else (run / "output.log").read_text()
     assert "Traceback" not in said
     assert f"to continue: gptoss {kind} configs/" in said
     assert "--resume" in said.splitlines()[-1]
+
     steps = len(read_json_lines(run / "metrics.jsonl"))
     checkpoints = run / "checkpoints"
     assert not list(checkpoints.glob("*.partial"))
@@ -102,6 +114,7 @@ def test_a_stopped_run_says_what_it_has_saved_and_leaves_no_process(
         known = r"goes on after step \d+ of 100000" if saved else "begins with step 1 again"
         assert re.search(rf"stopped at once; \S+ .*{known}", said)
         return
+
     assert f"saved after step {steps} of 100000 in {run}" in said
     assert (checkpoints / "latest").read_text() == f"step_{steps:06d}"
 

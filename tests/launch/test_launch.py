@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from launch import jobs, snapshot
-from launch.attempts import Outcome, Result, decide, first_error
+from launch.attempts import Outcome, Result, decide_requeue, first_error
 from launch.cluster import ClusterConfig, load_cluster
-from launch.node import node_address
-from launch.node_checks import check_node, odd_ones_out, slow_ones
+from launch.node_checks import NodeCheck, check_node, find_outlier_nodes, find_slow_nodes
 from launch.placement import place
-from launch.preflight import Partition, seconds
+from launch.preflight import Partition, parse_seconds
+from launch.ray_node import node_address
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
@@ -45,7 +45,8 @@ def gptoss(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 @pytest.mark.parametrize(("config", "cluster", "more"), EXAMPLES)
 def test_a_dry_run_of_each_example_is_as_reviewed(config: str, cluster: str, more: tuple[str, ...],
                                                   tmp_path: Path) -> None:  # fmt: skip
-    """After a wanted change: ``UPDATE_GOLDEN=1 pytest tests/launch/test_launch.py`` and read the difference."""
+    """After a wanted change: ``UPDATE_GOLDEN=1 pytest tests/launch/test_launch.py`` and read the
+    difference."""
     done = gptoss("launch", f"configs/rl/{config}.yaml", "--cluster", cluster, *more, "--dry-run",
                   XDG_STATE_HOME=str(tmp_path))  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -61,7 +62,9 @@ def test_a_dry_run_of_each_example_is_as_reviewed(config: str, cluster: str, mor
     assert text == golden.read_text()
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(configuration)
-    assert load_config(resolved, RlConfig).initial_weights == Path(f"/shared/gptoss/models/{config.rpartition('_')[0]}")
+    assert load_config(resolved, RlConfig).initial_weights == Path(
+        f"/shared/gptoss/models/{config.rpartition('_')[0]}",
+    )
 
 
 def test_the_sbatch_script_is_valid_bash() -> None:
@@ -72,7 +75,8 @@ def test_the_sbatch_script_is_valid_bash() -> None:
 
 @pytest.fixture
 def no_launch_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs that the test launches are registered in its folder, and end with it however it ends."""
+    """Runs that the test launches are registered in its folder, and end with it however it
+    ends."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     yield
     processes = [psutil.Process(int(run.job)) for run in jobs.known_launches() if psutil.pid_exists(int(run.job))]
@@ -85,36 +89,53 @@ def no_launch_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.mark.usefixtures("no_launch_survives")
 def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_path: Path) -> None:
-    def run(*arguments: str) -> str:
-        done = gptoss("launch", *arguments, OMP_NUM_THREADS="1")
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def until(text: str) -> str:
-        def explain() -> tuple[str, list[str]]:
-            logs = [log.read_text(errors="replace")[-800:] for log in tmp_path.rglob("*.log")]
-            return run("status", "background"), logs
-
-        # the command takes a second of processor time, which the run could use
-        wait_until(lambda: text in run("status", "background"), explain, pause=2)
-        return run("status", "background")
-
-    start = ["configs/sft/tiny_retool.yaml", "--sft", "name=background", f"output_dir={tmp_path}"]
-    # steps enough to be cancelled within; the second start finds the run nearly complete
-    run(*start, "training.steps=100000", "training.max_tokens_per_micro_batch=512", "model.num_layers=2")
     directory = tmp_path / "background"
-    wait_until((directory / "metrics.jsonl").exists, lambda: run("status", "background"))
+    attempts = directory / "attempts"
+    start = [
+        "configs/sft/tiny_retool.yaml",
+        "--sft",
+        "name=background",
+        f"output_dir={tmp_path}",
+        "training.max_tokens_per_micro_batch=512",
+        "model.num_layers=2",
+    ]
+    # Ray's dashboard, a dozen processes, starts with the first attempt, which runs as users start
+    # theirs.
+    without_dashboard = tmp_path / "local.yaml"
+    without_dashboard.write_text("kind: local\nmin_free_disk: 2\ndashboard: false\n")
+
+    def run(*arguments: str) -> str:
+        result = gptoss("launch", *arguments, OMP_NUM_THREADS="1")
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def explain() -> tuple[str, list[str]]:
+        logs = [log.read_text(errors="replace")[-800:] for log in tmp_path.rglob("*.log")]
+        return run("status", "background"), logs
+
+    def wait_for_outcome(count: int) -> None:
+        # Not by asking for the status: that command takes processor time which the run needs.
+        wait_until(lambda: len(list(attempts.glob("*/outcome.json"))) == count, explain)
+
+    # So many steps that it is cancelled before their end.
+    run(*start, "training.steps=100000")
+    wait_until((directory / "metrics.jsonl").exists, explain)
     run("cancel", "background")
-    answer = until("ENDED")
-    assert "interrupted at step" in answer
-    outcome = read_json(next(directory.glob("attempts/*/outcome.json")))
-    done = int(outcome["last_step"])
-    assert done >= 1
-    run(*start, f"training.steps={done + 1}", "training.max_tokens_per_micro_batch=512", "model.num_layers=2")
-    answer = until("finished")
-    assert f"finished at step {done + 1}" in answer
-    assert "step 1/" in run("logs", "background", "--attempt", next(iter(sorted(
-        path.name for path in (directory / "attempts").iterdir()))), "--lines", "100000")  # fmt: skip
+    wait_for_outcome(1)
+    (launch,) = jobs.known_launches()
+    wait_until(lambda: not psutil.pid_exists(int(launch.job)), explain)
+    status = run("status", "background")
+    assert "ENDED" in status
+    assert "interrupted at step" in status
+
+    # The second start finds the run nearly complete.
+    (first,) = attempts.iterdir()
+    saved_steps = int(read_json(first / "outcome.json")["last_step"])
+    assert saved_steps >= 1
+    run(*start, f"training.steps={saved_steps + 1}", "--cluster", str(without_dashboard))
+    wait_for_outcome(2)
+    assert f"finished at step {saved_steps + 1}" in run("status", "background")
+    assert "step 1/" in run("logs", "background", "--attempt", first.name, "--lines", "100000")
     assert "background" in run("list")
 
 
@@ -128,17 +149,31 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_pa
     ],
 )  # fmt: skip
 def test_a_run_that_does_not_fit_names_the_keys(
-    changes: tuple[str, ...], cluster: dict[str, int], message: str
+    changes: tuple[str, ...],
+    cluster: dict[str, int],
+    message: str,
 ) -> None:
     config = load_config(ROOT / "configs/rl/gpt-oss-20b_2x8.yaml", RlConfig, list(changes))
     with pytest.raises(ConfigError, match=re.escape(message)):
-        place(config, ClusterConfig(kind="slurm", shared_dir=Path("/shared"), **cluster), uses_rollouts=True)
+        place(
+            config,
+            ClusterConfig(kind="slurm", shared_dir=Path("/shared"), **cluster),
+            uses_rollouts=True,
+        )
 
 
 def test_ranks_are_contiguous_and_engines_fill_what_is_free() -> None:
     changes = ["rollout.engine.servers=2", "rollout.engine.tensor_parallel=2", "parallel.expert=2"]
-    config = load_config(ROOT / "configs/rl/gpt-oss-20b_2x8.yaml", RlConfig, [*changes, "parallel.world_size=12"])
-    plans = place(config, ClusterConfig(kind="slurm", shared_dir=Path("/s"), nodes=2, gpus_per_node=8), True)
+    config = load_config(
+        ROOT / "configs/rl/gpt-oss-20b_2x8.yaml",
+        RlConfig,
+        [*changes, "parallel.world_size=12"],
+    )
+    plans = place(
+        config,
+        ClusterConfig(kind="slurm", shared_dir=Path("/s"), nodes=2, gpus_per_node=8),
+        True,
+    )
     assert [plan.ranks for plan in plans] == [list(range(8)), [8, 9, 10, 11]]
     assert [plan.servers for plan in plans] == [[], [0, 1]]
     assert [plan.workers for plan in plans] == [[], list(range(8))]
@@ -174,11 +209,31 @@ FAILED, INTERRUPTED, BAD = Result.FAILED, Result.INTERRUPTED, Result.BAD_NODES
     [
         ([], (Result.FINISHED, 0, 9), False, "the run is complete"),
         ([], (FAILED, 0, 0), True, "goes on from step 0"),
-        ([(FAILED, 0, 0)], (FAILED, 0, 0), False, "two attempts in a row came no further than step 0"),
+        (
+            [(FAILED, 0, 0)],
+            (FAILED, 0, 0),
+            False,
+            "two attempts in a row came no further than step 0",
+        ),
         ([(FAILED, 0, 5)], (FAILED, 5, 5), True, "goes on from step 5"),
-        ([(FAILED, 0, 5), (INTERRUPTED, 5, 5)], (INTERRUPTED, 5, 5), False, "no further than step 5"),
-        ([(FAILED, i, i + 1) for i in range(3)], (FAILED, 3, 4), False, "failed 4 times, cluster.retries is 3"),
-        ([(INTERRUPTED, i, i + 1) for i in range(9)], (INTERRUPTED, 9, 10), True, "goes on from step 10"),
+        (
+            [(FAILED, 0, 5), (INTERRUPTED, 5, 5)],
+            (INTERRUPTED, 5, 5),
+            False,
+            "no further than step 5",
+        ),
+        (
+            [(FAILED, i, i + 1) for i in range(3)],
+            (FAILED, 3, 4),
+            False,
+            "failed 4 times, cluster.retries is 3",
+        ),
+        (
+            [(INTERRUPTED, i, i + 1) for i in range(9)],
+            (INTERRUPTED, 9, 10),
+            True,
+            "goes on from step 10",
+        ),
         ([], (BAD, 0, 0), True, "the next attempt does without them"),
         ([(BAD, 0, 0), (INTERRUPTED, 0, 4)], (BAD, 4, 4), False, "already replaced once"),
     ],
@@ -190,7 +245,7 @@ def test_the_retry_budget_ends_when_nothing_moves(
         return Outcome(values[0], first_step=values[1], last_step=values[2])
 
     decided = outcome(now)
-    decide(decided, [outcome(values) for values in earlier], retries=3)
+    decide_requeue(decided, [outcome(values) for values in earlier], retries=3)
     assert (decided.requeue, why in decided.why) == (again, True)
 
 
@@ -223,7 +278,13 @@ def test_the_first_error_is_the_root_exception_with_rank_and_host(log: str, erro
 
 def cluster_of_gpus(tmp_path: Path, **changes: object) -> ClusterConfig:
     return ClusterConfig.model_validate(
-        {"kind": "slurm", "shared_dir": tmp_path, "gpus_per_node": 2, "min_free_disk": 0, **changes}
+        {
+            "kind": "slurm",
+            "shared_dir": tmp_path,
+            "gpus_per_node": 2,
+            "min_free_disk": 0,
+            **changes,
+        }
     )
 
 
@@ -234,12 +295,15 @@ def fake_nvidia_smi(folder: Path, lines: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def test_a_node_with_a_busy_or_missing_gpu_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_a_busy_or_missing_gpu_is_bad(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fake_nvidia_smi(tmp_path, "0, H200, 570, 1980, 4\n1, H200, 570, 1980, 4", monkeypatch)
     check = check_node(cluster_of_gpus(tmp_path))
-    assert check == {"facts": {"GPU": "H200", "driver": "570", "SM clock": "1980"}, "problems": []}
+    assert check == NodeCheck({"GPU": "H200", "driver": "570", "SM clock": "1980"})
     fake_nvidia_smi(tmp_path, "0, H200, 570, 1980, 40960", monkeypatch)
-    problems = check_node(cluster_of_gpus(tmp_path, min_free_disk=1e9))["problems"]
+    problems = check_node(cluster_of_gpus(tmp_path, min_free_disk=1e9)).problems
     assert "1 GPUs visible, cluster.gpus_per_node is 2" in problems
     assert "GPU 0 holds 40960 MiB of another job" in problems
     assert any("cluster.min_free_disk is 1e+09" in problem for problem in problems)
@@ -248,13 +312,15 @@ def test_a_node_with_a_busy_or_missing_gpu_is_bad(tmp_path: Path, monkeypatch: p
 def test_a_node_with_another_driver_or_clock_is_named() -> None:
     reports = {f"n{i}": {"facts": {"driver": "570", "SM clock": "1980"}} for i in range(4)}
     reports["n2"] = {"facts": {"driver": "550", "SM clock": "1980"}}
-    assert odd_ones_out(reports) == {"n2": "driver is 550, elsewhere 570"}
+    assert find_outlier_nodes(reports) == {"n2": "driver is 550, elsewhere 570"}
 
 
 def test_the_node_that_is_slow_with_both_neighbours_is_named() -> None:
     measured = {"n1": {"within": 400.0, "between": 45.0}, "n2": {"within": 400.0, "between": 3.0}}
-    assert slow_ones(measured, 20) == {"n2": "all-reduce between nodes at 3.00 GB/s, cluster.min_bandwidth is 20"}
-    assert slow_ones({"n1": {"within": None, "between": None}}, 20) == {}
+    assert find_slow_nodes(measured, 20) == {
+        "n2": "all-reduce between nodes at 3.00 GB/s, cluster.min_bandwidth is 20",
+    }
+    assert find_slow_nodes({"n1": {"within": None, "between": None}}, 20) == {}
 
 
 def test_a_snapshot_holds_what_is_not_committed_and_the_difference(
@@ -265,7 +331,11 @@ def test_a_snapshot_holds_what_is_not_committed_and_the_difference(
 
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", "-C", str(project), *identity, *arguments], check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-C", str(project), *identity, *arguments],
+            check=True,
+            capture_output=True,
+        )
 
     git("init")
     (project / "kept.py").write_text("old\n")
@@ -279,11 +349,18 @@ def test_a_snapshot_holds_what_is_not_committed_and_the_difference(
     (project / "runs").mkdir()
     (project / "runs/large").write_text("z\n")
     monkeypatch.setattr(snapshot, "PROJECT", project)
-    with tarfile.open(snapshot.write_snapshot(tmp_path / "code.tar.gz", {"run.yaml": "name: x\n"})) as archive:
+    with tarfile.open(
+        snapshot.write_snapshot(tmp_path / "code.tar.gz", {"run.yaml": "name: x\n"}),
+    ) as archive:
         archive.extractall(tmp_path / "code", filter="data")
     code = tmp_path / "code"
     assert (code / "kept.py").read_text() == "new\n"
-    assert sorted(path.name for path in code.iterdir()) == [".gitignore", ".gptoss", "kept.py", "untracked.py"]
+    assert sorted(path.name for path in code.iterdir()) == [
+        ".gitignore",
+        ".gptoss",
+        "kept.py",
+        "untracked.py",
+    ]
     assert "+new" in (code / ".gptoss/git.txt").read_text()
     assert (code / ".gptoss/run.yaml").read_text() == "name: x\n"
 
@@ -292,5 +369,9 @@ def test_slurm_formats_are_understood() -> None:
     gpus = Partition("p", True, "1:00", 1, "gpu:h100:4(S:0-1),gpu:a100:2", 8, 1000, "").gpus
     assert gpus == {"h100": 4, "a100": 2}
     assert Partition("p", True, "1:00", 1, "gpu:8", 8, 1000, "").gpus == {"": 8}
-    assert [seconds(text) for text in ("1-02:00:00", "30:00", "infinite")] == [93_600, 1800, float("inf")]
+    assert [parse_seconds(text) for text in ("1-02:00:00", "30:00", "infinite")] == [
+        93_600,
+        1800,
+        float("inf"),
+    ]
     assert re.fullmatch(r"[\d.]+", node_address())

@@ -1,4 +1,5 @@
-"""``gptoss plan``: the communication of every kind of layer, with the numbers behind the choice."""
+"""``gptoss plan``: the communication of every kind of layer, with the numbers behind the
+choice."""
 
 from __future__ import annotations
 
@@ -44,8 +45,14 @@ def test_it_names_a_scheme_for_each_kind_of_layer_and_what_it_sends() -> None:
     full, window = taken(lines)
     assert full[:2] == ["12", "full_attention"]
     assert full[2] in ("all_gather", "all_to_all")
-    # two borders of 127 tokens, each with a key and a value of 8 heads of 64 in bf16, there and back
-    assert window[:4] == ["12", "sliding_attention", "halo", f"{2 * 2 * 127 * 2 * 8 * 64 * 2 / 1e6:.2f}"]
+    # two borders of 127 tokens, each with a key and a value of 8 heads of 64 in bf16, there and
+    # back
+    assert window[:4] == [
+        "12",
+        "sliding_attention",
+        "halo",
+        f"{2 * 2 * 127 * 2 * 8 * 64 * 2 / 1e6:.2f}",
+    ]
 
 
 def test_a_scheme_set_by_the_user_is_the_one_taken() -> None:
@@ -65,15 +72,25 @@ def test_the_memory_of_a_run_is_that_of_all_its_models() -> None:
     [
         [],
         ["training.max_tokens_per_micro_batch=2000", "rollout.max_tokens=800"],
-        ["parallel.world_size=6", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "rollout.tasks_per_step=5"],
+        [
+            "parallel.world_size=6",
+            "parallel.pipeline=2",
+            "parallel.virtual_pipeline=2",
+            "rollout.tasks_per_step=5",
+        ],
     ],
     ids=str,
 )
-def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(overrides: list[str]) -> None:
+def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(
+    overrides: list[str],
+) -> None:
     config = load_config(CONFIG, RlConfig, overrides)
     episode = Sample([0] * (config.rollout.max_tokens + 1), [0] + [1] * config.rollout.max_tokens)
     episodes = [episode] * (config.rollout.tasks_per_step * config.rollout.samples_per_task)
-    row, multiple = config.training.max_tokens_per_micro_batch, config.parallel.micro_batch_multiple
+    row, multiple = (
+        config.training.max_tokens_per_micro_batch,
+        config.parallel.micro_batch_multiple,
+    )
     packed = pack(episodes, row, config.parallel.data, multiple=multiple)
     assert config.memory_inputs.micro_batches == len(packed[0])
 
@@ -91,9 +108,11 @@ def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(overri
 )
 def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> None:
     config = load_config(CONFIGS / file, SftConfig if file.startswith("sft") else RlConfig)
-    training, engine = config.memory_inputs, config.rollout.engine
-    servers = engine.server_processes
+    training = config.memory_inputs
     assert fits(training, worst_stage(training), 135)
+
+    engine = config.rollout.engine
+    servers = engine.server_processes
     has_servers = isinstance(config, RlConfig)
     assert (servers is not None) == has_servers
     gpus_of_servers = 0
@@ -103,8 +122,13 @@ def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> 
     if servers is not None:
         weights = 2 * sum(parameters_per_gpu(config.model, ParallelConfig())) / servers.gpus_each
         assert engine.memory_fraction * H200 - weights > 10e9  # for keys and values
+
     cluster = ClusterConfig(
-        kind="slurm", shared_dir="/shared", python="python", nodes=-(-gpus // 8), gpus_per_node=min(gpus, 8)
+        kind="slurm",
+        shared_dir="/shared",
+        python="python",
+        nodes=-(-gpus // 8),
+        gpus_per_node=min(gpus, 8),
     )
     assert len(place(config, cluster, has_servers)) == cluster.nodes
 
@@ -112,12 +136,18 @@ def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> 
 def test_servers_on_the_trainers_gpus_must_fit_beside_what_the_trainer_keeps() -> None:
     def plan_with(fraction: float) -> tuple[int, str]:
         overrides = [f"rollout.engine.memory_fraction={fraction}"]
-        training = load_config(CONFIGS / "rl/gpt-oss-20b_1x4.yaml", RlConfig, overrides).memory_inputs
+        training = load_config(
+            CONFIGS / "rl/gpt-oss-20b_1x4.yaml",
+            RlConfig,
+            overrides,
+        ).memory_inputs
         return len(layouts_that_fit(training, 135)), memory_plan(training, 135).splitlines()[0]
 
     (many, good), (few, bad) = plan_with(0.4), plan_with(0.6)
     assert good.endswith(": 119.0 GB; 70.8 GB while servers have 40%")
-    assert bad.endswith(": 119.0 GB; 70.8 GB while servers have 60%, more than the 135 GB of the GPU")
+    assert bad.endswith(
+        ": 119.0 GB; 70.8 GB while servers have 60%, more than the 135 GB of the GPU",
+    )
     assert few < many
 
 
@@ -129,11 +159,25 @@ def test_any_context_size_has_a_plan(context: str) -> None:
 
 def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_as_micro_batches_and_a_shorter_bubble() -> None:
     def step(chunks: int) -> tuple[int, float]:
-        overrides = ["model=gpt-oss-20b", "parallel.world_size=4", "parallel.pipeline=4", "dtype=bfloat16"]
-        overrides += [f"parallel.virtual_pipeline={chunks}", "training.max_tokens_per_micro_batch=16384"]
-        overrides += ["rollout.max_tokens=16384", "rollout.tasks_per_step=1", "rollout.samples_per_task=6"]
+        overrides = [
+            "model=gpt-oss-20b",
+            "parallel.world_size=4",
+            "parallel.pipeline=4",
+            "dtype=bfloat16",
+        ]
+        overrides += [
+            f"parallel.virtual_pipeline={chunks}",
+            "training.max_tokens_per_micro_batch=16384",
+        ]
+        overrides += [
+            "rollout.max_tokens=16384",
+            "rollout.tasks_per_step=1",
+            "rollout.samples_per_task=6",
+        ]
         text = step_plan(load_config(CONFIG, RlConfig, overrides), 141)
-        return int(text.split(" micro-batches")[0].split()[-1]), float(re.search(r"bubble ([\d.]+)", text)[1])
+        return int(text.split(" micro-batches")[0].split()[-1]), float(
+            re.search(r"bubble ([\d.]+)", text)[1],
+        )
 
     (few, plain), (many, interleaved) = step(1), step(3)
     assert (few, many) == (6, 8)
@@ -141,12 +185,23 @@ def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_as_micro_batches_
 
 
 def test_the_fastest_layouts_that_fit_come_with_memory_time_and_mfu() -> None:
-    overrides = [*LONG, "parallel.world_size=16", "parallel.context=1", "optimizer.moment_dtype=bf16"]
-    overrides += ["rollout.max_tokens=16384", "training.max_tokens_per_micro_batch=16384", "rollout.tasks_per_step=64"]
+    overrides = [
+        *LONG,
+        "parallel.world_size=16",
+        "parallel.context=1",
+        "optimizer.moment_dtype=bf16",
+    ]
+    overrides += [
+        "rollout.max_tokens=16384",
+        "training.max_tokens_per_micro_batch=16384",
+        "rollout.tasks_per_step=64",
+    ]
     configured, title, *rows = step_plan(load_config(CONFIG, RlConfig, overrides), 80).splitlines()
     assert title == "the fastest layouts that fit, as predicted:"
-    found = [re.fullmatch(r"  .*: ([\d.]+) GB, ([\d.]+) s, (\d+) tokens/s/GPU, ([\d.]+)% MFU", row) for row in rows]
-    memory, seconds, speed, mfu = zip(*((float(x) for x in row.groups()) for row in found), strict=True)
+
+    pattern = r"  .*: ([\d.]+) GB, ([\d.]+) s, (\d+) tokens/s/GPU, ([\d.]+)% MFU"
+    figures = [[float(text) for text in re.fullmatch(pattern, row).groups()] for row in rows]
+    memory, seconds, speed, mfu = zip(*figures, strict=True)
     assert max(memory) <= 80
     assert list(seconds) == sorted(seconds)
     assert list(speed) == sorted(speed, reverse=True)
@@ -164,28 +219,21 @@ VARIANTS = [
 
 
 def layout_overrides(advice: str) -> list[str]:
-    """Overrides that set what a line of the plan says, such as "tensor 2, pipeline 1, context 1, expert 8"."""
+    """Overrides that set what a line of the plan says, such as "tensor 2, pipeline 1, context 1,
+    expert 8"."""
     return [f"parallel.{part.replace(' ', '=')}" for part in advice.split(", ")]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_whatever_the_plan_advises_validates_and_is_predicted_as_promised(path: Path) -> None:
-    """The user's way: every line of the text, applied as overrides on top of what is configured."""
+    """The user's way: every line of the text, applied as overrides on top of what is
+    configured."""
     kind = SftConfig if path.parent.name == "sft" else RlConfig
     applied = 0
     for variant in VARIANTS if kind is RlConfig else VARIANTS[::2]:
         for gigabytes in (2, 72, 135):
             inputs = load_config(path, kind, list(variant)).memory_inputs
-            layouts, _, settings = memory_plan(inputs, gigabytes).partition("to take less, one after the other:\n")
-            so_far = list(variant)
-            advice = []
-            for line in settings.splitlines()[:-1]:  # the last is "more GPUs", which depends on who has them
-                text, _, promised = line.strip().removesuffix(" GB").rpartition(": ")
-                so_far.append(text)
-                advice.append((list(so_far), promised))
-            for line in layouts.partition("that fit:\n")[2].splitlines():
-                text, _, promised = line.strip().removesuffix(" GB").rpartition(": ")
-                advice.append(([*variant, *layout_overrides(text)], promised))
+            advice = advice_of(memory_plan(inputs, gigabytes), list(variant))
             for overrides, promised in advice:
                 needed = worst_stage(load_config(path, kind, overrides).memory_inputs)
                 assert f"{needed.total / 1e9:.1f}" == promised, overrides
@@ -193,13 +241,37 @@ def test_whatever_the_plan_advises_validates_and_is_predicted_as_promised(path: 
     assert applied > 3
 
 
+def advice_of(plan: str, configured: list[str]) -> list[tuple[list[str], str]]:
+    """Return (overrides, GB that the plan promises with them) of every line of a memory plan."""
+    layouts, _, settings = plan.partition("to take less, one after the other:\n")
+    advice = []
+
+    # Settings add up. The last line is "more GPUs", which depends on who has them.
+    overrides = list(configured)
+    for line in settings.splitlines()[:-1]:
+        text, _, promised = line.strip().removesuffix(" GB").rpartition(": ")
+        overrides.append(text)
+        advice.append((list(overrides), promised))
+
+    for line in layouts.partition("that fit:\n")[2].splitlines():
+        text, _, promised = line.strip().removesuffix(" GB").rpartition(": ")
+        advice.append(([*configured, *layout_overrides(text)], promised))
+    return advice
+
+
 def test_the_fastest_layouts_validate_too() -> None:
-    changes = ["parallel.last_stage_layers=null", "parallel.virtual_pipeline=3", "rollout.tasks_per_step=2"]
+    changes = [
+        "parallel.last_stage_layers=null",
+        "parallel.virtual_pipeline=3",
+        "rollout.tasks_per_step=2",
+    ]
     path = CONFIGS / "rl/gpt-oss-120b_8x8.yaml"
     config = load_config(path, RlConfig, changes)
     rows = step_plan(config, 135).partition("that fit, as predicted:\n")[2].splitlines()
     assert rows
     for row in rows:
         layout = row.strip().partition(":")[0]
-        needed = worst_stage(load_config(path, RlConfig, [*changes, *layout_overrides(layout)]).memory_inputs)
+        needed = worst_stage(
+            load_config(path, RlConfig, [*changes, *layout_overrides(layout)]).memory_inputs,
+        )
         assert f": {needed.total / 1e9:.1f} GB," in row

@@ -4,10 +4,15 @@ import io
 
 from rich.console import Console
 
-from launch.progress import TrainingProgress, clock
+from launch.progress import TrainingProgress, format_seconds
 from rl_loop.tracking.metrics import Name
 
-VALUES = {Name.REWARD: 0.5, Name.TOKENS_PER_SECOND: 1234.0, Name.LOGPROB_GAP: 2e-6, Name.CLIP_FRACTION: 0.0}
+VALUES = {
+    Name.REWARD: 0.5,
+    Name.TOKENS_PER_SECOND: 1234.0,
+    Name.LOGPROB_GAP: 2e-6,
+    Name.CLIP_FRACTION: 0.0,
+}
 
 
 def run_two_steps(terminal: bool) -> str:
@@ -52,7 +57,7 @@ def test_a_value_that_is_not_finite_is_shown_and_does_not_stop_the_run() -> None
 
 
 def test_the_clock_shows_hours_only_when_there_are_some() -> None:
-    assert [clock(s) for s in (-3, 61, 3661)] == ["0:00", "1:01", "1:01:01"]
+    assert [format_seconds(s) for s in (-3, 61, 3661)] == ["0:00", "1:01", "1:01:01"]
 
 
 def test_an_evaluation_after_the_last_step_is_not_counted_as_a_step() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.report import build_report, moving_mean, number
+from launch.report import build_report, format_number, moving_mean
 from rl_loop.data.trajectory import Trajectory, Turn
 from rl_loop.tracking.episode_record import episode_record
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
@@ -17,7 +17,8 @@ ATTACK = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onmous
 
 
 class Page(HTMLParser):
-    """Collects tags, attributes and the text of the sampled tokens; browsers and this parser agree on escaping."""
+    """Collects tags, attributes and the text of the sampled tokens; browsers and this parser agree
+    on escaping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +145,7 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_figures_are_readable(value: object, shown: str) -> None:
-    assert number(value) == shown
+    assert format_number(value) == shown
 
 
 def test_the_moving_mean_keeps_a_straight_line() -> None:

@@ -1,4 +1,5 @@
-"""What cannot start says so in one line, at once, before torch or Ray, and leaves nothing behind."""
+"""What cannot start says so in one line, at once, before torch or Ray, and leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -35,10 +36,22 @@ main()
 """
 
 
-def gptoss(*arguments: str, before: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+def gptoss(
+    *arguments: str,
+    before: tuple[str, ...] = (),
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
     command = [*before, sys.executable, "-c", PROGRAM, *arguments]
     env = {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def seconds_of_children() -> float:
@@ -57,7 +70,8 @@ def assert_refused(result: subprocess.CompletedProcess[str], message: str) -> No
 
 
 def fake_model(path: Path, **changes: object) -> Path:
-    """A Hugging Face directory of the tiny model, or of one that differs from it, with an empty file of weights."""
+    """A Hugging Face directory of the tiny model, or of one that differs from it, with an empty
+    file of weights."""
     path.mkdir()
     model = load_config(ROOT / RL, RlConfig).model
     (path / "config.json").write_text(json.dumps(model.to_hf_config() | changes))
@@ -72,14 +86,18 @@ def write(path: Path, text: str) -> Path:
 
 
 def data(path: Path | str) -> list[str]:
-    return [f"tasks.sources.retool.train_path={path}", f"tasks.sources.retool.held_out_path={path}"]
+    return [
+        f"tasks.sources.retool.train_path={path}",
+        f"tasks.sources.retool.held_out_path={path}",
+    ]
 
 
 GOOD_ROW = '{"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}\n'
 SGLANG = ["rl", RL, RANDOM, "rollout.engine.type=sglang"]
 PATH = os.environ["PATH"]
 
-# what is missing: (arguments, environment, what is said); FILES is the directory that ``files`` makes
+# what is missing: (arguments, environment, what is said); FILES is the directory that ``files``
+# makes
 CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "weights of rl": (["rl", RL, "initial_weights=/none"], {}, "initial_weights: /none is neither.* does not exist"),
     "weights of sft": (["sft", SFT, "initial_weights=/none"], {}, "initial_weights: /none is neither"),
@@ -132,10 +150,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     fake_model(files / "other", num_hidden_layers=3, sliding_window=64, layer_types=kinds)
     write(files / "megatron/metadata.json", "{}")
-    write(files / "megatron/gptoss_config.json", ModelConfig(num_layers=2, num_experts=4).model_dump_json())
+    write(
+        files / "megatron/gptoss_config.json",
+        ModelConfig(num_layers=2, num_experts=4).model_dump_json(),
+    )
     write(files / "rows.jsonl", GOOD_ROW + '{"task_id": \n')
     write(files / "good.jsonl", GOOD_ROW)
-    write(files / "failing/bwrap", "#!/bin/sh\necho 'bwrap: No permissions' >&2; exit 1\n").chmod(0o755)
+    write(files / "failing/bwrap", "#!/bin/sh\necho 'bwrap: No permissions' >&2; exit 1\n").chmod(
+        0o755,
+    )
     return files
 
 
@@ -183,7 +206,10 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(tmp_path: Path) -> Non
     if subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
         pytest.skip("bubblewrap cannot mount a small file system here")
     result = gptoss("sft", SFT, f"output_dir={small}/runs", before=mount)
-    assert_refused(result, r"6\.0 MB are free in .*needs \S+ [MG]B for 3 checkpoints of .*keep_checkpoints")
+    assert_refused(
+        result,
+        r"6\.0 MB are free in .*needs \S+ [MG]B for 3 checkpoints of .*keep_checkpoints",
+    )
 
 
 def test_a_resume_names_the_run_that_a_mistyped_name_may_mean(tmp_path: Path) -> None:
@@ -196,7 +222,8 @@ def test_a_resume_names_the_run_that_a_mistyped_name_may_mean(tmp_path: Path) ->
 def test_a_checkpoint_that_is_gone_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
     write(tmp_path / "x/checkpoints/latest", "step_000003")
     assert_refused(
-        gptoss("sft", SFT, f"output_dir={tmp_path}", "name=x", "--resume"), "names step_000003, which is mis"
+        gptoss("sft", SFT, f"output_dir={tmp_path}", "name=x", "--resume"),
+        "names step_000003, which is mis",
     )
 
 
@@ -215,8 +242,18 @@ def test_a_port_of_ray_that_is_taken_is_a_problem_of_the_node(tmp_path: Path) ->
         port = server.getsockname()[1]
         cluster = ClusterConfig(kind="local", ray_port=port - 3)
         assert busy_ports(cluster) == [f"port {port} is in use, cluster.ray_port is {port - 3}"]
-        cluster_file = write(tmp_path / "cluster.yaml", f"kind: local\nray_port: {port - 3}\nmin_free_disk: 0\n")
-        result = gptoss("launch", SFT, "--sft", "--cluster", str(cluster_file), f"output_dir={tmp_path}/runs")
+        cluster_file = write(
+            tmp_path / "cluster.yaml",
+            f"kind: local\nray_port: {port - 3}\nmin_free_disk: 0\n",
+        )
+        result = gptoss(
+            "launch",
+            SFT,
+            "--sft",
+            "--cluster",
+            str(cluster_file),
+            f"output_dir={tmp_path}/runs",
+        )
     assert f"cluster.ray_port: port {port} is in use" in result.stderr
     assert not (tmp_path / "runs").exists()
     assert busy_ports(ClusterConfig(kind="local")) == []
@@ -224,6 +261,16 @@ def test_a_port_of_ray_that_is_taken_is_a_problem_of_the_node(tmp_path: Path) ->
 
 def test_a_launch_says_at_once_what_the_run_would_miss(tmp_path: Path) -> None:
     cluster_file = write(tmp_path / "cluster.yaml", "kind: local\nmin_free_disk: 0\n")
-    arguments = ["launch", SFT, "--sft", "--cluster", str(cluster_file), f"output_dir={tmp_path}/runs"]
-    assert_refused(gptoss(*arguments, WANDB_PROJECT="x", XDG_STATE_HOME=str(tmp_path)), "wandb is not installed")
+    arguments = [
+        "launch",
+        SFT,
+        "--sft",
+        "--cluster",
+        str(cluster_file),
+        f"output_dir={tmp_path}/runs",
+    ]
+    assert_refused(
+        gptoss(*arguments, WANDB_PROJECT="x", XDG_STATE_HOME=str(tmp_path)),
+        "wandb is not installed",
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.yaml"]

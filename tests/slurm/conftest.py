@@ -29,7 +29,8 @@ SMALL = [
     "rollout.workers=2",
     "rollout.tasks_per_step=2",
     "rollout.samples_per_task=4",
-    # untrained, it stops about every 300 tokens: some episodes end illegally, and the updates have something to do
+    # untrained, it stops about every 300 tokens: some episodes end illegally, and the updates have
+    # something to do
     "rollout.max_new_tokens_per_turn=150",
     "reward.format_error=-2",
     "tasks.held_out_tasks=2",
@@ -69,25 +70,45 @@ class Lab:
     def gptoss(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "launch", *arguments]
         return subprocess.run(
-            command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
+            command,
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
 
     def launch(self, name: str, *overrides: str, **changes: object) -> RunDirectory:
         file = self.cluster_file(**changes)
-        arguments = ["configs/rl/tiny_retool.yaml", f"name={name}", *SMALL, *overrides, "--cluster", str(file)]
+        arguments = [
+            "configs/rl/tiny_retool.yaml",
+            f"name={name}",
+            *SMALL,
+            *overrides,
+            "--cluster",
+            str(file),
+        ]
         done = self.gptoss("launch", *arguments)
         assert done.returncode == 0, done.stderr + done.stdout
         return RunDirectory(self.shared / "runs" / name)
 
     def outcomes(self, run: RunDirectory) -> list[dict[str, object]]:
-        files = sorted((run.path / "attempts").glob("*/outcome.json"), key=lambda path: path.stat().st_mtime)
+        files = sorted(
+            (run.path / "attempts").glob("*/outcome.json"),
+            key=lambda path: path.stat().st_mtime,
+        )
         return [read_json(path) for path in files]
 
     def until(
-        self, done: Callable[[], object], what: str, seconds: float = 180, run: RunDirectory | None = None
+        self,
+        done: Callable[[], object],
+        what: str,
+        seconds: float = 180,
+        run: RunDirectory | None = None,
     ) -> None:
-        """Wait for ``done``. A failure shows ``what`` was waited for and what ``run`` says; an attempt of ``run`` that
-        fails meanwhile ends the wait."""
+        """Wait for ``done``. A failure shows ``what`` was waited for and what ``run`` says; an
+        attempt of ``run`` that fails meanwhile ends the wait."""
         deadline = time.monotonic() + seconds
         while not done():
             failed = run and any(outcome["result"] in ("failed", "bad nodes") for outcome in self.outcomes(run))
@@ -95,14 +116,18 @@ class Lab:
                 tails = [f"not within {seconds:.0f} s: {what}", self.queue()]
                 if run:
                     tails += map(str, self.outcomes(run))
-                    for log in sorted((run.path / "attempts").glob("*/*.log"), key=lambda log: log.stat().st_mtime):
+                    for log in sorted(
+                        (run.path / "attempts").glob("*/*.log"),
+                        key=lambda log: log.stat().st_mtime,
+                    ):
                         tails += [f"--- {log}", *log.read_text(errors="replace").splitlines()[-8:]]
                 pytest.fail("\n".join(tails))
             time.sleep(0.2)
 
     @contextmanager
     def frozen(self, run: RunDirectory) -> Iterator[None]:
-        """Within, no step of ``run`` ends, for its rollout workers stand still; until the head node is told to stop."""
+        """Within, no step of ``run`` ends, for its rollout workers stand still; until the head
+        node is told to stop."""
         workers = ray_actors("RolloutWorker", run)
         assert workers
         for worker in workers:

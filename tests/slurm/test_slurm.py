@@ -1,4 +1,5 @@
-"""``gptoss launch`` against a real Slurm of four fake nodes on this machine. Needs root: ``make test-slurm``."""
+"""``gptoss launch`` against a real Slurm of four fake nodes on this machine. Needs root: ``make
+test-slurm``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 
 from launch.cluster import load_cluster
 from launch.preflight import check_before_queue
-from launch.submit import on_cluster
+from launch.submit import resolve_paths
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
@@ -31,7 +32,8 @@ def curve(run: RunDirectory) -> list[tuple[float, ...]]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(lab: Lab) -> RunDirectory:
-    """A run over four nodes: one trainer rank on each of the first two, one engine on each of the others."""
+    """A run over four nodes: one trainer rank on each of the first two, one engine on each of the
+    others."""
     began = time.monotonic()
     run = lab.launch("uninterrupted", STEPS, nodes=4)
     lab.until(lambda: steps_done(run) > 0, "the first training step", run=run)
@@ -41,7 +43,10 @@ def uninterrupted(lab: Lab) -> RunDirectory:
     return run
 
 
-def test_a_run_over_four_nodes_puts_every_part_where_it_was_planned(lab: Lab, uninterrupted: RunDirectory) -> None:
+def test_a_run_over_four_nodes_puts_every_part_where_it_was_planned(
+    lab: Lab,
+    uninterrupted: RunDirectory,
+) -> None:
     attempt = next((uninterrupted.path / "attempts").iterdir())
     assert sorted(path.stem for path in (attempt / "nodes").iterdir()) == ["n1", "n2", "n3", "n4"]
     assert len(curve(uninterrupted)) == 6
@@ -52,7 +57,11 @@ def test_a_run_over_four_nodes_puts_every_part_where_it_was_planned(lab: Lab, un
 
 
 def test_status_and_logs_answer_at_once(lab: Lab, uninterrupted: RunDirectory) -> None:
-    for arguments, expected in [(("status",), "step 6 of 6"), (("logs",), "step 6/6"), (("logs", "--node", "n3"), "")]:
+    for arguments, expected in [
+        (("status",), "step 6 of 6"),
+        (("logs",), "step 6/6"),
+        (("logs", "--node", "n3"), ""),
+    ]:
         began = time.monotonic()
         done = lab.gptoss("launch", arguments[0], "uninterrupted", *arguments[1:])
         seconds = time.monotonic() - began
@@ -70,7 +79,17 @@ def test_preemption_and_the_time_limit_leave_the_curve_as_it_would_have_been(
     lab.until(lambda: steps_done(run) >= 2, "two steps of the first attempt", run=run)
     with lab.frozen(run):
         preemptor = lab.cluster.run(
-            "sbatch", "--parsable", "-p", "high", "-A", "team", "-N4", "--exclusive", "--wrap=true", "-o", "/dev/null"
+            "sbatch",
+            "--parsable",
+            "-p",
+            "high",
+            "-A",
+            "team",
+            "-N4",
+            "--exclusive",
+            "--wrap=true",
+            "-o",
+            "/dev/null",
         )
     lab.until(lambda: len(lab.outcomes(run)) == 1, "the first attempt to save and leave", run=run)
     lab.until(lambda: preemptor not in lab.queue(), "the job of higher priority to run")
@@ -83,7 +102,12 @@ def test_preemption_and_the_time_limit_leave_the_curve_as_it_would_have_been(
     job = lab.cluster.run("squeue", "-h", "-n", "gptoss.interrupted", "-o", "%i")
     with lab.frozen(run):
         minutes = int(lab.cluster.run("squeue", "-h", "-j", job, "-o", "%M").split(":")[-2]) + 2
-        lab.cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")  # the notice comes 100 s before
+        lab.cluster.run(
+            "scontrol",
+            "update",
+            f"JobId={job}",
+            f"TimeLimit={minutes}",
+        )  # the notice comes 100 s before
     lab.until(lambda: len(lab.outcomes(run)) == 2, "the second attempt to save and leave", run=run)
     second = lab.outcomes(run)[1]
     assert second["result"] == "interrupted"
@@ -98,8 +122,16 @@ def test_preemption_and_the_time_limit_leave_the_curve_as_it_would_have_been(
 
 
 def test_a_killed_rank_of_a_heterogeneous_job_is_the_first_error_within_a_minute(lab: Lab) -> None:
-    """Trainer ranks on two nodes and rollout workers on a third, which is another part of the job."""
-    run = lab.launch("killed", "training.steps=500", nodes=2, rollout_nodes=1, retries=0, dashboard=True)
+    """Trainer ranks on two nodes and rollout workers on a third, which is another part of the
+    job."""
+    run = lab.launch(
+        "killed",
+        "training.steps=500",
+        nodes=2,
+        rollout_nodes=1,
+        retries=0,
+        dashboard=True,
+    )
     lab.until(lambda: steps_done(run) >= 1, "the first step", run=run)
     assert "Ray dashboard http://127.0.0.11:" in lab.gptoss("launch", "status", "killed").stdout
     attempt = next((run.path / "attempts").iterdir())
@@ -118,26 +150,39 @@ def test_a_killed_rank_of_a_heterogeneous_job_is_the_first_error_within_a_minute
     print(f"\nended {time.monotonic() - began:.0f} s after kill -9")
     outcome = lab.outcomes(run)[0]
     assert outcome["result"] == "failed"
-    assert re.search(rf"^trainer rank 1 on n2 \(pid {rank.pid}\) died: .*exit", str(outcome["error"]))
+    assert re.search(
+        rf"^trainer rank 1 on n2 \(pid {rank.pid}\) died: .*exit",
+        str(outcome["error"]),
+    )
     status = lab.gptoss("launch", "status", "killed").stdout
     assert "FAILED" in status
     assert "trainer rank 1 on n2" in status
 
 
-def test_a_node_that_never_comes_up_is_named_and_left_out_of_the_next_attempt(lab: Lab, tmp_path: Path) -> None:
+def test_a_node_that_never_comes_up_is_named_and_left_out_of_the_next_attempt(
+    lab: Lab,
+    tmp_path: Path,
+) -> None:
     hanging = lab.shared / "python-that-hangs-on-n2"
     hanging.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" = n2 ] && exec sleep 1000\nexec {sys.executable} "$@"\n')
     hanging.chmod(0o755)
+
     began = time.monotonic()
     run = lab.launch("missing", STEPS, nodes=2, python=str(hanging), ready_seconds=10)
     lab.until(lambda: lab.outcomes(run), "the verdict about the nodes", seconds=90)
     assert time.monotonic() - began < 60
+
     outcome = lab.outcomes(run)[0]
     assert outcome["result"] == "bad nodes"
     assert "n2: did not come up within 10 s" in str(outcome["error"])
     assert outcome["exclude"] == ["n2"]
+
     lab.until(lambda: "PENDING" in lab.state("missing"), "the requeue")
-    lab.until(lambda: "ExcNodeList=n2" in lab.cluster.run("scontrol", "show", "job"), "the exclusion", seconds=10)
+    lab.until(
+        lambda: "ExcNodeList=n2" in lab.cluster.run("scontrol", "show", "job"),
+        "the exclusion",
+        seconds=10,
+    )
 
 
 def test_two_nodes_in_containers_measure_their_bandwidth_before_training(lab: Lab) -> None:
@@ -176,8 +221,14 @@ WRONG = [
         "cluster.time_limit: 2-00:00:00 is more or other than there is: batch (4 nodes, 8 GPUs",
     ),
     ({"nodes": 5}, "cluster.nodes: 5 wanted, there are batch (4 nodes"),
-    ({"gpus_per_node": 9}, "cluster.gpus_per_node: 9 is more or other than there is: batch (4 nodes, 8 GPUs h200"),
-    ({"gpus_per_node": 8, "gpu_type": "b200"}, "cluster.gpu_type: b200 is more or other than there is"),
+    (
+        {"gpus_per_node": 9},
+        "cluster.gpus_per_node: 9 is more or other than there is: batch (4 nodes, 8 GPUs h200",
+    ),
+    (
+        {"gpus_per_node": 8, "gpu_type": "b200"},
+        "cluster.gpu_type: b200 is more or other than there is",
+    ),
     ({"cpus_per_node": 64}, "cluster.cpus_per_node: 64 is more"),
     ({"memory_per_node": "8G"}, "cluster.memory_per_node: 8G is more"),
     ({"constraint": "nvlink"}, "cluster.constraint: nvlink is more or other"),
@@ -185,8 +236,14 @@ WRONG = [
     ({"shared_dir": "/etc/hostname/below"}, "cluster.shared_dir: "),
     ({"python": "/nowhere/python"}, "cluster.python: there is no /nowhere/python"),
     ({"min_free_disk": 1e9}, "GB are free there, min_free_disk is"),
-    ({"container": {"image": "/nowhere/image.sqsh"}}, "cluster.container.image: /nowhere/image.sqsh does not exist"),
-    ({"container": {"image": "x", "mounts": ["/nowhere:/data"]}}, "cluster.container.mounts: /nowhere does not exist"),
+    (
+        {"container": {"image": "/nowhere/image.sqsh"}},
+        "cluster.container.image: /nowhere/image.sqsh does not exist",
+    ),
+    (
+        {"container": {"image": "x", "mounts": ["/nowhere:/data"]}},
+        "cluster.container.mounts: /nowhere does not exist",
+    ),
     ({"login": "nobody@localhost:1"}, "cluster.login: "),
 ]
 
@@ -196,15 +253,27 @@ def test_preflight_names_the_field_and_what_there_is_instead(lab: Lab, change: d
                                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setenv("SLURM_CONF", lab.cluster.env["SLURM_CONF"])
     cluster = load_cluster(str(lab.cluster_file(**change)))
-    config = on_cluster(load_config(ROOT / "configs/rl/tiny_retool.yaml", RlConfig, SMALL), cluster)
+    config = resolve_paths(
+        load_config(ROOT / "configs/rl/tiny_retool.yaml", RlConfig, SMALL),
+        cluster,
+    )
     with pytest.raises(ConfigError) as raised:
         check_before_queue(config, cluster)
     assert message in str(raised.value)
 
 
-def test_preflight_finds_weights_that_are_not_on_the_cluster(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_finds_weights_that_are_not_on_the_cluster(
+    lab: Lab,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SLURM_CONF", lab.cluster.env["SLURM_CONF"])
     cluster = load_cluster(str(lab.cluster_file()))
-    config = on_cluster(load_config(ROOT / "configs/rl/tiny_retool.yaml", RlConfig, []), cluster)
-    with pytest.raises(ConfigError, match=f"initial_weights: {lab.shared}/runs/tiny_retool_sft does not exist"):
+    config = resolve_paths(
+        load_config(ROOT / "configs/rl/tiny_retool.yaml", RlConfig, []),
+        cluster,
+    )
+    with pytest.raises(
+        ConfigError,
+        match=f"initial_weights: {lab.shared}/runs/tiny_retool_sft does not exist",
+    ):
         check_before_queue(config, cluster)

@@ -1,0 +1,221 @@
+"""The head node of a job: checks the others, runs training, decides about another attempt."""
+
+import importlib.metadata
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+from launch.attempts import (
+    Outcome,
+    Result,
+    count_saved_steps,
+    decide_requeue,
+    earlier_outcomes,
+    first_error,
+)
+from launch.cluster import ClusterConfig
+from launch.node_checks import find_outlier_nodes, find_slow_nodes
+from launch.node_program import POLL_SECONDS, NodeProgram
+from launch.ray_node import HeadAddress
+from rl_loop.config.run import RunConfig
+from rl_loop.lifecycle.interrupt import EXIT_STATUSES
+from rl_loop.tracking.run_directory import read_json, write_json
+
+LOST_NODE_GRACE_SECONDS = 5
+"""How long the driver may say more about a node that has failed before it is ended."""
+
+
+class UnfitNodes(Exception):
+    """Some nodes are bad or missing."""
+
+    def __init__(self, reasons: dict[str, str]) -> None:
+        super().__init__(reasons)
+        self.reasons = reasons
+        """Why, by node name."""
+
+
+class StopRequested(Exception):
+    """Slurm wants the nodes back before training has begun."""
+
+
+class HeadNode(NodeProgram):
+    """The first node of the job's first group."""
+
+    is_head = True
+
+    def __init__(self, config: RunConfig, cluster: ClusterConfig, config_file: str) -> None:
+        super().__init__(config, cluster, index=0)
+        self.config_file = config_file
+        """The configuration file, for the training command."""
+        self.lost_node = ""
+        """A node that ended while the driver ran, and why."""
+
+    def run_node(self, console: int) -> int:
+        outcome = self._run_head()
+        summary = str(outcome.result)
+        if outcome.error:
+            summary += f": {outcome.error}"
+        os.write(console, f"{summary}\n{outcome.why}\n".encode())
+        return 0 if outcome.result is Result.FINISHED else 1
+
+    def check_progress(self) -> None:
+        if self.stop_requested:
+            raise StopRequested
+        self._check_nodes()
+
+    def _run_head(self) -> Outcome:
+        """Run the attempt, write its outcome and return it."""
+        # Failed, unless the attempt gets far enough to say something else.
+        outcome = Outcome(Result.FAILED, first_step=count_saved_steps(self.run))
+        try:
+            self._train(outcome)
+        except StopRequested:
+            outcome.result = Result.INTERRUPTED
+        except UnfitNodes as unfit:
+            outcome.result = Result.BAD_NODES
+            outcome.exclude = sorted(unfit.reasons)
+            reasons = sorted(unfit.reasons.items())
+            outcome.error = "; ".join(f"{node}: {reason}" for node, reason in reasons)
+        except Exception as error:
+            # The other nodes wait for an outcome, also when this program itself has a bug.
+            outcome.error = f"{self.name}: {type(error).__name__}: {error}"
+
+        outcome.last_step = count_saved_steps(self.run)
+        # On a single machine nobody starts the job again.
+        decide_requeue(outcome, earlier_outcomes(self.attempt), self.cluster.retries)
+        if outcome.requeue and self.cluster.kind == "local":
+            outcome.requeue = False
+            outcome.why = "launch it again to go on"
+        self.attempt.write_outcome(outcome)
+        return outcome
+
+    def _train(self, outcome: Outcome) -> None:
+        """Bring all nodes into Ray, run the training command and fill in how it ended."""
+        head = HeadAddress.choose(self.cluster)
+        write_json(self.attempt.head, asdict(head))
+        self._write_environment()
+
+        self.join_ray()
+        self.wait_until(self._all_nodes_are_ready)
+        self._check_nodes(complete=True)
+
+        # A driver that is asked to stop while it starts may end in any way: that is no failure.
+        status = self._run_driver(f"{head.host}:{head.port}")
+        if status == 0:
+            outcome.result = Result.FINISHED
+        elif status in EXIT_STATUSES or self.stop_requested:
+            outcome.result = Result.INTERRUPTED
+        else:
+            outcome.error = self._explain_failure(status)
+
+    def _write_environment(self) -> None:
+        """Record the installed packages, for whoever wants to repeat the run."""
+        packages = importlib.metadata.distributions()
+        lines = sorted(f"{package.name}=={package.version}\n" for package in packages)
+        (self.attempt.path / "environment.txt").write_text("".join(lines))
+
+    def _all_nodes_are_ready(self) -> bool:
+        states = self.states()
+        return set(states) >= set(self.names) and set(states.values()) == {"ready"}
+
+    def _check_nodes(self, complete: bool = False) -> None:
+        """Raise UnfitNodes once it is certain which nodes cannot take part.
+
+        ``complete`` says that every node has reported, so that they can be compared."""
+        reports = self.attempt.reports()
+        reasons = {}
+        for node, report in reports.items():
+            if "problem" in report:
+                reasons[node] = report["problem"]
+
+        if time.monotonic() > self.deadline:
+            reasons |= self._explain_lateness()
+        elif set(self.names) - set(reports):
+            return  # another bad node may still report, and all of them are to be left out at once
+
+        # One node alone differs from nothing: comparisons need the reports of all of them.
+        if complete and self.cluster.gpus_per_node:
+            reasons |= find_outlier_nodes(reports)
+        if complete and self.cluster.min_bandwidth is not None:
+            reasons |= find_slow_nodes(
+                read_json(self.attempt.bandwidth),
+                self.cluster.min_bandwidth,
+            )
+        if reasons:
+            raise UnfitNodes(reasons)
+
+    def _explain_lateness(self) -> dict[str, str]:
+        """Return the nodes that hold the others up after cluster.ready_seconds, and why."""
+        seconds = self.cluster.ready_seconds
+        states = self.states()
+        missing = [node for node in self.names if node not in states]
+        if missing:
+            return dict.fromkeys(
+                missing,
+                f"did not come up within {seconds} s (cluster.ready_seconds)",
+            )
+
+        # Nodes in a later state may only be waiting for those that are still checking.
+        late = {node: state for node, state in states.items() if state != "ready"}
+        checking = {node: state for node, state in late.items() if state == "checking"}
+        unfinished = checking or late
+        return {node: f"still {state} after {seconds} s" for node, state in unfinished.items()}
+
+    def _run_driver(self, ray_address: str) -> int:
+        """Run the training command until it ends; returns its exit status."""
+        command = [
+            sys.executable,
+            "-m",
+            "launch",
+            self.config.command,
+            self.config_file,
+            "--resume-or-new",
+        ]
+        environment = {
+            "RAY_ADDRESS": ray_address,
+            "TYPER_STANDARD_TRACEBACK": "1",  # first_error reads Python's own tracebacks
+        }
+        driver = self.start_child(command, self.attempt.driver_log, environment)
+
+        while driver.poll() is None:
+            self.check_ray()
+            self._copy_metric_addresses()
+            if self.stop_requested:
+                driver.send_signal(signal.SIGUSR1)  # again and again: it may not listen yet
+            self._end_with_lost_node(driver)
+            time.sleep(POLL_SECONDS)
+        return driver.returncode
+
+    def _copy_metric_addresses(self) -> None:
+        """Copy the addresses for Prometheus, which Ray keeps up to date in its own directory."""
+        discovery = self.scratch / "prom_metrics_service_discovery.json"
+        # Prometheus reads the copy: the scratch directory is on this node alone, and ends with the
+        # run.
+        if discovery.exists():
+            shutil.copyfile(discovery, self.attempt.path / "prometheus.json")
+
+    def _end_with_lost_node(self, driver: subprocess.Popen[bytes]) -> None:
+        """End the driver if a node has failed; it would wait for that node's actors."""
+        for node, report in self.attempt.reports().items():
+            if report["state"] == "failed":
+                time.sleep(LOST_NODE_GRACE_SECONDS)
+                self.lost_node = f"{node}: {report['problem']}"
+                driver.kill()
+
+    def _explain_failure(self, status: int) -> str:
+        """Return the most precise reason that is known for a failed training command."""
+        # The driver knows the rank and its exception. A lost node it only sees as dead actors.
+        error = first_error(self.attempt.driver_log.read_text(errors="replace"))
+        if error:
+            return error
+        if self.lost_node:
+            return self.lost_node
+
+        ending = f"ended with status {status}"
+        if status < 0:
+            ending = f"was killed by {signal.Signals(-status).name}"
+        return f"the driver on {self.name} {ending}; see {self.attempt.driver_log}"

@@ -1,0 +1,152 @@
+"""How ``ray start`` is called on each node of a job: addresses, ports and resources."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from launch.cluster import ClusterConfig
+from rl_loop.cluster.placement import free_port
+
+
+@dataclass(frozen=True)
+class HeadAddress:
+    """Where the head node listens: the contents of head.json."""
+
+    host: str
+    """Address under which the other nodes reach the head node."""
+    dashboard: str
+    """URL of Ray's dashboard, or that it is switched off."""
+    port: int
+    """Ray's own port."""
+    dashboard_port: int
+    check_port: int
+    """Port at which the bandwidth check's processes meet."""
+    client_port: int
+    """Port of Ray's client server."""
+
+    @classmethod
+    def choose(cls, cluster: ClusterConfig) -> Self:
+        """Return this node's address, with the ports below cluster.ray_port or free ones."""
+
+        def port_at(distance: int) -> int:
+            if cluster.ray_port is None:
+                return free_port()
+            return cluster.ray_port + distance
+
+        host = node_address()
+        dashboard_port = port_at(3)
+        dashboard = "is switched off"
+        if cluster.dashboard:
+            dashboard = f"http://{host}:{dashboard_port}"
+        return cls(
+            host=host,
+            dashboard=dashboard,
+            port=port_at(0),
+            dashboard_port=dashboard_port,
+            check_port=port_at(9),
+            client_port=port_at(8),
+        )
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """What Ray needs to know about one node."""
+
+    cluster: ClusterConfig
+    name: str
+    is_head: bool
+    resources: dict[str, int]
+    """Custom resources that bring the planned actors to this node."""
+    scratch: Path
+    """Ray's temporary directory; short, because unix sockets lie below it."""
+
+
+# Ports of Ray's parts on every node, as distances from cluster.ray_port. The head uses 0, 3, 8 and
+# 9 besides.
+PART_PORTS = {
+    "node-manager-port": 1,
+    "object-manager-port": 2,
+    "dashboard-agent-listen-port": 4,
+    "dashboard-agent-grpc-port": 5,
+    "runtime-env-agent-port": 6,
+    "metrics-export-port": 7,
+}
+FIRST_WORKER_PORT = 10
+LAST_WORKER_PORT = 999
+
+
+def ray_start_command(node: RayNode, head: HeadAddress) -> list[str]:
+    """Return the ``ray start`` command of a node."""
+    cluster = node.cluster
+    address = node_address()
+    command = [
+        sys.executable,
+        "-m",
+        "rl_loop.cluster.ray_session",
+        "start",
+        "--block",
+        "--disable-usage-stats",
+        f"--node-ip-address={address}",
+        f"--node-name={node.name}",
+        f"--num-cpus={cluster.cpus_per_node or os.cpu_count()}",
+        f"--num-gpus={cluster.gpus_per_node}",
+        f"--resources={json.dumps(node.resources)}",
+        f"--temp-dir={node.scratch}",
+    ]
+    if node.is_head:
+        command += [
+            "--head",
+            f"--port={head.port}",
+            f"--dashboard-host={address}",
+            f"--dashboard-port={head.dashboard_port}",
+            f"--ray-client-server-port={head.client_port}",
+            "--no-monitor",
+            f"--include-dashboard={str(cluster.dashboard).lower()}",
+        ]
+    else:
+        command.append(f"--address={head.host}:{head.port}")
+    return command + _port_options(cluster.ray_port)
+
+
+def _port_options(base: int | None) -> list[str]:
+    """Return the ports of Ray's parts and workers; without a base port Ray chooses free ones."""
+    if base is None:
+        return ["--min-worker-port=0", "--max-worker-port=0"]
+    # Fixed ports are for firewalls between nodes, which open a range of them.
+    options = [f"--{part}={base + distance}" for part, distance in PART_PORTS.items()]
+    return [
+        *options,
+        f"--min-worker-port={base + FIRST_WORKER_PORT}",
+        f"--max-worker-port={base + LAST_WORKER_PORT}",
+    ]
+
+
+def node_address() -> str:
+    """Return the address under which the other nodes reach this one."""
+    address = socket.gethostbyname(socket.gethostname())
+    if address not in ("127.0.0.1", "127.0.1.1"):
+        return address
+
+    # On many machines /etc/hosts maps the own name to a loopback address. Connecting a datagram
+    # socket sends nothing: it only chooses the interface that would be used.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+        except OSError:
+            return address
+        return probe.getsockname()[0]
+
+
+def has_started_or_ended(ray: subprocess.Popen[bytes], log: Path, offset: int) -> bool:
+    """Whether ``ray start`` has come to a result; its output begins at ``offset`` of the log."""
+    return b"Ray runtime started" in log.read_bytes()[offset:] or ray.poll() is not None
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log."""
+    return log.read_text(errors="replace").strip().rpartition("\n")[2]
