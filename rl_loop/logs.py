@@ -1,8 +1,9 @@
-"""Logging of the command line and of actors: one line per event on standard error, plain or as JSON.
+"""Logging of the command line and of actors: one line per event on standard error, plain or as
+JSON.
 
-Modules log with ``logging.getLogger(__name__)`` and configure nothing; a process that starts something calls
-``configure_logging`` once. What a command was asked for (a table, a path) is no event and is printed to standard
-output."""
+Modules log with ``logging.getLogger(__name__)`` and configure nothing; a process that starts
+something calls ``configure_logging`` once. What a command was asked for (a table, a path) is no
+event and is printed to standard output."""
 
 import json
 import logging
@@ -37,7 +38,8 @@ class LogSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "LogSettings":
-        """Read GPTOSS_LOG and GPTOSS_LOG_LEVEL. Raises UserError naming the variable and what it may be."""
+        """Read GPTOSS_LOG and GPTOSS_LOG_LEVEL. Raises UserError naming the variable and what it
+        may be."""
         chosen_format = environment.get(FORMAT_VARIABLE, "plain").lower()
         if chosen_format not in FORMATS:
             raise UserError(f"{FORMAT_VARIABLE} is {chosen_format!r}; use one of {', '.join(FORMATS)}")
@@ -49,9 +51,11 @@ class LogSettings:
 
 
 def configure_logging(settings: LogSettings | None = None) -> None:
-    """Send all log messages of this process to standard error. Safe to repeat: the last settings count.
+    """Send all log messages of this process to standard error. Safe to repeat: the last settings
+    count.
 
-    ``settings`` default to those of the environment. Raises UserError if a variable there is wrong."""
+    ``settings`` default to those of the environment. Raises UserError if a variable there is
+    wrong."""
     if settings is None:
         settings = LogSettings.from_environment()
 
@@ -68,9 +72,11 @@ def configure_logging(settings: LogSettings | None = None) -> None:
 
 
 def with_logging[T](actor: type[T]) -> type[T]:
-    """Make a class whose instances configure logging first, as this process does: for ``ray.remote``.
+    """Make a class whose instances configure logging first, as this process does: for
+    ``ray.remote``.
 
-    The settings travel with the class, as actors on another machine do not see the driver's environment."""
+    The settings travel with the class, as actors on another machine do not see the driver's
+    environment."""
     settings = LogSettings.from_environment()
 
     class LoggingActor(actor):  # type: ignore[valid-type, misc]
@@ -85,7 +91,8 @@ def with_logging[T](actor: type[T]) -> type[T]:
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what ``sys.stderr`` is at that moment: the progress display and ``outlive_output`` replace it."""
+    """Writes to what ``sys.stderr`` is at that moment: the progress display and ``outlive_output``
+    replace it."""
 
     def __init__(self) -> None:
         # not StreamHandler's, which would keep today's stream
@@ -104,7 +111,8 @@ class PlainFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC), level, module, message, host, pid and, where there is one, traceback."""
+    """One JSON object per line: time (UTC), level, module, message, host, pid and, where there is
+    one, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC)

@@ -1,7 +1,7 @@
 """Where a Ray actor runs: anywhere, or on the node that ``gptoss launch`` planned for it.
 
-A planned node offers a custom resource for each place on it, such as ``trainer_rank_3``, and its processes have
-GPTOSS_PLACED in their environment."""
+A planned node offers a custom resource for each place on it, such as ``trainer_rank_3``, and its
+processes have GPTOSS_PLACED in their environment."""
 
 import ctypes
 import os
@@ -16,7 +16,8 @@ ENGINE_SERVER = "engine_server"
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# Linux gives ports from 32768 on to outgoing connections: one of them would take a port before its server does
+# Linux gives ports from 32768 on to outgoing connections: one of them would take a port before its
+# server does
 FIRST_PORT = 11_000
 LAST_PORT = 31_999
 
@@ -38,15 +39,17 @@ def placement_options(role: str, index: int) -> dict[str, Any]:
 def outlive_sigterm(actor: Any) -> None:
     """Make an actor's process, in which this is called, ignore SIGTERM on a cluster.
 
-    Slurm sends SIGTERM to every process when it wants the nodes back, and Ray's workers would end before the checkpoint
-    is saved. ``launch.node`` decides when they do."""
+    Slurm sends SIGTERM to every process when it wants the nodes back, and Ray's workers would end
+    before the checkpoint is saved. ``launch.node`` decides when they do."""
     if has_placement():
-        # through libc: Python sets signal handlers only in the main thread, where no method of an async actor runs
+        # through libc: Python sets signal handlers only in the main thread, where no method of an
+        # async actor runs
         _libc.signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_IGN)))
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this child when its parent ends, however it does. Called between fork and exec."""
+    """Have the kernel kill this child when its parent ends, however it does. Called between fork
+    and exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

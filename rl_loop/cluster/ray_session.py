@@ -1,10 +1,12 @@
-"""A local Ray of our own that a busy machine does not keep from starting, or the cluster that RAY_ADDRESS names.
+"""A local Ray of our own that a busy machine does not keep from starting, or the cluster that
+RAY_ADDRESS names.
 
-Ray 2.55 gives its parts times to start of which two are in its code and not in a setting. The raylet ends when the
-dashboard agent, a Python program with seconds of imports, has not published its ports after 15 s
-(``NodeManager::WaitForDashboardAgentPorts``). The driver gives up when the raylet has not registered after 30 s ("The
-current node timed out during startup"). Two busy cores do not keep to that. So the ports are chosen and published
-before the raylet starts, which then waits for nobody, and the driver waits for as long as the raylet lives."""
+Ray 2.55 gives its parts times to start of which two are in its code and not in a setting. The
+raylet ends when the dashboard agent, a Python program with seconds of imports, has not published
+its ports after 15 s (``NodeManager::WaitForDashboardAgentPorts``). The driver gives up when the
+raylet has not registered after 30 s ("The current node timed out during startup"). Two busy cores
+do not keep to that. So the ports are chosen and published before the raylet starts, which then
+waits for nobody, and the driver waits for as long as the raylet lives."""
 
 import logging
 import os
@@ -20,20 +22,24 @@ START_SECONDS = 300.0
 """How long Ray may take to start; an idle machine needs 5 s."""
 
 RAY_SETTINGS = {
-    # a worker process that is not up by then is killed and started again, which helps nobody on a busy machine
+    # a worker process that is not up by then is killed and started again, which helps nobody on a
+    # busy machine
     "RAY_worker_register_timeout_seconds": "300",
     "RAY_agent_register_timeout_ms": "300000",
-    # Ray's default is 15: whatever else runs on the machine would come before the trainer and the engines
+    # Ray's default is 15: whatever else runs on the machine would come before the trainer and the
+    # engines
     "RAY_worker_niceness": "0",
     # an actor without a GPU keeps CUDA_VISIBLE_DEVICES as it is, as later versions of Ray do
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Environment of every Ray that we start, here and on the nodes of a job; what the user has set is kept."""
+"""Environment of every Ray that we start, here and on the nodes of a job; what the user has set is
+kept."""
 
 OPENMP_SPIN_COUNT = "1000"
-"""Rounds that a thread of OpenMP waits busily for the others before it sleeps. libgomp's default, milliseconds, makes
-a trainer with a thread per core nine times as slow when another program has one of the cores: the others spin on what
-the waiting thread would need. A thousand cost nothing where nobody else runs (docs/performance.md)."""
+"""Rounds that a thread of OpenMP waits busily for the others before it sleeps. libgomp's default,
+milliseconds, makes a trainer with a thread per core nine times as slow when another program has
+one of the cores: the others spin on what the waiting thread would need. A thousand cost nothing
+where nobody else runs (docs/performance.md)."""
 
 # (field of Ray's RayParams, name under which the agent publishes that port for the raylet)
 AGENT_PORTS = (
@@ -79,7 +85,8 @@ def ray_environment() -> dict[str, str]:
 
 
 def local_environment() -> dict[str, str]:
-    """The environment of a Ray on this machine, which others may use at the same time: a laptop's processors."""
+    """The environment of a Ray on this machine, which others may use at the same time: a laptop's
+    processors."""
     environment = ray_environment()
     if "OMP_WAIT_POLICY" not in os.environ:
         environment["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
@@ -91,7 +98,8 @@ def start_local_ray(
 ) -> None:
     """Start a Ray on this machine and connect to it.
 
-    ``num_cpus`` None means all processors. Raises RayStartError if it is not up after ``seconds``."""
+    ``num_cpus`` None means all processors. Raises RayStartError if it is not up after
+    ``seconds``."""
     import ray
 
     os.environ.update(local_environment())
@@ -108,8 +116,8 @@ def start_local_ray(
 
 @contextmanager
 def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
-    """While inside, a Ray node that starts in this process gets ``seconds``. Raises RayStartError, after ending what it
-    had started, if it takes longer or its raylet ends."""
+    """While inside, a Ray node that starts in this process gets ``seconds``. Raises RayStartError,
+    after ending what it had started, if it takes longer or its raylet ends."""
     import ray
     from ray._private import services
 

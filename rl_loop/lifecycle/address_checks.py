@@ -1,4 +1,5 @@
-"""Checks that something of the right kind answers at an address, which its clients would wait minutes for."""
+"""Checks that something of the right kind answers at an address, which its clients would wait
+minutes for."""
 
 import os
 import socket
@@ -12,7 +13,8 @@ CONNECT_SECONDS = 3.0
 RAY_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Written by ``ray start``: where RAY_ADDRESS=auto looks."""
 
-# HTTP/2 (RFC 9113): what a client begins with (section 3.4), and frames with a header of nine bytes (section 4.1)
+# HTTP/2 (RFC 9113): what a client begins with (section 3.4), and frames with a header of nine
+# bytes (section 4.1)
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 EMPTY_SETTINGS_FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 FRAME_HEADER_BYTES = 9

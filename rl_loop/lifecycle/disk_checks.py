@@ -26,7 +26,8 @@ def check_writable(directory: Path) -> None:
 
 
 def check_disk(config: RunConfig) -> None:
-    """Raise CannotStart unless there is room for the checkpoints that the run will hold at a time."""
+    """Raise CannotStart unless there is room for the checkpoints that the run will hold at a
+    time."""
     check_writable(config.directory)
     checkpoint = checkpoint_bytes(config)
     most = checkpoints_at_a_time(config)
@@ -43,7 +44,8 @@ def check_disk(config: RunConfig) -> None:
 
 
 def checkpoint_bytes(config: RunConfig) -> float:
-    """Size of one checkpoint: weights, and of every model that learns two fp32 moments and fp32 master weights."""
+    """Size of one checkpoint: weights, and of every model that learns two fp32 moments and fp32
+    master weights."""
     weight_bytes = {"float32": 4, "bfloat16": 2}[config.dtype]
     master_bytes = 0 if config.dtype == "float32" else 4
     has_critic = isinstance(config, RlConfig) and config.algorithm.critic is not None
@@ -52,7 +54,8 @@ def checkpoint_bytes(config: RunConfig) -> float:
 
 
 def checkpoints_at_a_time(config: RunConfig) -> int:
-    """Count the checkpoints that can exist together: an older one is deleted only when a newer one is complete."""
+    """Count the checkpoints that can exist together: an older one is deleted only when a newer one
+    is complete."""
     training = config.training
     saved = math.ceil(training.steps / training.checkpoint_every)
     return min(training.keep_checkpoints + 1, saved)

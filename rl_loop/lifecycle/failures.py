@@ -38,14 +38,16 @@ class Failure:
     """Such as the rank that failed first."""
 
     is_full_disk: bool = False
-    """A disk or a quota is full, and no code of ours noticed where: there is no room for a traceback."""
+    """A disk or a quota is full, and no code of ours noticed where: there is no room for a
+    traceback."""
 
 
 def explain(error: BaseException, directory: Path | None = None) -> str:
     """Describe ``error`` in one line.
 
-    A ``UserError`` of this process is its message. For everything else the traceback is written to ``error.log`` in
-    ``directory`` or, where that is not possible, to a temporary file, and the line names that file."""
+    A ``UserError`` of this process is its message. For everything else the traceback is written to
+    ``error.log`` in ``directory`` or, where that is not possible, to a temporary file, and the
+    line names that file."""
     failure = find_cause(error)
     if failure.is_full_disk:
         return f"{failure.message}: make room, then add --resume"
@@ -104,7 +106,8 @@ def find_cause(error: BaseException) -> Failure:
 
 
 def last_exception(text: str) -> tuple[str, str]:
-    """Return class and message of the exception that a traceback ends with, whatever it quotes before that."""
+    """Return class and message of the exception that a traceback ends with, whatever it quotes
+    before that."""
     without_colours = re.sub(r"\x1b\[[\d;]*m", "", text)
     lines = without_colours.strip().splitlines()
 
@@ -141,7 +144,8 @@ def _names_user_error(kind: str) -> bool:
 
 
 def _write_traceback(error: BaseException, directory: Path | None) -> Path | None:
-    """Write the traceback to a file and return its path, or None if there is no room for it anywhere."""
+    """Write the traceback to a file and return its path, or None if there is no room for it
+    anywhere."""
     when = time.strftime("%Y-%m-%d %H:%M:%S")
     command = " ".join(sys.argv)
     text = f"{when} {command}\n" + "".join(traceback.format_exception(error))

@@ -1,9 +1,10 @@
 """Stops a run on a signal, and keeps Ray's processes from hearing the same signal.
 
-A terminal sends Ctrl-C, and its own closing, to every process in its foreground. Only the driver may hear them: it
-finishes the step and saves. Ray's daemons and workers would drop what they are doing, so a local Ray is started in a
-session of its own, which no terminal signals. The kernel still ends Ray's daemons when the driver is killed (Ray asks
-for that itself), workers end with their daemon, and servers and sandboxes with the worker that started them."""
+A terminal sends Ctrl-C, and its own closing, to every process in its foreground. Only the driver
+may hear them: it finishes the step and saves. Ray's daemons and workers would drop what they are
+doing, so a local Ray is started in a session of its own, which no terminal signals. The kernel
+still ends Ray's daemons when the driver is killed (Ray asks for that itself), workers end with
+their daemon, and servers and sandboxes with the worker that started them."""
 
 import os
 import signal
@@ -22,8 +23,8 @@ EXIT_STATUSES = tuple(128 + number for number in REQUESTS)
 """Of a run that was asked to stop, by the shell's convention."""
 
 SAME_REQUEST_SECONDS = 0.3
-"""Signals that follow each other so fast are one request: coreutils' ``timeout`` and systemd signal a process and then
-its group."""
+"""Signals that follow each other so fast are one request: coreutils' ``timeout`` and systemd
+signal a process and then its group."""
 
 CLEAN_UP_SECONDS = 15.0
 """What stopping may take before a further Ctrl-C ends the process without ceremony."""
@@ -32,21 +33,24 @@ CLEAN_UP_SECONDS = 15.0
 class Interrupt:
     """Listens to the signals that ask a run to stop.
 
-    The first Ctrl-C (or SIGTERM, or SIGHUP) asks to stop after the current step. The second one stops at once, as does
-    the first one where no step is under way.
+    The first Ctrl-C (or SIGTERM, or SIGHUP) asks to stop after the current step. The second one
+    stops at once, as does the first one where no step is under way.
 
-    To stop at once is to raise KeyboardInterrupt in the main thread. SIGUSR1, which ``gptoss launch`` sends when the
-    time on a cluster ends, also abandons a rollout that is under way. It may come any number of times."""
+    To stop at once is to raise KeyboardInterrupt in the main thread. SIGUSR1, which ``gptoss
+    launch`` sends when the time on a cluster ends, also abandons a rollout that is under way. It
+    may come any number of times."""
 
     def __init__(self) -> None:
         self.requested = False
         self.abort_rollouts = False
         """The rollout that is under way is not to be waited for."""
         self.exit_status = 128 + signal.SIGINT
-        """By the shell's convention 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; also 130 after SIGUSR1."""
+        """By the shell's convention 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; also
+        130 after SIGUSR1."""
         self._in_step = False
 
-        # monotonic clock: of the first request, and of the moment from which on everything only ends
+        # monotonic clock: of the first request, and of the moment from which on everything only
+        # ends
         self._asked_at = 0.0
         self._stopped_at: float | None = None
 
@@ -68,7 +72,8 @@ class Interrupt:
                 signal.signal(number, handler)
 
     def install(self) -> None:
-        """Handle the signals, from now on or again: ``ray.init`` sets a handler of its own for SIGTERM."""
+        """Handle the signals, from now on or again: ``ray.init`` sets a handler of its own for
+        SIGTERM."""
         for number in (*REQUESTS, signal.SIGUSR1):
             # nohup has had SIGHUP ignored, and that is to stay so
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
@@ -78,7 +83,8 @@ class Interrupt:
 
     @contextmanager
     def waiting_for_steps(self, on_request: Callable[[], None]) -> Iterator[None]:
-        """Inside, a first request lets the step under way end; ``on_request`` tells the user so, in another thread."""
+        """Inside, a first request lets the step under way end; ``on_request`` tells the user so,
+        in another thread."""
         self._on_request = on_request
         self._in_step = True
         try:
@@ -89,7 +95,8 @@ class Interrupt:
                 self.leave()
 
     def leave(self) -> None:
-        """Note that the run is ending: from now on a signal interrupts no clean-up, unless the clean-up gets stuck."""
+        """Note that the run is ending: from now on a signal interrupts no clean-up, unless the
+        clean-up gets stuck."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
 
@@ -131,10 +138,11 @@ class Interrupt:
 
 
 class SeparateSessions:
-    """A context in which every process that is started gets a session of its own, until ``all_started``.
+    """A context in which every process that is started gets a session of its own, until
+    ``all_started``.
 
-    On leaving, what remains in these sessions is killed: workers that have not noticed yet that their daemon is
-    gone."""
+    On leaving, what remains in these sessions is killed: workers that have not noticed yet that
+    their daemon is gone."""
 
     def __init__(self) -> None:
         self._leaders: set[int] = set()

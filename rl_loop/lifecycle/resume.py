@@ -1,4 +1,5 @@
-"""Compares the configuration of a run with the one that is to resume it, and refuses what cannot change."""
+"""Compares the configuration of a run with the one that is to resume it, and refuses what cannot
+change."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from rl_loop.config.run import RlConfig, RunConfig
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text
 
 LOCATION = ("name", "output_dir")
-"""Keys that say where the run is; they may differ, because a run that was found is at the right place."""
+"""Keys that say where the run is; they may differ, because a run that was found is at the right
+place."""
 
 SHAPE = "the checkpoint's weights have the shapes of the other model"
 DATA = "data is addressed by position: some tasks would be trained on twice and others never"
@@ -33,8 +35,9 @@ FIXED = {
     "optimizer.moment_dtype": STATE,
     "algorithm.critic.optimizer.moment_dtype": STATE,
 }
-"""Keys, with everything below them, that cannot change between two steps of one run, and why. All others can: the
-learning rate and its schedule, the number of steps, limits, checkpoints, rewards, the loss, engines, tracking."""
+"""Keys, with everything below them, that cannot change between two steps of one run, and why. All
+others can: the learning rate and its schedule, the number of steps, limits, checkpoints, rewards,
+the loss, engines, tracking."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ class Change:
 def changes_since(run: RunDirectory, config: RunConfig) -> list[Change]:
     """Return how ``config`` differs from the configuration that ``run`` has.
 
-    Raises ConfigError, naming keys and both values, if something differs that cannot change, and if it is a run of
-    another kind."""
+    Raises ConfigError, naming keys and both values, if something differs that cannot change, and
+    if it is a run of another kind."""
     if not run.config.exists():
         return []
 
@@ -80,7 +83,8 @@ def changes_since(run: RunDirectory, config: RunConfig) -> list[Change]:
 
 
 def differences(before: Any, now: Any, key: str = "") -> list[Change]:
-    """Compare two configurations as JSON, leaf by leaf. Paths that lead to the same file do not differ.
+    """Compare two configurations as JSON, leaf by leaf. Paths that lead to the same file do not
+    differ.
 
     ``key``: where in the configuration both are; empty at the top."""
     if isinstance(before, dict) and isinstance(now, dict):
@@ -96,7 +100,8 @@ def differences(before: Any, now: Any, key: str = "") -> list[Change]:
 
 
 def write_config(run: RunDirectory, config: RunConfig, changes: Sequence[Change], step: int) -> None:
-    """Write config.yaml as the run goes on with it. Comments on top say what changed, and from which step on."""
+    """Write config.yaml as the run goes on with it. Comments on top say what changed, and from
+    which step on."""
     history = []
     if run.config.exists():
         history = [line for line in run.config.read_text().splitlines() if line.startswith("# ")]
@@ -108,7 +113,8 @@ def write_config(run: RunDirectory, config: RunConfig, changes: Sequence[Change]
 
 
 def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
-    """Read the configuration that a run has, completed with the defaults of settings that are newer than it."""
+    """Read the configuration that a run has, completed with the defaults of settings that are
+    newer than it."""
     from omegaconf import OmegaConf
 
     raw: Any = OmegaConf.to_container(read_yaml(run.config))

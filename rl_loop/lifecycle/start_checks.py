@@ -1,7 +1,8 @@
 """Checks what a run needs, in a second or two, before Ray, torch or any weights are loaded.
 
-Every check raises ``CannotStart`` with one line that names the key and what to do. Nothing is written. What only the
-real thing can tell (whether the weights' values can be read, whether a server gets healthy) shows up later."""
+Every check raises ``CannotStart`` with one line that names the key and what to do. Nothing is
+written. What only the real thing can tell (whether the weights' values can be read, whether a
+server gets healthy) shows up later."""
 
 import importlib.util
 import os
@@ -25,10 +26,11 @@ READ_NOW_BYTES = 20 << 20
 
 
 def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None:
-    """Raise CannotStart if ``gptoss sft`` or ``gptoss rl`` would fail because something is missing.
+    """Raise CannotStart if ``gptoss sft`` or ``gptoss rl`` would fail because something is
+    missing.
 
-    ``has_own_ray``: the run will have another RAY_ADDRESS than this process. SandboxUnavailable, TaskFileError and
-    VocabularyUnavailable are raised where those are what is missing."""
+    ``has_own_ray``: the run will have another RAY_ADDRESS than this process. SandboxUnavailable,
+    TaskFileError and VocabularyUnavailable are raised where those are what is missing."""
     if not has_own_ray:
         check_ray_address()
     ensure_o200k()
@@ -65,7 +67,8 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
 
 
 def check_data(config: RunConfig) -> None:
-    """Check every file that ``tasks.sources`` names; of small ones every row. Data sets of the hub are not read."""
+    """Check every file that ``tasks.sources`` names; of small ones every row. Data sets of the hub
+    are not read."""
     for name, source in config.tasks.sources.items():
         key = f"tasks.sources.{name}"
         for field, path in (("train_path", source.train_path), ("held_out_path", source.held_out_path)):

@@ -1,4 +1,5 @@
-"""Checks that weights to begin with, and checkpoints to go on from, are complete and of the configured model."""
+"""Checks that weights to begin with, and checkpoints to go on from, are complete and of the
+configured model."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +16,8 @@ NOT_COMPARED = {"initializer_std", "max_length"}
 def check_weights(key: str, path: Path, model: ModelConfig) -> None:
     """Raise CannotStart unless ``path`` holds the weights of ``model``.
 
-    ``path``: a Hugging Face directory, a Megatron checkpoint or a run that has one. ``key`` is named in the error."""
+    ``path``: a Hugging Face directory, a Megatron checkpoint or a run that has one. ``key`` is
+    named in the error."""
     hf_config = path / "config.json"
     if hf_config.exists():
         _check_safetensors(key, path)
@@ -68,7 +70,8 @@ def _check_safetensors(key: str, path: Path) -> None:
 
 
 def _is_original_format(key: str, hf_config: Path) -> bool:
-    """Whether the file is OpenAI's, whose keys are other ones. The trainer compares the shapes of its tensors."""
+    """Whether the file is OpenAI's, whose keys are other ones. The trainer compares the shapes of
+    its tensors."""
     try:
         return "model_type" not in json.loads(hf_config.read_bytes())
     except (OSError, ValueError) as error:

@@ -1,11 +1,13 @@
 """A control group (v2) for each server, where the kernel lets this user make one.
 
-The *base* is a cgroup whose files this user may write: that of ``systemd-run --user --scope -p Delegate=yes``, or, for
-root, any writable cgroup2 mount. Under it every server has a cgroup of its own: the kernel then limits the memory of
-its calls, all that it holds for them included, and gives each server the same weight on the processors.
+The *base* is a cgroup whose files this user may write: that of ``systemd-run --user --scope -p
+Delegate=yes``, or, for root, any writable cgroup2 mount. Under it every server has a cgroup of its
+own: the kernel then limits the memory of its calls, all that it holds for them included, and gives
+each server the same weight on the processors.
 
-A cgroup with processes of its own can not divide what it has among children (the rule of no internal processes). A base
-that this process was started in is therefore emptied first: its processes move into a child named MAIN."""
+A cgroup with processes of its own can not divide what it has among children (the rule of no
+internal processes). A base that this process was started in is therefore emptied first: its
+processes move into a child named MAIN."""
 
 import contextlib
 import os
@@ -27,9 +29,11 @@ _numbers = count()
 
 
 def find_base() -> Path | None:
-    """The nearest cgroup at or above this process's own under which servers can be limited, None if there is none.
+    """The nearest cgroup at or above this process's own under which servers can be limited, None
+    if there is none.
 
-    Processes of the base are moved into its child MAIN, and ``memory`` and ``cpu`` are enabled for its children."""
+    Processes of the base are moved into its child MAIN, and ``memory`` and ``cpu`` are enabled for
+    its children."""
     with _base_lock:
         own = own_cgroup()
         if own is None:
@@ -46,7 +50,8 @@ def find_base() -> Path | None:
 
 @dataclass(frozen=True)
 class Protection:
-    """How the limits of a call's memory and its share of the processors are kept on this machine."""
+    """How the limits of a call's memory and its share of the processors are kept on this
+    machine."""
 
     memory: str
     processors: str
@@ -71,7 +76,8 @@ def describe_protection() -> Protection:
 
 
 def own_cgroup(proc: Path = Path("/proc/self")) -> tuple[Path, Path] | None:
-    """Where cgroup2 is mounted and this process's folder below that, None without the memory controller."""
+    """Where cgroup2 is mounted and this process's folder below that, None without the memory
+    controller."""
     mount = None
     for line in (proc / "mountinfo").read_text().splitlines():
         fields, _, source = line.partition(" - ")
@@ -97,7 +103,8 @@ def _is_writable(path: Path) -> bool:
 
 
 def _enable_controllers(base: Path) -> bool:
-    """Let children of ``base`` have memory limits, and processor weights where possible. Whether memory is."""
+    """Let children of ``base`` have memory limits, and processor weights where possible. Whether
+    memory is."""
     available = (base / "cgroup.controllers").read_text().split()
     if "memory" not in available:
         return False
@@ -117,7 +124,8 @@ def _enabled(base: Path) -> list[str]:
 
 
 def _enable(base: Path, controller: str) -> None:
-    """Raises OSError if the base has processes that can not be moved, or the controller can not be had."""
+    """Raises OSError if the base has processes that can not be moved, or the controller can not be
+    had."""
     for attempt in range(10):
         try:
             _write(base / "cgroup.subtree_control", f"+{controller}")
@@ -156,7 +164,8 @@ class ServerCgroup:
         self.memory_events = os.open(self.path / "memory.events", os.O_RDONLY)
 
     def joining(self, command: list[str]) -> list[str]:
-        """The command that joins the cgroup before it becomes ``command``, so that no child of it is left outside."""
+        """The command that joins the cgroup before it becomes ``command``, so that no child of it
+        is left outside."""
         script = 'echo $$ > "$0" && exec "$@"'
         return ["/bin/sh", "-c", script, str(self.path / "cgroup.procs"), *command]
 

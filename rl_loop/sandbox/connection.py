@@ -23,8 +23,8 @@ from rl_loop.sandbox.seccomp import seccomp_filter
 START_SECONDS = 60
 
 GRACE_SECONDS = 20.0
-"""How much later than its own limit a server may answer before it counts as hung: a loaded machine is slow, not
-broken."""
+"""How much later than its own limit a server may answer before it counts as hung: a loaded machine
+is slow, not broken."""
 
 LARGEST_HEADER = 1 << 16
 """Bytes of a message beside the program's output."""
@@ -43,7 +43,8 @@ class ExecutionResult:
     """0 to 255; 1 after an exception; minus the signal's number if it was killed."""
 
     error: str | None = None
-    """Why it was killed, or what failed in the sandbox; None when it ended by itself, whatever its exit code."""
+    """Why it was killed, or what failed in the sandbox; None when it ended by itself, whatever its
+    exit code."""
 
     timed_out: bool = False
     """It ran into the wall-clock limit and was killed."""
@@ -55,8 +56,8 @@ class ExecutionResult:
     """Wall-clock time of the program, without its set-up and without its session's history."""
 
     ended: bool = False
-    """It ended its interpreter, by exit() or because it was killed: no session goes on from here. An exception does
-    not end it."""
+    """It ended its interpreter, by exit() or because it was killed: no session goes on from here.
+    An exception does not end it."""
 
 
 class ServerLost(Exception):
@@ -71,10 +72,12 @@ class ServerLost(Exception):
 class ServerProcess:
     """A warm fork-server in bubblewrap. One call at a time.
 
-    It dies with the *thread* that made it (bubblewrap's --die-with-parent), so make it in one that lives as long."""
+    It dies with the *thread* that made it (bubblewrap's --die-with-parent), so make it in one that
+    lives as long."""
 
     def __init__(self, config: SandboxConfig) -> None:
-        """Start and wait until it is ready. Raises SandboxUnavailable with what bubblewrap or the server said."""
+        """Start and wait until it is ready. Raises SandboxUnavailable with what bubblewrap or the
+        server said."""
         self._config = config
         self.calls = 0
         self._cgroup: ServerCgroup | None = None
@@ -100,7 +103,8 @@ class ServerProcess:
             raise SandboxUnavailable("; ".join([reason, *hints()])) from error
 
     def _start_bubblewrap(self, control: socket.socket) -> int | None:
-        """Start the process and return the id that process 1 of the sandbox has on the host, None if there is none."""
+        """Start the process and return the id that process 1 of the sandbox has on the host, None
+        if there is none."""
         with contextlib.ExitStack() as stack:
             sources = {name: stack.enter_context((SERVER_FOLDER / name).open("rb")).fileno() for name in SERVER_FILES}
             info_read, info_write = os.pipe()
@@ -160,7 +164,8 @@ class ServerProcess:
         return self._process.poll() is None
 
     def execute(self, code: str, history: Sequence[str] = ()) -> ExecutionResult:
-        """Run one program, after those of ``history``. Raises ServerLost; the server is then of no further use."""
+        """Run one program, after those of ``history``. Raises ServerLost; the server is then of no
+        further use."""
         self.calls += 1
         # a lone surrogate is no UTF-8
         programs = [program.encode("utf-8", "replace").decode() for program in (*history, code)]
@@ -193,11 +198,13 @@ class ServerProcess:
         """Kill the server and all that runs in it; from any thread."""
         if self.is_alive():
             with contextlib.suppress(ProcessLookupError):
-                # process 1 of the sandbox: when it dies the kernel kills the rest, and bubblewrap ends after it
+                # process 1 of the sandbox: when it dies the kernel kills the rest, and bubblewrap
+                # ends after it
                 os.kill(self._init_process or self._process.pid, signal.SIGKILL)
 
     def close(self) -> str:
-        """Kill the server, wait until it and its processes are gone, free the descriptors. Safe to repeat.
+        """Kill the server, wait until it and its processes are gone, free the descriptors. Safe to
+        repeat.
 
         Returns what bubblewrap and the server wrote to standard error, the last 500 characters."""
         self.kill()
@@ -224,7 +231,8 @@ class ServerProcess:
         return message[:1], message[1:]
 
     def _result(self, payload: bytes) -> ExecutionResult:
-        """Put what the server says of a program into words. Raises ValueError or KeyError if it says nothing."""
+        """Put what the server says of a program into words. Raises ValueError or KeyError if it
+        says nothing."""
         call, output = CallResult.from_payload(payload)
         text = output.decode("utf-8", "replace")
         if call.truncated:

@@ -1,4 +1,5 @@
-"""The outer wall: the bubblewrap command around a server, and what may keep it from being built."""
+"""The outer wall: the bubblewrap command around a server, and what may keep it from being
+built."""
 
 import os
 import shutil
@@ -23,8 +24,8 @@ SERVER_FILES = (
 INSIDE_FOLDER = Path("/rl_loop/sandbox/inside")
 SERVER_MODULE = "rl_loop.sandbox.inside.server"
 
-# as seen inside: the host's device. /dev/zero is /dev/full, which reads the same: mapping it would be memory that no
-# counter shows. No terminals: their number is limited for the whole machine
+# as seen inside: the host's device. /dev/zero is /dev/full, which reads the same: mapping it would
+# be memory that no counter shows. No terminals: their number is limited for the whole machine
 DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
 DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 
@@ -39,15 +40,16 @@ FORBIDDING_SYSCTLS = {
 def bubblewrap_command(config: SandboxConfig, source_descriptors: dict[str, int], info_descriptor: int) -> list[str]:
     """Build the command line of one server, whose descriptor 0 must be the control socket.
 
-    Its files are read from ``source_descriptors``, by name; bubblewrap writes its process id, as JSON, to
-    ``info_descriptor``. Raises SandboxUnavailable without bubblewrap or interpreter."""
+    Its files are read from ``source_descriptors``, by name; bubblewrap writes its process id, as
+    JSON, to ``info_descriptor``. Raises SandboxUnavailable without bubblewrap or interpreter."""
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
         install = "apt-get install bubblewrap, dnf install bubblewrap"
         raise SandboxUnavailable(f"bubblewrap (bwrap) is not in PATH: install it ({install})")
 
     interpreter = find_interpreter(config)
-    # bubblewrap carries its options out in order: what is mounted later lies on what was mounted before
+    # bubblewrap carries its options out in order: what is mounted later lies on what was mounted
+    # before
     return [
         bubblewrap,
         *_namespaces(),
@@ -66,8 +68,9 @@ def bubblewrap_command(config: SandboxConfig, source_descriptors: dict[str, int]
 def _namespaces() -> list[str]:
     """Separate the server from the host, and make it nobody.
 
-    An ordinary user gets a user namespace in which it is nobody. Root gets none: the server itself becomes the real
-    nobody (uid 65534), for which it keeps three capabilities until then, so that what escapes is not root."""
+    An ordinary user gets a user namespace in which it is nobody. Root gets none: the server itself
+    becomes the real nobody (uid 65534), for which it keeps three capabilities until then, so that
+    what escapes is not root."""
     arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if os.geteuid() == 0:
         arguments += ["--cap-drop", "ALL"]
@@ -144,9 +147,9 @@ class Interpreter:
 def find_interpreter(config: SandboxConfig) -> Interpreter:
     """Find the configured interpreter, by default the base installation of the running one.
 
-    An installation outside /usr (pyenv, conda, uv) is seen under /python: only the executable and its libraries, and
-    nothing of the directory, often a home, that it lies in. Raises SandboxUnavailable where there is no interpreter or
-    it is a virtual environment."""
+    An installation outside /usr (pyenv, conda, uv) is seen under /python: only the executable and
+    its libraries, and nothing of the directory, often a home, that it lies in. Raises
+    SandboxUnavailable where there is no interpreter or it is a virtual environment."""
     executable = config.interpreter
     if executable is None:
         executable = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"

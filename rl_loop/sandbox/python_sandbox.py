@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_isolation(config: SandboxConfig | None = None) -> None:
-    """Raises SandboxUnavailable, with the reason and what to do, if programs can not be isolated on this machine.
+    """Raises SandboxUnavailable, with the reason and what to do, if programs can not be isolated
+    on this machine.
 
     It starts one server and runs one program in it, because only that proves it (about 0.2 s)."""
     server = ServerProcess(config or SandboxConfig())
@@ -35,11 +36,13 @@ def check_isolation(config: SandboxConfig | None = None) -> None:
 
 
 class PythonSandbox:
-    """Runs untrusted Python, ``config.workers`` programs at a time, each in a fresh isolated process.
+    """Runs untrusted Python, ``config.workers`` programs at a time, each in a fresh isolated
+    process.
 
-    As in a notebook, and as GPT-OSS's python tool has it, the repr of a last expression is printed: ``1 + 1`` prints 2.
-    No state lasts from one call to the next but what ``history`` makes again. Use it as
-    ``async with PythonSandbox(config) as sandbox``. ``run`` may be awaited from any event loop and thread."""
+    As in a notebook, and as GPT-OSS's python tool has it, the repr of a last expression is
+    printed: ``1 + 1`` prints 2. No state lasts from one call to the next but what ``history``
+    makes again. Use it as ``async with PythonSandbox(config) as sandbox``. ``run`` may be awaited
+    from any event loop and thread."""
 
     def __init__(self, config: SandboxConfig | None = None) -> None:
         self.config = config or SandboxConfig()
@@ -48,7 +51,8 @@ class PythonSandbox:
         self._closing = False
 
     async def start(self) -> None:
-        """Start the servers. Raises SandboxUnavailable, naming the reason, where isolation is not possible."""
+        """Start the servers. Raises SandboxUnavailable, naming the reason, where isolation is not
+        possible."""
         if self._threads is not None:
             return
         await asyncio.to_thread(check_isolation, self.config)
@@ -72,13 +76,14 @@ class PythonSandbox:
     ) -> ExecutionResult:
         """Run one program and return what it did; it never raises because of the program.
 
-        history: programs of the same session, oldest first. They run again before it in the same interpreter, unheard;
+        history: programs of the same session, oldest first. They run again before it in the same
+        interpreter, unheard;
             each has the limits of time to itself.
         on_begin: called, on the event loop, when the program has waited for its turn.
 
         A call that a server failed before the program began is tried once more, on a new server.
-        Raises SandboxFailure when the call failed for a reason that is not the program's, and RuntimeError when the
-        sandbox is not started."""
+        Raises SandboxFailure when the call failed for a reason that is not the program's, and
+        RuntimeError when the sandbox is not started."""
         if self._threads is None:
             raise RuntimeError("the sandbox is not running: call start(), or use it as an async context manager")
         future: Future[ExecutionResult] = Future()
@@ -93,7 +98,8 @@ class PythonSandbox:
         return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
-        """Kill what runs and end the servers. Calls still waiting raise SandboxFailure. Safe to repeat."""
+        """Kill what runs and end the servers. Calls still waiting raise SandboxFailure. Safe to
+        repeat."""
         threads, self._threads = self._threads, None
         if threads is None:
             return
@@ -127,7 +133,8 @@ class PythonSandbox:
             return
         future.set_result(result)
 
-        # now, so that no call waits for it: after any call that was killed, and after calls_per_server calls
+        # now, so that no call waits for it: after any call that was killed, and after
+        # calls_per_server calls
         server = self._servers.get(threading.get_ident())
         if result.error is not None or (server is not None and server.calls >= self.config.calls_per_server):
             # the next call tries again and reports why
@@ -144,7 +151,8 @@ class PythonSandbox:
                     server = self._replace_server()
                 return server.execute(code, history)
             except (SandboxUnavailable, OSError) as error:
-                # OSError: this process has no descriptor, process or memory left to start a server with
+                # OSError: this process has no descriptor, process or memory left to start a server
+                # with
                 reason = str(error)
             except ServerLost as error:
                 reason = str(error)
@@ -156,7 +164,8 @@ class PythonSandbox:
         raise SandboxFailure(_CLOSED if self._closing else reason)
 
     def _replace_server(self) -> ServerProcess:
-        """Raises SandboxUnavailable if the new server does not start, or the sandbox is being closed."""
+        """Raises SandboxUnavailable if the new server does not start, or the sandbox is being
+        closed."""
         self._discard_server()
         if not self._closing:
             server = self._servers[threading.get_ident()] = ServerProcess(self.config)

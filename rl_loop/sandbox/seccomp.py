@@ -1,14 +1,19 @@
 """The system-call filter of a sandboxed program, as classic BPF, for x86_64 and aarch64.
 
-A deny-list: what an unprivileged numeric program has no use for, or what has a history of kernel escapes, is refused
-with EPERM, so that Python raises an ordinary exception. Three more kinds of call are refused:
+A deny-list: what an unprivileged numeric program has no use for, or what has a history of kernel
+escapes, is refused with EPERM, so that Python raises an ordinary exception. Three more kinds of
+call are refused:
 
-- those that hold kernel memory which neither a limit of the process nor the watcher of ``process_watch`` sees;
-- those that leave a mark on a file which other sandboxes see too (``/usr`` is the same inodes for all): ``flock``, open
-  file description locks, leases, inotify, dnotify, write hints, extended attributes. Locks of the ``fcntl(F_SETLK)``
-  kind stay, because SQLite needs them; nobody can be told of one: asking for a lock (``F_GETLK``) is refused,
-  ``/proc/locks`` is covered, and a file that is only read takes no lock that makes another one wait;
-- ``setsid``: the kernel's autogroups share processors among sessions, so one call must stay one session.
+- those that hold kernel memory which neither a limit of the process nor the watcher of
+``process_watch`` sees;
+- those that leave a mark on a file which other sandboxes see too (``/usr`` is the same inodes for
+all): ``flock``, open
+  file description locks, leases, inotify, dnotify, write hints, extended attributes. Locks of the
+  ``fcntl(F_SETLK)`` kind stay, because SQLite needs them; nobody can be told of one: asking for a
+  lock (``F_GETLK``) is refused, ``/proc/locks`` is covered, and a file that is only read takes no
+  lock that makes another one wait;
+- ``setsid``: the kernel's autogroups share processors among sessions, so one call must stay one
+session.
 
 Numbers are those of Linux ``asm/unistd.h``."""
 
@@ -54,7 +59,8 @@ DENIED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "setsid": (112, 157),
 }  # fmt: skip
 
-# answered with success and not done: advice about shared files, and writes to disks that hold nothing of a sandbox
+# answered with success and not done: advice about shared files, and writes to disks that hold
+# nothing of a sandbox
 IGNORED_SYSCALLS: dict[str, tuple[int, int]] = {"fadvise64": (221, 223), "sync": (162, 81), "syncfs": (306, 267)}
 
 
@@ -62,7 +68,8 @@ IGNORED_SYSCALLS: dict[str, tuple[int, int]] = {"fadvise64": (221, 223), "sync":
 class ArgumentRule:
     """Refuses a call by the value of one of its arguments, or allows it by one.
 
-    Only the lower half of an argument is looked at: each of these is an int, or has no meaning above bit 31."""
+    Only the lower half of an argument is looked at: each of these is an int, or has no meaning
+    above bit 31."""
 
     numbers: tuple[int, int]  # on x86_64, on aarch64
     argument: int  # counted from 0
@@ -88,9 +95,11 @@ ARGUMENT_RULES: dict[str, ArgumentRule] = {
     # AF_VSOCK, among others, is confined by no network namespace
     "socket": ArgumentRule((41, 198), 0, (AF_UNIX,), errno.EACCES, others=True),
     "socketpair": ArgumentRule((53, 199), 0, (AF_UNIX,), errno.EACCES, others=True),
-    # the watcher charges each socket for the default size of its buffer. The kernel, too, cuts a larger wish silently
+    # the watcher charges each socket for the default size of its buffer. The kernel, too, cuts a
+    # larger wish silently
     "larger socket buffers": ArgumentRule((54, 208), 2, (SO_SNDBUF, SO_SNDBUFFORCE), 0),
-    # all pages of a shared anonymous mapping stay as long as one page of it is mapped, and no counter shows them
+    # all pages of a shared anonymous mapping stay as long as one page of it is mapped, and no
+    # counter shows them
     "shared anonymous memory": ArgumentRule(
         (9, 222), 3, (MAP_SHARED_ANONYMOUS, MAP_HUGETLB), errno.EPERM, bits=True
     ),
@@ -101,8 +110,9 @@ ARGUMENT_RULES: dict[str, ArgumentRule] = {
          F_GET_RW_HINT, F_SET_RW_HINT, F_GET_FILE_RW_HINT, F_SET_FILE_RW_HINT),
         errno.EPERM,
     ),
-    # not dumpable: the watcher could not tell shared pages from others. Filters are kernel memory. A core-scheduling
-    # cookie idles the host's other hyper-threads. Merged pages tell what other processes have in memory
+    # not dumpable: the watcher could not tell shared pages from others. Filters are kernel memory.
+    # A core-scheduling cookie idles the host's other hyper-threads. Merged pages tell what other
+    # processes have in memory
     "process attributes": ArgumentRule(
         (157, 167), 0, (PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SCHED_CORE, PR_SET_MEMORY_MERGE), errno.EPERM
     ),
@@ -124,8 +134,9 @@ Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if fals
 def seccomp_filter(machine: str) -> bytes:
     """The filter as an array of ``struct sock_filter`` (8 bytes each), for SECCOMP_MODE_FILTER.
 
-    machine: as ``platform.machine()`` names it. Raises SandboxUnavailable for others than x86_64 and aarch64.
-    A call of another architecture kills the process. clone3 is ENOSYS, so that the C library falls back to clone."""
+    machine: as ``platform.machine()`` names it. Raises SandboxUnavailable for others than x86_64
+    and aarch64. A call of another architecture kills the process. clone3 is ENOSYS, so that the C
+    library falls back to clone."""
     if machine not in _ARCHITECTURES:
         known = " and ".join(sorted(_ARCHITECTURES))
         raise SandboxUnavailable(f"the sandbox's system-call filter knows {known}, not {machine!r}")

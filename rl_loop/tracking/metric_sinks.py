@@ -1,5 +1,5 @@
-"""Where a run's numbers go besides its own directory: Prometheus, which finds them beside Ray's own metrics on every
-node, and Weights & Biases if asked for."""
+"""Where a run's numbers go besides its own directory: Prometheus, which finds them beside Ray's
+own metrics on every node, and Weights & Biases if asked for."""
 
 import os
 import re
@@ -15,7 +15,8 @@ from rl_loop.tracking.metrics import Listener
 
 
 class RolloutCounters:
-    """Totals per rollout worker: its engine's sampled tokens, its episodes, and its sandbox's calls and failures."""
+    """Totals per rollout worker: its engine's sampled tokens, its episodes, and its sandbox's
+    calls and failures."""
 
     def __init__(self) -> None:
         counted = {"sampled_tokens": "tokens that the engine sampled", "episodes": "finished episodes",
@@ -57,6 +58,8 @@ def wandb_listener(config: RunConfig) -> Listener:
 
 
 def step_listeners(config: RunConfig) -> list[Listener]:
-    """WANDB_PROJECT in the environment, wandb's own variable, switches Weights & Biases on."""
+    """Make the listeners of a run. WANDB_PROJECT, wandb's own variable, switches Weights & Biases on."""
     listeners = [prometheus_listener(config.name)]
-    return [*listeners, wandb_listener(config)] if "WANDB_PROJECT" in os.environ else listeners
+    if "WANDB_PROJECT" in os.environ:
+        listeners.append(wandb_listener(config))
+    return listeners

@@ -1,6 +1,8 @@
-"""The scalars of one step: how each is reduced over optimizer steps and rollout rounds, and where it is written.
+"""The scalars of one step: how each is reduced over optimizer steps and rollout rounds, and where
+it is written.
 
-A mean is kept as its sum and its count: the mean of means is wrong if they hold different numbers of tokens."""
+A mean is kept as its sum and its count: the mean of means is wrong if they hold different numbers
+of tokens."""
 
 import json
 import math
@@ -15,7 +17,8 @@ Listener = Callable[[int, dict[str, float]], None]
 
 
 class Name:
-    """The metrics that the progress display and the report know by name; any other name is written and plotted too."""
+    """The metrics that the progress display and the report know by name; any other name is written
+    and plotted too."""
 
     REWARD = "reward"  # mean over sequences
     ACCURACY = "accuracy"  # mean over sequences of the training tasks
@@ -39,7 +42,8 @@ class Name:
 
 @dataclass(frozen=True)
 class Scalar:
-    """One metric of one step, still reducible. ``total`` is a sum for mean and sum, else the value itself."""
+    """One metric of one step, still reducible. ``total`` is a sum for mean and sum, else the value
+    itself."""
 
     total: float
     count: float  # what a mean divides by; 1 otherwise
@@ -61,27 +65,32 @@ class Scalar:
             return Scalar(self.total + other.total, self.count + other.count, self.reduction, self.over)
         if self.reduction == "last":
             return other
-        # A NaN must survive: max(1.0, nan) is 1.0 in Python, and a hidden NaN is exactly what metrics are for.
+        # A NaN must survive: max(1.0, nan) is 1.0 in Python, and a hidden NaN is exactly what
+        # metrics are for.
         return max(self, other, key=lambda part: (math.isnan(part.total), part.total))
 
 
 @dataclass
 class StepMetrics:
-    """Every scalar of one step. Adding a name again merges into it, so micro-batches simply add their parts."""
+    """Every scalar of one step. Adding a name again merges into it, so micro-batches simply add
+    their parts."""
 
     step: int
     scalars: dict[str, Scalar] = field(default_factory=dict)
 
     def add_mean(self, name: str, total: float, count: float, over: str) -> None:
-        """A mean given as its sum and the number of things summed. ``over`` names them: "tokens", "sequences"."""
+        """A mean given as its sum and the number of things summed. ``over`` names them: "tokens",
+        "sequences"."""
         self._add(name, Scalar(float(total), float(count), "mean", over))
 
     def add(self, name: str, value: float, reduction: Literal["sum", "max", "last"], over: str = "steps") -> None:
-        """A value as it is. "last", the newest of several, is for what is the same on every rank."""
+        """A value as it is. "last", the newest of several, is for what is the same on every
+        rank."""
         self._add(name, Scalar(float(value), 1.0, reduction, over))
 
     def values(self) -> dict[str, float]:
-        """name -> reduced value. A mean over nothing has no value and is left out; NaN and infinity are kept."""
+        """name -> reduced value. A mean over nothing has no value and is left out; NaN and
+        infinity are kept."""
         return {name: scalar.value for name, scalar in self.scalars.items() if scalar.count}
 
     def descriptions(self) -> dict[str, str]:
@@ -98,13 +107,16 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Writes each step's values to ``metrics.jsonl`` (one flushed line) and ``tensorboard/``, and hands them on.
+    """Writes each step's values to ``metrics.jsonl`` (one flushed line) and ``tensorboard/``, and
+    hands them on.
 
-    ``resume_after`` is the last step that the loaded checkpoint knows: later ones are dropped (hidden in TensorBoard),
-    and the curve continues; None starts anew. ``listeners`` get (step, values). NaN and infinity are null in JSON."""
+    ``resume_after`` is the last step that the loaded checkpoint knows: later ones are dropped
+    (hidden in TensorBoard), and the curve continues; None starts anew. ``listeners`` get (step,
+    values). NaN and infinity are null in JSON."""
 
     def __init__(self, run: RunDirectory, resume_after: int | None = None, listeners: Iterable[Listener] = ()) -> None:
-        # Here, because importing it takes seconds and the commands that only read metrics need none of it.
+        # Here, because importing it takes seconds and the commands that only read metrics need
+        # none of it.
         from torch.utils.tensorboard import SummaryWriter
 
         self._run = run
@@ -118,7 +130,8 @@ class MetricsWriter:
         self._tensorboard: SummaryWriter = SummaryWriter(str(run.tensorboard), purge_step=hidden_from)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Raises RunWriteError, naming the file, if the disk is full; what was written before stays valid."""
+        """Raises RunWriteError, naming the file, if the disk is full; what was written before
+        stays valid."""
         values = metrics.values()
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": metrics.step, "time": round(time.time(), 3), **finite}

@@ -23,14 +23,16 @@ class RunDirectoryError(UserError):
 
 
 class RunWriteError(UserError, OSError):
-    """A file of a run could not be written; the message names it. The file's previous content is still valid."""
+    """A file of a run could not be written; the message names it. The file's previous content is
+    still valid."""
 
     def __str__(self) -> str:
         return str(self.strerror)  # without OSError's "[Errno 28]" in front
 
 
 class Start(StrEnum):
-    """How a run begins. A directory that already holds one is only touched if that was asked for."""
+    """How a run begins. A directory that already holds one is only touched if that was asked
+    for."""
 
     NEW = "new"
 
@@ -65,8 +67,8 @@ class Start(StrEnum):
 class RunDirectory:
     """The paths of one run. Make one with ``start_run`` to write, directly to read.
 
-    Beside what ``__init__`` lists there may be ``run.lock``, ``error.log`` and ``output.log``, and of SGLang's servers
-    ``engine/``: none of them is worth keeping when a run begins anew."""
+    Beside what ``__init__`` lists there may be ``run.lock``, ``error.log`` and ``output.log``, and
+    of SGLang's servers ``engine/``: none of them is worth keeping when a run begins anew."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -114,7 +116,8 @@ class RunDirectory:
         append_lines(self.episodes, [json.dumps(record) for record in records])
 
     def keep_steps_up_to(self, step: int) -> None:
-        """Drop metrics and episodes of later steps, and a last line that a crash cut short. A resume begins with it."""
+        """Drop metrics and episodes of later steps, and a last line that a crash cut short. A
+        resume begins with it."""
         for path in (self.metrics, self.episodes):
             if path.exists():
                 kept = [record for record in read_json_lines(path) if record["step"] <= step]
@@ -127,7 +130,8 @@ class RunDirectory:
 
 
 def check_start(path: Path | str, how: Start) -> RunDirectory:
-    """Return the run at ``path``. Changes nothing. Raises RunDirectoryError if it may not begin as ``how`` says."""
+    """Return the run at ``path``. Changes nothing. Raises RunDirectoryError if it may not begin as
+    ``how`` says."""
     run = RunDirectory(Path(path))
     if run.path.exists() and not run.path.is_dir():
         raise RunDirectoryError(f"{run.path} is a file; a run needs a directory")
@@ -144,7 +148,8 @@ def check_start(path: Path | str, how: Start) -> RunDirectory:
 
 
 def start_run(path: Path | str, config_yaml: str, how: Start = Start.NEW) -> RunDirectory:
-    """Make or reopen the directory of a run and write its resolved config. Raises RunDirectoryError."""
+    """Make or reopen the directory of a run and write its resolved config. Raises
+    RunDirectoryError."""
     run = check_start(path, how)
     if how is Start.OVERWRITE:
         for old in run.existing():
@@ -191,7 +196,8 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Replace ``path`` as a whole or not at all: readers and crashes see the old or the new. Raises RunWriteError."""
+    """Replace ``path`` as a whole or not at all: readers and crashes see the old or the new.
+    Raises RunWriteError."""
     try:
         write_atomically(path, data)
     except OSError as error:
@@ -202,7 +208,8 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
     """Append lines and flush. If not all of them fit, none is kept. Raises RunWriteError."""
     data = "".join(line + "\n" for line in lines).encode()
     try:
-        # Unbuffered: a buffered file would try its leftover bytes again when closed, after the repair below.
+        # Unbuffered: a buffered file would try its leftover bytes again when closed, after the
+        # repair below.
         with open(path, "ab", buffering=0) as file:
             before = file.seek(0, os.SEEK_END)
             try:
@@ -220,7 +227,8 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read all records; none if there is no file.
 
-    A last line that a crash cut short is skipped; of any other that is no JSON RunDirectoryError is raised."""
+    A last line that a crash cut short is skipped; of any other that is no JSON RunDirectoryError
+    is raised."""
     if not path.exists():
         return []
 

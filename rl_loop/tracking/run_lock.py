@@ -14,7 +14,8 @@ from rl_loop.tracking.run_directory import RunDirectoryError, make_run_directory
 LOCK_FILE = "run.lock"
 
 LEASE_SECONDS = 150.0
-"""How long an NFS server may keep the lock of a node that has died: Linux's lease of 90 s, and time to notice."""
+"""How long an NFS server may keep the lock of a node that has died: Linux's lease of 90 s, and
+time to notice."""
 
 
 class RunLocked(RunDirectoryError):
@@ -25,12 +26,14 @@ class RunLocked(RunDirectoryError):
 def locked_run(path: Path, wait_seconds: float = 0.0) -> Iterator[None]:
     """Hold the lock of the run at ``path``, whose directory is made if it is missing.
 
-    Raises RunLocked if another process has it, and still has it after ``wait_seconds``; RunDirectoryError if the
-    directory cannot be made. A directory that was made here and in which nothing was put is removed again.
+    Raises RunLocked if another process has it, and still has it after ``wait_seconds``;
+    RunDirectoryError if the directory cannot be made. A directory that was made here and in which
+    nothing was put is removed again.
 
-    The lock is flock(2) on LOCK_FILE. On NFS the server keeps it (Linux does so since 2.6.12) and frees that of a dead
-    node when its lease ends, after a minute or two; a mount with ``local_lock=flock``, or a file system without locks,
-    protects against a second run on the same node only, or not at all."""
+    The lock is flock(2) on LOCK_FILE. On NFS the server keeps it (Linux does so since 2.6.12) and
+    frees that of a dead node when its lease ends, after a minute or two; a mount with
+    ``local_lock=flock``, or a file system without locks, protects against a second run on the same
+    node only, or not at all."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         make_run_directory(path)
@@ -48,7 +51,8 @@ def locked_run(path: Path, wait_seconds: float = 0.0) -> Iterator[None]:
 
 
 def _acquire(path: Path, wait_seconds: float) -> int:
-    """Return a file descriptor that holds the lock; closing it frees the lock. Raises as ``locked_run`` does."""
+    """Return a file descriptor that holds the lock; closing it frees the lock. Raises as
+    ``locked_run`` does."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -77,7 +81,8 @@ def _acquire(path: Path, wait_seconds: float) -> int:
 
 
 def _is_current(path: Path, file: int) -> bool:
-    """Whether ``path`` is still the file that was opened: its last holder may have removed it since."""
+    """Whether ``path`` is still the file that was opened: its last holder may have removed it
+    since."""
     try:
         return os.stat(path).st_ino == os.fstat(file).st_ino
     except FileNotFoundError:

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from rl_loop.tracking.metrics import Name
 
 PATIENCE = 5
-"""Steps in a row without anything to learn from before a run says so: a step or two of them are ordinary luck."""
+"""Steps in a row without anything to learn from before a run says so: a step or two of them are
+ordinary luck."""
 
 
 class SignalWatch:
-    """Looks at the metrics of every step. Warns once: the reason does not change while nothing is learned."""
+    """Looks at the metrics of every step. Warns once: the reason does not change while nothing is
+    learned."""
 
     def __init__(self, patience: int = PATIENCE) -> None:
         self._patience = patience
@@ -17,11 +19,12 @@ class SignalWatch:
         self._warned = False
 
     def observe(self, values: dict[str, float], gradients: Sequence[float]) -> str | None:
-        """Take one more step of the policy: its metrics and the gradient norms of its optimizer steps. Return the
-        warning when it is due.
+        """Take one more step of the policy: its metrics and the gradient norms of its optimizer
+        steps. Return the warning when it is due.
 
-        A step teaches nothing if no group has a signal, if its gradients are exactly 0, or if there was no update as
-        all tokens were masked. Steps in which only the critic learns are not to be given."""
+        A step teaches nothing if no group has a signal, if its gradients are exactly 0, or if
+        there was no update as all tokens were masked. Steps in which only the critic learns are
+        not to be given."""
         has_signal = values.get(Name.GROUPS_WITHOUT_SIGNAL) != 1
         if has_signal and any(gradient != 0 for gradient in gradients):
             self._steps = 0

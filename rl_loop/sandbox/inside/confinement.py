@@ -1,6 +1,8 @@
-"""The inner walls: namespaces, mounts, limits, capabilities and the system-call filter, straight from the kernel.
+"""The inner walls: namespaces, mounts, limits, capabilities and the system-call filter, straight
+from the kernel.
 
-bubblewrap has built the outer walls around the server. These functions build those around a single call."""
+bubblewrap has built the outer walls around the server. These functions build those around a single
+call."""
 
 import ctypes
 import os
@@ -30,9 +32,11 @@ SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522
 
 FIXED_LIMITS = {
-    # 0 would still hand the dump to a program of the host where core_pattern names one; 1 does not (core(5))
+    # 0 would still hand the dump to a program of the host where core_pattern names one; 1 does not
+    # (core(5))
     resource.RLIMIT_CORE: 1,
-    # memory of the kernel: queued signals and timers, pages kept from being reclaimed, message queues
+    # memory of the kernel: queued signals and timers, pages kept from being reclaimed, message
+    # queues
     resource.RLIMIT_SIGPENDING: 256,
     resource.RLIMIT_MEMLOCK: 0,
     resource.RLIMIT_MSGQUEUE: 0,
@@ -73,9 +77,11 @@ def die_with_parent() -> None:
 
 
 def drop_root() -> None:
-    """Become nobody. Only needed when bubblewrap was started by root, without a user namespace of its own."""
+    """Become nobody. Only needed when bubblewrap was started by root, without a user namespace of
+    its own."""
     if os.getuid() == 0:
-        # as root, bubblewrap covers parts of its /proc, and the kernel then refuses the calls' namespaces a fresh one
+        # as root, bubblewrap covers parts of its /proc, and the kernel then refuses the calls'
+        # namespaces a fresh one
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
         os.setgroups([])
@@ -90,7 +96,8 @@ def drop_root() -> None:
 
 
 def enter_namespaces() -> None:
-    """Enter new user, process, mount and IPC namespaces; the process namespace holds for the next fork."""
+    """Enter new user, process, mount and IPC namespaces; the process namespace holds for the next
+    fork."""
     check(libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC), "unshare")
     write_file("/proc/self/setgroups", "deny")
     write_file("/proc/self/uid_map", f"{NOBODY} {NOBODY} 1")
@@ -110,7 +117,8 @@ def mount_own_files(settings: ServerSettings) -> None:
 
 
 def set_resource_limits(settings: ServerSettings, programs: int) -> None:
-    """Limit process 1 of a call; what it starts inherits that. Processor time is that of all the call's programs."""
+    """Limit process 1 of a call; what it starts inherits that. Processor time is that of all the
+    call's programs."""
     configured = {
         resource.RLIMIT_AS: settings.memory_bytes,
         resource.RLIMIT_CPU: settings.cpu_seconds * programs,
@@ -130,7 +138,8 @@ def set_resource_limits(settings: ServerSettings, programs: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Keep none of the capabilities that a new user namespace gave over itself, and never gain one again."""
+    """Keep none of the capabilities that a new user namespace gave over itself, and never gain one
+    again."""
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
     check(libc.capset(header, bytes(24)), "capset")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")

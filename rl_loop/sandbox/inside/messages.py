@@ -1,8 +1,9 @@
-"""Messages between the host and the server, on a Unix stream socket that is descriptor 0 of the server.
+"""Messages between the host and the server, on a Unix stream socket that is descriptor 0 of the
+server.
 
-They are framed as by ``multiprocessing.connection``. The host sends ``ServerSettings`` once, then a ``Call`` whenever
-the last one is answered, as JSON. The first byte of an answer says what it is: READY, STARTED, RESULT (a line of JSON,
-then the raw output) or FAILED (the reason)."""
+They are framed as by ``multiprocessing.connection``. The host sends ``ServerSettings`` once, then
+a ``Call`` whenever the last one is answered, as JSON. The first byte of an answer says what it is:
+READY, STARTED, RESULT (a line of JSON, then the raw output) or FAILED (the reason)."""
 
 import json
 import struct
@@ -21,7 +22,8 @@ FAILED = b"F"
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Limits of every call (``SandboxConfig`` explains them), and what else a server must be told."""
+    """Limits of every call (``SandboxConfig`` explains them), and what else a server must be
+    told."""
 
     preload_modules: list[str]
     timeout_seconds: float
@@ -114,7 +116,8 @@ class CallResult:
 
 
 def receive() -> bytes:
-    """Read the host's next message. Reads ahead: the host must not send another one before it has an answer."""
+    """Read the host's next message. Reads ahead: the host must not send another one before it has
+    an answer."""
     with open(CONTROL, "rb", closefd=False) as stream:
         (size,) = struct.unpack("!i", stream.read(4))
         return stream.read(size)

@@ -1,18 +1,23 @@
-"""Watches what the processes of one call hold and use. Runs inside bubblewrap, on the standard library alone.
+"""Watches what the processes of one call hold and use. Runs inside bubblewrap, on the standard
+library alone.
 
-The supervisor of a call looks ten times a second. Where the server has a cgroup of its own the kernel limits memory and
-shares processors by weight, and this only reads whether something was killed. Where it has none, memory is the sum of
+The supervisor of a call looks ten times a second. Where the server has a cgroup of its own the
+kernel limits memory and shares processors by weight, and this only reads whether something was
+killed. Where it has none, memory is the sum of
 
-- anonymous pages of every process, each page once however many processes share it (proportional set sizes);
-- page tables, and ``MAPPING_BYTES`` for each mapping: a million empty mappings are a gigabyte of the kernel's;
+- anonymous pages of every process, each page once however many processes share it (proportional
+set sizes);
+- page tables, and ``MAPPING_BYTES`` for each mapping: a million empty mappings are a gigabyte of
+the kernel's;
 - what lies in the call's own /tmp, mapped or not;
 - sockets that exist in the call's network namespace, each as if its buffers were full.
 
-What else holds the kernel's memory is bounded by limits of the process (descriptors, queued signals and timers, locked
-memory), by the kernel's limit on the pipes of a user (64 MiB), or refused by the system-call filter.
+What else holds the kernel's memory is bounded by limits of the process (descriptors, queued
+signals and timers, locked memory), by the kernel's limit on the pipes of a user (64 MiB), or
+refused by the system-call filter.
 
-Processors without a cgroup: a call with several busy tasks is made nicer, until together they weigh as much as one.
-"""
+Processors without a cgroup: a call with several busy tasks is made nicer, until together they
+weigh as much as one."""
 
 import ctypes
 import math
@@ -21,9 +26,11 @@ import time
 from collections.abc import Iterator
 
 LOOK_SECONDS = 0.1
-# every tenth look is exact: the kernel's quick counters may be off by a megabyte for each processor and process
+# every tenth look is exact: the kernel's quick counters may be off by a megabyte for each
+# processor and process
 LOOKS_PER_EXACT_LOOK = 10
-# processes are read one after the other, and pages may move between them meanwhile: look again before killing
+# processes are read one after the other, and pages may move between them meanwhile: look again
+# before killing
 CONFIRM_SECONDS = 0.02
 
 MAPPING_BYTES = 1024  # struct vm_area_struct with its share of trees and reverse mappings, rounded up
@@ -43,7 +50,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ProcessWatch:
-    """All processes of one call but its supervisor. Make it in the supervisor, before the program mounts its /proc."""
+    """All processes of one call but its supervisor. Make it in the supervisor, before the program
+    mounts its /proc."""
 
     def __init__(
         self, memory_bytes: int, socket_buffer_bytes: int, memory_events: int | None, has_cpu_weight: bool
@@ -60,7 +68,8 @@ class ProcessWatch:
         self._memory_events = memory_events
         self._has_cpu_weight = has_cpu_weight
 
-        # /proc of the server's process namespace: it shows the call's processes too, and none can cover it
+        # /proc of the server's process namespace: it shows the call's processes too, and none can
+        # cover it
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         # process 1 is bubblewrap's
         self._outsiders = {"1", str(os.getppid()), str(os.getpid())}
@@ -78,7 +87,8 @@ class ProcessWatch:
         self._tmp = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
 
     def look(self) -> str | None:
-        """Why the call must be killed, "memory" or "locks", or None. Makes it nicer where it has many busy tasks."""
+        """Why the call must be killed, "memory" or "locks", or None. Makes it nicer where it has
+        many busy tasks."""
         self._looks += 1
         if not self._has_cpu_weight:
             self._share_processors()
@@ -99,7 +109,8 @@ class ProcessWatch:
         return None
 
     def killed_by_cgroup(self) -> str | None:
-        """ "memory" if the kernel has killed a process of this call because its cgroup was full."""
+        """ "memory" if the kernel has killed a process of this call because its cgroup was
+        full."""
         if self._count_killed() > self._killed_before:
             return "memory"
         return None
@@ -107,7 +118,8 @@ class ProcessWatch:
     # ---- memory
 
     def _memory_bytes(self, exact: bool) -> int:
-        """What the call holds. ``exact`` reads every page table; else that is done only for a sum above the limit."""
+        """What the call holds. ``exact`` reads every page table; else that is done only for a sum
+        above the limit."""
         processes = self._memory_of_processes()
         other = self._mappings_bytes + self._tmp_bytes()
         other += max(0, self._count_sockets() - self._sockets_before) * self._socket_bytes
@@ -121,7 +133,8 @@ class ProcessWatch:
         return total
 
     def _memory_of_processes(self) -> list[tuple[str, int, int]]:
-        """For every process: the folder of a living task of it, anonymous resident bytes, bytes of page tables."""
+        """For every process: the folder of a living task of it, anonymous resident bytes, bytes of
+        page tables."""
         found = []
         for process in self._processes():
             for path in self._with_memory(process):
@@ -132,14 +145,16 @@ class ProcessWatch:
         return found
 
     def _with_memory(self, process: str) -> Iterator[str]:
-        """Folders that may tell of a process's memory. That of its first thread does not once the thread has ended."""
+        """Folders that may tell of a process's memory. That of its first thread does not once the
+        thread has ended."""
         yield process
         for task in self._list(f"{process}/task"):
             yield f"{process}/task/{task}"
 
     def _proportional_bytes(self, path: str, otherwise: int) -> int:
-        """Anonymous bytes, each page divided by the number of its mappings; ``otherwise`` where they can not be read:
-        an executable file that nobody may read makes its process unreadable too."""
+        """Anonymous bytes, each page divided by the number of its mappings; ``otherwise`` where
+        they can not be read: an executable file that nobody may read makes its process unreadable
+        too."""
         rollup = self._read(f"{path}/smaps_rollup")
         if b"\nPss_Anon:" in rollup:
             return _field(rollup, b"Pss_Anon")
@@ -165,7 +180,8 @@ class ProcessWatch:
         return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
 
     def _count_sockets(self) -> int:
-        """Sockets of the network namespace. One whose descriptor is closed counts until what it sent is read."""
+        """Sockets of the network namespace. One whose descriptor is closed counts until what it
+        sent is read."""
         first_line, _, _ = os.pread(self._sockets_file, 4096, 0).partition(b"\n")
         return int(first_line.split()[-1])
 
@@ -179,10 +195,12 @@ class ProcessWatch:
     # ---- processors
 
     def _share_processors(self) -> None:
-        """Make every task of the call so nice that the busy ones together weigh no more than one that is not nice.
+        """Make every task of the call so nice that the busy ones together weigh no more than one
+        that is not nice.
 
-        Without privileges no task can be made less nice again: a program that once had thirty busy tasks stays modest.
-        Sleeping tasks count as well, because what they fork begins as they are."""
+        Without privileges no task can be made less nice again: a program that once had thirty busy
+        tasks stays modest. Sleeping tasks count as well, because what they fork begins as they
+        are."""
         busy = 0
         niceness: dict[int, int] = {}
         for process in self._processes():
@@ -254,7 +272,8 @@ class ProcessWatch:
 
 
 def without_borrowers(processes: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Those of the processes that have memory of their own: a child of vfork has its parent's until it executes."""
+    """Those of the processes that have memory of their own: a child of vfork has its parent's
+    until it executes."""
     kept: list[tuple[str, int, int]] = []
     for entry in processes:
         task = int(entry[0].rpartition("/")[2])
@@ -264,7 +283,8 @@ def without_borrowers(processes: list[tuple[str, int, int]]) -> list[tuple[str, 
 
 
 def _same_memory(one: int, other: int) -> bool:
-    """Whether two tasks have one address space. False where the kernel has no kcmp, or one of them has ended."""
+    """Whether two tasks have one address space. False where the kernel has no kcmp, or one of them
+    has ended."""
     number = KCMP.get(os.uname().machine)
     if number is None:
         return False

@@ -1,4 +1,5 @@
-"""The program's own process, process 1 of its namespace: builds its world, gives up every privilege, and runs the code.
+"""The program's own process, process 1 of its namespace: builds its world, gives up every
+privilege, and runs the code.
 
 When it ends, or is killed, the kernel kills all that it started."""
 
@@ -45,7 +46,8 @@ def run_program(
 ) -> NoReturn:
     """Build the world of a call around this process, run its programs in it, and end.
 
-    ``output_write`` becomes standard output and error. ``setup_write`` hears SET_UP, or what went wrong before it."""
+    ``output_write`` becomes standard output and error. ``setup_write`` hears SET_UP, or what went
+    wrong before it."""
     try:
         die_with_parent()
         # else kill(0, ...) would reach the server's process group, namespaces or not
@@ -69,7 +71,8 @@ def run_program(
 
 
 def keep_descriptors(output_write: int, setup_write: int) -> int:
-    """Close all descriptors but those of standard input, which is empty, output and error, and ``setup_write``.
+    """Close all descriptors but those of standard input, which is empty, output and error, and
+    ``setup_write``.
 
     Returns the new number of ``setup_write``."""
     os.dup2(output_write, 1)
@@ -81,7 +84,8 @@ def keep_descriptors(output_write: int, setup_write: int) -> int:
 
 
 def execute(call: Call, settings: ServerSettings, progress: Progress) -> int:
-    """Run the session's programs as one ``__main__`` and return the exit code of the last, the only one to be heard."""
+    """Run the session's programs as one ``__main__`` and return the exit code of the last, the
+    only one to be heard."""
     main = make_main_module()
     if call.history:
         with muted():
@@ -109,7 +113,8 @@ def execute(call: Call, settings: ServerSettings, progress: Progress) -> int:
 
 
 def make_main_module() -> types.ModuleType:
-    """Make this process look like a fresh interpreter: an empty ``__main__``, and nothing of the server to import."""
+    """Make this process look like a fresh interpreter: an empty ``__main__``, and nothing of the
+    server to import."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
@@ -132,7 +137,8 @@ def limit_remaining_cpu(cpu_seconds: int, programs: int) -> None:
 
 
 def run_code(source: str, main: types.ModuleType) -> int:
-    """Run one program in ``main``; print a last expression's repr unless it is None, or the traceback of an exception.
+    """Run one program in ``main``; print a last expression's repr unless it is None, or the
+    traceback of an exception.
 
     Returns 0, or 1 after an exception. SystemExit goes through: it ends the interpreter."""
     linecache.cache[PROGRAM_NAME] = (len(source), None, source.splitlines(keepends=True), PROGRAM_NAME)
@@ -171,7 +177,8 @@ def muted() -> Iterator[None]:
 
 
 def exit_code_of(error: SystemExit) -> int:
-    """The code that ``sys.exit`` stands for, 0 to 255; any other object is printed and counts as 1."""
+    """The code that ``sys.exit`` stands for, 0 to 255; any other object is printed and counts as
+    1."""
     if error.code is None or isinstance(error.code, int):
         return (error.code or 0) & 255
     with contextlib.suppress(BaseException):
@@ -180,7 +187,8 @@ def exit_code_of(error: SystemExit) -> int:
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print the traceback with the program's own frames only, the last TRACEBACK_FRAMES of them, lines cut."""
+    """Print the traceback with the program's own frames only, the last TRACEBACK_FRAMES of them,
+    lines cut."""
     try:
         sys.stdout.flush()
         summary = traceback.TracebackException.from_exception(error)

@@ -21,10 +21,11 @@ class Reached:
 
 
 class Progress:
-    """A page that the program's process shares with the supervisor, to tell how far the call has come.
+    """A page that the program's process shares with the supervisor, to tell how far the call has
+    come.
 
-    The program may write what it likes into it. That can end its own session or change the time that is reported, and
-    give it no more than ``timeout_seconds`` for each program of the call."""
+    The program may write what it likes into it. That can end its own session or change the time
+    that is reported, and give it no more than ``timeout_seconds`` for each program of the call."""
 
     _FORMAT = "=IId"  # the fields of ``Reached``
     _REACHED_END_OFFSET = 4
@@ -37,7 +38,8 @@ class Progress:
         struct.pack_into(self._FORMAT, self._page, 0, program, 0, time.monotonic())
 
     def reach_end(self) -> None:
-        """Record that the program has come to its end, or to an exception: it did not end the interpreter."""
+        """Record that the program has come to its end, or to an exception: it did not end the
+        interpreter."""
         struct.pack_into("=I", self._page, self._REACHED_END_OFFSET, 1)
 
     def read(self) -> Reached:
@@ -46,7 +48,8 @@ class Progress:
 
 
 class Deadline:
-    """When the running program of a call must have ended: each has ``timeout_seconds`` of its own."""
+    """When the running program of a call must have ended: each has ``timeout_seconds`` of its
+    own."""
 
     def __init__(self, call: Call, progress: Progress, timeout_seconds: float) -> None:
         self._programs = call.programs
@@ -56,7 +59,8 @@ class Deadline:
         self.program = 0
 
     def update(self) -> float:
-        """Return the deadline on the monotonic clock. It moves on when another program of the call has begun."""
+        """Return the deadline on the monotonic clock. It moves on when another program of the call
+        has begun."""
         reached = self._progress.read()
         if self.program < reached.begun <= self._programs:
             # no earlier than what is known, no later than now: the page is the program's

@@ -2,14 +2,16 @@
 
 Three kinds of process:
 
-- the *server* imports modules once, then forks a supervisor per call. It reads no program and no output, so nothing of
+- the *server* imports modules once, then forks a supervisor per call. It reads no program and no
+output, so nothing of
   one call is left in the memory that the next call is forked from;
-- the *supervisor* of a call (``supervisor.py``) reads the program, enters new user, process, mount and IPC namespaces,
+- the *supervisor* of a call (``supervisor.py``) reads the program, enters new user, process, mount
+and IPC namespaces,
   forks the program and watches time, memory and output;
 - the *program* (``program.py``) is process 1 of its namespace.
 
-A call of a session brings its history: programs that run again, in the same interpreter, before the new one, with
-their output thrown away and limits of their own."""
+A call of a session brings its history: programs that run again, in the same interpreter, before
+the new one, with their output thrown away and limits of their own."""
 
 import gc
 import importlib
@@ -34,7 +36,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
 
-    # what is frozen is not touched by a collection in a program, and so stays shared with the server
+    # what is frozen is not touched by a collection in a program, and so stays shared with the
+    # server
     gc.collect()
     gc.freeze()
     send(READY)
@@ -43,7 +46,8 @@ def main() -> None:
 
 
 def serve_call(settings: ServerSettings, seccomp: SeccompProgram) -> None:
-    """Fork the supervisor of the next call and wait until it ends. Exits if the supervisor failed."""
+    """Fork the supervisor of the next call and wait until it ends. Exits if the supervisor
+    failed."""
     supervisor = os.fork()
     if supervisor == 0:
         try:

@@ -1,4 +1,5 @@
-"""The supervisor of one call: forks the program into new namespaces, watches it, ends it and reports what it did.
+"""The supervisor of one call: forks the program into new namespaces, watches it, ends it and
+reports what it did.
 
 The program cannot see its supervisor, which is outside the program's process namespace."""
 
@@ -34,7 +35,8 @@ def supervise(settings: ServerSettings, seccomp: SeccompProgram) -> None:
 
 
 def run_call(call: Call, settings: ServerSettings, seccomp: SeccompProgram) -> tuple[CallResult, bytes]:
-    """Run the programs of a call. Returns what the last one did, and its output. Raises CallFailed."""
+    """Run the programs of a call. Returns what the last one did, and its output. Raises
+    CallFailed."""
     progress = Progress()
     try:
         # before the namespaces: it keeps the server's /proc open
@@ -57,7 +59,8 @@ def run_call(call: Call, settings: ServerSettings, seccomp: SeccompProgram) -> t
     ending = end_program(program)
     killed_for = killed_for or process_watch.killed_by_cgroup()
 
-    # no signal from inside its namespace kills a process 1: SIGKILL is the limit on its processor time, or the host
+    # no signal from inside its namespace kills a process 1: SIGKILL is the limit on its processor
+    # time, or the host
     within_cpu_limit = ending.cpu_seconds < settings.cpu_seconds - 1
     if ending.exit_code == -signal.SIGKILL and killed_for is None and within_cpu_limit:
         raise CallFailed(
@@ -80,7 +83,8 @@ def run_call(call: Call, settings: ServerSettings, seccomp: SeccompProgram) -> t
 def start_program(call: Call, settings: ServerSettings, seccomp: SeccompProgram, progress: Progress) -> tuple[int, int]:
     """Fork the program and wait until its world is set up.
 
-    Returns its process id and the end of the pipe that its output is read from. Raises CallFailed."""
+    Returns its process id and the end of the pipe that its output is read from. Raises
+    CallFailed."""
     output_read, output_write = os.pipe()
     setup_read, setup_write = os.pipe()
     program = os.fork()
@@ -89,7 +93,8 @@ def start_program(call: Call, settings: ServerSettings, seccomp: SeccompProgram,
     os.close(output_write)
     os.close(setup_write)
 
-    # ends when the program closes its end: either it is set up, or it has ended and this is the reason
+    # ends when the program closes its end: either it is set up, or it has ended and this is the
+    # reason
     setup = b"".join(iter(lambda: os.read(setup_read, 4096), b""))
     if setup != SET_UP:
         os.waitpid(program, 0)
@@ -125,8 +130,8 @@ def watch(
 ) -> tuple[bytearray, str | None]:
     """Read the program's output until it ends or must be killed.
 
-    Returns the output, at most one byte over ``output_bytes``, and why the program must be killed: "time", "memory",
-    "locks", "output", or None if it ended by itself."""
+    Returns the output, at most one byte over ``output_bytes``, and why the program must be killed:
+    "time", "memory", "locks", "output", or None if it ended by itself."""
     process = os.pidfd_open(program)
     next_look = deadline.begun_at + LOOK_SECONDS
     room = output_bytes + 1
@@ -141,13 +146,15 @@ def watch(
             reason = process_watch.look()
             if reason is not None:
                 return output, reason
-            # a look at many large processes takes long: it has no more than a third of one processor
+            # a look at many large processes takes long: it has no more than a third of one
+            # processor
             next_look = time.monotonic() + max(LOOK_SECONDS, 2 * (time.monotonic() - now))
 
         wait = max(0.0, min(deadline.update(), next_look) - time.monotonic())
         ready, _, _ = select.select(watched, [], [], wait)
         if process in ready:
-            # process 1 is gone, so all of its namespace is: what is in the pipe is all there will be
+            # process 1 is gone, so all of its namespace is: what is in the pipe is all there will
+            # be
             ended = True
             watched.remove(process)
 
