@@ -19,11 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron_gptoss.config import ModelConfig, StrictModel
+from megatron_gptoss.user_error import UserError
 
 if TYPE_CHECKING:
     import torch
 
     from rl_loop.engines.protocol import RolloutEngine
+
+
+class EngineUnavailable(UserError):
+    """This machine lacks something that the engine needs; the message says what, under which key, and what to do."""
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------
@@ -78,7 +83,7 @@ class EngineConfig(StrictModel):
         return True
 
     def check_machine(self) -> None:
-        """Raise CannotStart if this machine lacks something that the engine needs, before anything is started."""
+        """Raise EngineUnavailable if this machine lacks something that the engine needs, before anything is started."""
         return None
 
 
