@@ -1,5 +1,7 @@
 """Faults on purpose in the engine's weights; those in the trainer are fields of its own configuration."""
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_gptoss.layers.attention import NO_SINK
@@ -22,11 +24,13 @@ class FaultyWeights:
         raise NotImplementedError("the configuration refuses engine faults where the driver does not see the tensors")
 
 
-def with_engine_faults(source: WeightSource, ablation: AblationConfig, seed: int) -> WeightSource:
-    """Return ``source``, altered if the ablation says so. ``seed``: of the noise."""
+def engine_faults(ablation: AblationConfig, seed: int) -> Callable[[WeightSource, int], WeightSource] | None:
+    """Return what alters the weights of a version on their way to the engines; None without such faults.
+
+    ``seed``: of the noise, which is another one for every version."""
     if ablation.engine_sinks and not ablation.engine_noise:
-        return source
-    return FaultyWeights(source, ablation, seed)
+        return None
+    return lambda source, version: FaultyWeights(source, ablation, seed + version)
 
 
 def engine_weights(weights: dict[str, torch.Tensor], ablation: AblationConfig, seed: int) -> dict[str, torch.Tensor]:

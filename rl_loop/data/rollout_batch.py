@@ -16,8 +16,8 @@ class RolloutBatch:
     """``rollout.tasks_per_step`` groups to train on."""
     held_out: list[TrajectoryGroup]
     """Groups of the evaluation, where one was asked for."""
-    replaced: int
-    """Groups without signal that dynamic sampling left out."""
+    replaced: int | None
+    """Groups without signal that dynamic sampling left out; None without dynamic sampling."""
     next_task: int
     """Position of the first training task that is still to be used."""
 

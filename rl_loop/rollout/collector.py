@@ -103,10 +103,10 @@ class RolloutCollector:
     def _collect_now(self, step: int, first_task: int, held_out: Sequence[GroupRequest]) -> RolloutBatch:
         """Run rounds of ``tasks_per_step`` tasks until enough groups have a signal.
 
-        Without dynamic sampling there is one round, and every group counts. With it, groups without signal make room for
-        those of further tasks; what is still missing after the last round is filled up with them. Every task is used in
-        its turn: one whose episodes were not needed, because enough came before it, is the first of the next step, with
-        new episodes."""
+        Without dynamic sampling there is one round, and every group counts. With it, groups without
+        signal make room for those of further tasks; what is still missing after the last round is
+        filled up with them. Every task is used in its turn: one whose episodes were not needed,
+        because enough came before it, is the first of the next step, with new episodes."""
         rounds = self._algorithm.dynamic_sampling_rounds
         count = self._rollout.tasks_per_step
         evaluated: list[TrajectoryGroup] = []
@@ -138,7 +138,7 @@ class RolloutCollector:
         return RolloutBatch(
             train=[placed.group for placed in chosen],
             held_out=evaluated,
-            replaced=len(left_out),
+            replaced=len(left_out) if rounds > 1 else None,
             next_task=next_task,
         )
 

@@ -62,8 +62,15 @@ class RolloutPool:
     MAX_RESTARTS = 10
     """Per pool; more deaths mean something that a restart does not mend."""
 
-    def __init__(self, backend: RolloutBackend, settings: WorkerSettings) -> None:
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        settings: WorkerSettings,
+        alter_weights: Callable[[WeightSource, int], WeightSource] | None = None,
+    ) -> None:
+        """``alter_weights``: what experiments do to the weights of a version on their way to the engines."""
         self.backend = backend
+        self._alter_weights = alter_weights
         self._settings = settings
         self._threads = max(1, (os.cpu_count() or 1) // settings.rollout.workers)
         self._engine_factory = backend.engine_factory()
@@ -200,6 +207,8 @@ class RolloutPool:
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         """Give all engines the policy's weights; see ``RolloutBackend.sync_weights``."""
+        if self._alter_weights is not None:
+            source = self._alter_weights(source, version)
         self.backend.sync_weights(source, version)
 
     def load_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:

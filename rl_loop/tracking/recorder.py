@@ -77,6 +77,8 @@ class StepRecorder:
         """Write a finished step of reinforcement learning. ``samples``: of ``rollouts.train``, with advantages."""
         metrics = record.metrics
         metrics.add("rollout/staleness_max", max_staleness(samples), "max", "tokens")
+        if rollouts.replaced is not None:
+            metrics.add("rollout/groups_replaced", rollouts.replaced, "sum", "groups")
         add_signal_metrics(metrics, rollouts.train, samples)
         add_rollout_metrics(metrics, rollouts.train)
         add_update_metrics(metrics, updates)

@@ -138,5 +138,5 @@ def test_three_steps_with_a_backend_from_outside_the_project(outside: Path) -> N
 
 
 def test_options_of_a_backend_from_outside_are_checked_with_the_configuration(outside: Path) -> None:
-    with pytest.raises(ConfigError, match="rollout.engine.script: Field required"):
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.script: Field required"):
         load_config(CONFIG, RlConfig, ["rollout.engine.type=my_engine:ScriptedBackend"])
