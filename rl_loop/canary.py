@@ -1,7 +1,8 @@
-"""The canary: after every weight sync, engine and trainer must give one known text the same log-probs.
+"""The canary: after every weight sync, engine and trainer must give one known text the same
+log-probs.
 
-A transposed square weight, a missing bias, a sink that did not arrive or a tensor of the previous version passes every
-check of names and shapes and shows up here at once."""
+A transposed square weight, a missing bias, a sink that did not arrive or a tensor of the previous
+version passes every check of names and shapes and shows up here at once."""
 
 from typing import Protocol
 
@@ -9,7 +10,8 @@ from megatron_gptoss.packing import Sample
 from megatron_gptoss.user_error import UserError
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
-"""Largest mean |log-prob difference| by precision, in nats per token, where the configuration does not say."""
+"""Largest mean |log-prob difference| by precision, in nats per token, where the configuration does
+not say."""
 
 TEMPERATURE = 1.0
 """Of the scores that are compared; SGLang's servers know no other."""

@@ -1,4 +1,5 @@
-"""The end of a run: a Hugging Face checkpoint, and proof that it is the policy that was trained."""
+"""The end of a run: a Hugging Face checkpoint, and proof that it is the policy that was
+trained."""
 
 import tempfile
 from dataclasses import dataclass
@@ -47,10 +48,11 @@ def export_policy(
     *,
     tokenizer_source: Path | None = None,
 ) -> None:
-    """Write the trainer's weights, config.json, tokenizer and generation settings to ``directory``.
+    """Write the trainer's weights, config.json, tokenizer and generation settings to
+    ``directory``.
 
-    ``tokenizer_source``: a Hugging Face directory whose tokenizer is taken if the vocabulary is not
-    our own. A sample of what is on the disk is compared with the trainer's weights; raises
+    ``tokenizer_source``: a Hugging Face directory whose tokenizer is taken if the vocabulary is
+    not our own. A sample of what is on the disk is compared with the trainer's weights; raises
     ConversionError naming the tensor that differs."""
     with tempfile.TemporaryDirectory() as scratch:
         files = harmony.vocabulary.save(Path(scratch))
@@ -69,10 +71,11 @@ def export_policy(
 
 
 def greedy_agreement(trainer: Trainer, tasks: TaskSource, directory: Path, dtype: str) -> GreedyAgreement:
-    """Compare greedy answers of the export in ``directory`` with the trainer's on held-out prompts.
+    """Compare greedy answers of the export in ``directory`` with the trainer's on held-out
+    prompts.
 
-    transformers decodes. The trainer then says of every position which token it would have chosen: by induction its own
-    greedy answer is the same exactly if these are all equal."""
+    transformers decodes. The trainer then says of every position which token it would have chosen:
+    by induction its own greedy answer is the same exactly if these are all equal."""
     prompts = [tasks.prompt_ids(task) for task in tasks.held_out()[:COMPARED_PROMPTS]]
     samples = _decode_greedily(directory, dtype, prompts, list(tasks.harmony.stop_token_ids))
     chosen = trainer.greedy_tokens(samples)

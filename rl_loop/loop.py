@@ -4,7 +4,8 @@
         ^                                                                                         |
         +------------- v + 1 <- optimizer step, importance ratio 1 because sampled with v <-------+
 
-Everything random is derived from the seed and the step number, so a resumed run continues the same curve."""
+Everything random is derived from the seed and the step number, so a resumed run continues the same
+curve."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -89,7 +90,8 @@ class LoopSettings:
         return step % self.evaluate_every == 0
 
     def begins_next_step_ahead(self, step: int) -> bool:
-        """Whether the episodes of the next step are sampled while the trainer learns from those of this one."""
+        """Whether the episodes of the next step are sampled while the trainer learns from those of
+        this one."""
         return self.algorithm.max_staleness > 0 and step + 1 < self.steps
 
 
@@ -127,7 +129,8 @@ class RlLoop:
         )
 
     def train(self) -> int:
-        """Run all steps that are left. Returns the number of steps done in all, fewer than wanted if interrupted."""
+        """Run all steps that are left. Returns the number of steps done in all, fewer than wanted
+        if interrupted."""
         try:
             while self.state.step < self.settings.steps:
                 self.run_step(self.state.step)
@@ -145,8 +148,8 @@ class RlLoop:
         return self.state.step
 
     def run_step(self, step: int) -> None:
-        """Sync, collect, estimate, assign advantages, update, record. The trainer has weights ``step`` before and
-        ``step + 1`` afterwards."""
+        """Sync, collect, estimate, assign advantages, update, record. The trainer has weights
+        ``step`` before and ``step + 1`` afterwards."""
         record = self.recorder.begin_step(step)
 
         with record.timed("rollout"):
@@ -175,7 +178,8 @@ class RlLoop:
         self.record(record, rollouts, samples, updates)
 
     def sync_weights(self, version: int, metrics: StepMetrics) -> None:
-        """Bring the engines to the trainer's weights and make sure that both compute the same with them."""
+        """Bring the engines to the trainer's weights and make sure that both compute the same with
+        them."""
         self.rollouts.sync_weights(self.trainer, version)
         gap = check_canary(
             self.trainer,
@@ -194,28 +198,30 @@ class RlLoop:
     def first_task(self, step: int) -> int:
         """Return the position of the first training task of a step.
 
-        The state remembers it: dynamic sampling uses more or fewer tasks per step. Checkpoints from before that counted
-        all its rounds."""
+        The state remembers it: dynamic sampling uses more or fewer tasks per step. Checkpoints
+        from before that counted all its rounds."""
         if self.state.next_task is not None:
             return self.state.next_task
         return step * self.settings.rollout.tasks_per_step * self.algorithm.dynamic_sampling_rounds
 
     def add_estimates(self, samples: list[Sample]) -> list[Sample]:
-        """Return the samples with the critic's values and the reference policy's log-probs, if there are any."""
+        """Return the samples with the critic's values and the reference policy's log-probs, if
+        there are any."""
         if self.algorithm.critic is None and self.algorithm.kl is None:
             return samples
         return self.trainer.compute_values_and_reference_log_probs(samples).attach(samples)
 
     def measure_mismatch_without_replay(self, step: int, samples: list[Sample], metrics: StepMetrics) -> None:
-        """On steps with an evaluation, score the episodes with the experts that the trainer chooses itself: what
-        routing replay is good for."""
+        """On steps with an evaluation, score the episodes with the experts that the trainer
+        chooses itself: what routing replay is good for."""
         if self.algorithm.routing_replay == "none" or not self.settings.is_evaluated(step):
             return
         without_routes = [replace(sample, routed_experts=None) for sample in samples]
         add_mismatch_without_replay(metrics, samples, self.trainer.score(without_routes))
 
     def update(self, step: int, samples: list[Sample]) -> RlUpdates:
-        """Train on the samples. Engines that restart meanwhile wait for the weights that come of it."""
+        """Train on the samples. Engines that restart meanwhile wait for the weights that come of
+        it."""
         with self.rollouts.updating_weights(step + 1):
             return self.trainer.rl_step(samples, step)
 
@@ -225,7 +231,8 @@ class RlLoop:
         self.recorder.record_rl_step(record, rollouts, samples, updates)
 
     def evaluate(self) -> StepMetrics:
-        """Measure the policy as it is now on the held-out tasks, and write and return the result."""
+        """Measure the policy as it is now on the held-out tasks, and write and return the
+        result."""
         step = self.settings.steps
         record = self.recorder.begin_step(step)
         self.recorder.progress.phase("evaluate")

@@ -1,4 +1,5 @@
-"""Runs a configuration from start to export: ``run_sft`` and ``run_rl`` are what the ``gptoss`` commands call."""
+"""Runs a configuration from start to export: ``run_sft`` and ``run_rl`` are what the ``gptoss``
+commands call."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,13 @@ from rl_loop.session import (
 )
 from rl_loop.tracking.metrics import Name, StepMetrics
 from rl_loop.tracking.progress import ProgressFactory
-from rl_loop.tracking.run_directory import RunDirectory, Start, metric_curve, read_json, read_json_lines
+from rl_loop.tracking.run_directory import (
+    RunDirectory,
+    Start,
+    metric_curve,
+    read_json,
+    read_json_lines,
+)
 
 __all__ = ["Interrupted", "run_engine_report", "run_rl", "run_sft"]
 
@@ -64,7 +71,8 @@ def run_rl(
     overwrite: bool = False,
     resume_or_new: bool = False,
 ) -> Path:
-    """Train by on-policy reinforcement learning, evaluate and export. Returns the run directory; raises Interrupted."""
+    """Train by on-policy reinforcement learning, evaluate and export. Returns the run directory;
+    raises Interrupted."""
     how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     with Session(config, show, how) as session:
         assert session.rollouts is not None
@@ -90,8 +98,8 @@ def run_rl(
 
 
 def run_engine_report(config: RlConfig) -> str:
-    """Start engine and trainer of ``config`` and compare them on its held-out tasks. Raises CanaryError if they hold
-    two models."""
+    """Start engine and trainer of ``config`` and compare them on its held-out tasks. Raises
+    CanaryError if they hold two models."""
     from rl_loop.evaluation.engine_comparison import engine_report
 
     with ExitStack() as stack:
@@ -125,7 +133,8 @@ def _what_an_interrupt_left(config: RlConfig, session: Session, done: int) -> st
 
 
 def _export(config: RlConfig, session: Session) -> dict[str, int]:
-    """Write the Hugging Face checkpoint and compare it with the trainer. Returns what the summary says of that."""
+    """Write the Hugging Face checkpoint and compare it with the trainer. Returns what the summary
+    says of that."""
     from rl_loop.export import export_policy, greedy_agreement
 
     session.progress.phase("export")
@@ -165,7 +174,8 @@ def _summary(run: RunDirectory, steps: int, evaluation: StepMetrics) -> dict[str
 
 
 def _seconds_of_initial_run(config: RunConfig) -> float:
-    """Return the training time of the run that the initial weights come from, 0 if they come from elsewhere."""
+    """Return the training time of the run that the initial weights come from, 0 if they come from
+    elsewhere."""
     if config.initial_weights is None:
         return 0.0
     source = RunDirectory(config.initial_weights)

@@ -1,4 +1,5 @@
-"""Builds everything that a run consists of, and closes all of it again: on success, on an error and on an interrupt."""
+"""Builds everything that a run consists of, and closes all of it again: on success, on an error
+and on an interrupt."""
 
 import logging
 import shutil
@@ -25,7 +26,8 @@ from rl_loop.tracking.run_directory import (
     start_run,
 )
 
-# Whatever imports torch or Ray is imported where it is built: a mistake in a configuration is reported before.
+# Whatever imports torch or Ray is imported where it is built: a mistake in a configuration is
+# reported before.
 if TYPE_CHECKING:
     from rl_loop.loop import LoopSettings, RlLoop
     from rl_loop.rollout.pool import RolloutPool
@@ -41,7 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):
-    """The run was stopped on request. The message says what is saved, ``exit_status`` what the shell is to be told."""
+    """The run was stopped on request. The message says what is saved, ``exit_status`` what the
+    shell is to be told."""
 
     exit_status = 130
 
@@ -49,8 +52,9 @@ class Interrupted(Exception):
 class Session:
     """A training run between its start and its end, as a context.
 
-    Everything that is started is put on one stack, and the stack is unwound however the run ends. Nothing is written
-    before all of it is there. Leaving with an interrupt raises Interrupted, once everything is gone."""
+    Everything that is started is put on one stack, and the stack is unwound however the run ends.
+    Nothing is written before all of it is there. Leaving with an interrupt raises Interrupted,
+    once everything is gone."""
 
     tasks: "TaskSource"
     """What is trained on and measured."""
@@ -84,13 +88,17 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._stack.__exit__(kind, error, traceback)
         self._raise_if_interrupted(error)
 
     def _raise_if_interrupted(self, error: BaseException | None) -> None:
-        """Make Interrupted of a request to stop, now that everything that the run has started is gone."""
+        """Make Interrupted of a request to stop, now that everything that the run has started is
+        gone."""
         if isinstance(error, KeyboardInterrupt):
             message = f"stopped at once; {self.what_is_saved()}"
         elif isinstance(error, Interrupted):
@@ -101,7 +109,7 @@ class Session:
         stop.exit_status = self.interrupt.exit_status
         raise stop from None
 
-    # -- building -----------------------------------------------------------------------------------------------------
+    # -- building ---------------------------------------------------------------------------------
 
     def _open(self) -> None:
         config, how, stack = self._config, self._how, self._stack
@@ -128,7 +136,8 @@ class Session:
         self._start_recording(state)
 
     def _start_ray(self) -> None:
-        # Checkpoints that were being written when their writers were ended are deleted after Ray is gone.
+        # Checkpoints that were being written when their writers were ended are deleted after Ray
+        # is gone.
         self._stack.callback(self._delete_half_checkpoints)
         daemons = self._stack.enter_context(SeparateSessions())
         self._stack.enter_context(ray_session())
@@ -156,7 +165,8 @@ class Session:
         return RunState.from_checkpoint(saved)
 
     def _begin_directory(self, changes: list[Change], step: int) -> None:
-        """Write the run's configuration, now that it is sure to begin, and only now delete an earlier run."""
+        """Write the run's configuration, now that it is sure to begin, and only now delete an
+        earlier run."""
         config = self._config
         if self._how.may_resume:
             write_config(self.run, config, changes, step)
@@ -191,7 +201,7 @@ class Session:
         )
         self._stack.callback(self.interrupt.leave)
 
-    # -- stopping -----------------------------------------------------------------------------------------------------
+    # -- stopping ---------------------------------------------------------------------------------
 
     def finishing_steps(self) -> AbstractContextManager[None]:
         """Let the step under way end before a request to stop is heard."""
@@ -215,7 +225,7 @@ class Session:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
 
-# -- the parts, each from its sections of the configuration -----------------------------------------------------------
+# -- the parts, each from its sections of the configuration ---------------------------------------
 
 
 def build_tasks(config: RunConfig) -> "TaskSource":

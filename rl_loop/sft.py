@@ -33,7 +33,8 @@ def train_on_demonstrations(
     steps: int,
     sequences_per_step: int,
 ) -> int:
-    """Run all steps that are left. Returns the number of steps done in all, fewer than ``steps`` if interrupted."""
+    """Run all steps that are left. Returns the number of steps done in all, fewer than ``steps``
+    if interrupted."""
     state = checkpointer.state
     while state.step < steps:
         record = recorder.begin_step(state.step)

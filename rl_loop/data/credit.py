@@ -1,8 +1,10 @@
-"""Credit assignment: from the rewards of episodes to an advantage for every sampled token. Pure functions."""
+"""Credit assignment: from the rewards of episodes to an advantage for every sampled token. Pure
+functions."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +27,9 @@ def assign_advantages(
 ) -> list[Sample]:
     """Return the samples with advantages, and with returns where they have values.
 
-    ``groups`` hold the episodes of ``samples``, in order. ``max_response_tokens``: the most that an
-    episode can sample. A KL penalty in the reward is taken token by token where there is a critic,
-    in sum otherwise. Raises ValueError naming a task whose reward is not finite."""
+    ``groups`` hold the episodes of ``samples``, in order. ``max_response_tokens``: the most that
+    an episode can sample. A KL penalty in the reward is taken token by token where there is a
+    critic, in sum otherwise. Raises ValueError naming a task whose reward is not finite."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
         return []
@@ -60,11 +62,11 @@ def assign_advantages(
 
 
 def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
-    """Say whether the episodes of a task differ in what a group-relative ``config.advantage`` compares, and any of them
-    is trained on: what dynamic sampling keeps.
+    """Say whether the episodes of a task differ in what a group-relative ``config.advantage``
+    compares, and any of them is trained on: what dynamic sampling keeps.
 
-    That is the reward, and with gdpo every weighted part of it, without penalties on length and KL:
-    as in DAPO, these shape the advantages of a task but are no reason to train on it."""
+    That is the reward, and with gdpo every weighted part of it, without penalties on length and
+    KL: as in DAPO, these shape the advantages of a task but are no reason to train on it."""
     if all(trajectory.excluded or not trajectory.sampled_tokens for trajectory in group.trajectories):
         return False
 
@@ -75,7 +77,7 @@ def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
     return not all(advantages.are_equal(torch.tensor(column, dtype=torch.float64)) for column in columns)
 
 
-# -- rewards ----------------------------------------------------------------------------------------------------------
+# -- rewards --------------------------------------------------------------------------------------
 
 
 def _check_reward(trajectory: Trajectory) -> None:
@@ -90,7 +92,8 @@ def _check_reward(trajectory: Trajectory) -> None:
 def _length_penalties(
     trajectories: Sequence[Trajectory], config: AlgorithmConfig, max_response_tokens: int
 ) -> torch.Tensor:
-    """Compute DAPO's penalty on long responses, fp64 [episodes], between -1 and 0; 0 without ``overlong_buffer``."""
+    """Compute DAPO's penalty on long responses, fp64 [episodes], between -1 and 0; 0 without
+    ``overlong_buffer``."""
     penalties = torch.zeros(len(trajectories), dtype=torch.float64)
     if config.overlong_buffer is None:
         return penalties
@@ -104,7 +107,8 @@ def _length_penalties(
 def _reward_parts(
     trajectories: Sequence[Trajectory], length_penalties: torch.Tensor, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, list[float]]:
-    """Return what gdpo weighs, fp64 [episodes, parts], and the weight of each part. A penalty on length is one more."""
+    """Return what gdpo weighs, fp64 [episodes, parts], and the weight of each part. A penalty on
+    length is one more."""
     names = list(config.reward_weights)
     rows = [[trajectory.reward_parts.get(name, 0.0) for name in names] for trajectory in trajectories]
     parts = torch.tensor(rows, dtype=torch.float64).reshape(len(trajectories), len(names))
@@ -117,7 +121,8 @@ def _reward_parts(
 
 
 def _kl_penalties(sample: Sample, config: AlgorithmConfig) -> torch.Tensor:
-    """Compute what the reward of every sampled token loses to a KL penalty in the reward: fp64 [sampled tokens].
+    """Compute what the reward of every sampled token loses to a KL penalty in the reward: fp64
+    [sampled tokens].
 
     Tokens that are left out as stale lose nothing: they were sampled by another policy."""
     is_sampled = torch.tensor(sample.loss_mask) > 0
@@ -133,7 +138,7 @@ def _kl_penalties(sample: Sample, config: AlgorithmConfig) -> torch.Tensor:
     return torch.where(is_fresh, penalties, 0.0)
 
 
-# -- generalized advantage estimation ---------------------------------------------------------------------------------
+# -- generalized advantage estimation -------------------------------------------------------------
 
 
 def _assign_generalized_advantages(
@@ -142,7 +147,8 @@ def _assign_generalized_advantages(
     kl_penalties: Columns,
     config: AlgorithmConfig,
 ) -> list[Sample]:
-    # Rows of sampled tokens, filled up with zeros to the longest sample: the recursion runs over all of them at once.
+    # Rows of sampled tokens, filled up with zeros to the longest sample: the recursion runs over
+    # all of them at once.
     lengths = [len(penalty) for penalty in kl_penalties]
     shape = (len(samples), max(1, *lengths))
     token_rewards = torch.zeros(shape, dtype=torch.float64)
@@ -161,7 +167,7 @@ def _assign_generalized_advantages(
     return _attach(samples, _whiten_over_tokens(cut_estimates, config), cut_returns)
 
 
-# -- columns of samples -----------------------------------------------------------------------------------------------
+# -- columns of samples ---------------------------------------------------------------------------
 
 
 def _whiten_over_tokens(columns: Columns, config: AlgorithmConfig) -> Columns:
@@ -184,7 +190,7 @@ def _attach(samples: Sequence[Sample], advantage: Columns, returns: Columns | No
     return attached
 
 
-def _spread(column: torch.Tensor, sample: Sample) -> np.ndarray:
+def _spread(column: torch.Tensor, sample: Sample) -> Any:
     """Put the numbers of the loss tokens at their places: fp64 [tokens of the sample]."""
     is_trained = np.asarray(sample.loss_mask) > 0
     row = np.zeros(len(is_trained))

@@ -8,14 +8,15 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 
 class OffPolicyError(RuntimeError):
-    """Tokens of older weights are about to be trained on as if they were sampled with the current ones."""
+    """Tokens of older weights are about to be trained on as if they were sampled with the current
+    ones."""
 
 
 def to_samples(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, version: int) -> list[Sample]:
     """Make one sample of every trajectory, in order, without advantages.
 
-    ``version``: of the trainer's weights. Raises OffPolicyError if the configuration says on-policy
-    and a token was sampled with older weights."""
+    ``version``: of the trainer's weights. Raises OffPolicyError if the configuration says
+    on-policy and a token was sampled with older weights."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     return [_to_sample(trajectory, config, version) for trajectory in trajectories]
 
@@ -34,7 +35,8 @@ def _to_sample(trajectory: Trajectory, config: AlgorithmConfig, version: int) ->
     if replays_engine_routes and trajectory.routed_experts is None:
         raise ValueError(f"task {trajectory.task_id}: routing_replay R3, and the episode has no routes")
 
-    # An excluded episode stays in the batch, so that its group's mean counts it, but no token learns.
+    # An excluded episode stays in the batch, so that its group's mean counts it, but no token
+    # learns.
     mask = trajectory.loss_mask
     if trajectory.excluded:
         mask = [0] * len(trajectory)
@@ -48,8 +50,8 @@ def _to_sample(trajectory: Trajectory, config: AlgorithmConfig, version: int) ->
 
 
 def _staleness(trajectory: Trajectory, version: int) -> list[int]:
-    """How many versions older than ``version`` the weights were that sampled each token; GRAFTED where a token was not
-    sampled at its place, 0 where it was not sampled."""
+    """How many versions older than ``version`` the weights were that sampled each token; GRAFTED
+    where a token was not sampled at its place, 0 where it was not sampled."""
     staleness = [0] * len(trajectory)
     for span in trajectory.weight_versions:
         staleness[span.start : span.end] = [version - span.version] * (span.end - span.start)

@@ -1,5 +1,6 @@
-"""What ``gptoss doctor --engine`` prints: how an engine is set up, and how far its log-probs of held-out episodes are
-from the trainer's: with experts chosen freely and, if the algorithm replays routes, as the engine chose them."""
+"""What ``gptoss doctor --engine`` prints: how an engine is set up, and how far its log-probs of
+held-out episodes are from the trainer's: with experts chosen freely and, if the algorithm replays
+routes, as the engine chose them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,14 @@ from rl_loop.trainer.group import TrainerGroup
 POSITIONS = (0, 128, 512, 2048, 8192)
 """Where ranges of positions begin: GPT-OSS's window, then four times as far each."""
 
-SETTINGS = ("version", "attention_backend", "moe_runner_backend", "enable_deterministic_inference", "dtype", "tp_size")
+SETTINGS = (
+    "version",
+    "attention_backend",
+    "moe_runner_backend",
+    "enable_deterministic_inference",
+    "dtype",
+    "tp_size",
+)
 """What an engine is asked about itself."""
 
 QUANTILES = (0.5, 0.95, 0.99)
@@ -46,7 +54,8 @@ def engine_report(
     temperature: float,
     canary_tolerance: float,
 ) -> str:
-    """Compare a trainer and an engine that are ready, on held-out tasks. Raises CanaryError if they hold two models."""
+    """Compare a trainer and an engine that are ready, on held-out tasks. Raises CanaryError if
+    they hold two models."""
     rollouts.sync_weights(trainer, 0)
     lines = [f"{name}: {value}" for name, value in rollouts.engine_settings(SETTINGS).items()]
     canary = check_canary(trainer, rollouts, tasks.canary(), tolerance=canary_tolerance, version=0)
@@ -70,7 +79,8 @@ def engine_report(
 
 
 def gap_table(samples: Sequence[Sample], scores: Sequence[Sequence[float]], harmony: Harmony) -> list[str]:
-    """Format the distribution of |trainer's - engine's log-prob|, in nats, by position and class of token."""
+    """Format the distribution of |trainer's - engine's log-prob|, in nats, by position and class
+    of token."""
     tokens = _token_gaps(samples, scores, harmony)
     if not tokens:
         return ["no token was sampled"]
@@ -78,7 +88,10 @@ def gap_table(samples: Sequence[Sample], scores: Sequence[Sequence[float]], harm
     lines = [f"{'':26}{'tokens':>8}{'mean':>11}{'p50':>11}{'p95':>11}{'p99':>11}{'max':>11}"]
     lines += _row("all", tokens)
     for start, end in zip(POSITIONS, (*POSITIONS[1:], float("inf")), strict=True):
-        lines += _row(f"position {start} and on", [token for token in tokens if start <= token.position < end])
+        lines += _row(
+            f"position {start} and on",
+            [token for token in tokens if start <= token.position < end],
+        )
     for name in sorted({token.token_class for token in tokens}):
         lines += _row(name, [token for token in tokens if token.token_class == name])
     return lines

@@ -1,4 +1,5 @@
-"""Evaluation of a policy on held-out tasks: during training, and ``gptoss eval`` for any checkpoint or endpoint."""
+"""Evaluation of a policy on held-out tasks: during training, and ``gptoss eval`` for any
+checkpoint or endpoint."""
 
 import asyncio
 import json
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all weights by Hugging Face name, of a Hugging Face directory, a Megatron checkpoint or a run directory."""
+    """Yield all weights by Hugging Face name, of a Hugging Face directory, a Megatron checkpoint
+    or a run directory."""
     if (path / "config.json").exists():
         directory = HfDirectory(path)
         yield from ((name, directory.get(name)) for name in directory.names())
@@ -46,7 +48,8 @@ def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def evaluate(config: RlConfig, weights: Path | None, output: Path) -> list[dict[str, Any]]:
-    """Run ``evaluation.samples_per_task`` episodes of every held-out task and write them to ``output`` as records.
+    """Run ``evaluation.samples_per_task`` episodes of every held-out task and write them to
+    ``output`` as records.
 
     ``weights`` replace the configuration's ``initial_weights``. Returns the records. Raises
     ConversionError or EndpointError if there is nothing to evaluate."""

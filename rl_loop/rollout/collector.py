@@ -1,4 +1,5 @@
-"""Collects the episodes of each step: which tasks, with which seeds, with dynamic sampling, and ahead of training."""
+"""Collects the episodes of each step: which tasks, with which seeds, with dynamic sampling, and
+ahead of training."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,7 +49,8 @@ class PlacedGroup:
 class RolloutCollector:
     """Runs the episodes that a step trains on, and beside them those of its evaluation.
 
-    Everything random comes from ``seed`` and the number of the step, so a resumed run goes on as it would have."""
+    Everything random comes from ``seed`` and the number of the step, so a resumed run goes on as
+    it would have."""
 
     def __init__(
         self,
@@ -60,7 +62,8 @@ class RolloutCollector:
         seed: int,
         abandon: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``abandon`` says that nobody wants the episodes any more; RolloutsAbandoned is raised then."""
+        """``abandon`` says that nobody wants the episodes any more; RolloutsAbandoned is raised
+        then."""
         self._runner = runner
         self._tasks = tasks
         self._rollout = rollout
@@ -71,14 +74,15 @@ class RolloutCollector:
         self._prefetched: Future[RolloutBatch] | None = None
         self._is_closed = False
 
-    # -- ahead of training --------------------------------------------------------------------------------------------
+    # -- ahead of training ------------------------------------------------------------------------
 
     def prefetch(self, step: int, first_task: int) -> None:
         """Begin the episodes of a later step; the next ``collect`` returns them."""
         self._prefetched = self._thread.submit(self._collect_now, step, first_task, ())
 
     def finish_prefetch(self) -> None:
-        """Wait for the episodes that were begun ahead, so that the engines can take other weights."""
+        """Wait for the episodes that were begun ahead, so that the engines can take other
+        weights."""
         if self._prefetched is not None:
             self._prefetched.result()
 
@@ -87,10 +91,11 @@ class RolloutCollector:
         self._is_closed = True
         self._thread.shutdown()
 
-    # -- collecting ---------------------------------------------------------------------------------------------------
+    # -- collecting -------------------------------------------------------------------------------
 
     def collect(self, step: int, first_task: int, held_out: Sequence[GroupRequest] = ()) -> RolloutBatch:
-        """Return the episodes of one training step, on tasks from position ``first_task`` on, and of ``held_out``."""
+        """Return the episodes of one training step, on tasks from position ``first_task`` on, and
+        of ``held_out``."""
         if self._prefetched is None:
             return self._collect_now(step, first_task, held_out)
 
@@ -103,10 +108,10 @@ class RolloutCollector:
     def _collect_now(self, step: int, first_task: int, held_out: Sequence[GroupRequest]) -> RolloutBatch:
         """Run rounds of ``tasks_per_step`` tasks until enough groups have a signal.
 
-        Without dynamic sampling there is one round, and every group counts. With it, groups without
-        signal make room for those of further tasks; what is still missing after the last round is
-        filled up with them. Every task is used in its turn: one whose episodes were not needed,
-        because enough came before it, is the first of the next step, with new episodes."""
+        Without dynamic sampling there is one round, and every group counts. With it, groups
+        without signal make room for those of further tasks; what is still missing after the last
+        round is filled up with them. Every task is used in its turn: one whose episodes were not
+        needed, because enough came before it, is the first of the next step, with new episodes."""
         rounds = self._algorithm.dynamic_sampling_rounds
         count = self._rollout.tasks_per_step
         evaluated: list[TrajectoryGroup] = []
@@ -116,7 +121,8 @@ class RolloutCollector:
         for number in range(rounds):
             requests = self.requests(step * rounds + number, next_task)
             if number == 0:
-                # Held-out episodes run among those of the step, so that no worker waits for the last of them.
+                # Held-out episodes run among those of the step, so that no worker waits for the
+                # last of them.
                 groups = self._run([*held_out, *requests])
                 evaluated = groups[: len(held_out)]
                 groups = groups[len(held_out) :]

@@ -1,4 +1,5 @@
-"""Records the steps of a run: metrics, whole episodes for the report, drift, and a warning if nothing is learned."""
+"""Records the steps of a run: metrics, whole episodes for the report, drift, and a warning if
+nothing is learned."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,12 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.harmony.codec import Harmony
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.progress import Progress
-from rl_loop.tracking.run_directory import RunDirectory, episode_record, metric_curve, read_json_lines
+from rl_loop.tracking.run_directory import (
+    RunDirectory,
+    episode_record,
+    metric_curve,
+    read_json_lines,
+)
 from rl_loop.tracking.signal_watch import SignalWatch
 from rl_loop.tracking.step_metrics import (
     add_held_out_metrics,
@@ -35,14 +41,16 @@ class StepRecord:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Show ``phase`` to the user and add the seconds that the block takes to ``seconds/PHASE``."""
+        """Show ``phase`` to the user and add the seconds that the block takes to
+        ``seconds/PHASE``."""
         self._progress.phase(phase)
         began = time.monotonic()
         yield
         self.metrics.add(f"seconds/{phase}", time.monotonic() - began, "sum", "phases")
 
     def add_speed(self, tokens: int) -> None:
-        """Add the step's wall time until now, and the tokens that it sampled and trained per second."""
+        """Add the step's wall time until now, and the tokens that it sampled and trained per
+        second."""
         seconds = time.monotonic() - self._began
         self.metrics.add(Name.STEP_SECONDS, seconds, "last")
         self.metrics.add(Name.TOKENS_PER_SECOND, tokens / seconds, "last")
@@ -72,9 +80,14 @@ class StepRecorder:
         return StepRecord(step, self.progress)
 
     def record_rl_step(
-        self, record: StepRecord, rollouts: RolloutBatch, samples: Sequence[Sample], updates: RlUpdates
+        self,
+        record: StepRecord,
+        rollouts: RolloutBatch,
+        samples: Sequence[Sample],
+        updates: RlUpdates,
     ) -> None:
-        """Write a finished step of reinforcement learning. ``samples``: of ``rollouts.train``, with advantages."""
+        """Write a finished step of reinforcement learning. ``samples``: of ``rollouts.train``,
+        with advantages."""
         metrics = record.metrics
         metrics.add("rollout/staleness_max", max_staleness(samples), "max", "tokens")
         if rollouts.replaced is not None:
@@ -115,7 +128,8 @@ class StepRecorder:
         self.run.append_episodes([episode_record(episode, decode, step=step, split=split) for episode in kept])
 
     def _add_drift(self, metrics: StepMetrics) -> None:
-        """Add the mismatch of engine and trainer as a multiple of what it was in the first steps of the run."""
+        """Add the mismatch of engine and trainer as a multiple of what it was in the first steps
+        of the run."""
         gap = metrics.values().get(Name.LOGPROB_GAP)
         if gap is None:  # the critic is warming up
             return

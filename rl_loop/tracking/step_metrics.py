@@ -21,7 +21,7 @@ SPEEDS = ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu")
 """Fields of StepStatistics that are None where nothing was measured."""
 
 
-# -- episodes ---------------------------------------------------------------------------------------------------------
+# -- episodes -------------------------------------------------------------------------------------
 
 
 def outcome_sums(episodes: Sequence[Trajectory]) -> dict[str, float]:
@@ -72,7 +72,8 @@ def add_held_out_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]
 
 
 def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], prefix: str) -> None:
-    """Add how many episodes infrastructure failures ended, by what failed, and how many tasks could not be run."""
+    """Add how many episodes infrastructure failures ended, by what failed, and how many tasks
+    could not be run."""
     invalid = [episode.invalid for group in groups for episode in group.invalid]
     episodes = len(invalid) + sum(len(group.trajectories) for group in groups)
     for component in COMPONENTS:
@@ -84,7 +85,8 @@ def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], p
 
 
 def add_signal_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], samples: Sequence[Sample]) -> None:
-    """Add in how many groups no token that is trained on has an advantage: nothing is learned from them.
+    """Add in how many groups no token that is trained on has an advantage: nothing is learned from
+    them.
 
     ``samples``: of the groups' episodes, in order, with advantages."""
     remaining = iter(samples)
@@ -113,7 +115,7 @@ def add_mismatch_without_replay(
         metrics.add_mean("routing/kl_k3_without_replay", float(k3.sum()), int(is_sampled.sum()), "tokens")
 
 
-# -- updates ----------------------------------------------------------------------------------------------------------
+# -- updates --------------------------------------------------------------------------------------
 
 
 def add_update_metrics(metrics: StepMetrics, updates: RlUpdates) -> None:

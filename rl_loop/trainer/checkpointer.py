@@ -17,7 +17,8 @@ class RunState:
     seconds: float = 0.0
     """Wall time that they took, earlier attempts included."""
     next_task: int | None = None
-    """Position of the first training task that is still to be used; None in checkpoints that do not know it."""
+    """Position of the first training task that is still to be used; None in checkpoints that do
+    not know it."""
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any] | None) -> "RunState":
@@ -52,8 +53,8 @@ class Checkpointer:
         stop_requested: Callable[[], bool] = lambda: False,
         on_save: Callable[[], None] = lambda: None,
     ) -> None:
-        """``state``: of the checkpoint that the run goes on from. ``stop_requested``: whether the run is to end with
-        the step under way. ``on_save`` is called when a checkpoint begins."""
+        """``state``: of the checkpoint that the run goes on from. ``stop_requested``: whether the
+        run is to end with the step under way. ``on_save`` is called when a checkpoint begins."""
         self._trainer = trainer
         self._training = training
         self._stop_requested = stop_requested
@@ -77,7 +78,8 @@ class Checkpointer:
         return is_last
 
     def save_finished_steps(self) -> None:
-        """Save what this attempt has done so far and wait for it; the step under way has changed nothing yet."""
+        """Save what this attempt has done so far and wait for it; the step under way has changed
+        nothing yet."""
         if self.state.step > self._first_step:
             self._save(block=True)
 

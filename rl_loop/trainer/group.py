@@ -12,7 +12,13 @@ from ray.exceptions import RayActorError, RayTaskError
 from megatron_gptoss.packing import Sample
 from megatron_gptoss.trainer import StepStatistics
 from megatron_gptoss.user_error import UserError
-from rl_loop.cluster.placement import TRAINER_RANK, has_placement, master_address, outlive_sigterm, placement_options
+from rl_loop.cluster.placement import (
+    TRAINER_RANK,
+    has_placement,
+    master_address,
+    outlive_sigterm,
+    placement_options,
+)
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.engines.backend import WeightSender
 from rl_loop.logs import with_logging
@@ -22,11 +28,13 @@ from rl_loop.trainer.worker import TrainerWorker
 
 
 class RankDied(UserError, RuntimeError):
-    """The process of a trainer rank is gone; the message names rank, host and what Ray knows of the reason."""
+    """The process of a trainer rank is gone; the message names rank, host and what Ray knows of
+    the reason."""
 
 
 class TrainerProcess(TrainerWorker):
-    """A rank that answers as soon as its process runs; ``start``, which is collective, makes a TrainerWorker of it."""
+    """A rank that answers as soon as its process runs; ``start``, which is collective, makes a
+    TrainerWorker of it."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
@@ -80,7 +88,8 @@ class TrainerGroup:
     def _join(self, calls: list[Any]) -> list[Any]:
         """Return all results, or raise the error of the rank that failed first.
 
-        A death is the reason of its neighbours' errors: it is told even if one of them was faster."""
+        A death is the reason of its neighbours' errors: it is told even if one of them was
+        faster."""
         failures: dict[int, Exception] = {}
         waiting = list(calls)
         while waiting:

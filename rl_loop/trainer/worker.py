@@ -1,4 +1,5 @@
-"""One trainer rank: everything that touches Megatron. A plain class, of which ``trainer.group`` makes Ray actors."""
+"""One trainer rank: everything that touches Megatron. A plain class, of which ``trainer.group``
+makes Ray actors."""
 
 import gc
 from collections.abc import Sequence
@@ -37,7 +38,8 @@ class TrainerWorker:
     """Every method is collective: the driver calls it on all ranks with the same arguments."""
 
     def __init__(self, settings: TrainerSettings, rank: int, master: str, port: int, threads: int) -> None:
-        """``master``, ``port``: where rank 0 gathers the process group. ``threads``: of torch in this process."""
+        """``master``, ``port``: where rank 0 gathers the process group. ``threads``: of torch in
+        this process."""
         torch.set_num_threads(threads)
         self.settings = settings
         self.algorithm = settings.algorithm
@@ -90,10 +92,11 @@ class TrainerWorker:
         writers.append((CheckpointWriter(self.run.checkpoints, keep), self.trainer))
         return writers
 
-    # -- training -----------------------------------------------------------------------------------------------------
+    # -- training ---------------------------------------------------------------------------------
 
     def sft_step(self, samples: list[Sample], step: int) -> StepStatistics:
-        """Take one optimizer step on demonstrations. Raises ValueError if they have no token to learn from."""
+        """Take one optimizer step on demonstrations. Raises ValueError if they have no token to
+        learn from."""
         tokens = _loss_tokens(samples)
         if tokens == 0:
             raise ValueError(f"none of the {len(samples)} samples has a token to learn from")
@@ -106,7 +109,8 @@ class TrainerWorker:
         return TokenEstimates(values=values, reference_log_probs=reference)
 
     def rl_step(self, samples: list[Sample], step: int) -> RlUpdates:
-        """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy on one batch of episodes."""
+        """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy on one
+        batch of episodes."""
         samples = self._with_old_log_probs(samples)
         critic_only_steps = self.algorithm.critic.warmup_steps if self.algorithm.critic else 0
 
@@ -124,7 +128,8 @@ class TrainerWorker:
         return updates
 
     def _with_old_log_probs(self, samples: list[Sample]) -> list[Sample]:
-        """Return the samples with the denominators of their importance ratios, if the algorithm needs any.
+        """Return the samples with the denominators of their importance ratios, if the algorithm
+        needs any.
 
         They cost a forward pass only with ``old_log_probs: forward``."""
         source = self.algorithm.old_log_probs_from
@@ -161,9 +166,15 @@ class TrainerWorker:
         return self._update(self.trainer, mini_batch, objective, step, first_step)
 
     def _update(
-        self, trainer: PolicyTrainer, samples: list[Sample], loss: LossFunction, step: int, first_step: int = 0
+        self,
+        trainer: PolicyTrainer,
+        samples: list[Sample],
+        loss: LossFunction,
+        step: int,
+        first_step: int = 0,
     ) -> StepStatistics:
-        """Take one optimizer step. ``first_step``: where the learning-rate schedule of ``trainer`` begins."""
+        """Take one optimizer step. ``first_step``: where the learning-rate schedule of ``trainer``
+        begins."""
         # A checkpoint that is being written must have left the weights before they change.
         for writer, _ in self._saved:
             writer.finish(block=False)
@@ -175,20 +186,22 @@ class TrainerWorker:
         exempt_from_collection()
         return statistics
 
-    # -- scores -------------------------------------------------------------------------------------------------------
+    # -- scores -----------------------------------------------------------------------------------
 
     def score(self, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:
         """Compute the log-prob of each token of each sample, in nats, 0.0 for the first token."""
         return self._score_with(self.trainer, samples, temperature)
 
     def greedy_tokens(self, samples: list[Sample]) -> list[list[int]]:
-        """Compute, per sample, the token that greedy decoding would have put in each place, 0 for the first."""
+        """Compute, per sample, the token that greedy decoding would have put in each place, 0 for
+        the first."""
         batches = self._pack(samples)
         rows = self._merge_ranks(self.trainer.greedy_tokens(batches), batches, len(samples))
         return [[int(token) for token in row] for row in rows]
 
     def route_agreement(self) -> dict[str, float]:
-        """Return ``RoutingReplay.agreement`` of all routes replayed since the last update or call."""
+        """Return ``RoutingReplay.agreement`` of all routes replayed since the last update or
+        call."""
         assert self.trainer.replay is not None
         return self.trainer.replay.agreement()
 
@@ -199,12 +212,13 @@ class TrainerWorker:
         return self._merge_ranks(rows, batches, len(samples))
 
     def _recorded_routes(self, replay: RoutingReplay, samples: list[Sample]) -> list[np.ndarray]:
-        """Return what the routers chose in the forward pass over ``samples``: per sample int16 [len - 1, layers,
-        top_k]."""
+        """Return what the routers chose in the forward pass over ``samples``: per sample int16
+        [len - 1, layers, top_k]."""
         batches = self._pack(samples)
         routes = replay.recorded()
 
-        # With context parallelism, tokens lie in the order of the ranks; bring them back into that of the row.
+        # With context parallelism, tokens lie in the order of the ranks; bring them back into that
+        # of the row.
         ranks = parallel_state.get_context_parallel_world_size()
         if ranks > 1:
             for i, batch in enumerate(batches):
@@ -230,7 +244,8 @@ class TrainerWorker:
 
     @staticmethod
     def _merge_ranks(values: list[torch.Tensor], batches: Sequence[PackedBatch], count: int) -> list[list[float]]:
-        """Gather per-token values of all ranks' micro-batches and return them by sample, 0 to ``count`` - 1."""
+        """Gather per-token values of all ranks' micro-batches and return them by sample, 0 to
+        ``count`` - 1."""
         local: dict[int, list[float]] = {}
         for row, batch in zip(values, batches, strict=True):
             local |= unpack(row, batch)
@@ -242,7 +257,7 @@ class TrainerWorker:
             merged |= rows
         return [merged[i] for i in range(count)]
 
-    # -- weights and checkpoints --------------------------------------------------------------------------------------
+    # -- weights and checkpoints ------------------------------------------------------------------
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         """Return all weights by Hugging Face name on rank 0, None elsewhere."""
@@ -251,8 +266,8 @@ class TrainerWorker:
         return named if dist.get_rank() == 0 else None
 
     def send_weights(self, sender: WeightSender) -> None:
-        """Let ``sender`` send all weights from rank 0, which gets the other ranks' parts from them. Raises what the
-        sender raises, on rank 0."""
+        """Let ``sender`` send all weights from rank 0, which gets the other ranks' parts from
+        them. Raises what the sender raises, on rank 0."""
         dtype = getattr(torch, self.settings.dtype)
         gather_parameters(self.trainer.model)
         exported = export_hf_weights(self.model, self.settings.model, transposed=sender.transposed)
@@ -266,7 +281,8 @@ class TrainerWorker:
                 pass
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
-        """Begin a checkpoint; it is complete on return if ``block``, else at the beginning of a later update."""
+        """Begin a checkpoint; it is complete on return if ``block``, else at the beginning of a
+        later update."""
         for writer, trainer in self._saved:
             writer.start(trainer, step, state)
         if block:
