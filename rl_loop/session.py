@@ -18,13 +18,12 @@ from rl_loop.lifecycle.start_checks import check_what_a_run_needs
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.progress import Progress, ProgressFactory
 from rl_loop.tracking.run_directory import (
-    LEASE_SECONDS,
     RunDirectory,
     Start,
     check_start,
-    locked_run,
     start_run,
 )
+from rl_loop.tracking.run_lock import LEASE_SECONDS, locked_run
 
 # Whatever imports torch or Ray is imported where it is built: a mistake in a configuration is
 # reported before.

@@ -10,11 +10,11 @@ from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch
 from rl_loop.data.samples import max_staleness
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.harmony.codec import Harmony
+from rl_loop.tracking.episode_record import episode_record
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.progress import Progress
 from rl_loop.tracking.run_directory import (
     RunDirectory,
-    episode_record,
     metric_curve,
     read_json_lines,
 )

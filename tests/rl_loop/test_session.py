@@ -17,7 +17,8 @@ import ray
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.run import Interrupted, run_rl
-from rl_loop.tracking.run_directory import locked_run, read_json_lines
+from rl_loop.tracking.run_directory import read_json_lines
+from rl_loop.tracking.run_lock import locked_run
 from tests.leftover_processes import RUN, leftovers
 from tests.rl_loop.test_loop_on_ray import RL, Quiet
 from tests.waiting import wait_until
