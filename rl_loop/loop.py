@@ -152,16 +152,22 @@ class RlLoop:
         ``step`` before and ``step + 1`` afterwards."""
         record = self.recorder.begin_step(step)
 
+        # Episodes that were begun one step ahead end first: a sync would abort them half-way.
         with record.timed("rollout"):
             self.collector.finish_prefetch()
         with record.timed("sync"):
             self.sync_weights(step, record.metrics)
         with record.timed("rollout"):
             rollouts = self.collect(step)
+
+        # From here on the engines sample the next step's episodes, with weights that will be one
+        # version old when they are trained on; or they make room for the trainer.
         if self.settings.begins_next_step_ahead(step):
             self.collector.prefetch(step + 1, rollouts.next_task)
         self.rollouts.pause()
 
+        # On-policy: a token of other weights than ``step`` raises OffPolicyError unless the
+        # configuration allows it.
         with record.timed("prepare"):
             samples = to_samples(rollouts.train, self.algorithm, version=step)
         with record.timed("estimate"):
@@ -174,6 +180,7 @@ class RlLoop:
         with record.timed("train"):
             updates = self.update(step, samples)
 
+        # Only now: an interrupted step begins anew with the same tasks.
         self.state.next_task = rollouts.next_task
         self.record(record, rollouts, samples, updates)
 

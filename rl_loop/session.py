@@ -149,6 +149,7 @@ class Session:
         self.trainer = build_trainer(config)
         self._stack.callback(self.trainer.close)
 
+        # While the ranks load their weights, the rollout workers start.
         self.rollouts = None
         if isinstance(config, RlConfig):
             if config.rollout.engine.shares_trainer_gpus:
@@ -160,6 +161,7 @@ class Session:
     def _load_state(self) -> "RunState":
         from rl_loop.trainer.checkpointer import RunState
 
+        # A resumed run may find no checkpoint: it was stopped before its first one.
         saved = self.trainer.resume() if self._how.may_resume else None
         return RunState.from_checkpoint(saved)
 

@@ -93,6 +93,7 @@ async def _run_at_endpoint(config: RlConfig, url: str, requests: Sequence[GroupR
     engine = CompletionsEngine(url, settings.endpoint_model, settings.concurrency)
     worker = RolloutWorker(worker_settings(config), lambda: engine, torch.get_num_threads())
     breaker = InfrastructureBreaker(config.rollout.max_invalid_share, config.rollout.max_invalid_streak)
+    # The endpoint takes so many episodes at a time, and a task brings several.
     slots = asyncio.Semaphore(max(1, settings.concurrency // settings.samples_per_task))
 
     async def run(request: GroupRequest) -> TrajectoryGroup:

@@ -136,6 +136,7 @@ class RolloutCollector:
             if len(with_signal) >= count:
                 break
 
+        # The position after the last task that was used: tasks behind it come again in the next step.
         chosen = (with_signal + silent)[:count]
         if len(with_signal) >= count:
             next_task = chosen[-1].position + 1
@@ -155,6 +156,7 @@ class RolloutCollector:
         tasks = self._tasks.train(first_task, self._rollout.tasks_per_step)
         requests = []
         for position, task in enumerate(tasks):
+            # Blocks, positions and samples each have room of their own, so no two seeds are equal.
             base = ((self._seed * 1_000_003 + block) * 1_000_003 + position) * 1_000
             seeds = tuple(range(base, base + self._rollout.samples_per_task))
             requests.append(GroupRequest(task, seeds, self._rollout.temperature, purify=True))

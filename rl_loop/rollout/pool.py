@@ -155,6 +155,7 @@ class RolloutPool:
             worker = number % len(self._workers)
             running[self._submit(worker, request)] = Assignment(number, worker)
 
+        # One at a time, so that a dead worker is noticed before the others have finished.
         while running:
             finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
             if abandon():
@@ -173,6 +174,7 @@ class RolloutPool:
             self._counters.count(assignment.worker, group)
             breaker.observe(group)
 
+        # The share counts over all episodes: the first few may all have met the same bad moment.
         breaker.check_share()
         groups = [results[number] for number in range(len(requests))]
         if groups and all(group.skipped is not None for group in groups):
@@ -261,6 +263,7 @@ class RolloutPool:
             self.backend.close()
 
     def _close_workers(self) -> None:
+        # A worker that is still starting would answer only when its imports are done.
         if self._has_started:
             closing = [worker.close.remote() for worker in self._workers]
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)

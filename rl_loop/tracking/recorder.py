@@ -134,6 +134,7 @@ class StepRecorder:
         if gap is None:  # the critic is warming up
             return
 
+        # The first steps are compared with the mean of those before them, themselves included.
         if len(self._first_gaps) < DRIFT_STEPS:
             self._first_gaps.append(gap)
         before = sum(self._first_gaps) / len(self._first_gaps)

@@ -72,6 +72,7 @@ class Checkpointer:
     def end_step(self) -> bool:
         """Count a finished step and save it where due. Returns whether the run ends with it."""
         self.state.step += 1
+        # The last checkpoint must be complete before the processes that write it are ended.
         is_last = self._stop_requested() or self.state.step == self._training.steps
         if is_last or self.state.step % self._training.checkpoint_every == 0:
             self._save(block=is_last)

@@ -81,7 +81,8 @@ class TrainerGroup:
         self._join(self._loaded)
 
     def _all(self, method: str, *arguments: Any) -> Any:
-        with self._asking:  # what is asked is collective: every rank must hear two threads in the same order
+        # What is asked is collective: every rank must hear two threads in the same order.
+        with self._asking:
             calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
         return self._join(calls)[0]
 
@@ -92,6 +93,7 @@ class TrainerGroup:
         faster."""
         failures: dict[int, Exception] = {}
         waiting = list(calls)
+        # After a first failure wait a little longer: a death may explain it.
         while waiting:
             ended, waiting = ray.wait(waiting, num_returns=1, timeout=2 if failures else None)
             if not ended:

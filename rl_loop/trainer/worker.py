@@ -111,11 +111,13 @@ class TrainerWorker:
     def rl_step(self, samples: list[Sample], step: int) -> RlUpdates:
         """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy on one
         batch of episodes."""
+        # Before the first update, with the weights that the whole batch is compared with.
         samples = self._with_old_log_probs(samples)
         critic_only_steps = self.algorithm.critic.warmup_steps if self.algorithm.critic else 0
 
         updates = RlUpdates()
         for number in range(self.algorithm.mini_batches):
+            # Every n-th sample, so that the samples of one task are spread over the mini-batches.
             mini_batch = samples[number :: self.algorithm.mini_batches]
             if _loss_tokens(mini_batch) == 0:
                 # Every episode may be masked, and there is no mean over no tokens.
@@ -261,6 +263,7 @@ class TrainerWorker:
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         """Return all weights by Hugging Face name on rank 0, None elsewhere."""
+        # The distributed optimizer leaves each rank with its share of the new weights.
         gather_parameters(self.trainer.model)
         named = {name: tensor.detach().clone() for name, tensor in export_hf_weights(self.model, self.settings.model)}
         return named if dist.get_rank() == 0 else None
