@@ -47,7 +47,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.embedded.engine import TransformersEngine
-from rl_loop.session import build_tasks
+from rl_loop.session import build_tasks, trainer_settings
 from rl_loop.tracking.run_directory import metric_curve, read_json_lines
 from rl_loop.trainer.worker import TrainerWorker
 
@@ -187,7 +187,7 @@ def supervised_start(directory: Path, overrides: list[str]) -> None:
     write_initial(untrained, 2.0, config.model)
 
     source = build_tasks(config)
-    trainer = TrainerWorker(config, 0, "127.0.0.1", 0, torch.get_num_threads())
+    trainer = TrainerWorker(trainer_settings(config), 0, "127.0.0.1", 0, torch.get_num_threads())
     count = config.sequences_per_step
     for step in range(config.training.steps):
         samples = source.demonstrations(step * count, count, config.demonstrations)

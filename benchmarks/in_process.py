@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from megatron_gptoss import distributed
+from rl_loop.ablations.engine_weights import engine_faults
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig
 from rl_loop.data.trajectory import TrajectoryGroup
@@ -15,14 +16,14 @@ from rl_loop.engines.backend import WeightSource
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.protocol import RolloutEngine
-from rl_loop.lifecycle.interrupt import Interrupt
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.pool import GroupRequest
 from rl_loop.rollout.worker import RolloutWorker
-from rl_loop.run import Session
-from rl_loop.session import build_tasks, worker_settings
+from rl_loop.session import build_tasks, loop_settings, trainer_settings, worker_settings
 from rl_loop.tracking.metrics import MetricsWriter
+from rl_loop.tracking.recorder import StepRecorder
 from rl_loop.tracking.run_directory import Start, start_run
+from rl_loop.trainer.checkpointer import Checkpointer, RunState
 from rl_loop.trainer.worker import TrainerWorker
 
 
@@ -31,6 +32,7 @@ class LocalRollouts:
 
     def __init__(self, config: RlConfig, engine: RolloutEngine | None = None) -> None:
         self._loop = asyncio.new_event_loop()
+        self.alter_weights: Callable[[WeightSource, int], WeightSource] | None = None
         settings = worker_settings(config)
         engine_config = config.rollout.engine
         if engine is None:
@@ -43,6 +45,8 @@ class LocalRollouts:
         return self._loop.run_until_complete(work)
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
+        if self.alter_weights is not None:
+            source = self.alter_weights(source, version)
         self._do(self._worker.sync_weights(source.weights(), version))
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
@@ -56,6 +60,8 @@ class LocalRollouts:
             return list(await asyncio.gather(*groups))
 
         return self._do(all_groups())
+
+    def compare_weights(self) -> None: ...
 
     def pause(self) -> None: ...
 
@@ -79,19 +85,27 @@ class Silent:
 
 @contextmanager
 def local_loop(config: RlConfig, rollouts: LocalRollouts | None = None, resume: bool = False) -> Iterator[RlLoop]:
-    """A loop over one trainer rank and one rollout worker, or over ``rollouts`` of the same model."""
-    run = start_run(config.directory, dump_config(config), Start.RESUME if resume else Start.OVERWRITE)
-    trainer: Any = TrainerWorker(config, 0, "127.0.0.1", 0, torch.get_num_threads())
-    own: Any = rollouts or LocalRollouts(config)
-    state = (trainer.resume() if resume else None) or {"step": 0, "seconds": 0.0}
-    writer = MetricsWriter(run, state["step"] - 1 if resume else None)
-    try:
-        yield RlLoop(
-            config,
-            Session(config.training, run, build_tasks(config), trainer, own, writer, Silent(), Interrupt(), state),
-        )
-    finally:
-        writer.close()
+    """Build a loop over one trainer rank and one rollout worker, or over ``rollouts`` of the same model."""
+    with ExitStack() as stack:
+        start = Start.RESUME if resume else Start.OVERWRITE
+        run = start_run(config.directory, dump_config(config), start)
+        trainer: Any = TrainerWorker(trainer_settings(config), 0, "127.0.0.1", 0, torch.get_num_threads())
+        stack.callback(distributed.shutdown)
         if rollouts is None:
-            own.close()
-        distributed.shutdown()
+            rollouts = LocalRollouts(config)
+            stack.callback(rollouts.close)
+        rollouts.alter_weights = engine_faults(config.ablation, config.seed)
+
+        state = RunState.from_checkpoint(trainer.resume() if resume else None)
+        writer = MetricsWriter(run, state.step - 1 if resume else None)
+        stack.callback(writer.close)
+        tasks = build_tasks(config)
+        recorder = StepRecorder(run, writer, Silent(), tasks.harmony, config.training.episodes_in_report)
+        yield RlLoop(
+            loop_settings(config),
+            trainer=trainer,
+            rollouts=rollouts,
+            tasks=tasks,
+            recorder=recorder,
+            checkpointer=Checkpointer(trainer, state, config.training),
+        )

@@ -271,9 +271,9 @@ def doctor(
     """Check that this machine has everything a run needs, and say what to do where it does not."""
     if engine is not None:
         config = load_config(engine, RlConfig, overrides)
-        from rl_loop.evaluation.engine_comparison import engine_report
+        from rl_loop.run import run_engine_report
 
-        print(engine_report(config))
+        print(run_engine_report(config))
         return
     from launch.doctor import print_doctor
 

@@ -1,35 +1,67 @@
-"""The end of a run: a Hugging Face checkpoint, and proof that it is the policy that was trained."""
+"""The end of a run: a Hugging Face checkpoint, and proof that it is the policy that was
+trained."""
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from converters.hf_directory import tokenizer_and_generation, write_hf_directory
 from converters.read_back import check_weights
+from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.packing import Sample
-from rl_loop.config.run import RunConfig
 from rl_loop.harmony.codec import Harmony
 from rl_loop.tasks.source import TaskSource
-from rl_loop.trainer.group import TrainerGroup
 
 COMPARED_PROMPTS = 32
+"""Held-out prompts that export and trainer both answer."""
+
 COMPARED_TOKENS = 64
+"""Length of an answer."""
 
 
-def export_policy(trainer: TrainerGroup, harmony: Harmony, config: RunConfig, directory: Path) -> None:
-    """Write the trainer's weights, config.json, tokenizer and generation settings to ``directory``, and compare a
-    sample of what is on the disk with the trainer's. Raises ConversionError naming the tensor that differs."""
-    source = config.initial_weights
+class Trainer(Protocol):
+    """Has the policy: a TrainerGroup."""
+
+    def weights(self) -> dict[str, torch.Tensor]: ...
+
+    def greedy_tokens(self, samples: list[Sample]) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True)
+class GreedyAgreement:
+    """How many greedy answers of the export are the trainer's."""
+
+    equal: int
+    """Answers that are equal, token for token."""
+    compared: int
+    """All answers that were compared."""
+
+
+def export_policy(
+    trainer: Trainer,
+    harmony: Harmony,
+    model: ModelConfig,
+    directory: Path,
+    *,
+    tokenizer_source: Path | None = None,
+) -> None:
+    """Write the trainer's weights, config.json, tokenizer and generation settings to
+    ``directory``.
+
+    ``tokenizer_source``: a Hugging Face directory whose tokenizer is taken if the vocabulary is
+    not our own. A sample of what is on the disk is compared with the trainer's weights; raises
+    ConversionError naming the tensor that differs."""
     with tempfile.TemporaryDirectory() as scratch:
         files = harmony.vocabulary.save(Path(scratch))
-        if not files and source is not None and (source / "config.json").exists():
-            files, _ = tokenizer_and_generation(source)
+        if not files and tokenizer_source is not None and (tokenizer_source / "config.json").exists():
+            files, _ = tokenizer_and_generation(tokenizer_source)
         weights = trainer.weights()
         write_hf_directory(
             directory,
-            config.model,
+            model,
             weights.items(),
             tokenizer_files=files,
             eos_token_ids=harmony.stop_token_ids,
@@ -38,27 +70,42 @@ def export_policy(trainer: TrainerGroup, harmony: Harmony, config: RunConfig, di
         )
 
 
-def greedy_agreement(trainer: TrainerGroup, tasks: TaskSource, config: RunConfig, directory: Path) -> tuple[int, int]:
-    """On how many held-out prompts the export's greedy answer is the trainer's, token for token; and of how many.
+def greedy_agreement(trainer: Trainer, tasks: TaskSource, directory: Path, dtype: str) -> GreedyAgreement:
+    """Compare greedy answers of the export in ``directory`` with the trainer's on held-out
+    prompts.
 
-    transformers decodes. The trainer then says of every position which token it would have chosen: by induction its own
-    greedy answer is the same exactly if these are all equal."""
+    transformers decodes. The trainer then says of every position which token it would have chosen:
+    by induction its own greedy answer is the same exactly if these are all equal."""
+    prompts = [tasks.prompt_ids(task) for task in tasks.held_out()[:COMPARED_PROMPTS]]
+    samples = _decode_greedily(directory, dtype, prompts, list(tasks.harmony.stop_token_ids))
+    chosen = trainer.greedy_tokens(samples)
+
+    equal = 0
+    for sample, tokens in zip(samples, chosen, strict=True):
+        answered = [i for i, mask in enumerate(sample.loss_mask) if mask]
+        equal += all(tokens[i] == sample.token_ids[i] for i in answered)
+    return GreedyAgreement(equal=equal, compared=len(samples))
+
+
+def _decode_greedily(directory: Path, dtype: str, prompts: list[list[int]], stops: list[int]) -> list[Sample]:
+    """Return prompts with the export's answers; the mask is 1 on the answers."""
     from transformers import GptOssForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would write into the run's own display
-    dtype, stops = getattr(torch, config.dtype), list(tasks.harmony.stop_token_ids)
-    model: Any = GptOssForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
-    greedy = {"do_sample": False, "max_new_tokens": COMPARED_TOKENS, "eos_token_id": stops, "pad_token_id": stops[0]}
-    prompts = [tasks.prompt_ids(task) for task in tasks.held_out()[:COMPARED_PROMPTS]]
+    model: Any = GptOssForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), attn_implementation="eager")
     samples = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)[0].tolist()
-        samples.append(Sample(answer, [0] * len(prompt) + [1] * (len(answer) - len(prompt))))
-    chosen = trainer.greedy_tokens(samples)
-    equal = sum(
-        all(c == t for c, t, m in zip(row, sample.token_ids, sample.loss_mask, strict=True) if m)
-        for row, sample in zip(chosen, samples, strict=True)
-    )
-    return equal, len(samples)
+        generated = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=COMPARED_TOKENS,
+            eos_token_id=stops,
+            pad_token_id=stops[0],
+        )
+        token_ids = generated[0].tolist()
+        mask = [0] * len(prompt) + [1] * (len(token_ids) - len(prompt))
+        samples.append(Sample(token_ids, mask))
+    return samples

@@ -4,248 +4,245 @@
         ^                                                                                         |
         +------------- v + 1 <- optimizer step, importance ratio 1 because sampled with v <-------+
 
-Everything random is derived from the seed and the step number, so a resumed run continues the same curve."""
+Everything random is derived from the seed and the step number, so a resumed run continues the same
+curve."""
 
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
-from rl_loop.ablations.engine_weights import with_engine_faults
+from megatron_gptoss.packing import Sample
+from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.canary import check_canary
-from rl_loop.config.run import RlConfig
-from rl_loop.data import samples as batch
-from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
-from rl_loop.evaluation.evaluate import evaluation_figures, held_out_requests
+from rl_loop.config.rollout import RolloutConfig
+from rl_loop.data.credit import assign_advantages
+from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch, TokenEstimates
+from rl_loop.data.samples import to_samples
+from rl_loop.data.trajectory import TrajectoryGroup
+from rl_loop.engines.backend import WeightSource
+from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureOutage
+from rl_loop.rollout.collector import RolloutCollector, held_out_requests
 from rl_loop.rollout.pool import GroupRequest, RolloutsAbandoned
-from rl_loop.run import Session
-from rl_loop.tracking.episode_record import episode_record
-from rl_loop.tracking.metrics import Name, StepMetrics
-from rl_loop.tracking.run_directory import metric_curve, read_json_lines
-from rl_loop.tracking.signal_watch import SignalWatch
-from rl_loop.trainer.worker import RlUpdates
+from rl_loop.tracking.metrics import StepMetrics
+from rl_loop.tracking.recorder import StepRecord, StepRecorder
+from rl_loop.tracking.step_metrics import add_mismatch_without_replay
+from rl_loop.trainer.checkpointer import Checkpointer
 
-DRIFT_STEPS = 10
-"""Steps at the start of a run that later ones are compared with."""
+
+class Trainer(WeightSource, Protocol):
+    """The policy and what learns beside it: a TrainerGroup."""
+
+    def score(self, samples: list[Sample], temperature: float | None = None) -> list[list[float]]: ...
+
+    def compute_values_and_reference_log_probs(self, samples: list[Sample]) -> TokenEstimates: ...
+
+    def rl_step(self, samples: list[Sample], step: int) -> RlUpdates: ...
+
+
+class Rollouts(Protocol):
+    """The engines, and the workers that run episodes with them: a RolloutPool."""
+
+    def sync_weights(self, source: WeightSource, version: int) -> None: ...
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]: ...
+
+    def compare_weights(self) -> None: ...
+
+    def run(self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = ...) -> list[TrajectoryGroup]: ...
+
+    def pause(self) -> None: ...
+
+    def updating_weights(self, version: int) -> AbstractContextManager[None]: ...
+
+
+class Tasks(Protocol):
+    """What is trained on and measured: a TaskSource."""
+
+    unusable: list[str]
+
+    def train(self, position: int, count: int) -> list[Task]: ...
+
+    def held_out(self) -> list[Task]: ...
+
+    def canary(self) -> list[int]: ...
 
 
 @dataclass(frozen=True)
-class RolloutBatch:
-    """The episodes of one step."""
+class LoopSettings:
+    """The sections of a configuration that the loop needs."""
 
-    train: list[TrajectoryGroup]  # rollout.tasks_per_step groups to train on
-    held_out: list[TrajectoryGroup]  # of the evaluation, where one was asked for
-    replaced: int  # groups without signal that dynamic sampling left out
-    next_task: int  # position of the first training task that is still to be used
+    steps: int
+    """Training steps of the whole run."""
+    seed: int
+    """Of sampling."""
+    evaluate_every: int
+    """Steps between two evaluations."""
+    canary_tolerance: float
+    """Nats per token by which engine and trainer may differ after a sync."""
+    algorithm: AlgorithmConfig
+    """Advantages and the policy loss."""
+    rollout: RolloutConfig
+    """How episodes are sampled."""
+
+    def is_evaluated(self, step: int) -> bool:
+        return step % self.evaluate_every == 0
+
+    def begins_next_step_ahead(self, step: int) -> bool:
+        """Whether the episodes of the next step are sampled while the trainer learns from those of
+        this one."""
+        return self.algorithm.max_staleness > 0 and step + 1 < self.steps
 
 
 class RlLoop:
-    """One run of ``gptoss rl``."""
+    """On-policy reinforcement learning, one step after the other."""
 
-    def __init__(self, config: RlConfig, session: Session) -> None:
-        assert session.rollouts is not None
-        self.config, self.session, self.rollouts = config, session, session.rollouts
-        self.trainer, self.tasks, self.progress = session.trainer, session.tasks, session.progress
-        self.held_out = held_out_requests(self.tasks, config.rollout.evaluation_temperature)
-        earlier = read_json_lines(session.run.metrics)
-        self._first_gaps = metric_curve(earlier, Name.LOGPROB_GAP)[1][:DRIFT_STEPS]
-        self._thread = ThreadPoolExecutor(1, "rollouts")
-        self._ahead: Future[RolloutBatch] | None = None
-        self._ended = False
-        self._watch = SignalWatch()
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        trainer: Trainer,
+        rollouts: Rollouts,
+        tasks: Tasks,
+        recorder: StepRecorder,
+        checkpointer: Checkpointer,
+        abort_rollouts: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``abort_rollouts`` says that there is no time left for the episodes under way."""
+        self.settings = settings
+        self.algorithm = settings.algorithm
+        self.trainer = trainer
+        self.rollouts = rollouts
+        self.tasks = tasks
+        self.recorder = recorder
+        self.checkpointer = checkpointer
+        self.state = checkpointer.state
+        self.held_out = held_out_requests(tasks, settings.rollout.evaluation_temperature)
+        self.collector = RolloutCollector(
+            rollouts,
+            tasks,
+            settings.rollout,
+            settings.algorithm,
+            seed=settings.seed,
+            abandon=abort_rollouts,
+        )
 
     def train(self) -> int:
-        """All steps that are left. Returns the number of steps done in all, fewer than wanted if interrupted."""
+        """Run all steps that are left. Returns the number of steps done in all, fewer than wanted
+        if interrupted."""
         try:
-            return self._train()
+            while self.state.step < self.settings.steps:
+                self.run_step(self.state.step)
+                if self.checkpointer.end_step():
+                    break
+        except RolloutsAbandoned:
+            # Nothing of this step has changed the policy; it begins anew after the resume.
+            self.checkpointer.save_finished_steps()
+        except InfrastructureOutage:
+            # What was learned until now is not lost with what went wrong now.
+            self.checkpointer.save_finished_steps()
+            raise
         finally:
-            self._ended = True
-            self._thread.shutdown()
+            self.collector.close()
+        return self.state.step
 
-    def _train(self) -> int:
-        config, session = self.config, self.session
-        for step in range(session.state["step"], config.training.steps):
-            began = time.monotonic()
-            metrics = StepMetrics(step)
-            try:
-                rollouts = self.rollouts_of(step, metrics)
-            except RolloutsAbandoned:  # nothing of this step has changed the policy; it begins anew after the resume
-                if step > session.state["step"]:
-                    session.save(step, block=True)
-                return step
-            except InfrastructureOutage:
-                if step > session.state["step"]:  # what was learned until now is not lost with what went wrong now
-                    session.save(step, block=True)
-                raise
-            self.rollouts.pause()
+    def run_step(self, step: int) -> None:
+        """Sync, collect, estimate, assign advantages, update, record. The trainer has weights
+        ``step`` before and ``step + 1`` afterwards."""
+        record = self.recorder.begin_step(step)
 
-            groups = rollouts.train
-            with self._timed("prepare", metrics):
-                samples = batch.to_samples(groups, config.algorithm, step)
-                oldest = max((max(sample.staleness) for sample in samples if sample.staleness), default=0)
-                metrics.add("rollout/staleness_max", oldest, "max", "tokens")
+        # Episodes that were begun one step ahead end first: a sync would abort them half-way.
+        with record.timed("rollout"):
+            self.collector.finish_prefetch()
+        with record.timed("sync"):
+            self.sync_weights(step, record.metrics)
+        with record.timed("rollout"):
+            rollouts = self.collect(step)
 
-            with self._timed("estimate", metrics):
-                columns: dict[str, Any] = (
-                    self.trainer.estimates(samples) if config.algorithm.critic or config.algorithm.kl else {}
-                )
-                if config.algorithm.routing_replay != "none" and step % config.evaluate_every == 0:
-                    free = self.trainer.score([replace(sample, routed_experts=None) for sample in samples])
-                    batch.kl_without_replay(metrics, samples, free)
+        # From here on the engines sample the next step's episodes, with weights that will be one
+        # version old when they are trained on; or they make room for the trainer.
+        if self.settings.begins_next_step_ahead(step):
+            self.collector.prefetch(step + 1, rollouts.next_task)
+        self.rollouts.pause()
 
-            with self._timed("prepare", metrics):
-                for name, rows in columns.items():
-                    samples = [replace(s, **{name: row}) for s, row in zip(samples, rows, strict=True)]
-                samples = batch.with_advantages(samples, groups, config.algorithm, config.rollout.max_response_tokens)
-                batch.signal_metrics(metrics, groups, samples)
+        # On-policy: a token of other weights than ``step`` raises OffPolicyError unless the
+        # configuration allows it.
+        with record.timed("prepare"):
+            samples = to_samples(rollouts.train, self.algorithm, version=step)
+        with record.timed("estimate"):
+            samples = self.add_estimates(samples)
+            self.measure_mismatch_without_replay(step, samples, record.metrics)
+        with record.timed("prepare"):
+            longest = self.settings.rollout.max_response_tokens
+            samples = assign_advantages(samples, rollouts.train, self.algorithm, longest)
 
-            with self._timed("train", metrics), self.rollouts.updating_weights(step + 1):
-                updates = self.trainer.rl_step(samples, config.algorithm, step)
+        with record.timed("train"):
+            updates = self.update(step, samples)
 
-            batch.rollout_metrics(metrics, groups)
-            metrics.add("tasks_left_out", len(self.tasks.unusable), "last")
-            batch.training_metrics(metrics, updates.policy)
-            batch.critic_metrics(metrics, updates.critic)
-            metrics.add("skipped_updates", updates.skipped, "sum")
-            self._add_drift(metrics)
-            self._warn_if_nothing_is_learned(step, metrics, updates)
-
-            session.state["next_task"] = rollouts.next_task
-            episodes = [trajectory for group in groups for trajectory in group.trajectories]
-            self._record_episodes(episodes, step, "train")
-            if session.end_step(metrics, began, sum(map(len, episodes))):
-                return step + 1
-        return config.training.steps
-
-    def rollouts_of(self, step: int, metrics: StepMetrics) -> RolloutBatch:
-        """The episodes of this step, after a sync to its weights, and where due those of their evaluation.
-
-        With ``max_staleness`` 1 the ones to train on were begun one step ago, and those of the next step begin here:
-        the engines work while the trainer does, on weights that are one step older than the trainer's."""
-        config, ahead = self.config, self._ahead
-        with self._timed("rollout", metrics):
-            begun = ahead.result() if ahead else None
-        with self._timed("sync", metrics):
-            self.sync_weights(step, metrics)
-        held_out = self.held_out if step % config.evaluate_every == 0 else []
-        with self._timed("rollout", metrics):
-            if begun is None:
-                # held-out episodes run among those of the step, so that no worker waits for the last of them
-                rollouts = self.collect(step, self._next_task(step), held_out)
-            else:
-                rollouts = replace(begun, held_out=self._run(held_out) if held_out else [])
-        if config.algorithm.max_staleness and step + 1 < config.training.steps:
-            self._ahead = self._thread.submit(self.collect, step + 1, rollouts.next_task)
-
-        if config.algorithm.dynamic_sampling_rounds > 1:
-            metrics.add("rollout/groups_replaced", rollouts.replaced, "sum", "groups")
-        if held_out:
-            self.record_evaluation(step, metrics, rollouts.held_out)
-        return rollouts
-
-    def _next_task(self, step: int) -> int:
-        """Position of the first training task of a step, which a checkpoint remembers: dynamic sampling uses more or
-        fewer tasks per step. Checkpoints from before that counted all its rounds."""
-        per_step = self.config.rollout.tasks_per_step * self.config.algorithm.dynamic_sampling_rounds
-        return int(self.session.state.get("next_task", step * per_step))
-
-    def collect(self, step: int, first_task: int, held_out: Sequence[GroupRequest] = ()) -> RolloutBatch:
-        """Run the episodes of one training step, on tasks from position ``first_task`` on, and of ``held_out``.
-
-        With dynamic sampling, groups without signal make room for those of further tasks; what is still missing after
-        the last round is filled up with them. Every task is used in its turn: one whose episodes were not needed,
-        because enough came before it, is the first of the next step, with new episodes."""
-        algorithm, wanted = self.config.algorithm, self.config.rollout.tasks_per_step
-        rounds = algorithm.dynamic_sampling_rounds
-        evaluated: list[TrajectoryGroup] = []
-        with_signal: list[tuple[int, TrajectoryGroup]] = []  # with the position of the task
-        silent: list[tuple[int, TrajectoryGroup]] = []
-        next_task = first_task
-        for number in range(rounds):
-            others = held_out if number == 0 else ()
-            groups = self._run([*others, *self.requests(step * rounds + number, next_task)])
-            evaluated += groups[: len(others)]
-            for position, group in enumerate(groups[len(others) :], start=next_task):
-                has_signal = rounds == 1 or batch.has_signal(group, algorithm)
-                (with_signal if has_signal else silent).append((position, group))
-            next_task += wanted
-            if len(with_signal) >= wanted:
-                break
-
-        chosen = (with_signal + silent)[:wanted]
-        if len(with_signal) >= wanted:
-            next_task = chosen[-1][0] + 1
-        used = {position for position, _ in chosen}
-        replaced = sum(position < next_task and position not in used for position, _ in silent)
-        return RolloutBatch([group for _, group in chosen], evaluated, replaced, next_task)
-
-    def _run(self, requests: Sequence[GroupRequest]) -> list[TrajectoryGroup]:
-        return self.rollouts.run(requests, lambda: self._ended or self.session.interrupt.abort_rollouts)
-
-    def requests(self, block: int, first_task: int) -> list[GroupRequest]:
-        """The episodes of ``tasks_per_step`` tasks from position ``first_task`` on. ``block`` seeds them: a step is one
-        block unless it samples dynamically."""
-        rollout = self.config.rollout
-        tasks = self.tasks.train(first_task, rollout.tasks_per_step)
-        requests = []
-        for position, task in enumerate(tasks):
-            base = ((self.config.seed * 1_000_003 + block) * 1_000_003 + position) * 1_000
-            seeds = tuple(range(base, base + rollout.samples_per_task))
-            requests.append(GroupRequest(task, seeds, rollout.temperature, purify=True))
-        return requests
+        # Only now: an interrupted step begins anew with the same tasks.
+        self.state.next_task = rollouts.next_task
+        self.record(record, rollouts, samples, updates)
 
     def sync_weights(self, version: int, metrics: StepMetrics) -> None:
-        """Bring the workers to the trainer's weights and make sure that both compute the same with them."""
-        source = with_engine_faults(self.trainer, self.config.ablation, self.config.seed + version)
-        self.rollouts.sync_weights(source, version)
-        gap = check_canary(self.trainer, self.rollouts, self.tasks.canary(), self.config, version)
+        """Bring the engines to the trainer's weights and make sure that both compute the same with
+        them."""
+        self.rollouts.sync_weights(self.trainer, version)
+        gap = check_canary(
+            self.trainer,
+            self.rollouts,
+            self.tasks.canary(),
+            tolerance=self.settings.canary_tolerance,
+            version=version,
+        )
         metrics.add("mismatch/canary_gap", gap, "max", "tokens")
 
-    def record_evaluation(self, step: int, metrics: StepMetrics, groups: list[TrajectoryGroup]) -> None:
-        episodes = [episode for group in groups for episode in group.trajectories]
-        batch.lost_episodes(metrics, groups, prefix="held_out")
-        for name, value in evaluation_figures(episodes).items():
-            metrics.add_mean(f"held_out/{name}", value * len(episodes), len(episodes), "sequences")
-        self._record_episodes(episodes, step, "held_out")
+    def collect(self, step: int) -> RolloutBatch:
+        """Return the episodes of this step and, where due, those of its evaluation."""
+        held_out = self.held_out if self.settings.is_evaluated(step) else []
+        return self.collector.collect(step, self.first_task(step), held_out)
 
-    def final_evaluation(self) -> StepMetrics:
-        metrics = StepMetrics(self.config.training.steps)
-        self.progress.phase("evaluate")
-        self.sync_weights(self.config.training.steps, metrics)
-        self.record_evaluation(self.config.training.steps, metrics, self.rollouts.run(self.held_out))
-        return metrics
+    def first_task(self, step: int) -> int:
+        """Return the position of the first training task of a step.
 
-    def _add_drift(self, metrics: StepMetrics) -> None:
-        """The mismatch as a multiple of what it was in the first steps of the run."""
-        gap = metrics.values().get(Name.LOGPROB_GAP)
-        if gap is None:  # the critic is warming up
+        The state remembers it: dynamic sampling uses more or fewer tasks per step. Checkpoints
+        from before that counted all its rounds."""
+        if self.state.next_task is not None:
+            return self.state.next_task
+        return step * self.settings.rollout.tasks_per_step * self.algorithm.dynamic_sampling_rounds
+
+    def add_estimates(self, samples: list[Sample]) -> list[Sample]:
+        """Return the samples with the critic's values and the reference policy's log-probs, if
+        there are any."""
+        if self.algorithm.critic is None and self.algorithm.kl is None:
+            return samples
+        return self.trainer.compute_values_and_reference_log_probs(samples).attach(samples)
+
+    def measure_mismatch_without_replay(self, step: int, samples: list[Sample], metrics: StepMetrics) -> None:
+        """On steps with an evaluation, score the episodes with the experts that the trainer
+        chooses itself: what routing replay is good for."""
+        if self.algorithm.routing_replay == "none" or not self.settings.is_evaluated(step):
             return
-        if len(self._first_gaps) < DRIFT_STEPS:
-            self._first_gaps.append(gap)
-        if (before := sum(self._first_gaps) / len(self._first_gaps)) > 0:
-            metrics.add("mismatch/drift", gap / before, "last")
+        without_routes = [replace(sample, routed_experts=None) for sample in samples]
+        add_mismatch_without_replay(metrics, samples, self.trainer.score(without_routes))
 
-    def _warn_if_nothing_is_learned(self, step: int, metrics: StepMetrics, updates: RlUpdates) -> None:
-        only_the_critic_learns = updates.critic and not updates.policy
-        if only_the_critic_learns:
-            return
-        gradients = [update.grad_norm for update in updates.policy]
-        warning = self._watch.observe(metrics.values(), gradients)
-        if warning is not None:
-            self.progress.note(f"step {step + 1}: {warning}")
+    def update(self, step: int, samples: list[Sample]) -> RlUpdates:
+        """Train on the samples. Engines that restart meanwhile wait for the weights that come of
+        it."""
+        with self.rollouts.updating_weights(step + 1):
+            return self.trainer.rl_step(samples, step)
 
-    def _record_episodes(self, episodes: list[Trajectory], step: int, split: str) -> None:
-        decode = self.tasks.harmony.decode_token
-        kept = episodes[:: max(1, len(episodes) // max(1, self.config.training.episodes_in_report))]
-        kept = kept[: self.config.training.episodes_in_report]
-        self.session.run.append_episodes([episode_record(e, decode, step=step, split=split) for e in kept])
+    def record(self, record: StepRecord, rollouts: RolloutBatch, samples: list[Sample], updates: RlUpdates) -> None:
+        """Write what the step was like."""
+        record.metrics.add("tasks_left_out", len(self.tasks.unusable), "last")
+        self.recorder.record_rl_step(record, rollouts, samples, updates)
 
-    @contextmanager
-    def _timed(self, phase: str, metrics: StepMetrics) -> Iterator[None]:
-        self.progress.phase(phase)
-        began = time.monotonic()
-        yield
-        metrics.add(f"seconds/{phase}", time.monotonic() - began, "sum", "phases")
+    def evaluate(self) -> StepMetrics:
+        """Measure the policy as it is now on the held-out tasks, and write and return the
+        result."""
+        step = self.settings.steps
+        record = self.recorder.begin_step(step)
+        self.recorder.progress.phase("evaluate")
+        self.sync_weights(step, record.metrics)
+        self.recorder.record_evaluation(record, self.rollouts.run(self.held_out))
+        return record.metrics

@@ -1,17 +1,232 @@
-"""Builds the parts of a run from its configuration."""
+"""Builds everything that a run consists of, and closes all of it again: on success, on an error
+and on an interrupt."""
 
-from typing import TYPE_CHECKING
+import logging
+import shutil
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
-from rl_loop.config.run import RlConfig, RunConfig
+from rl_loop.cluster.ray_session import ray_session
+from rl_loop.config.load import dump_config
+from rl_loop.config.run import RlConfig, RunConfig, check_reward_parts
 from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
+from rl_loop.lifecycle.interrupt import Interrupt, SeparateSessions
+from rl_loop.lifecycle.resume import Change, changes_since, write_config
+from rl_loop.lifecycle.start_checks import check_what_a_run_needs
+from rl_loop.tracking.metrics import MetricsWriter
+from rl_loop.tracking.progress import Progress, ProgressFactory
+from rl_loop.tracking.run_directory import (
+    RunDirectory,
+    Start,
+    check_start,
+    start_run,
+)
+from rl_loop.tracking.run_lock import LEASE_SECONDS, locked_run
 
-# Whatever imports torch or Ray is imported where it is built: a mistake in a configuration is reported before.
+# Whatever imports torch or Ray is imported where it is built: a mistake in a configuration is
+# reported before.
 if TYPE_CHECKING:
+    from rl_loop.loop import LoopSettings, RlLoop
     from rl_loop.rollout.pool import RolloutPool
     from rl_loop.rollout.worker import WorkerSettings
     from rl_loop.tasks.demonstrations import HarmonySettings
     from rl_loop.tasks.source import TaskSource
+    from rl_loop.tracking.recorder import StepRecorder
+    from rl_loop.trainer.checkpointer import Checkpointer, RunState
+    from rl_loop.trainer.group import TrainerGroup
+    from rl_loop.trainer.settings import TrainerSettings
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """The run was stopped on request. The message says what is saved, ``exit_status`` what the
+    shell is to be told."""
+
+    exit_status = 130
+
+
+class Session:
+    """A training run between its start and its end, as a context.
+
+    Everything that is started is put on one stack, and the stack is unwound however the run ends.
+    Nothing is written before all of it is there. Leaving with an interrupt raises Interrupted,
+    once everything is gone."""
+
+    tasks: "TaskSource"
+    """What is trained on and measured."""
+    trainer: "TrainerGroup"
+    """The policy's ranks, ready."""
+    rollouts: "RolloutPool | None"
+    """Engines and rollout workers, on their way; None without reinforcement learning."""
+    run: RunDirectory
+    """Where everything is written."""
+    progress: Progress
+    """What the user sees."""
+    recorder: "StepRecorder"
+    """Writes what steps were like."""
+    checkpointer: "Checkpointer"
+    """Saves the run, and knows how far it has come."""
+
+    def __init__(self, config: RunConfig, show: ProgressFactory, how: Start) -> None:
+        self._config = config
+        self._show = show
+        self._how = how
+        self._stack = ExitStack()
+        self.interrupt = Interrupt()
+
+    def __enter__(self) -> Self:
+        try:
+            self._open()
+        except BaseException as error:
+            self._stack.__exit__(type(error), error, error.__traceback__)
+            self._raise_if_interrupted(error)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
+        self._raise_if_interrupted(error)
+
+    def _raise_if_interrupted(self, error: BaseException | None) -> None:
+        """Make Interrupted of a request to stop, now that everything that the run has started is
+        gone."""
+        if isinstance(error, KeyboardInterrupt):
+            message = f"stopped at once; {self.what_is_saved()}"
+        elif isinstance(error, Interrupted):
+            message = str(error)
+        else:
+            return
+        stop = Interrupted(message)
+        stop.exit_status = self.interrupt.exit_status
+        raise stop from None
+
+    # -- building ---------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        config, how, stack = self._config, self._how, self._stack
+        stack.enter_context(self.interrupt.installed())
+
+        # An attempt on a cluster may follow one whose node has died, and whose lock is still held.
+        wait_seconds = LEASE_SECONDS if how is Start.RESUME_OR_NEW else 0.0
+        stack.enter_context(locked_run(config.directory, wait_seconds))
+        self.run = check_start(config.directory, how)
+
+        # Mistakes are found before anything heavy is started.
+        changes = changes_since(self.run, config) if how.may_resume else []
+        check_what_a_run_needs(config)
+        for change in changes:
+            logger.info("%s: --resume changes %s", config.name, change)
+        self.tasks = build_tasks(config)
+        if isinstance(config, RlConfig):
+            check_reward_parts(config, self.tasks.reward_parts())
+
+        self._start_ray()
+        self._start_actors()
+        state = self._load_state()
+        self._begin_directory(changes, state.step)
+        self._start_recording(state)
+
+    def _start_ray(self) -> None:
+        # Checkpoints that were being written when their writers were ended are deleted after Ray
+        # is gone.
+        self._stack.callback(self._delete_half_checkpoints)
+        daemons = self._stack.enter_context(SeparateSessions())
+        self._stack.enter_context(ray_session())
+        daemons.all_started()
+        self.interrupt.install()  # Ray has taken SIGTERM
+
+    def _start_actors(self) -> None:
+        config = self._config
+        logger.info("%s: loading the policy, trainer ranks: %d", config.name, config.parallel.world_size)
+        self.trainer = build_trainer(config)
+        self._stack.callback(self.trainer.close)
+
+        # While the ranks load their weights, the rollout workers start.
+        self.rollouts = None
+        if isinstance(config, RlConfig):
+            if config.rollout.engine.shares_trainer_gpus:
+                self.trainer.ready()  # engines on its GPUs take a part of what it leaves
+            self.rollouts = build_rollouts(config)
+            self._stack.callback(self.rollouts.close)
+        self.trainer.ready()
+
+    def _load_state(self) -> "RunState":
+        from rl_loop.trainer.checkpointer import RunState
+
+        # A resumed run may find no checkpoint: it was stopped before its first one.
+        saved = self.trainer.resume() if self._how.may_resume else None
+        return RunState.from_checkpoint(saved)
+
+    def _begin_directory(self, changes: list[Change], step: int) -> None:
+        """Write the run's configuration, now that it is sure to begin, and only now delete an
+        earlier run."""
+        config = self._config
+        if self._how.may_resume:
+            write_config(self.run, config, changes, step)
+        else:
+            self.run = start_run(config.directory, dump_config(config), self._how)
+
+    def _start_recording(self, state: "RunState") -> None:
+        from rl_loop.tracking.metric_sinks import step_listeners
+        from rl_loop.tracking.recorder import StepRecorder
+        from rl_loop.trainer.checkpointer import Checkpointer
+
+        config = self._config
+        self.progress = self._stack.enter_context(self._show(config.name, config.training.steps, state.step))
+        resume_after = state.step - 1 if self._how.may_resume else None
+        listeners = [self.progress.step, *step_listeners(config.name, dump_config(config))]
+        writer = MetricsWriter(self.run, resume_after, listeners)
+        self._stack.callback(writer.close)
+
+        self.recorder = StepRecorder(
+            self.run,
+            writer,
+            self.progress,
+            self.tasks.harmony,
+            config.training.episodes_in_report,
+        )
+        self.checkpointer = Checkpointer(
+            self.trainer,
+            state,
+            config.training,
+            stop_requested=lambda: self.interrupt.requested,
+            on_save=lambda: self.progress.phase("checkpoint"),
+        )
+        self._stack.callback(self.interrupt.leave)
+
+    # -- stopping ---------------------------------------------------------------------------------
+
+    def finishing_steps(self) -> AbstractContextManager[None]:
+        """Let the step under way end before a request to stop is heard."""
+        note = "stopping after this step; Ctrl-C again stops at once"
+        return self.interrupt.waiting_for_steps(lambda: self.progress.note(note))
+
+    def what_is_saved(self) -> str:
+        """Say what a run that was stopped in the middle of something goes on from."""
+        run = RunDirectory(self._config.directory)
+        if not run.existing():
+            return "the run had not begun, and nothing was written"
+        latest = run.checkpoints / "latest"
+        if not latest.exists():
+            return f"{run.path} has no checkpoint yet, so it begins with step 1 again"
+        saved = int(latest.read_text().rpartition("_")[2])
+        return f"{run.path} goes on after step {saved} of {self._config.training.steps}, its newest checkpoint"
+
+    def _delete_half_checkpoints(self) -> None:
+        for root in (self.run.checkpoints, self.run.critic_checkpoints):
+            for unfinished in root.glob("*.partial"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+
+# -- the parts, each from its sections of the configuration ---------------------------------------
 
 
 def build_tasks(config: RunConfig) -> "TaskSource":
@@ -23,8 +238,16 @@ def build_tasks(config: RunConfig) -> "TaskSource":
     return TaskSource(config.tasks, harmony_of(harmony_settings(config)), max_prompt_tokens)
 
 
+def build_trainer(config: RunConfig) -> "TrainerGroup":
+    """Start the trainer's ranks; ``ready`` waits for them."""
+    from rl_loop.trainer.group import TrainerGroup
+
+    return TrainerGroup(trainer_settings(config))
+
+
 def build_rollouts(config: RunConfig) -> "RolloutPool":
     """Start the engines and the rollout workers of a run; ``ready`` waits for them."""
+    from rl_loop.ablations.engine_weights import engine_faults
     from rl_loop.rollout.pool import RolloutPool
 
     context = BackendContext(
@@ -34,7 +257,11 @@ def build_rollouts(config: RunConfig) -> "RolloutPool":
         directory=config.directory.absolute() / "engine",
         routed_experts=config.rollout.routed_experts,
     )
-    return RolloutPool(build_backend(config.rollout.engine, context), worker_settings(config))
+    return RolloutPool(
+        build_backend(config.rollout.engine, context),
+        worker_settings(config),
+        alter_weights=engine_faults(config.ablation, config.seed),
+    )
 
 
 def harmony_settings(config: RunConfig) -> "HarmonySettings":
@@ -60,4 +287,57 @@ def worker_settings(config: RunConfig) -> "WorkerSettings":
         harmony=harmony_settings(config),
         reward=config.reward,
         sandbox=config.sandbox,
+    )
+
+
+def trainer_settings(config: RunConfig) -> "TrainerSettings":
+    """Collect what the trainer's ranks need."""
+    from rl_loop.algorithms.config import AlgorithmConfig
+    from rl_loop.trainer.settings import TrainerSettings
+
+    return TrainerSettings(
+        model=config.model,
+        parallel=config.parallel,
+        dtype=config.dtype,
+        seed=config.seed,
+        initial_weights=config.initial_weights,
+        optimizer=config.optimizer,
+        algorithm=config.algorithm if isinstance(config, RlConfig) else AlgorithmConfig(),
+        training=config.training,
+        temperature=config.rollout.temperature,
+        max_episode_tokens=config.rollout.max_tokens,
+        ablation=config.ablation,
+        directory=config.directory,
+        memory_inputs=config.memory_inputs,
+    )
+
+
+def loop_settings(config: RlConfig) -> "LoopSettings":
+    """Collect what the loop needs."""
+    from rl_loop.canary import TOLERANCES
+    from rl_loop.loop import LoopSettings
+
+    return LoopSettings(
+        steps=config.training.steps,
+        seed=config.seed,
+        evaluate_every=config.evaluate_every,
+        canary_tolerance=config.canary_tolerance or TOLERANCES[config.dtype],
+        algorithm=config.algorithm,
+        rollout=config.rollout,
+    )
+
+
+def build_loop(config: RlConfig, session: Session) -> "RlLoop":
+    """Build the loop over the parts of an open session."""
+    from rl_loop.loop import RlLoop
+
+    assert session.rollouts is not None
+    return RlLoop(
+        loop_settings(config),
+        trainer=session.trainer,
+        rollouts=session.rollouts,
+        tasks=session.tasks,
+        recorder=session.recorder,
+        checkpointer=session.checkpointer,
+        abort_rollouts=lambda: session.interrupt.abort_rollouts,
     )

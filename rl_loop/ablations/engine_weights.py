@@ -1,4 +1,7 @@
-"""Faults on purpose in the engine's weights; those in the trainer are fields of its own configuration."""
+"""Faults on purpose in the engine's weights; those in the trainer are fields of its own
+configuration."""
+
+from collections.abc import Callable
 
 import torch
 
@@ -22,25 +25,28 @@ class FaultyWeights:
         raise NotImplementedError("the configuration refuses engine faults where the driver does not see the tensors")
 
 
-def with_engine_faults(source: WeightSource, ablation: AblationConfig, seed: int) -> WeightSource:
-    """Return ``source``, altered if the ablation says so. ``seed``: of the noise."""
+def engine_faults(ablation: AblationConfig, seed: int) -> Callable[[WeightSource, int], WeightSource] | None:
+    """Return what alters the weights of a version on their way to the engines; None without such
+    faults.
+
+    ``seed``: of the noise, which is another one for every version."""
     if ablation.engine_sinks and not ablation.engine_noise:
-        return source
-    return FaultyWeights(source, ablation, seed)
+        return None
+    return lambda source, version: FaultyWeights(source, ablation, seed + version)
 
 
 def engine_weights(weights: dict[str, torch.Tensor], ablation: AblationConfig, seed: int) -> dict[str, torch.Tensor]:
-    """The weights by Hugging Face name as the engine gets them: the trainer's unless the ablation says otherwise."""
+    """Return the weights by Hugging Face name as the engine gets them, with the ablation's faults."""
+    altered = dict(weights)
     if not ablation.engine_sinks:
-        weights = {n: torch.full_like(w, NO_SINK) if n.endswith(".sinks") else w for n, w in weights.items()}
+        for name, tensor in weights.items():
+            if name.endswith(".sinks"):
+                altered[name] = torch.full_like(tensor, NO_SINK)
+
     if ablation.engine_noise:
         generator = torch.Generator().manual_seed(seed)
-        weights = {
-            name: w + ablation.engine_noise * w.float().std(unbiased=False).item() * _normal(w, generator)
-            for name, w in weights.items()
-        }
-    return weights
-
-
-def _normal(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(like.shape, generator=generator).to(like)
+        for name, tensor in altered.items():
+            noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+            deviation = tensor.float().std(unbiased=False).item()
+            altered[name] = tensor + ablation.engine_noise * deviation * noise
+    return altered

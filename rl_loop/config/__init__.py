@@ -1,1 +1,2 @@
-"""The typed configuration of a run. Reading one imports neither torch nor Ray, so a mistake is reported at once."""
+"""The typed configuration of a run. Reading one imports neither torch nor Ray, so a mistake is
+reported at once."""

@@ -1,4 +1,5 @@
-"""Reads configurations: YAML files, overrides from the command line, and errors that name file and key."""
+"""Reads configurations: YAML files, overrides from the command line, and errors that name file and
+key."""
 
 import re
 from pathlib import Path
@@ -15,60 +16,85 @@ from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.engines.registry import TAG
 
 
-def load_config[Config: RunConfig](path: Path, kind: type[Config], overrides: list[str] | None = None) -> Config:
-    """Read a YAML file, apply ``key.sub=value`` overrides and validate. Raises ConfigError naming file and keys.
-    ``model: NAME`` and ``algorithm: NAME`` stand for NAME.yaml in a folder of that name beside the file's own."""
+def load_config[Config: RunConfig](
+    path: Path,
+    kind: type[Config],
+    overrides: list[str] | None = None,
+) -> Config:
+    """Read a YAML file, apply ``key.sub=value`` overrides and validate.
+
+    ``model: NAME`` and ``algorithm: NAME`` stand for NAME.yaml in a folder of that name beside the
+    file's own. Raises ConfigError naming file and keys."""
     tree = read_yaml(path)
     changes = overrides or []
-    for item in changes:
-        if not re.match("[^=]+=", item):
-            raise ConfigError(f"override {item!r}: expected key=value, such as optimizer.lr=1e-6")
+    for change in changes:
+        if not re.match("[^=]+=", change):
+            raise ConfigError(f"override {change!r}: expected key=value, such as optimizer.lr=1e-6")
     for key in ("model", "algorithm"):
-        named = [item.partition("=")[2] for item in changes if item.startswith(f"{key}=")] or [tree.get(key)]
-        changes = [item for item in changes if not item.startswith(f"{key}=")]
-        if isinstance(named[-1], str):
-            file = path.parent.parent / key / f"{named[-1]}.yaml"
-            if not file.exists():
-                known = ", ".join(sorted(p.stem for p in file.parent.glob("*.yaml"))) or "none"
-                raise ConfigError(f"{path}: {key}: there is no {file}; those there: {known}")
-            tree[key] = read_yaml(file)
+        changes = _insert_named_section(path, tree, key, changes)
+
     try:
-        raw = OmegaConf.to_container(OmegaConf.merge(tree, OmegaConf.from_dotlist(changes)), resolve=True)
+        merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(changes))
+        raw = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error}") from error
     return validated(path, kind, raw)
 
 
+def _insert_named_section(path: Path, tree: Any, key: str, changes: list[str]) -> list[str]:
+    """Put the file that ``key`` names, in the YAML tree or in the last override of it, into ``tree``.
+
+    Returns the overrides without those of ``key`` itself; what they change below it is still there."""
+    prefix = f"{key}="
+    names = [change.removeprefix(prefix) for change in changes if change.startswith(prefix)]
+    name = names[-1] if names else tree.get(key)
+    if isinstance(name, str):
+        file = path.parent.parent / key / f"{name}.yaml"
+        if not file.exists():
+            known = ", ".join(sorted(p.stem for p in file.parent.glob("*.yaml"))) or "none"
+            raise ConfigError(f"{path}: {key}: there is no {file}; those there: {known}")
+        tree[key] = read_yaml(file)
+    return [change for change in changes if not change.startswith(prefix)]
+
+
 def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Model:
-    """``raw``, read from ``path``, as ``kind``. Raises ConfigError naming file and keys."""
+    """Return ``raw``, read from ``path``, as ``kind``. Raises ConfigError naming file and keys."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
         _refuse_other_kind(path, kind, error)
-        lines = [f"  {_key_of(e)}: {_explain(e)}" for e in error.errors()]
-        raise ConfigError(f"{path} is not a valid {kind.__name__}:\n" + "\n".join(lines)) from None
+        mistakes = [f"  {_key_of(mistake)}: {_explain(mistake)}" for mistake in error.errors()]
+        listed = "\n".join(mistakes)
+        raise ConfigError(f"{path} is not a valid {kind.__name__}:\n{listed}") from None
 
 
 def _refuse_other_kind(path: Path, kind: type[StrictModel], error: ValidationError) -> None:
-    """Raise ConfigError if the keys that ``kind`` does not know are those of the other kind of run."""
-    unknown = [str(e["loc"][0]) for e in error.errors() if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
+    """Raise ConfigError if the keys that ``kind`` does not know are those of the other command."""
+    unknown = []
+    for mistake in error.errors():
+        if mistake["type"] == "extra_forbidden" and len(mistake["loc"]) == 1:
+            unknown.append(str(mistake["loc"][0]))
+
     for this, other in ((RlConfig, SftConfig), (SftConfig, RlConfig)):
-        own = [key for key in unknown if key in other.model_fields]
-        if kind is this and own:
-            hint = "; `gptoss plan` and `gptoss launch` take it with --sft" if this is RlConfig else ""
-            raise ConfigError(
-                f"{path} is a configuration of `gptoss {other.command}` (it has {', '.join(own)}), "
-                f"not of `gptoss {this.command}`{hint}"
-            ) from None
+        keys_of_other = [key for key in unknown if key in other.model_fields]
+        if kind is not this or not keys_of_other:
+            continue
+        message = (
+            f"{path} is a configuration of `gptoss {other.command}` (it has "
+            f"{', '.join(keys_of_other)}), not of `gptoss {this.command}`"
+        )
+        if this is RlConfig:
+            message += "; `gptoss plan` and `gptoss launch` take it with --sft"
+        raise ConfigError(message) from None
 
 
 def dump_config(config: StrictModel) -> str:
-    """YAML of the whole configuration, defaults included; ``load_config`` reads it back."""
+    """Return YAML of a configuration, defaults included; ``load_config`` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
 def read_yaml(path: Path) -> Any:
-    """The mapping in a YAML file. Raises ConfigError naming the file."""
+    """Read the mapping in a YAML file. Raises ConfigError naming the file."""
     try:
         tree = OmegaConf.load(path)
     except FileNotFoundError:
@@ -81,14 +107,17 @@ def read_yaml(path: Path) -> Any:
 
 
 def _key_of(error: Any) -> str:
-    """Name the key that an error is about, without the tags of a union, which only pydantic knows."""
+    """Name the key that an error is about, without the tags of a union, which only pydantic
+    knows."""
     parts = [str(part) for part in error["loc"]]
     return ".".join(part for part in parts if not part.startswith(TAG)) or "(top level)"
 
 
 def _explain(error: Any) -> str:
+    """Say what is wrong with a value, and show it unless it is a whole section."""
     if error["type"] == "extra_forbidden":
         return "unknown key"
     message = error["msg"].removeprefix("Value error, ")
-    value = error["input"]
-    return f"{message} (got {value!r})" if not isinstance(value, dict | list) else message
+    if isinstance(error["input"], dict | list):
+        return message
+    return f"{message} (got {error['input']!r})"

@@ -24,13 +24,14 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     evaluation_temperature: float = Field(1.0, ge=0)
     """Temperature of held-out evaluations; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling. Below 1 the sampled distribution is not the one whose log-probs are trained on."""
+    """Nucleus sampling. Below 1 the sampled distribution is not the one whose log-probs are
+    trained on."""
     max_new_tokens_per_turn: int = Field(1024, gt=0)
     """Sampled tokens per turn."""
     engine: AnyEngineConfig = EmbeddedConfig()
-    """What samples episodes. ``{type: transformers}`` is embedded in each worker, ``{type: sglang}``
-    runs servers on GPUs that all workers share, and ``{type: MODULE:CLASS, options: {...}}`` is a
-    backend from outside the project."""
+    """What samples episodes. ``{type: transformers}`` is embedded in each worker, ``{type:
+    sglang}`` runs servers on GPUs that all workers share, and ``{type: MODULE:CLASS, options:
+    {...}}`` is a backend from outside the project."""
     concurrent_tasks: int = Field(256, gt=0)
     """Tasks, with all their episodes, that one worker runs at a time; more wait for their turn."""
     purification: PurificationConfig | None = None
@@ -38,8 +39,9 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     routed_experts: bool = False
     """Record which experts the engine chose for every token."""
     max_invalid_share: float = Field(0.2, ge=0, lt=1)
-    """Largest share of a step's episodes that infrastructure failures (engine, sandbox, tool, checker) may end. Such
-    episodes are left out of everything; above this share the run ends and names the culprit."""
+    """Largest share of a step's episodes that infrastructure failures (engine, sandbox, tool,
+    checker) may end. Such episodes are left out of everything; above this share the run ends and
+    names the culprit."""
     max_invalid_streak: int = Field(64, gt=0)
     """As many such episodes one after the other end the run at once."""
 

@@ -1,4 +1,5 @@
-"""The whole configuration of a run: what YAML files in ``configs/`` say and ``gptoss`` commands override."""
+"""The whole configuration of a run: what YAML files in ``configs/`` say and ``gptoss`` commands
+override."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,12 @@ from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.config.tasks import TaskConfig
-from rl_loop.config.training import AblationConfig, DemonstrationConfig, EvaluationConfig, TrainingConfig
+from rl_loop.config.training import (
+    AblationConfig,
+    DemonstrationConfig,
+    EvaluationConfig,
+    TrainingConfig,
+)
 from rl_loop.environments.base import RewardConfig
 from rl_loop.harmony.codec import PromptConfig
 from rl_loop.sandbox.config import SandboxConfig
@@ -33,12 +39,14 @@ class RunConfig(StrictModel):
     model: ModelConfig
     """The architecture; a string names a file of ``configs/model``."""
     initial_weights: Path | None = None
-    """A Hugging Face directory, a Megatron checkpoint or a run directory to start from; null for random weights."""
+    """A Hugging Face directory, a Megatron checkpoint or a run directory to start from; null for
+    random weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
     vocabulary: Literal["gptoss", "tiny"] = "gptoss"
-    """``gptoss``: the 201,088 token ids of the released models. ``tiny``: those of them that generated tasks and their
-    demonstrations need, and the Harmony special tokens; for models of a laptop."""
+    """``gptoss``: the 201,088 token ids of the released models. ``tiny``: those of them that
+    generated tasks and their demonstrations need, and the Harmony special tokens; for models of a
+    laptop."""
     prompt: PromptConfig = PromptConfig()
     """The Harmony system message."""
     tasks: TaskConfig = TaskConfig()
@@ -112,14 +120,17 @@ class RlConfig(RunConfig):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages and the policy loss."""
     evaluate_every: int = Field(10, gt=0)
-    """Steps between measurements of held-out accuracy; also before the first step and after the last."""
+    """Steps between measurements of held-out accuracy; also before the first step and after the
+    last."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest mean |log-prob difference| between engine and trainer on a canary prompt after a sync, in nats. null:
-    0.001 in float32, 0.02 in bfloat16. Stay above what ``gptoss doctor --engine`` shows of a good engine."""
+    """Largest mean |log-prob difference| between engine and trainer on a canary prompt after a
+    sync, in nats. null: 0.001 in float32, 0.02 in bfloat16. Stay above what ``gptoss doctor
+    --engine`` shows of a good engine."""
 
     @property
     def memory_inputs(self) -> MemoryInputs:
-        """The same with what reinforcement learning keeps besides the policy: critic, reference policy and engine."""
+        """The same with what reinforcement learning keeps besides the policy: critic, reference
+        policy and engine."""
         auxiliary_models: list[OptimizerConfig | None] = []
         if self.algorithm.critic:
             auxiliary_models.append(self.algorithm.critic.optimizer)
@@ -201,7 +212,8 @@ class SftConfig(RunConfig):
 
 
 def check_reward_parts(config: RlConfig, parts: set[str]) -> None:
-    """Raise ConfigError if gdpo is to weigh reward parts that no environment has. ``parts``: of all environments."""
+    """Raise ConfigError if gdpo is to weigh reward parts that no environment has. ``parts``: of
+    all environments."""
     unknown = sorted(set(config.algorithm.reward_weights) - parts)
     if unknown:
         raise ConfigError(

@@ -1,10 +1,12 @@
 """The seam between the loop and whatever samples its episodes.
 
-A *backend* provides the engines of one run and keeps them at the policy's weights. Rollout workers run the agent loop;
-each asks the backend's ``engine_factory`` for the ``RolloutEngine`` that it talks to. That engine may hold a model
-itself (``engines/embedded``) or be a client of servers that all workers share (``engines/sglang``).
+A *backend* provides the engines of one run and keeps them at the policy's weights. Rollout workers
+run the agent loop; each asks the backend's ``engine_factory`` for the ``RolloutEngine`` that it
+talks to. That engine may hold a model itself (``engines/embedded``) or be a client of servers that
+all workers share (``engines/sglang``).
 
-A backend from outside the project is a subclass of ``RolloutBackend`` that the configuration names as MODULE:CLASS:
+A backend from outside the project is a subclass of ``RolloutBackend`` that the configuration names
+as MODULE:CLASS:
 
     rollout:
       engine: {type: my_package.my_engine:MyBackend, options: {replicas: 2}}
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron_gptoss.config import ModelConfig, StrictModel
+from megatron_gptoss.user_error import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +29,12 @@ if TYPE_CHECKING:
     from rl_loop.engines.protocol import RolloutEngine
 
 
-# -- configuration ----------------------------------------------------------------------------------------------------
+class EngineUnavailable(UserError):
+    """This machine lacks something that the engine needs; the message says what, under which key,
+    and what to do."""
+
+
+# -- configuration --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -45,20 +53,24 @@ class ServerProcesses:
     gpus_each: int
     """GPUs that one of them uses; 0 for none."""
     share_trainer_gpus: bool = False
-    """Server i runs on the GPUs of the trainer ranks from i x gpus_each on, and takes turns with them."""
+    """Server i runs on the GPUs of the trainer ranks from i x gpus_each on, and takes turns with
+    them."""
 
 
 class EngineConfig(StrictModel):
-    """Base of every engine's settings: what the rest of the program asks without knowing the engine."""
+    """Base of every engine's settings: what the rest of the program asks without knowing the
+    engine."""
 
     @property
     def server_processes(self) -> ServerProcesses | None:
-        """Processes that need a place of their own; None if the engines live in the rollout workers."""
+        """Processes that need a place of their own; None if the engines live in the rollout
+        workers."""
         return None
 
     @property
     def shares_trainer_gpus(self) -> bool:
-        """Whether engine and trainer take turns on the same GPUs, so that they cannot work at the same time."""
+        """Whether engine and trainer take turns on the same GPUs, so that they cannot work at the
+        same time."""
         processes = self.server_processes
         return processes is not None and processes.share_trainer_gpus
 
@@ -74,23 +86,27 @@ class EngineConfig(StrictModel):
 
     @property
     def takes_tensors(self) -> bool:
-        """Whether weights reach the engine as tensors by name in the driver, where an ablation can alter them."""
+        """Whether weights reach the engine as tensors by name in the driver, where an ablation can
+        alter them."""
         return True
 
     def check_machine(self) -> None:
-        """Raise CannotStart if this machine lacks something that the engine needs, before anything is started."""
+        """Raise EngineUnavailable if this machine lacks something that the engine needs, before
+        anything is started."""
         return None
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
+# -- weights --------------------------------------------------------------------------------------
 
 
 class WeightSender(Protocol):
-    """Carries weights to engines from the process that has them. It is pickled and sent to trainer rank 0."""
+    """Carries weights to engines from the process that has them. It is pickled and sent to trainer
+    rank 0."""
 
     @property
     def transposed(self) -> bool:
-        """Whether ``send`` takes expert matrices as transposed views, which saves a copy (``export_hf_weights``)."""
+        """Whether ``send`` takes expert matrices as transposed views, which saves a copy
+        (``export_hf_weights``)."""
         ...
 
     def send(self, named: "Iterable[tuple[str, torch.Tensor]]") -> None:
@@ -110,7 +126,8 @@ class WeightSource(Protocol):
         ...
 
     def send_weights(self, sender: WeightSender) -> None:
-        """Let ``sender`` send all weights, without bringing them into this process if they are elsewhere."""
+        """Let ``sender`` send all weights, without bringing them into this process if they are
+        elsewhere."""
         ...
 
 
@@ -127,7 +144,7 @@ class LoadedWeights:
         sender.send_from_driver(self._named.items())
 
 
-# -- the backend ------------------------------------------------------------------------------------------------------
+# -- the backend ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -146,8 +163,8 @@ class BackendContext:
 
 
 class EngineWorkers(Protocol):
-    """The rollout workers, as a backend reaches the engines that they hold. A worker that died is replaced and brought
-    to the weights of the last ``load_weights`` before it answers."""
+    """The rollout workers, as a backend reaches the engines that they hold. A worker that died is
+    replaced and brought to the weights of the last ``load_weights`` before it answers."""
 
     def load_weights(self, weights: "dict[str, torch.Tensor]", version: int) -> None:
         """Call ``RolloutEngine.sync_weights`` in every worker."""
@@ -159,17 +176,19 @@ class EngineWorkers(Protocol):
 
 
 type EngineFactory = Callable[[], RolloutEngine]
-"""Makes the engine of one rollout worker. It is pickled, so it holds settings and handles, not the engine."""
+"""Makes the engine of one rollout worker. It is pickled, so it holds settings and handles, not the
+engine."""
 
 
 class RolloutBackend(ABC):
     """The engines of one run. Methods block and are called from the driver, one at a time.
 
-    The exception is ``heal``: where rollouts overlap training it is called from the thread that waits for them, while
-    the driver may be inside ``updating_weights``."""
+    The exception is ``heal``: where rollouts overlap training it is called from the thread that
+    waits for them, while the driver may be inside ``updating_weights``."""
 
     Options: ClassVar[type[EngineConfig]] = EngineConfig
-    """The settings of a backend that is named as MODULE:CLASS: what ``rollout.engine.options`` may say."""
+    """The settings of a backend that is named as MODULE:CLASS: what ``rollout.engine.options`` may
+    say."""
 
     def __init__(self, settings: Any, context: BackendContext) -> None:
         """Begin to start what the engines need. ``settings``: an instance of ``Options``."""
@@ -182,43 +201,46 @@ class RolloutBackend(ABC):
         """Return what makes a worker's engine: called once in the process of every worker."""
 
     def start(self, workers: EngineWorkers) -> None:
-        """Wait until engines can take weights, and remember how to reach those in ``workers``. Raises what keeps them
-        from starting."""
+        """Wait until engines can take weights, and remember how to reach those in ``workers``.
+        Raises what keeps them from starting."""
         self.workers = workers
 
     @abstractmethod
     def sync_weights(self, source: WeightSource, version: int) -> None:
-        """Give all engines the policy's weights under a version number, which every sampled token is marked with. Ends
-        a ``pause``. What runs is aborted and goes on with the new weights.
+        """Give all engines the policy's weights under a version number, which every sampled token
+        is marked with. Ends a ``pause``. What runs is aborted and goes on with the new weights.
 
-        ``source`` keeps these weights until the next call, or until ``updating_weights``: engines that were restarted
-        ask for them again."""
+        ``source`` keeps these weights until the next call, or until ``updating_weights``: engines
+        that were restarted ask for them again."""
 
     @abstractmethod
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]``, in nats, from every engine that serves."""
 
     def compare_weights(self) -> None:
-        """Raise an error that names a tensor which an engine holds otherwise than it was sent, if that can be told."""
+        """Raise an error that names a tensor which an engine holds otherwise than it was sent, if
+        that can be told."""
         return None
 
     def pause(self) -> None:
-        """Make room for the trainer until the next ``sync_weights``: nothing is generated, and memory that the engines
-        share with the trainer is freed."""
+        """Make room for the trainer until the next ``sync_weights``: nothing is generated, and
+        memory that the engines share with the trainer is freed."""
         return None
 
     def heal(self) -> None:
-        """Bring engines that were restarted back to the current weights. Called about once a second during rollouts."""
+        """Bring engines that were restarted back to the current weights. Called about once a
+        second during rollouts."""
         return None
 
     def updating_weights(self, version: int) -> AbstractContextManager[None]:
-        """Keep ``heal`` from asking the source for weights while the trainer updates them; from the end of the block on
-        the source has weights ``version``."""
+        """Keep ``heal`` from asking the source for weights while the trainer updates them; from
+        the end of the block on the source has weights ``version``."""
         return nullcontext()
 
     @abstractmethod
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return what an engine says of itself, as far as it knows ``names``; "engine" says which one it is."""
+        """Return what an engine says of itself, as far as it knows ``names``; "engine" says which
+        one it is."""
 
     def close(self) -> None:
         """Stop everything that the backend started. Called once, also after a failed start."""

@@ -1,4 +1,5 @@
-"""Rollout engines by ``rollout.engine.type``: ``transformers``, ``sglang``, or MODULE:CLASS for one from outside."""
+"""Rollout engines by ``rollout.engine.type``: ``transformers``, ``sglang``, or MODULE:CLASS for
+one from outside."""
 
 from typing import Annotated, Any, Self
 
@@ -14,14 +15,16 @@ BACKENDS: Registry[type[RolloutBackend]] = Registry(
     expected="a subclass of rl_loop.engines.backend.RolloutBackend",
     accepts=subclass_of(RolloutBackend),
     entries={
-        # Imported when a run builds its backend: they bring torch and Ray, which reading a configuration does without.
+        # Imported when a run builds its backend: they bring torch and Ray, which reading a
+        # configuration does without.
         "transformers": "rl_loop.engines.embedded.backend:EmbeddedBackend",
         "sglang": "rl_loop.engines.sglang.backend:SglangBackend",
     },
 )
 
 TAG = "type="
-"""How the tags of the union begin. They show up in the location of pydantic's errors and are left out for users."""
+"""How the tags of the union begin. They show up in the location of pydantic's errors and are left
+out for users."""
 
 
 class ExternalEngineConfig(EngineConfig):
@@ -38,7 +41,8 @@ class ExternalEngineConfig(EngineConfig):
         return self
 
     def settings(self) -> EngineConfig:
-        """Return ``options`` as the backend's own class has them. Raises ValueError if they are not valid."""
+        """Return ``options`` as the backend's own class has them. Raises ValueError if they are
+        not valid."""
         return BACKENDS.resolve(self.type).Options.model_validate(self.options)
 
     @property

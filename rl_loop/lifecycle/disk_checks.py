@@ -5,8 +5,9 @@ import os
 import shutil
 from pathlib import Path
 
+from megatron_gptoss.config import ModelConfig
 from rl_loop.config.errors import CannotStart
-from rl_loop.config.run import RlConfig, RunConfig
+from rl_loop.config.training import TrainingConfig
 from rl_loop.tracking.run_directory import RunDirectory
 
 GB = 1e9
@@ -25,16 +26,16 @@ def check_writable(directory: Path) -> None:
         raise CannotStart(f"output_dir: {nearest} may not be written by this user")
 
 
-def check_disk(config: RunConfig) -> None:
-    """Raise CannotStart unless there is room for the checkpoints that the run will hold at a
-    time."""
-    check_writable(config.directory)
-    checkpoint = checkpoint_bytes(config)
-    most = checkpoints_at_a_time(config)
-    existing = len(list(RunDirectory(config.directory).checkpoints.glob("step_??????")))
+def check_disk(directory: Path, training: TrainingConfig, checkpoint: float) -> None:
+    """Raise CannotStart unless there is room for the checkpoints that the run will hold at a time.
+
+    ``checkpoint``: bytes of one, from ``checkpoint_bytes``."""
+    check_writable(directory)
+    most = checkpoints_at_a_time(training)
+    existing = len(list(RunDirectory(directory).checkpoints.glob("step_??????")))
     needed = checkpoint * max(0, most - existing)
 
-    folder = _nearest_existing(config.directory)
+    folder = _nearest_existing(directory)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CannotStart(
@@ -43,20 +44,18 @@ def check_disk(config: RunConfig) -> None:
         )
 
 
-def checkpoint_bytes(config: RunConfig) -> float:
-    """Size of one checkpoint: weights, and of every model that learns two fp32 moments and fp32
-    master weights."""
-    weight_bytes = {"float32": 4, "bfloat16": 2}[config.dtype]
-    master_bytes = 0 if config.dtype == "float32" else 4
-    has_critic = isinstance(config, RlConfig) and config.algorithm.critic is not None
+def checkpoint_bytes(model: ModelConfig, dtype: str, *, has_critic: bool = False) -> float:
+    """Compute the size of one checkpoint: weights, two fp32 moments and fp32 master weights of every
+    model that learns."""
+    weight_bytes = {"float32": 4, "bfloat16": 2}[dtype]
+    master_bytes = 0 if dtype == "float32" else 4
     models = 2 if has_critic else 1
-    return models * config.model.num_parameters * (weight_bytes + master_bytes + MOMENT_BYTES)
+    return models * model.num_parameters * (weight_bytes + master_bytes + MOMENT_BYTES)
 
 
-def checkpoints_at_a_time(config: RunConfig) -> int:
+def checkpoints_at_a_time(training: TrainingConfig) -> int:
     """Count the checkpoints that can exist together: an older one is deleted only when a newer one
     is complete."""
-    training = config.training
     saved = math.ceil(training.steps / training.checkpoint_every)
     return min(training.keep_checkpoints + 1, saved)
 

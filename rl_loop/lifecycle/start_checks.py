@@ -15,7 +15,7 @@ from rl_loop.config.tasks import SourceConfig
 from rl_loop.environments import environment_class
 from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
-from rl_loop.lifecycle.disk_checks import check_disk, check_writable
+from rl_loop.lifecycle.disk_checks import check_disk, check_writable, checkpoint_bytes
 from rl_loop.lifecycle.weight_checks import check_newest_checkpoint, check_weights
 from rl_loop.sandbox import check_isolation
 from rl_loop.tasks.task_file import TaskData
@@ -41,7 +41,9 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
     if isinstance(config, RlConfig):
         check_rollouts(config)
     check_tracking()
-    check_disk(config)
+    has_critic = isinstance(config, RlConfig) and config.algorithm.critic is not None
+    checkpoint = checkpoint_bytes(config.model, config.dtype, has_critic=has_critic)
+    check_disk(config.directory, config.training, checkpoint)
 
 
 def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, output: Path) -> None:

@@ -32,14 +32,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """Episodes of one task to run. One seed per sample: the same request gives the same episodes on any worker."""
+    """Episodes of one task to run. One seed per sample: the same request gives the same episodes
+    on any worker."""
 
     task: Task
     seeds: tuple[int, ...]
     temperature: float
     purify: bool = False
-    """Whether ``rollout.purification`` applies, which only episodes to train on have: an evaluation measures the
-    policy, not the policy and its retries."""
+    """Whether ``rollout.purification`` applies, which only episodes to train on have: an
+    evaluation measures the policy, not the policy and its retries."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,24 @@ class RolloutPool:
     MAX_RESTARTS = 10
     """Per pool; more deaths mean something that a restart does not mend."""
 
-    def __init__(self, backend: RolloutBackend, settings: WorkerSettings) -> None:
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        settings: WorkerSettings,
+        alter_weights: Callable[[WeightSource, int], WeightSource] | None = None,
+    ) -> None:
+        """``alter_weights``: what experiments do to the weights of a version on their way to the
+        engines."""
         self.backend = backend
+        self._alter_weights = alter_weights
         self._settings = settings
         self._threads = max(1, (os.cpu_count() or 1) // settings.rollout.workers)
         self._engine_factory = backend.engine_factory()
         self._counters = RolloutCounters()
         self._restarts = 0
 
-        # What a replaced worker's engine is brought to: a reference to the tensors, and their version.
+        # What a replaced worker's engine is brought to: a reference to the tensors, and their
+        # version.
         self._weights: tuple[Any, int] | None = None
 
         # Workers that have not answered yet are killed on close instead of being waited for.
@@ -78,7 +88,7 @@ class RolloutPool:
         self._is_closed = False
         self._workers = [self._create_worker(index) for index in range(settings.rollout.workers)]
 
-    # -- workers ------------------------------------------------------------------------------------------------------
+    # -- workers ----------------------------------------------------------------------------------
 
     def _create_worker(self, index: int) -> Any:
         actor_class: Any = ray.remote(with_logging(RolloutWorker))
@@ -124,7 +134,7 @@ class RolloutPool:
             except RayActorError as again:
                 death = again
 
-    # -- episodes -----------------------------------------------------------------------------------------------------
+    # -- episodes ---------------------------------------------------------------------------------
 
     def run(
         self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = lambda: False
@@ -133,7 +143,8 @@ class RolloutPool:
         infrastructure failures ended are set apart in them.
 
         ``abandon`` is asked every second; if it says so, RolloutsAbandoned is raised. Raises
-        InfrastructureOutage if too many episodes failed, and TaskFileError if no task can be run."""
+        InfrastructureOutage if too many episodes failed, and TaskFileError if no task can be
+        run."""
         rollout = self._settings.rollout
         breaker = InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)
         results: dict[int, TrajectoryGroup] = {}
@@ -144,6 +155,7 @@ class RolloutPool:
             worker = number % len(self._workers)
             running[self._submit(worker, request)] = Assignment(number, worker)
 
+        # One at a time, so that a dead worker is noticed before the others have finished.
         while running:
             finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
             if abandon():
@@ -162,6 +174,7 @@ class RolloutPool:
             self._counters.count(assignment.worker, group)
             breaker.observe(group)
 
+        # The share counts over all episodes: the first few may all have met the same bad moment.
         breaker.check_share()
         groups = [results[number] for number in range(len(requests))]
         if groups and all(group.skipped is not None for group in groups):
@@ -175,8 +188,8 @@ class RolloutPool:
         requests: Sequence[GroupRequest],
         death: RayActorError,
     ) -> dict[Any, Assignment]:
-        """Replace the worker of ``failed`` and give its successor all that it was at work on. Returns what is running
-        then."""
+        """Replace the worker of ``failed`` and give its successor all that it was at work on.
+        Returns what is running then."""
         lost = [failed.request]
         still_running: dict[Any, Assignment] = {}
         for reference, assignment in running.items():
@@ -196,10 +209,12 @@ class RolloutPool:
             request.task, request.seeds, request.temperature, purify=request.purify
         )
 
-    # -- engines ------------------------------------------------------------------------------------------------------
+    # -- engines ----------------------------------------------------------------------------------
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         """Give all engines the policy's weights; see ``RolloutBackend.sync_weights``."""
+        if self._alter_weights is not None:
+            source = self._alter_weights(source, version)
         self.backend.sync_weights(source, version)
 
     def load_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
@@ -209,7 +224,8 @@ class RolloutPool:
             self._call(index, "sync_weights", *self._weights)
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
-        """Return the log-probs of ``token_ids[1:]`` from the engine of every worker. Backends call it."""
+        """Return the log-probs of ``token_ids[1:]`` from the engine of every worker. Backends call
+        it."""
         return [self._call(index, "score", token_ids, temperature) for index in range(len(self._workers))]
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
@@ -217,7 +233,8 @@ class RolloutPool:
         return self.backend.score(token_ids, temperature)
 
     def compare_weights(self) -> None:
-        """Raise an error that names a tensor which an engine holds otherwise than the trainer, if that can be told."""
+        """Raise an error that names a tensor which an engine holds otherwise than the trainer, if
+        that can be told."""
         self.backend.compare_weights()
 
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
@@ -225,14 +242,15 @@ class RolloutPool:
         return self.backend.engine_settings(names)
 
     def pause(self) -> None:
-        """Run no episodes until the next weight sync: engines on the trainer's GPUs free their memory."""
+        """Run no episodes until the next weight sync: engines on the trainer's GPUs free their
+        memory."""
         self.backend.pause()
 
     def updating_weights(self, version: int) -> AbstractContextManager[None]:
         """Block healing while the source of the last sync updates its weights to ``version``."""
         return self.backend.updating_weights(version)
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop workers and engines. Calling it again does nothing."""
@@ -245,6 +263,7 @@ class RolloutPool:
             self.backend.close()
 
     def _close_workers(self) -> None:
+        # A worker that is still starting would answer only when its imports are done.
         if self._has_started:
             closing = [worker.close.remote() for worker in self._workers]
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)

@@ -1,6 +1,7 @@
 """One rollout worker: an engine, a sandbox and the agent loop in one process.
 
-A plain class, of which ``rollout.pool`` makes Ray actors. It knows neither Megatron nor the optimizer."""
+A plain class, of which ``rollout.pool`` makes Ray actors. It knows neither Megatron nor the
+optimizer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -62,7 +63,8 @@ class RolloutWorker:
         await self.sandbox.start()
 
     async def sync_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
-        """Give the engine these weights; none if it is a client of servers that have got them already."""
+        """Give the engine these weights; none if it is a client of servers that have got them
+        already."""
         await self.engine.sync_weights(weights.items(), version)
 
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:
@@ -71,8 +73,9 @@ class RolloutWorker:
     async def run_group(
         self, task: Task, seeds: tuple[int, ...], temperature: float, purify: bool = False
     ) -> TrajectoryGroup:
-        """Run one episode per seed, all at the same time; failed calls are retried only with ``purify``. Episodes that
-        infrastructure failures ended are set apart; a task whose prompt is of no use is skipped."""
+        """Run one episode per seed, all at the same time; failed calls are retried only with
+        ``purify``. Episodes that infrastructure failures ended are set apart; a task whose prompt
+        is of no use is skipped."""
         try:
             async with asyncio.TaskGroup() as running:
                 tasks = [running.create_task(self._run_episode(task, seed, temperature, purify)) for seed in seeds]
@@ -103,8 +106,8 @@ class RolloutWorker:
         )
 
     async def _execute(self, code: str, history: Sequence[str] = ()) -> ExecutionResult:
-        """Run a program after those of its session. Raises InfrastructureFailure if the sandbox, and not the program,
-        failed."""
+        """Run a program after those of its session. Raises InfrastructureFailure if the sandbox,
+        and not the program, failed."""
         # Waiting while other episodes' programs have the sandbox costs this episode no time.
         clock = running_clock()
         clock.stop()

@@ -1,5 +1,5 @@
-"""Where a run's numbers go besides its own directory: Prometheus, which finds them beside Ray's
-own metrics on every node, and Weights & Biases if asked for."""
+"""Where a run's numbers go besides its own directory: Prometheus, which finds them beside Ray's own metrics on every
+node, and Weights & Biases if asked for."""
 
 import os
 import re
@@ -8,15 +8,12 @@ from typing import Any
 from ray.util.metrics import Counter, Gauge
 
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.load import dump_config
-from rl_loop.config.run import RunConfig
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.tracking.metrics import Listener
 
 
 class RolloutCounters:
-    """Totals per rollout worker: its engine's sampled tokens, its episodes, and its sandbox's
-    calls and failures."""
+    """Totals per rollout worker: its engine's sampled tokens, its episodes, and its sandbox's calls and failures."""
 
     def __init__(self) -> None:
         counted = {"sampled_tokens": "tokens that the engine sampled", "episodes": "finished episodes",
@@ -47,19 +44,19 @@ def prometheus_listener(run_name: str) -> Listener:
     return listen
 
 
-def wandb_listener(config: RunConfig) -> Listener:
+def wandb_listener(run_name: str, config_yaml: str) -> Listener:
     """The same curves at Weights & Biases; a resumed run continues its own."""
     try:
         import wandb
     except ImportError:
         raise ConfigError("WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it") from None
-    run: Any = wandb.init(name=config.name, id=config.name, resume="allow", config={"yaml": dump_config(config)})
+    run: Any = wandb.init(name=run_name, id=run_name, resume="allow", config={"yaml": config_yaml})
     return lambda step, values: run.log(values, step=step)
 
 
-def step_listeners(config: RunConfig) -> list[Listener]:
+def step_listeners(run_name: str, config_yaml: str) -> list[Listener]:
     """Make the listeners of a run. WANDB_PROJECT, wandb's own variable, switches Weights & Biases on."""
-    listeners = [prometheus_listener(config.name)]
+    listeners = [prometheus_listener(run_name)]
     if "WANDB_PROJECT" in os.environ:
-        listeners.append(wandb_listener(config))
+        listeners.append(wandb_listener(run_name, config_yaml))
     return listeners

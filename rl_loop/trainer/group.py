@@ -12,21 +12,29 @@ from ray.exceptions import RayActorError, RayTaskError
 from megatron_gptoss.packing import Sample
 from megatron_gptoss.trainer import StepStatistics
 from megatron_gptoss.user_error import UserError
-from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.cluster.placement import TRAINER_RANK, has_placement, master_address, outlive_sigterm, placement_options
-from rl_loop.config.run import RunConfig
+from rl_loop.cluster.placement import (
+    TRAINER_RANK,
+    has_placement,
+    master_address,
+    outlive_sigterm,
+    placement_options,
+)
+from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.engines.backend import WeightSender
 from rl_loop.logs import with_logging
 from rl_loop.trainer.rank_start import check_local_ranks, start_limit, wait_for_processes
-from rl_loop.trainer.worker import RlUpdates, TrainerWorker
+from rl_loop.trainer.settings import TrainerSettings
+from rl_loop.trainer.worker import TrainerWorker
 
 
 class RankDied(UserError, RuntimeError):
-    """The process of a trainer rank is gone; the message names rank, host and what Ray knows of the reason."""
+    """The process of a trainer rank is gone; the message names rank, host and what Ray knows of
+    the reason."""
 
 
 class TrainerProcess(TrainerWorker):
-    """A rank that answers as soon as its process runs; ``start``, which is collective, makes a TrainerWorker of it."""
+    """A rank that answers as soon as its process runs; ``start``, which is collective, makes a
+    TrainerWorker of it."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
@@ -38,23 +46,31 @@ class TrainerProcess(TrainerWorker):
 class TrainerGroup:
     """All ranks do the same thing at the same time; what rank 0 returns is the result."""
 
-    def __init__(self, config: RunConfig) -> None:
-        world, cores = config.parallel.world_size, os.cpu_count() or 1
-        threads = max(1, cores // world)
+    def __init__(self, settings: TrainerSettings) -> None:
+        """Start the ranks' processes; ``ready`` waits for them."""
+        world = settings.parallel.world_size
+        cores = os.cpu_count() or 1
         has_gpus = ray.cluster_resources().get("GPU", 0) >= world
         if not has_gpus and not has_placement():
             check_local_ranks(world, cores)
-        actor = ray.remote(with_logging(TrainerProcess))
-        options = {"num_cpus": 0, "num_gpus": 1 if has_gpus else 0}
+
+        actor_class = ray.remote(with_logging(TrainerProcess))
         master, port = master_address()
+        threads = max(1, cores // world)
         self._ranks: list[Any] = []
         for rank in range(world):
-            placed = actor.options(**options, **placement_options(TRAINER_RANK, rank))
-            self._ranks.append(placed.remote(config, rank, master, port, threads))
+            actor = actor_class.options(
+                num_cpus=0,
+                num_gpus=1 if has_gpus else 0,
+                **placement_options(TRAINER_RANK, rank),
+            )
+            self._ranks.append(actor.remote(settings, rank, master, port, threads))
+
         self._processes = ["a node not yet known"] * world
         self._asking = Lock()
         self._start_limit = start_limit(world, cores)
-        # all at once, so that they load their weights while the rollouts start
+
+        # All at once, so that they load their weights while the rollouts start.
         self._started = [rank.__ray_call__.remote(_process) for rank in self._ranks]
         self._loaded = [rank.start.remote() for rank in self._ranks]
 
@@ -65,15 +81,19 @@ class TrainerGroup:
         self._join(self._loaded)
 
     def _all(self, method: str, *arguments: Any) -> Any:
-        with self._asking:  # what is asked is collective: every rank must hear two threads in the same order
+        # What is asked is collective: every rank must hear two threads in the same order.
+        with self._asking:
             calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
         return self._join(calls)[0]
 
     def _join(self, calls: list[Any]) -> list[Any]:
-        """All results, or the error of the rank that failed first. A death is the reason of its neighbours' errors:
-        it is told even if one of them was faster."""
+        """Return all results, or raise the error of the rank that failed first.
+
+        A death is the reason of its neighbours' errors: it is told even if one of them was
+        faster."""
         failures: dict[int, Exception] = {}
         waiting = list(calls)
+        # After a first failure wait a little longer: a death may explain it.
         while waiting:
             ended, waiting = ray.wait(waiting, num_returns=1, timeout=2 if failures else None)
             if not ended:
@@ -84,6 +104,7 @@ class TrainerGroup:
                 failures[calls.index(ended[0])] = failure
         if not failures:
             return ray.get(calls)
+
         for rank, error in failures.items():
             if isinstance(error, RayActorError) and not error.actor_init_failed:
                 raise RankDied(f"trainer rank {rank} on {self._processes[rank]} died: {_reason(error)}") from error
@@ -94,11 +115,11 @@ class TrainerGroup:
     def sft_step(self, samples: list[Sample], step: int) -> StepStatistics:
         return self._all("sft_step", ray.put(samples), step)
 
-    def estimates(self, samples: list[Sample]) -> dict[str, list[list[float]]]:
-        return self._all("estimates", ray.put(samples))
+    def compute_values_and_reference_log_probs(self, samples: list[Sample]) -> TokenEstimates:
+        return self._all("compute_values_and_reference_log_probs", ray.put(samples))
 
-    def rl_step(self, samples: list[Sample], algorithm: AlgorithmConfig, step: int) -> RlUpdates:
-        return self._all("rl_step", ray.put(samples), algorithm, step)
+    def rl_step(self, samples: list[Sample], step: int) -> RlUpdates:
+        return self._all("rl_step", ray.put(samples), step)
 
     def score(self, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:
         return self._all("score", ray.put(samples), temperature)

@@ -1,4 +1,5 @@
-"""Starting the processes of trainer ranks: whether this machine has room for them, and what is said meanwhile."""
+"""Starting the processes of trainer ranks: whether this machine has room for them, and what is
+said meanwhile."""
 
 import logging
 import os
@@ -11,10 +12,12 @@ from megatron_gptoss.user_error import UserError
 logger = logging.getLogger(__name__)
 
 RANKS_PER_CORE = 16
-"""More local ranks than this for each core are a mistake: every one of them imports torch and Megatron by itself."""
+"""More local ranks than this for each core are a mistake: every one of them imports torch and
+Megatron by itself."""
 
 START_SECONDS = 300.0
-"""For processes to start on an idle machine with a core for each, with room to spare; torch and Megatron take 10 s."""
+"""For processes to start on an idle machine with a core for each, with room to spare; torch and
+Megatron take 10 s."""
 
 SECONDS_PER_SHARED_RANK = 60.0
 """In addition for every rank that a core has beyond its first."""
@@ -24,7 +27,8 @@ NEWS_SECONDS = 10.0
 
 
 class RankStartError(UserError):
-    """The processes of the trainer's ranks did not come up; the message says how many did and what to change."""
+    """The processes of the trainer's ranks did not come up; the message says how many did and what
+    to change."""
 
 
 def check_local_ranks(ranks: int, cores: int) -> None:
@@ -36,7 +40,10 @@ def check_local_ranks(ranks: int, cores: int) -> None:
         )
     if ranks > cores:
         logger.warning(
-            "%d trainer ranks share %d cores, which is slow; parallel.world_size=%d is not", ranks, cores, cores
+            "%d trainer ranks share %d cores, which is slow; parallel.world_size=%d is not",
+            ranks,
+            cores,
+            cores,
         )
 
 
@@ -46,10 +53,11 @@ def start_limit(ranks: int, cores: int) -> float:
 
 
 def wait_for_processes(calls: Sequence[Any], limit: float) -> None:
-    """Wait until every rank's process has answered its first call or failed, and log how many have.
+    """Wait until every rank's process has answered its first call or failed, and log how many
+    have.
 
-    ``calls`` are object references, one per rank. Raises RankStartError if an answer is missing after ``limit``
-    seconds. Failures are left to who asks for the results."""
+    ``calls`` are object references, one per rank. Raises RankStartError if an answer is missing
+    after ``limit`` seconds. Failures are left to who asks for the results."""
     import ray
 
     began = told = time.monotonic()

@@ -231,10 +231,11 @@ def test_the_predicted_checkpoint_is_that_of_the_model(tmp_path: Path) -> None:
     config = load_config(ROOT / RL, RlConfig, ["training.steps=5", "training.checkpoint_every=3"])
     parameters = sum(math.prod(shape) for shape in hf_shapes(config.model).values())
     assert config.model.num_parameters == parameters
-    assert checkpoint_bytes(config) == 12 * parameters  # fp32 weights and two moments
-    assert checkpoints_at_a_time(config) == 2
-    critic = config.model_copy(update={"dtype": "bfloat16"})
-    assert checkpoint_bytes(critic) == 14 * parameters  # bf16 weights, fp32 master weights, two moments
+    assert checkpoint_bytes(config.model, config.dtype) == 12 * parameters  # fp32 weights and two moments
+    assert checkpoints_at_a_time(config.training) == 2
+    # bf16 weights, fp32 master weights, two moments
+    assert checkpoint_bytes(config.model, "bfloat16") == 14 * parameters
+    assert checkpoint_bytes(config.model, "bfloat16", has_critic=True) == 28 * parameters
 
 
 def test_a_port_of_ray_that_is_taken_is_a_problem_of_the_node(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rl_loop.canary import CanaryError, check_canary
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
+from rl_loop.session import loop_settings
 
 TINY = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
 
@@ -44,11 +45,11 @@ class Engines:
 def test_the_tolerance_is_that_of_the_precision_unless_it_is_given(
     overrides: list[str], gap: float, agrees: bool
 ) -> None:
-    config = load_config(TINY, RlConfig, overrides)
+    tolerance = loop_settings(load_config(TINY, RlConfig, overrides)).canary_tolerance
     trainer: Any = Trainer()
     engines: Any = Engines(gap)
     if agrees:
-        assert check_canary(trainer, engines, [5, 6, 7], config, 3) == pytest.approx(gap)
+        assert check_canary(trainer, engines, [5, 6, 7], tolerance=tolerance, version=3) == pytest.approx(gap)
     else:
         with pytest.raises(CanaryError, match="syncing weights 3, rollout worker 1 and the trainer differ"):
-            check_canary(trainer, engines, [5, 6, 7], config, 3)
+            check_canary(trainer, engines, [5, 6, 7], tolerance=tolerance, version=3)

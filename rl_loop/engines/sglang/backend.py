@@ -6,7 +6,13 @@ from functools import partial
 from typing import Any
 
 from megatron_gptoss.config import ModelConfig
-from rl_loop.engines.backend import BackendContext, EngineFactory, EngineWorkers, RolloutBackend, WeightSource
+from rl_loop.engines.backend import (
+    BackendContext,
+    EngineFactory,
+    EngineWorkers,
+    RolloutBackend,
+    WeightSource,
+)
 from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.fleet import SglangFleet, statuses

@@ -10,8 +10,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_loop.config.errors import CannotStart
-from rl_loop.engines.backend import EngineConfig, ServerProcesses
+from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
 
 Command = Callable[[str, int], list[str]]
 """(host, port) -> the argument vector of a server."""
@@ -89,10 +88,10 @@ class SglangConfig(EngineConfig):
         return False
 
     def check_machine(self) -> None:
-        """Raise CannotStart if ``python`` is no interpreter that can import SGLang."""
+        """Raise EngineUnavailable if ``python`` is no interpreter that can import SGLang."""
         python = shutil.which(self.python)
         if python is None:
-            raise CannotStart(
+            raise EngineUnavailable(
                 f"rollout.engine.python: {self.python} is no program; give the interpreter that has SGLang installed"
             )
 
@@ -105,7 +104,7 @@ class SglangConfig(EngineConfig):
             check=False,
         )
         if finding.returncode:
-            raise CannotStart(
+            raise EngineUnavailable(
                 f"rollout.engine.python: {python} has no SGLang; install it in an environment of its own and name its "
                 "interpreter here (docs/sglang.md)"
             )

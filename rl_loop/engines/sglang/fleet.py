@@ -1,7 +1,8 @@
-"""The SGLang servers of a run as Ray actors: started, brought to the policy's weights, scored, paused.
+"""The SGLang servers of a run as Ray actors: started, brought to the policy's weights, scored,
+paused.
 
-A sync that fails anywhere leaves no server serving. The servers that took part are killed, come back with dummy weights
-as STALE and are synced again from the beginning."""
+A sync that fails anywhere leaves no server serving. The servers that took part are killed, come
+back with dummy weights as STALE and are synced again from the beginning."""
 
 import asyncio
 import json
@@ -31,13 +32,15 @@ from rl_loop.logs import with_logging
 logger = logging.getLogger(__name__)
 
 MAX_SYNCS = 3
-"""Attempts to bring the servers to one version; servers that failed are started anew between two of them."""
+"""Attempts to bring the servers to one version; servers that failed are started anew between two
+of them."""
 
 SAME_WEIGHTS = 0.02
 """Nats per token by which two servers with the same weights may differ on one text."""
 
 COMPARED_EVERY = 7
-"""Versions between two comparisons of checksums. 7 divides neither 24 nor 36 layers, so every layer has its turn."""
+"""Versions between two comparisons of checksums. 7 divides neither 24 nor 36 layers, so every
+layer has its turn."""
 
 ANSWER_SECONDS = 60.0
 """How long an actor may take to answer; its methods return at once."""
@@ -52,7 +55,8 @@ class SglangSender:
 
     @property
     def transposed(self) -> bool:
-        # CUDA IPC shares the trainer's own memory, where Megatron keeps expert matrices the other way round.
+        # CUDA IPC shares the trainer's own memory, where Megatron keeps expert matrices the other
+        # way round.
         return self.plan.transport == "cuda_ipc"
 
     def send(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -60,7 +64,8 @@ class SglangSender:
         asyncio.run(send_weights(named, self.model, self.plan))
 
     def send_from_driver(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send through files, whatever the plan's transport: the driver has no GPU. Raises as ``send`` does."""
+        """Send through files, whatever the plan's transport: the driver has no GPU. Raises as
+        ``send`` does."""
         plan = replace(self.plan, transport="disk")
         asyncio.run(send_weights(named, self.model, plan))
 
@@ -75,7 +80,8 @@ class HeldWeights:
 
 @dataclass(frozen=True)
 class Canary:
-    """A text and what a server that holds the policy says of it; a restarted server must say the same."""
+    """A text and what a server that holds the policy says of it; a restarted server must say the
+    same."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -95,8 +101,8 @@ async def statuses(actors: list[Any]) -> list[ServerStatus]:
 
 
 class SglangFleet:
-    """The ``servers`` of an SglangConfig. Methods block. No two run at the same time, but for ``heal`` in the thread of
-    rollouts that overlap training."""
+    """The ``servers`` of an SglangConfig. Methods block. No two run at the same time, but for
+    ``heal`` in the thread of rollouts that overlap training."""
 
     def __init__(self, settings: SglangConfig, context: BackendContext) -> None:
         """Create the actors. Their servers start with the first question, which ``ready`` asks."""
@@ -109,7 +115,8 @@ class SglangFleet:
         self._held: HeldWeights | None = None
         self._canary: Canary | None = None
 
-        # Incarnations of servers: those that gave their memory back, and those whose checksums were compared once.
+        # Incarnations of servers: those that gave their memory back, and those whose checksums
+        # were compared once.
         self._paused: set[int] = set()
         self._compared: set[int] = set()
 
@@ -122,8 +129,8 @@ class SglangFleet:
         architecture = context.model.to_hf_config(dtype=context.dtype)
         (self._directory / "config.json").write_text(json.dumps(architecture, indent=2))
 
-        # Without GPUs in the cluster (tests, SGLang on CPUs) there is nothing to reserve; on the trainer's GPUs the
-        # ranks have reserved them already.
+        # Without GPUs in the cluster (tests, SGLang on CPUs) there is nothing to reserve; on the
+        # trainer's GPUs the ranks have reserved them already.
         has_gpus = ray.cluster_resources().get("GPU", 0) >= settings.servers * settings.tensor_parallel
         gpus = settings.tensor_parallel if has_gpus and not settings.colocated else 0
         actor_class = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=-1)(with_logging(SglangServer))
@@ -147,14 +154,16 @@ class SglangFleet:
             actors.append(actor)
         return actors
 
-    # -- servers ------------------------------------------------------------------------------------------------------
+    # -- servers ----------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Wait until every server is healthy. Raises RuntimeError with the end of its log if one cannot start."""
+        """Wait until every server is healthy. Raises RuntimeError with the end of its log if one
+        cannot start."""
         self._healthy(wait_for=(ServerState.DEAD, ServerState.STARTING))
 
     def _healthy(self, wait_for: Sequence[ServerState] = ()) -> dict[Any, ServerStatus]:
-        """Return the healthy servers by actor, at least one, as soon as no server is in a state of ``wait_for``."""
+        """Return the healthy servers by actor, at least one, as soon as no server is in a state of
+        ``wait_for``."""
         while True:
             known = dict(zip(self.actors, asyncio.run(statuses(self.actors)), strict=True))
             healthy = {actor: status for actor, status in known.items() if status.healthy}
@@ -173,7 +182,8 @@ class SglangFleet:
         return tuple(status.url for status in healthy if status.state is ServerState.SYNCED)
 
     def settings(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return what the first healthy server says of itself in /server_info, as far as it has ``names``."""
+        """Return what the first healthy server says of itself in /server_info, as far as it has
+        ``names``."""
         url = next(iter(self._healthy().values())).url
         (info,) = self._at_all((url,), lambda client: client.call("/server_info", seconds=60))
         return {"engine": f"SGLang at {url}"} | {name: info[name] for name in names if name in info}
@@ -183,11 +193,12 @@ class SglangFleet:
             _ask(actor.stop.remote())
             ray.kill(actor)
 
-    # -- weights ------------------------------------------------------------------------------------------------------
+    # -- weights ----------------------------------------------------------------------------------
 
     def sync(self, source: WeightSource, version: int) -> None:
-        """Give all healthy servers weights ``version``. Raises SyncFailed when it failed ``MAX_SYNCS`` times, and
-        WeightMismatch (a ValueError) for weights that are none of this model."""
+        """Give all healthy servers weights ``version``. Raises SyncFailed when it failed
+        ``MAX_SYNCS`` times, and WeightMismatch (a ValueError) for weights that are none of this
+        model."""
         self._held = HeldWeights(source, version)
         self._canary = None
         for attempt in range(MAX_SYNCS):
@@ -200,8 +211,8 @@ class SglangFleet:
                 logger.warning("weight sync is tried again, with restarted servers: %s", failure)
 
     def heal(self) -> None:
-        """Bring servers that were restarted to the current weights. They serve only if they score the canary as the
-        others did. Does nothing while the trainer updates the weights."""
+        """Bring servers that were restarted to the current weights. They serve only if they score
+        the canary as the others did. Does nothing while the trainer updates the weights."""
         if self._held is None or not self._updating.acquire(blocking=False):
             return
         try:
@@ -220,7 +231,8 @@ class SglangFleet:
 
     @contextmanager
     def updating_weights(self, version: int) -> Iterator[None]:
-        """Block healing while the trainer updates its weights; afterwards the source has weights ``version``."""
+        """Block healing while the trainer updates its weights; afterwards the source has weights
+        ``version``."""
         with self._updating:
             yield
             if self._held is not None:
@@ -244,7 +256,8 @@ class SglangFleet:
 
     @staticmethod
     def _begin_syncs(servers: dict[Any, ServerStatus]) -> dict[Any, ServerStatus]:
-        """Take ``servers`` out of service and return those that are still the processes we know."""
+        """Take ``servers`` out of service and return those that are still the processes we
+        know."""
         begun = {}
         for actor, status in servers.items():
             if _ask(actor.begin_sync.remote(status.incarnation)):
@@ -286,15 +299,16 @@ class SglangFleet:
         return self._directory / "weights"
 
     def compare(self) -> None:
-        """Raise WeightMismatch naming the first tensor of the last ``sync`` that a server holds otherwise."""
+        """Raise WeightMismatch naming the first tensor of the last ``sync`` that a server holds
+        otherwise."""
         if self._held is not None:
             self._send(self._synced_urls(), compare=True, transport="none")
 
-    # -- scores -------------------------------------------------------------------------------------------------------
+    # -- scores -----------------------------------------------------------------------------------
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
-        """Return the log-probs of ``token_ids[1:]`` from every server that holds the policy; raises as ``score_on``
-        does. The text is the canary of servers that are restarted later."""
+        """Return the log-probs of ``token_ids[1:]`` from every server that holds the policy;
+        raises as ``score_on`` does. The text is the canary of servers that are restarted later."""
         scores = self._at_all(self._synced_urls(), lambda client: score_on(client, token_ids, temperature))
         self._canary = Canary(token_ids, scores[0])
         return scores
@@ -311,10 +325,11 @@ class SglangFleet:
             if not gap <= SAME_WEIGHTS:  # also true for NaN
                 raise SyncFailed(f"{url} was given the weights again, but differs by {gap:.2e} nats from the others")
 
-    # -- memory -------------------------------------------------------------------------------------------------------
+    # -- memory -----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Free the servers' weights and caches if they share GPUs with the trainer, until the next ``sync``."""
+        """Free the servers' weights and caches if they share GPUs with the trainer, until the next
+        ``sync``."""
         if not self._settings.colocated:
             return
         paused = list(self._begin_syncs(self._healthy()).values())

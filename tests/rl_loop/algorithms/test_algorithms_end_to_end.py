@@ -110,7 +110,7 @@ def test_a_step_whose_every_token_is_masked_changes_nothing_and_the_run_goes_on(
         before = loop.trainer.weights()
         loop.train()
         after = loop.trainer.weights()
-        steps = read_json_lines(loop.session.run.metrics)
+        steps = read_json_lines(loop.recorder.run.metrics)
     assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
     assert [step["skipped_updates"] for step in steps] == [2, 2]
     for step in steps:
@@ -144,7 +144,7 @@ def test_stale_tokens_are_not_taken_for_on_policy(tmp_path: Path, rollouts: Loca
     with local_loop(settings, rollouts) as loop:
         metrics = StepMetrics(0)
         loop.sync_weights(3, metrics)
-        groups = loop.collect(0, first_task=0).train
+        groups = loop.collector.collect(0, first_task=0).train
         assert all(sample.staleness is None for sample in to_samples(groups, settings.algorithm, 3))
         with pytest.raises(OffPolicyError, match="sampled 1 weight versions ago would count as on-policy"):
             to_samples(groups, settings.algorithm, 4)
@@ -162,14 +162,14 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
                 generating.release()
             return generate(*arguments)
 
-        def rl_step(samples: Any, algorithm: Any, step: int) -> Any:
+        def rl_step(samples: Any, step: int) -> Any:
             if step < 3:  # the last step has none after it
                 assert generating.acquire(timeout=PATIENCE_SECONDS), "nothing is generated while the trainer learns"
-            return learn(samples, algorithm, step)
+            return learn(samples, step)
 
         loop.rollouts.run, loop.trainer.rl_step = run, rl_step
         loop.train()
-        steps = read_json_lines(loop.session.run.metrics)
+        steps = read_json_lines(loop.recorder.run.metrics)
     assert [step["rollout/staleness_max"] for step in steps] == [0, 1, 1, 1]
     assert all(step["correction/dropped_stale"] == 0 for step in steps)
     assert ["held_out/reward" in step for step in steps] == [True, False, True, False]

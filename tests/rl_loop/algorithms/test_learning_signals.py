@@ -23,9 +23,11 @@ from rl_loop.algorithms.objectives import policy_objective, value_objective
 from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rl_loop.algorithms.sequences import Sequences
-from rl_loop.data.samples import has_signal, signal_metrics, to_samples, with_advantages
+from rl_loop.data.credit import assign_advantages, has_signal
+from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.tracking.metrics import Name, StepMetrics
+from rl_loop.tracking.step_metrics import add_signal_metrics
 
 
 def choices(model: Any, field: str) -> tuple[str, ...]:
@@ -86,7 +88,7 @@ def credited(groups: list[TrajectoryGroup], config: AlgorithmConfig, limit: int 
     samples = to_samples(groups, config, version=0)
     if config.advantage == "gae":
         samples = [replace(sample, values=[0.0] * len(sample.token_ids)) for sample in samples]
-    return with_advantages(samples, groups, config, limit)
+    return assign_advantages(samples, groups, config, limit)
 
 
 # ---- equal rewards
@@ -482,7 +484,7 @@ def test_a_group_whose_episodes_are_all_excluded_has_no_signal() -> None:
     assert not has_signal(excluded, algorithm("grpo"))
     metrics = StepMetrics(0)
     groups = [excluded, group([1.0, 1.0]), group([0.0, 1.0])]
-    signal_metrics(metrics, groups, credited(groups, algorithm("grpo")))
+    add_signal_metrics(metrics, groups, credited(groups, algorithm("grpo")))
     assert metrics.values()[Name.GROUPS_WITHOUT_SIGNAL] == pytest.approx(2 / 3)
 
 
@@ -496,6 +498,6 @@ def test_a_stale_token_is_no_part_of_a_kl_penalty_in_the_reward(estimator: str) 
     samples = to_samples(groups, config, version=0)
     samples = [replace(s, reference_log_probs=[x - 0.3 for x in s.rollout_log_probs]) for s in samples]  # type: ignore[union-attr]
     samples[0].staleness = [0, 1, 0]
-    first = with_advantages(samples, groups, config, 10)
+    first = assign_advantages(samples, groups, config, 10)
     samples[0].rollout_log_probs = [0.0, -50.0, -0.5]
-    assert np.array_equal(with_advantages(samples, groups, config, 10)[1].advantages, first[1].advantages)
+    assert np.array_equal(assign_advantages(samples, groups, config, 10)[1].advantages, first[1].advantages)

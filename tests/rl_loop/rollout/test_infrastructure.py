@@ -15,7 +15,8 @@ import pytest
 
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.episode import EpisodeLimits, PurificationConfig
-from rl_loop.data import samples as batch
+from rl_loop.data.credit import assign_advantages
+from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.environments import RewardConfig, Task
@@ -32,6 +33,7 @@ from rl_loop.infrastructure import (
 from rl_loop.rollout import agent, turn_sampler
 from rl_loop.rollout.agent import run_episode
 from rl_loop.tracking.metrics import StepMetrics
+from rl_loop.tracking.step_metrics import add_rollout_metrics
 from tests.rl_loop.scripted_engine import ScriptedEngine
 
 TASK = Task("t", [{"role": "user", "content": "What is 17*23?"}], "391")
@@ -95,7 +97,7 @@ def check_invalid(episode: Trajectory, component: str) -> None:
     assert math.isnan(episode.reward)
     assert episode.excluded
     with pytest.raises(ValueError, match="is invalid"):
-        batch.to_samples([TrajectoryGroup("t", [episode])], AlgorithmConfig(), version=0)
+        to_samples([TrajectoryGroup("t", [episode])], AlgorithmConfig(), version=0)
 
 
 # ---- engines
@@ -512,7 +514,7 @@ def test_a_groups_baseline_is_that_of_its_valid_episodes() -> None:
     disturbed = [TrajectoryGroup("t", [valid(1.0), valid(0.0)], invalid=[failed(), failed("engine")])]
     advantages = []
     for groups in (whole, disturbed):
-        samples = batch.with_advantages(batch.to_samples(groups, config, 0), groups, config, 100)
+        samples = assign_advantages(to_samples(groups, config, 0), groups, config, 100)
         advantages.append([list(sample.advantages) for sample in samples])
     assert advantages[0] == advantages[1] == [[0.0, 0.5], [0.0, -0.5]]
 
@@ -520,7 +522,7 @@ def test_a_groups_baseline_is_that_of_its_valid_episodes() -> None:
 def test_a_group_of_one_valid_episode_teaches_nothing_and_one_of_none_is_no_sample() -> None:
     config = AlgorithmConfig()
     groups = [TrajectoryGroup("t", [valid(1.0)], invalid=[failed()]), TrajectoryGroup("u", [], invalid=[failed()])]
-    samples = batch.with_advantages(batch.to_samples(groups, config, 0), groups, config, 100)
+    samples = assign_advantages(to_samples(groups, config, 0), groups, config, 100)
     assert [list(sample.advantages) for sample in samples] == [[0.0, 0.0]]
 
 
@@ -530,7 +532,7 @@ def test_invalid_episodes_are_counted_by_what_failed_and_skipped_tasks_by_themse
         TrajectoryGroup("t", [valid(1.0), valid(1.0)], invalid=[failed("tool"), failed("engine")]),
         TrajectoryGroup("u", [], skipped="the prompt of task u has 9 tokens"),
     ]
-    batch.rollout_metrics(metrics, groups)
+    add_rollout_metrics(metrics, groups)
     values = metrics.values()
     assert values["rollout/invalid/tool"] == values["rollout/invalid/engine"] == 0.25
     assert values["rollout/invalid/checker"] == 0.0

@@ -15,15 +15,17 @@ import pytest
 from benchmarks.in_process import LocalRollouts, local_loop
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, check_reward_parts
+from rl_loop.data.rollout_batch import RolloutBatch
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
-from rl_loop.evaluation.evaluate import held_out_requests
 from rl_loop.harmony.codec import ParsedMessage
-from rl_loop.loop import RlLoop, RolloutBatch
+from rl_loop.loop import RlLoop
+from rl_loop.rollout.collector import held_out_requests
 from rl_loop.rollout.pool import GroupRequest, RolloutPool
-from rl_loop.session import build_tasks
+from rl_loop.session import build_tasks, loop_settings
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import read_json_lines
 from rl_loop.tracking.signal_watch import PATIENCE, SignalWatch
+from rl_loop.trainer.checkpointer import Checkpointer, RunState
 from tests.rl_loop.algorithms.test_algorithms_end_to_end import NOTHING_ENDS, config
 from tests.rl_loop.scripted_engine import ScriptedEngine
 
@@ -69,25 +71,23 @@ class FakeRollouts:
         return [answered(r, self.version, rewards) for r, rewards in zip(requests, outcomes, strict=True)]
 
 
-def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: dict[str, Any]) -> RlLoop:
+def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: RunState) -> RlLoop:
     """A loop with real tasks and no trainer."""
-    session = SimpleNamespace(
-        rollouts=rollouts,
-        trainer=None,
+    return RlLoop(
+        loop_settings(settings),
+        trainer=None,  # type: ignore[arg-type]
+        rollouts=rollouts,  # type: ignore[arg-type]
         tasks=build_tasks(settings),
-        progress=None,
-        run=SimpleNamespace(metrics=Path("there is none")),
-        interrupt=SimpleNamespace(abort_rollouts=False),
-        state=state,
+        recorder=None,  # type: ignore[arg-type]
+        checkpointer=Checkpointer(None, state, settings.training),  # type: ignore[arg-type]
     )
-    return RlLoop(settings, session)  # type: ignore[arg-type]
 
 
 def steps_of(loop: RlLoop, steps: range) -> list[RolloutBatch]:
     batches = []
     for step in steps:
-        batches.append(loop.collect(step, loop._next_task(step)))
-        loop.session.state["next_task"] = batches[-1].next_task
+        batches.append(loop.collector.collect(step, loop.first_task(step)))
+        loop.state.next_task = batches[-1].next_task
     return batches
 
 
@@ -100,7 +100,7 @@ DYNAMIC = ["rollout.tasks_per_step=10", "rollout.samples_per_task=2", "algorithm
 
 def test_dynamic_sampling_trains_on_every_task_of_an_epoch_before_any_comes_again(tmp_path: Path) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
-    loop = loop_over(settings, FakeRollouts(lambda task: True), {})
+    loop = loop_over(settings, FakeRollouts(lambda task: True), RunState())
     assert set(Counter(names(steps_of(loop, range(30)))).values()) == {1}
     assert set(Counter(names(steps_of(loop, range(30, 60)))).values()) == {1}
 
@@ -109,11 +109,10 @@ def test_a_task_is_trained_on_or_found_silent_before_it_comes_again(tmp_path: Pa
     settings = config(tmp_path, *from_file(tmp_path, 70), *DYNAMIC)
     silent = {task.task_id for task in build_tasks(settings).train(0, 70)[::3]}
     rollouts = FakeRollouts(lambda task: task not in silent)
-    loop = loop_over(settings, rollouts, {})
+    loop = loop_over(settings, rollouts, RunState())
     trained: list[str] = []
-    while loop.session.state.get("next_task", 0) < 70:
+    while (before := loop.state.next_task or 0) < 70:
         step = len(trained) // 10
-        before = loop.session.state.get("next_task", 0)
         (batch,) = steps_of(loop, range(step, step + 1))
         assert len(batch.train) == 10
         assert batch.next_task - before == 10 + batch.replaced
@@ -129,25 +128,25 @@ def test_a_resumed_run_goes_on_with_the_tasks_that_it_would_have_had(tmp_path: P
     def signal(task: str) -> bool:
         return ord(task[-1]) % 3 != 0
 
-    whole = names(steps_of(loop_over(settings, FakeRollouts(signal), {}), range(6)))
-    first = loop_over(settings, FakeRollouts(signal), {})
+    whole = names(steps_of(loop_over(settings, FakeRollouts(signal), RunState()), range(6)))
+    first = loop_over(settings, FakeRollouts(signal), RunState())
     cut = names(steps_of(first, range(2)))
-    saved = json.loads(json.dumps(first.session.state))
+    saved = RunState.from_checkpoint(json.loads(json.dumps(first.state.to_checkpoint())))
     assert cut + names(steps_of(loop_over(settings, FakeRollouts(signal), saved), range(2, 6))) == whole
 
 
 def test_without_dynamic_sampling_a_step_takes_the_tasks_at_its_place(tmp_path: Path) -> None:
     settings = config(tmp_path)
-    loop = loop_over(settings, FakeRollouts(lambda task: False), {})
+    loop = loop_over(settings, FakeRollouts(lambda task: False), RunState())
     wanted = [task.task_id for task in loop.tasks.train(0, 6)]
     assert names(steps_of(loop, range(3))) == wanted
-    assert names(steps_of(loop_over(settings, FakeRollouts(lambda task: False), {}), range(2, 3))) == wanted[4:]
+    assert names(steps_of(loop_over(settings, FakeRollouts(lambda task: False), RunState()), range(2, 3))) == wanted[4:]
 
 
 def test_silent_groups_fill_up_what_is_missing_and_are_not_called_replaced(tmp_path: Path) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
     tasks = [task.task_id for task in build_tasks(settings).train(0, 30)]
-    batch = loop_over(settings, FakeRollouts(lambda task: task in tasks[25:29]), {}).collect(0, 0)
+    batch = loop_over(settings, FakeRollouts(lambda task: task in tasks[25:29]), RunState()).collector.collect(0, 0)
     assert names([batch]) == tasks[25:29] + tasks[:6]
     assert (batch.replaced, batch.next_task) == (20, 30)
 
@@ -168,7 +167,7 @@ def tasks_by_step(settings: RlConfig, resume: bool = False) -> list[list[str]]:
     rollouts = RolloutsWithSignal(settings)
     with local_loop(settings, rollouts, resume) as loop:
         loop.train()
-        records = read_json_lines(loop.session.run.episodes)
+        records = read_json_lines(loop.recorder.run.episodes)
     rollouts.close()
     of_step: dict[int, set[str]] = {}
     for record in records:
@@ -205,7 +204,7 @@ def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path
         answer = harmony.render_assistant([ParsedMessage("final", None, None, r"\boxed{1}")], "<|return|>")
         engine = ScriptedEngine([call("print(1"), call("print(1)"), answer])
         rollouts = LocalRollouts(settings, engine)  # type: ignore[arg-type]
-        loop = loop_over(settings, rollouts, {})  # type: ignore[arg-type]
+        loop = loop_over(settings, rollouts, RunState())  # type: ignore[arg-type]
         ((episode,),) = (group.trajectories for group in rollouts.run(requests(loop)))
         rollouts.close()
         return episode
@@ -215,7 +214,7 @@ def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path
     assert held_out.tool_calls == 2
 
     def one_training_episode(loop: RlLoop) -> list[GroupRequest]:
-        (request, _) = loop.requests(0, 0)
+        (request, _) = loop.collector.requests(0, 0)
         return [replace(request, seeds=request.seeds[:1])]
 
     training = outcome(one_training_episode)
@@ -229,8 +228,8 @@ def test_a_pool_tells_its_workers_which_episodes_to_purify(tmp_path: Path) -> No
     worker = SimpleNamespace(run_group=SimpleNamespace(remote=lambda *_, **options: calls.append(options)))
     pool = object.__new__(RolloutPool)
     pool._workers = [worker]
-    loop = loop_over(settings, FakeRollouts(lambda task: True), {})
-    for request in (loop.requests(0, 0)[0], held_out_requests(loop.tasks, 1.0)[0]):
+    loop = loop_over(settings, FakeRollouts(lambda task: True), RunState())
+    for request in (loop.collector.requests(0, 0)[0], held_out_requests(loop.tasks, 1.0)[0]):
         pool._submit(0, request)
     assert calls == [{"purify": True}, {"purify": False}]
 
@@ -264,7 +263,7 @@ def test_the_policys_learning_rate_begins_to_rise_when_the_critic_has_warmed_up(
 def test_a_run_in_which_nothing_is_learned_says_so_once(tmp_path: Path) -> None:
     notes: list[str] = []
     with local_loop(config(tmp_path, *NOTHING_ENDS, f"training.steps={PATIENCE + 3}")) as loop:
-        loop.progress.note = notes.append  # type: ignore[method-assign]
+        loop.recorder.progress.note = notes.append  # type: ignore[method-assign]
         loop.train()
     (note,) = notes
     assert note.startswith(f"step {PATIENCE}: warning: nothing to learn from in the last {PATIENCE} steps")
@@ -276,7 +275,7 @@ def test_a_run_whose_tokens_are_all_masked_says_so(tmp_path: Path) -> None:
     notes: list[str] = []
     masked = [*NOTHING_ENDS, "rollout.truncated_episodes=mask", f"training.steps={PATIENCE}"]
     with local_loop(config(tmp_path, *masked)) as loop:
-        loop.progress.note = notes.append  # type: ignore[method-assign]
+        loop.recorder.progress.note = notes.append  # type: ignore[method-assign]
         loop.train()
     (note,) = notes
     assert "every token is masked" in note
@@ -315,6 +314,6 @@ def test_illegal_episodes_do_not_end_a_run_that_weighs_the_score(tmp_path: Path)
     weights = "algorithm.reward_weights={score: 1.0, format_error: -0.2}"
     with local_loop(config(tmp_path, "algorithm=gdpo", weights, "training.steps=8")) as loop:
         loop.train()
-        steps = read_json_lines(loop.session.run.metrics)
+        steps = read_json_lines(loop.recorder.run.metrics)
     assert len(steps) == 8
     assert any(step["finish/format_error"] > 0 for step in steps), "an episode must have been illegal"

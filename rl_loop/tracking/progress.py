@@ -1,0 +1,25 @@
+"""How a run tells the user what it is doing."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Receives what happens in a run, to show it."""
+
+    def phase(self, name: str) -> None:
+        """Take the name of what the run does from now on."""
+        ...
+
+    def note(self, message: str) -> None:
+        """Take a message to the user."""
+        ...
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        """Take the metrics of a finished step."""
+        ...
+
+
+ProgressFactory = Callable[[str, int, int], AbstractContextManager[Progress]]
+"""(title, total steps, first step) -> a context in which progress is shown."""

@@ -1,0 +1,151 @@
+"""Records the steps of a run: metrics, whole episodes for the report, drift, and a warning if
+nothing is learned."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from megatron_gptoss.packing import Sample
+from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch
+from rl_loop.data.samples import max_staleness
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.harmony.codec import Harmony
+from rl_loop.tracking.episode_record import episode_record
+from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.tracking.progress import Progress
+from rl_loop.tracking.run_directory import (
+    RunDirectory,
+    metric_curve,
+    read_json_lines,
+)
+from rl_loop.tracking.signal_watch import SignalWatch
+from rl_loop.tracking.step_metrics import (
+    add_held_out_metrics,
+    add_rollout_metrics,
+    add_signal_metrics,
+    add_update_metrics,
+)
+
+DRIFT_STEPS = 10
+"""Steps at the start of a run that later ones are compared with."""
+
+
+class StepRecord:
+    """What becomes known of one step while it runs."""
+
+    def __init__(self, step: int, progress: Progress) -> None:
+        self.step = step
+        self.metrics = StepMetrics(step)
+        self._progress = progress
+        self._began = time.monotonic()
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Show ``phase`` to the user and add the seconds that the block takes to
+        ``seconds/PHASE``."""
+        self._progress.phase(phase)
+        began = time.monotonic()
+        yield
+        self.metrics.add(f"seconds/{phase}", time.monotonic() - began, "sum", "phases")
+
+    def add_speed(self, tokens: int) -> None:
+        """Add the step's wall time until now, and the tokens that it sampled and trained per
+        second."""
+        seconds = time.monotonic() - self._began
+        self.metrics.add(Name.STEP_SECONDS, seconds, "last")
+        self.metrics.add(Name.TOKENS_PER_SECOND, tokens / seconds, "last")
+
+
+class StepRecorder:
+    """Writes what a step was like, and remembers what later steps are compared with."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        writer: MetricsWriter,
+        progress: Progress,
+        harmony: Harmony,
+        episodes_in_report: int,
+    ) -> None:
+        """``episodes_in_report``: whole episodes that are kept of each step."""
+        self.run = run
+        self.progress = progress
+        self._writer = writer
+        self._harmony = harmony
+        self._episodes_in_report = episodes_in_report
+        self._first_gaps = metric_curve(read_json_lines(run.metrics), Name.LOGPROB_GAP)[1][:DRIFT_STEPS]
+        self._watch = SignalWatch()
+
+    def begin_step(self, step: int) -> StepRecord:
+        return StepRecord(step, self.progress)
+
+    def record_rl_step(
+        self,
+        record: StepRecord,
+        rollouts: RolloutBatch,
+        samples: Sequence[Sample],
+        updates: RlUpdates,
+    ) -> None:
+        """Write a finished step of reinforcement learning. ``samples``: of ``rollouts.train``,
+        with advantages."""
+        metrics = record.metrics
+        metrics.add("rollout/staleness_max", max_staleness(samples), "max", "tokens")
+        if rollouts.replaced is not None:
+            metrics.add("rollout/groups_replaced", rollouts.replaced, "sum", "groups")
+        add_signal_metrics(metrics, rollouts.train, samples)
+        add_rollout_metrics(metrics, rollouts.train)
+        add_update_metrics(metrics, updates)
+        self._add_drift(metrics)
+        self._warn_if_nothing_is_learned(metrics, updates)
+
+        if rollouts.held_out:
+            self._record_held_out(record, rollouts.held_out)
+        self._keep_episodes(rollouts.episodes, record.step, "train")
+
+        record.add_speed(sum(map(len, rollouts.episodes)))
+        self._writer.write(metrics)
+
+    def record_sft_step(self, record: StepRecord, tokens: int) -> None:
+        """Write a finished step of supervised fine-tuning, which trained on ``tokens``."""
+        record.add_speed(tokens)
+        self._writer.write(record.metrics)
+
+    def record_evaluation(self, record: StepRecord, groups: Sequence[TrajectoryGroup]) -> None:
+        """Write an evaluation that belongs to no training step."""
+        self._record_held_out(record, groups)
+        self._writer.write(record.metrics)
+
+    def _record_held_out(self, record: StepRecord, groups: Sequence[TrajectoryGroup]) -> None:
+        add_held_out_metrics(record.metrics, groups)
+        episodes = [episode for group in groups for episode in group.trajectories]
+        self._keep_episodes(episodes, record.step, "held_out")
+
+    def _keep_episodes(self, episodes: Sequence[Trajectory], step: int, split: str) -> None:
+        """Keep some whole episodes, evenly spread over the step's tasks, for the report."""
+        stride = max(1, len(episodes) // max(1, self._episodes_in_report))
+        kept = episodes[::stride][: self._episodes_in_report]
+        decode = self._harmony.decode_token
+        self.run.append_episodes([episode_record(episode, decode, step=step, split=split) for episode in kept])
+
+    def _add_drift(self, metrics: StepMetrics) -> None:
+        """Add the mismatch of engine and trainer as a multiple of what it was in the first steps
+        of the run."""
+        gap = metrics.values().get(Name.LOGPROB_GAP)
+        if gap is None:  # the critic is warming up
+            return
+
+        # The first steps are compared with the mean of those before them, themselves included.
+        if len(self._first_gaps) < DRIFT_STEPS:
+            self._first_gaps.append(gap)
+        before = sum(self._first_gaps) / len(self._first_gaps)
+        if before > 0:
+            metrics.add("mismatch/drift", gap / before, "last")
+
+    def _warn_if_nothing_is_learned(self, metrics: StepMetrics, updates: RlUpdates) -> None:
+        only_the_critic_learns = updates.critic and not updates.policy
+        if only_the_critic_learns:
+            return
+        gradients = [update.grad_norm for update in updates.policy]
+        warning = self._watch.observe(metrics.values(), gradients)
+        if warning is not None:
+            self.progress.note(f"step {metrics.step + 1}: {warning}")

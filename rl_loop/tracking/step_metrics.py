@@ -1,0 +1,171 @@
+"""The numbers worth watching about the episodes and the updates of one step."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megatron_gptoss.packing import Sample
+from megatron_gptoss.trainer import StepStatistics
+from rl_loop.algorithms.policy_loss import kl_estimate
+from rl_loop.data.rollout_batch import RlUpdates
+from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
+from rl_loop.infrastructure import COMPONENTS
+from rl_loop.tracking.metrics import Name, StepMetrics
+
+PER_TOKEN = ("entropy", "clip_fraction", "ratio/", "correction/", "kl_reference")
+"""How the names of sums over all loss tokens begin."""
+
+SPEEDS = ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu")
+"""Fields of StepStatistics that are None where nothing was measured."""
+
+
+# -- episodes -------------------------------------------------------------------------------------
+
+
+def outcome_sums(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Add up what matters most about episodes."""
+    return {
+        Name.REWARD: sum(episode.reward for episode in episodes),
+        Name.ACCURACY: sum(episode.reward_parts["correct"] for episode in episodes),
+        Name.TOOL_CALL_RATE: sum(episode.tool_calls > 0 for episode in episodes),
+        Name.TURNS: sum(episode.assistant_turns for episode in episodes),
+    }
+
+
+def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> None:
+    """Add what the episodes of a step were like."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    sums = outcome_sums(episodes)
+    sums[Name.RESPONSE_TOKENS] = sum(episode.sampled_tokens for episode in episodes)
+    sums["rollout/tool_errors"] = sum(episode.tool_errors for episode in episodes)
+    sums["rollout/purified_turns"] = sum(len(episode.grafted) for episode in episodes)
+    for reason in FinishReason:
+        sums[f"finish/{reason}"] = sum(episode.finish_reason is reason for episode in episodes)
+    sums |= Counter(f"format_error/{e.format_error}" for e in episodes if e.format_error is not None)
+    for name, total in sums.items():
+        metrics.add_mean(name, total, len(episodes), "sequences")
+
+    # Parts that only some environments have are means over the episodes that have them.
+    known = {"correct", "format_error"}
+    parts = {part for episode in episodes for part in episode.reward_parts} - known
+    for part in parts:
+        rewards = [episode.reward_parts[part] for episode in episodes if part in episode.reward_parts]
+        metrics.add_mean(f"reward/{part}", sum(rewards), len(rewards), "sequences")
+
+    reusable = sum(episode.reusable_tokens for episode in episodes)
+    if reusable > 0:
+        cached = sum(episode.cached_tokens for episode in episodes)
+        metrics.add_mean("rollout/cache_hit", cached, reusable, "tokens")
+    add_lost_episodes(metrics, groups, prefix="rollout")
+
+
+def add_held_out_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> None:
+    """Add what the episodes of an evaluation were like."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    add_lost_episodes(metrics, groups, prefix="held_out")
+    if not episodes:
+        return
+    for name, total in outcome_sums(episodes).items():
+        metrics.add_mean(f"held_out/{name}", total, len(episodes), "sequences")
+
+
+def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], prefix: str) -> None:
+    """Add how many episodes infrastructure failures ended, by what failed, and how many tasks
+    could not be run."""
+    invalid = [episode.invalid for group in groups for episode in group.invalid]
+    episodes = len(invalid) + sum(len(group.trajectories) for group in groups)
+    for component in COMPONENTS:
+        failed = sum(reason is not None and reason.component == component for reason in invalid)
+        metrics.add_mean(f"{prefix}/invalid/{component}", failed, episodes, "sequences")
+
+    skipped = sum(group.skipped is not None for group in groups)
+    metrics.add_mean(f"{prefix}/skipped_tasks", skipped, len(groups), "groups")
+
+
+def add_signal_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], samples: Sequence[Sample]) -> None:
+    """Add in how many groups no token that is trained on has an advantage: nothing is learned from
+    them.
+
+    ``samples``: of the groups' episodes, in order, with advantages."""
+    remaining = iter(samples)
+    silent = 0
+    for group in groups:
+        samples_of_group = [next(remaining) for _ in group.trajectories]
+        silent += not any(_has_advantage(sample) for sample in samples_of_group)
+    metrics.add_mean(Name.GROUPS_WITHOUT_SIGNAL, silent, len(groups), "groups")
+
+
+def _has_advantage(sample: Sample) -> bool:
+    is_trained = np.asarray(sample.loss_mask) > 0
+    return bool(np.any(np.asarray(sample.advantages)[is_trained]))
+
+
+def add_mismatch_without_replay(
+    metrics: StepMetrics, samples: Sequence[Sample], log_probs: Sequence[Sequence[float]]
+) -> None:
+    """Add the mismatch that the trainer would have with the experts that it chooses itself.
+
+    ``log_probs``: its scores of the samples with these experts, in nats, one per token."""
+    for sample, scored in zip(samples, log_probs, strict=True):
+        is_sampled = torch.tensor(sample.loss_mask) > 0
+        rollout = torch.tensor(sample.rollout_log_probs)[is_sampled]
+        k3 = kl_estimate(rollout, torch.tensor(scored)[is_sampled], "k3")
+        metrics.add_mean("routing/kl_k3_without_replay", float(k3.sum()), int(is_sampled.sum()), "tokens")
+
+
+# -- updates --------------------------------------------------------------------------------------
+
+
+def add_update_metrics(metrics: StepMetrics, updates: RlUpdates) -> None:
+    """Add what the optimizer steps of policy and critic were like."""
+    for update in updates.policy:
+        _add_policy_update(metrics, update)
+    for update in updates.critic:
+        _add_critic_update(metrics, update)
+    metrics.add("skipped_updates", updates.skipped, "sum")
+
+
+def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
+    sums = update.sums
+    metrics.add_mean(Name.LOSS, sums["loss"], 1, "updates")
+    for name, total in sums.items():
+        if name == "mismatch/log_ppl_gap":
+            metrics.add_mean(name, total, sums["sequences"], "sequences")
+        elif name.startswith("mismatch/"):  # grafted tokens are not compared
+            metrics.add_mean(name, total, sums["comparable"], "tokens")
+        elif name.startswith(PER_TOKEN):
+            metrics.add_mean(name, total, sums["tokens"], "tokens")
+    if "routes_compared" in sums:
+        metrics.add_mean("routing/agreement", sums["routes_agreeing"], sums["routes_compared"], "routes")
+
+    for name, value in update.maxima.items():
+        metrics.add(name, value, "max", "tokens")
+    add_optimizer_metrics(metrics, update)
+
+
+def _add_critic_update(metrics: StepMetrics, update: StepStatistics) -> None:
+    sums = update.sums
+    tokens = sums["tokens"]
+    metrics.add_mean("critic/loss", sums["loss"], 1, "updates")
+    metrics.add_mean("critic/clip_fraction", sums["clipped"], tokens, "tokens")
+    metrics.add("critic/grad_norm", update.grad_norm, "last")
+
+    variance = sums["returns_square"] / tokens - (sums["returns"] / tokens) ** 2
+    if variance > 1e-12:
+        explained = 1 - sums["error"] / tokens / variance
+        metrics.add_mean("critic/explained_variance", explained, 1, "updates")
+
+
+def add_optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
+    """Add what every optimizer step says of itself, whatever its loss."""
+    metrics.add(Name.GRAD_NORM, update.grad_norm, "last")
+    metrics.add(Name.LEARNING_RATE, update.learning_rate, "last")
+    metrics.add("skipped_updates", not update.parameters_updated, "sum")
+    for name in SPEEDS:
+        speed = getattr(update, name)
+        if speed is not None:
+            metrics.add(f"train/{name}", speed, "last")
+    for part, seconds in update.seconds_of.items():
+        metrics.add(f"train/seconds_{part}", seconds, "sum")

@@ -1,0 +1,91 @@
+"""Saves a run when it is due: the trainer's weights, and with them how far the run has come."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rl_loop.config.training import TrainingConfig
+
+
+@dataclass
+class RunState:
+    """How far a run has come. Saved with every checkpoint, so that a resumed run goes on there."""
+
+    step: int = 0
+    """Steps that are done."""
+    seconds: float = 0.0
+    """Wall time that they took, earlier attempts included."""
+    next_task: int | None = None
+    """Position of the first training task that is still to be used; None in checkpoints that do
+    not know it."""
+
+    @classmethod
+    def from_checkpoint(cls, saved: dict[str, Any] | None) -> "RunState":
+        """Read what ``to_checkpoint`` wrote; the beginning of a run for None."""
+        if saved is None:
+            return cls()
+        return cls(saved["step"], saved["seconds"], saved.get("next_task"))
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Return the state as JSON."""
+        state: dict[str, Any] = {"step": self.step, "seconds": self.seconds}
+        if self.next_task is not None:
+            state["next_task"] = self.next_task
+        return state
+
+
+class SavingTrainer(Protocol):
+    """Writes checkpoints: a TrainerGroup."""
+
+    def save(self, step: int, state: dict[str, Any], block: bool) -> None: ...
+
+
+class Checkpointer:
+    """Decides after every step whether the run is saved and whether it ends."""
+
+    def __init__(
+        self,
+        trainer: SavingTrainer,
+        state: RunState,
+        training: TrainingConfig,
+        *,
+        stop_requested: Callable[[], bool] = lambda: False,
+        on_save: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``state``: of the checkpoint that the run goes on from. ``stop_requested``: whether the
+        run is to end with the step under way. ``on_save`` is called when a checkpoint begins."""
+        self._trainer = trainer
+        self._training = training
+        self._stop_requested = stop_requested
+        self._on_save = on_save
+        self.state = state
+        self._first_step = state.step
+        self._earlier_seconds = state.seconds
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run so far, earlier attempts included."""
+        return self._earlier_seconds + time.monotonic() - self._began
+
+    def end_step(self) -> bool:
+        """Count a finished step and save it where due. Returns whether the run ends with it."""
+        self.state.step += 1
+        # The last checkpoint must be complete before the processes that write it are ended.
+        is_last = self._stop_requested() or self.state.step == self._training.steps
+        if is_last or self.state.step % self._training.checkpoint_every == 0:
+            self._save(block=is_last)
+        return is_last
+
+    def save_finished_steps(self) -> None:
+        """Save what this attempt has done so far and wait for it; the step under way has changed
+        nothing yet."""
+        if self.state.step > self._first_step:
+            self._save(block=True)
+
+    def _save(self, *, block: bool) -> None:
+        """Begin a checkpoint, and with ``block`` wait until it is complete."""
+        self._on_save()
+        self.state.seconds = self.seconds
+        self._trainer.save(self.state.step, self.state.to_checkpoint(), block)

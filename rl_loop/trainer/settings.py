@@ -1,0 +1,43 @@
+"""The sections of a configuration that the trainer's ranks need."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.planning.memory_inputs import MemoryInputs
+from rl_loop.algorithms.config import AlgorithmConfig
+from rl_loop.config.training import AblationConfig, TrainingConfig
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """What the policy is, how it is spread over ranks, and how it learns. Sent to every rank."""
+
+    model: ModelConfig
+    """The architecture."""
+    parallel: ParallelConfig
+    """How it is spread over ranks."""
+    dtype: str
+    """``float32`` or ``bfloat16``."""
+    seed: int
+    """Of random initial weights."""
+    initial_weights: Path | None
+    """Hugging Face directory, Megatron checkpoint or run directory to start from; None for random
+    weights."""
+    optimizer: OptimizerConfig
+    """AdamW of the policy."""
+    algorithm: AlgorithmConfig
+    """Which models there are besides the policy. Supervised fine-tuning has the default, which
+    needs none."""
+    training: TrainingConfig
+    """Length of the run, size of micro-batches, checkpoints."""
+    temperature: float
+    """Of sampling: log-probs are those of the same temperature."""
+    max_episode_tokens: int
+    """The longest episode; Dr. GRPO divides sums by it."""
+    ablation: AblationConfig
+    """Faults on purpose in the model."""
+    directory: Path
+    """Of the run."""
+    memory_inputs: MemoryInputs
+    """What an out-of-memory error is explained with."""

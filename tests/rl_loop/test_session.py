@@ -1,0 +1,97 @@
+"""A run closes what it has started, however it ends; and few modules know the whole configuration."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.run import Interrupted, run_rl
+from rl_loop.tracking.run_directory import read_json_lines
+from rl_loop.tracking.run_lock import locked_run
+from tests.leftover_processes import RUN, leftovers
+from tests.rl_loop.test_loop_on_ray import RL, Quiet
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+def fail(step: int) -> None:
+    raise RuntimeError("the display is broken")
+
+
+def press_ctrl_c(step: int) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def stop_at_once(step: int) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("on_step", "ending"),
+    [
+        pytest.param(lambda step: None, nullcontext(), id="success"),
+        pytest.param(fail, pytest.raises(RuntimeError, match="the display is broken"), id="error"),
+        pytest.param(press_ctrl_c, pytest.raises(Interrupted, match="saved after step 1 of 2"), id="interrupt"),
+        pytest.param(stop_at_once, pytest.raises(Interrupted, match="stopped at once"), id="second interrupt"),
+    ],
+)
+def test_nothing_that_a_run_has_started_is_left_after_it(
+    on_step: Callable[[int], None], ending: Any, tmp_path: Path
+) -> None:
+    options = ["training.steps=2", "tasks.held_out_tasks=1", f"output_dir={tmp_path}"]
+    config = load_config(ROOT / "configs/rl/tiny_retool.yaml", RlConfig, [*RL, *options])
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    threads = set(threading.enumerate())
+    processes = {leftover.pid for leftover in leftovers(os.environ[RUN], allow_helpers=True)}
+
+    with ending:
+        run_rl(config, Quiet(on_step))
+
+    def processes_left() -> list[Any]:
+        found = leftovers(os.environ[RUN], allow_helpers=True)
+        return [leftover for leftover in found if leftover.pid not in processes]
+
+    wait_until(lambda: not processes_left())
+    assert not ray.is_initialized()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    ours = [thread.name for thread in set(threading.enumerate()) - threads if "rollouts" in thread.name]
+    assert ours == []
+    with locked_run(config.directory):
+        assert len(read_json_lines(config.directory / "metrics.jsonl")) >= 1
+    assert not list((config.directory / "checkpoints").glob("*.partial"))
+
+
+MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION = {
+    "rl_loop/config/load.py",
+    "rl_loop/evaluation/evaluate.py",
+    "rl_loop/lifecycle/resume.py",
+    "rl_loop/lifecycle/start_checks.py",
+    "rl_loop/run.py",
+    "rl_loop/session.py",
+}
+"""All others are given the sections that they need."""
+
+
+def imports_a_whole_configuration(file: Path) -> bool:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "rl_loop.config.run":
+            return True
+    return False
+
+
+def test_few_modules_know_a_whole_configuration() -> None:
+    files = sorted((ROOT / "rl_loop").rglob("*.py"))
+    knowing = {str(file.relative_to(ROOT)) for file in files if imports_a_whole_configuration(file)}
+    assert knowing == MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION
