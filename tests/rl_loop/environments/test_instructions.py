@@ -18,7 +18,7 @@ from rl_loop.environments.instruction_checkers import (
     NLTK_DATA,
     Constraint,
     check,
-    countcount_capital_words,
+    count_capital_words,
     ifbench_checkers,
     ifeval_checkers,
     make_checker,
