@@ -1,9 +1,11 @@
-"""Failures that the policy cannot cause: of the engine, the sandbox, a tool's server, a checker, the environment.
+"""Failures that the policy cannot cause: of the engine, the sandbox, a tool's server, a checker,
+the environment.
 
-An infrastructure failure is never a reward. What failed is tried again a few times; an episode that cannot
-go on is *invalid*: it enters no baseline, no gradient and no evaluation, and is counted under
-``rollout/invalid/COMPONENT``. What the policy does cause, an endless tool call for instance, is a time-out
-and is punished: otherwise breaking things would be a way out of a task that goes badly."""
+An infrastructure failure is never a reward. What failed is tried again a few times; an episode
+that cannot go on is *invalid*: it enters no baseline, no gradient and no evaluation, and is
+counted under ``rollout/invalid/COMPONENT``. What the policy does cause, an endless tool call for
+instance, is a time-out and is punished: otherwise breaking things would be a way out of a task
+that goes badly."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -20,7 +22,8 @@ COMPONENTS = ("engine", "sandbox", "tool", "checker", "environment")
 class InfrastructureFailure(RuntimeError):
     """Something failed that the policy cannot cause.
 
-    Environments raise it where they know; any other exception of a tool or a checker counts as one."""
+    Environments raise it where they know; any other exception of a tool or a checker counts as
+    one."""
 
     def __init__(self, component: str, reason: str) -> None:
         """``component``: one of COMPONENTS. ``reason``: what failed and how, for people."""
@@ -38,7 +41,8 @@ class EngineFault(InfrastructureFailure):
     def __init__(self, request_id: str, what: str, server: str = "") -> None:
         where = f"{server}: " if server else ""
         super().__init__("engine", f"request {request_id}: {where}{what}")
-        # pickle calls the class with ``args``: without this it would pass a component and a reason.
+        # pickle calls the class with ``args``: without this it would pass a component and a
+        # reason.
         self.args = (request_id, what, server)
 
 
@@ -54,13 +58,14 @@ def describe(error: BaseException) -> str:
 
 
 class InfrastructureBreaker:
-    """Ends a run whose infrastructure is broken, instead of going on with the few episodes that work.
+    """Ends a run whose infrastructure is broken, instead of going on with the few episodes that
+    work.
 
     One breaker watches the episodes of one call that runs groups, usually one step."""
 
     def __init__(self, max_share: float, max_streak: int) -> None:
-        """``max_share``: of all episodes, as many may be invalid. ``max_streak``: as many invalid episodes one
-        after the other, in the order in which they end, break at once."""
+        """``max_share``: of all episodes, as many may be invalid. ``max_streak``: as many invalid
+        episodes one after the other, in the order in which they end, break at once."""
         self._max_share = max_share
         self._max_streak = max_streak
         self._episodes = 0
@@ -68,7 +73,8 @@ class InfrastructureBreaker:
         self._invalid: list[Trajectory] = []
 
     def observe(self, group: "TrajectoryGroup") -> None:
-        """Count the episodes of a group. Raises InfrastructureOutage when the streak is too long."""
+        """Count the episodes of a group. Raises InfrastructureOutage when the streak is too
+        long."""
         self._episodes += len(group.trajectories) + len(group.invalid)
         self._invalid += group.invalid
 

@@ -1,8 +1,8 @@
 """Which training prompts give away a held-out prompt.
 
-The rule is GPT-3's (arXiv 2005.14165, appendix C): two prompts with SHARED_WORDS words in a row in common
-are taken for copies. Words that many prompts have in common, because a data set wraps its problems into a
-form, give nothing away."""
+The rule is GPT-3's (arXiv 2005.14165, appendix C): two prompts with SHARED_WORDS words in a row
+in common are taken for copies. Words that many prompts have in common, because a data set wraps
+its problems into a form, give nothing away."""
 
 import re
 from collections import Counter
@@ -13,13 +13,14 @@ SHARED_WORDS = 13
 
 FEW_PROMPTS = 10
 FEW_SHARE = 0.01
-"""What no more training prompts than these have in common is always taken for copies; what more have may be a form."""
+"""What no more training prompts than these have in common is always taken for copies; what more
+have may be a form."""
 HELD_OUT_SHARE = 0.1
 """A form is in at least this share of the held-out prompts too, and in two."""
 ENOUGH_HELD_OUT = 20
 TRAINING_SHARE = 0.1
-"""Fewer than ENOUGH_HELD_OUT held-out prompts say nothing about forms: a form is then what this share of the
-training prompts has."""
+"""Fewer than ENOUGH_HELD_OUT held-out prompts say nothing about forms: a form is then what this
+share of the training prompts has."""
 
 WordRun = tuple[str, ...]
 """Words that follow each other in a prompt."""
@@ -28,16 +29,17 @@ WordRun = tuple[str, ...]
 def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool]:
     """Say of each training prompt whether it gives away a held-out one.
 
-    It does if they are equal or have SHARED_WORDS words in a row in common that are not the words of a form.
-    Prompts of fewer words must have all of them in common.
+    It does if they are equal or have SHARED_WORDS words in a row in common that are not the words
+    of a form. Prompts of fewer words must have all of them in common.
 
-    Exact, whatever the number of copies. Only the runs of the held-out prompts are kept; the time grows with
-    the number of words in all prompts together."""
+    Exact, whatever the number of copies. Only the runs of the held-out prompts are kept; the time
+    grows with the number of words in all prompts together."""
     held_out_counts: Counter[WordRun] = Counter()
     for prompt in held_out:
         held_out_counts.update({run for _, run in _runs(_words(prompt))})
 
-    # Looking up a run's first and last word is cheaper than making the run, and nearly always enough.
+    # Looking up a run's first and last word is cheaper than making the run, and nearly always
+    # enough.
     ends = {(run[0], run[-1]) for run in held_out_counts}
     held_out_prompts = set(held_out)
 
@@ -65,7 +67,8 @@ def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool
 def _gives_away(shared: list[tuple[int, WordRun]], forms: set[WordRun]) -> bool:
     """Say whether a run that a prompt shares is no form's, nor one that begins or ends in a form.
 
-    "in a box: What is" is in many prompts of the form, "in a box: Suppose that" in few, and neither is a copy."""
+    "in a box: What is" is in many prompts of the form, "in a box: Suppose that" in few, and
+    neither is a copy."""
     words_of_forms = {start + i for start, run in shared if run in forms for i in range(len(run))}
     for start, run in shared:
         other_words = sum(start + i not in words_of_forms for i in range(len(run)))

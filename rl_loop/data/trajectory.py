@@ -1,7 +1,7 @@
 """What an episode leaves behind: exactly the token ids that the engine consumed and produced.
 
-Nothing is ever tokenised a second time, so that position ``i`` means the same token for the engine, the
-trainer and the report."""
+Nothing is ever tokenised a second time, so that position ``i`` means the same token for the
+engine, the trainer and the report."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -74,12 +74,14 @@ class Trajectory:
     loss_mask: list[int]
     """1 exactly on sampled tokens; as long as ``token_ids``."""
     rollout_log_probs: list[float]
-    """Natural log, at the sampling temperature; 0.0 where the mask is 0; as long as ``token_ids``."""
+    """Natural log, at the sampling temperature; 0.0 where the mask is 0; as long as
+    ``token_ids``."""
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
     """Which weights sampled which tokens; covers all sampled ones, or none."""
     turns: list[Turn] = field(default_factory=list)
     routed_experts: np.ndarray | None = None
-    """int16 [len - 1, layers, top_k]: the experts of every token that was an input, so not of the last one."""
+    """int16 [len - 1, layers, top_k]: the experts of every token that was an input, so not of the
+    last one."""
     finish_reason: FinishReason = FinishReason.STOP
     reward: float = 0.0
     """NaN if the episode is ``invalid``."""
@@ -87,18 +89,22 @@ class Trajectory:
     tool_calls: int = 0
     tool_errors: int = 0
     format_error: str | None = None
-    """Which kind of illegal message ended the episode, see ``rl_loop.harmony.codec.FormatError``."""
+    """Which kind of illegal message ended the episode, see
+    ``rl_loop.harmony.codec.FormatError``."""
     excluded: bool = False
     """Not to be trained on: a limit cut it short, and the configuration masks such episodes."""
     grafted: list[tuple[int, int]] = field(default_factory=list)
-    """Token ranges [start, end) that were sampled in another context and put here (``rollout.purification``)."""
+    """Token ranges [start, end) that were sampled in another context and put here
+    (``rollout.purification``)."""
     reusable_tokens: int = 0
-    """What the engine had processed for earlier turns, added up over the turns; ``cached_tokens`` of it were reused."""
+    """What the engine had processed for earlier turns, added up over the turns; ``cached_tokens``
+    of it were reused."""
     cached_tokens: int = 0
     answer: str | None = None
     """The final answer in a form in which equal answers are equal text."""
     invalid: InvalidReason | None = None
-    """Set if an infrastructure failure ended it; it must not be trained on. Its tokens are those from before."""
+    """Set if an infrastructure failure ended it; it must not be trained on. Its tokens are those
+    from before."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -156,9 +162,10 @@ class TrajectoryGroup:
 
     task_id: str
     trajectories: list[Trajectory]
-    """What is trained on and evaluated: fewer than were asked for, perhaps none, where infrastructure failed or
-    the prompt cannot be used."""
+    """What is trained on and evaluated: fewer than were asked for, perhaps none, where
+    infrastructure failed or the prompt cannot be used."""
     invalid: list[Trajectory] = field(default_factory=list)
     """Episodes that infrastructure failures ended."""
     skipped: str | None = None
-    """Why no episode of the task was run, if none was: its prompt is too long or cannot be rendered."""
+    """Why no episode of the task was run, if none was: its prompt is too long or cannot be
+    rendered."""

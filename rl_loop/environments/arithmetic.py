@@ -1,7 +1,7 @@
 """The demo's problems: arithmetic that is hard from the head and easy with Python.
 
-They are asked in words and as expressions. A hash of its *expression* decides which split a problem
-belongs to, so that none occurs in both, in any wording."""
+They are asked in words and as expressions. A hash of its *expression* decides which split a
+problem belongs to, so that none occurs in both, in any wording."""
 
 import hashlib
 import random

@@ -29,7 +29,8 @@ class Task:
     environment: str = "retool"
     """A name in ``registry.ENVIRONMENTS``, or MODULE:CLASS."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Whatever else the environment needs. "category", if present, is a row of the evaluation's table."""
+    """Whatever else the environment needs. "category", if present, is a row of the evaluation's
+    table."""
 
     def to_json(self) -> str:
         """Write the task as one line of a task file."""
@@ -73,7 +74,8 @@ class Execute(Protocol):
 
 
 class RewardConfig(BaseModel):
-    """What an episode earns. Environments score it: 0 is what doing nothing scores, 1 is perfect."""
+    """What an episode earns. Environments score it: 0 is what doing nothing scores, 1 is
+    perfect."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -85,8 +87,8 @@ class RewardConfig(BaseModel):
     """The sampled tokens are not a legal Harmony message, or call a tool that does not exist. Harm
     done before, which is a score below 0, is subtracted."""
     tool_use: bool = False
-    """ReTool only: a wrong episode that called tools earns up to 0.4 more, 0.1 for every two calls,
-    so that a policy that is always wrong learns to try them."""
+    """ReTool only: a wrong episode that called tools earns up to 0.4 more, 0.1 for every two
+    calls, so that a policy that is always wrong learns to try them."""
 
 
 class EnvironmentOptions(BaseModel):
@@ -113,15 +115,15 @@ class Environment:
     - its tools, if it has any: ``tools`` describes them, ``call`` runs one;
     - a script that solves a task, for supervised fine-tuning: ``solve``.
 
-    The agent loop renders ``prompt`` and passes every turn that the policy samples to ``step``, which
-    calls ``call`` and ``answer``, until a result is ``done``. An episode that ends otherwise earns what
-    ``unfinished`` or ``illegal`` says."""
+    The agent loop renders ``prompt`` and passes every turn that the policy samples to ``step``,
+    which calls ``call`` and ``answer``, until a result is ``done``. An episode that ends
+    otherwise earns what ``unfinished`` or ``illegal`` says."""
 
     Options: ClassVar[type[EnvironmentOptions]] = EnvironmentOptions
 
     FIXED: ClassVar[tuple[str, ...]] = ("task", "execute", "reward")
-    """Attributes that no step changes, which ``save_state`` leaves out. A subclass appends those that
-    cannot be copied, such as a connection."""
+    """Attributes that no step changes, which ``save_state`` leaves out. A subclass appends those
+    that cannot be copied, such as a connection."""
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
         self.task = task
@@ -132,11 +134,13 @@ class Environment:
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        """Make task ``index`` (0, 1, 2 and so on, without end) of a split, as a function of the arguments alone.
+        """Make task ``index`` (0, 1, 2 and so on, without end) of a split, as a function of the
+        arguments alone.
 
         ``options`` is an instance of ``Options``. The task source that asks sets the id and the
         environment's name."""
-        raise NotImplementedError(f"{cls.__name__} generates no tasks: give train_path and held_out_path")
+        name = cls.__name__
+        raise NotImplementedError(f"{name} generates no tasks: give train_path and held_out_path")
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
@@ -150,52 +154,59 @@ class Environment:
         """Solve ``task`` as an expert, or look like one and mostly fail if ``faulty``.
 
         Episodes of such scripts are the demonstrations of supervised fine-tuning."""
-        raise NotImplementedError(f"{cls.__name__} has no scripted policy to make demonstrations with")
+        name = cls.__name__
+        raise NotImplementedError(f"{name} has no scripted policy to make demonstrations with")
 
     @classmethod
     async def simulate_python(cls, code: str, history: Sequence[str] = (), /) -> ExecutionResult:
-        """Answer a program of ``solve`` without running it: demonstrations are made without a sandbox.
+        """Answer a program of ``solve`` without running it: demonstrations are made without a
+        sandbox.
 
         Needed only if scripts call Python. Takes and returns what ``execute`` does."""
-        raise NotImplementedError(f"{cls.__name__}.solve calls Python, which needs {cls.__name__}.simulate_python")
+        name = cls.__name__
+        raise NotImplementedError(f"{name}.solve calls Python, which needs {name}.simulate_python")
 
     @classmethod
     def vocabulary_text(cls) -> str:
         """Return the text that a tiny vocabulary is made for.
 
-        Without one, the default, it is made for episodes of ``solve`` on generated tasks. A subclass
-        inherits the text: override it where tasks read differently."""
+        Without one, the default, it is made for episodes of ``solve`` on generated tasks. A
+        subclass inherits the text: override it where tasks read differently."""
         return ""
 
     # ---- an episode
 
     def prompt(self) -> list[dict[str, Any]]:
-        """Return the messages that the agent starts from, such as {"role": "user", "content": text}.
+        """Return the messages that the agent starts from, such as {"role": "user", "content":
+        text}.
 
         ``rl_loop.harmony.conversation`` describes what they may say."""
         return self.task.messages
 
     def tools(self) -> Sequence[Tool]:
-        """Return the functions that the developer message describes; ``python`` is not among them."""
+        """Return the functions that the developer message describes; ``python`` is not among
+        them."""
         return ()
 
     def builtin_tools(self) -> Sequence[BuiltinTool | PythonTool]:
         """Return the built-in tools that the system message describes, such as ``PythonTool()``.
 
-        Offer only what ``call`` accepts ("python" for PythonTool): calling another is a format error."""
+        Offer only what ``call`` accepts ("python" for PythonTool): calling another is a format
+        error."""
         return ()
 
     async def call(self, tool: str, arguments: str) -> str | StepResult:
         """Run one tool call. Returns what the agent reads, or the end of the episode.
 
-        ``tool`` is the recipient as it was sampled ("functions.NAME", "python"), ``arguments`` the text
-        of the message. Raises ToolError and UnknownTool for what the agent did wrong, and
-        InfrastructureFailure if the tool cannot work through no fault of the agent; any other exception
-        counts as one."""
+        ``tool`` is the recipient as it was sampled ("functions.NAME", "python"), ``arguments``
+        the text of the message. Raises ToolError and UnknownTool for what the agent did wrong,
+        and InfrastructureFailure if the tool cannot work through no fault of the agent; any other
+        exception counts as one."""
         raise UnknownTool
 
     async def answer(self, text: str) -> StepResult:
-        """Judge the text on the channel ``final``. Returns ``finished``, or what the user says next."""
+        """Judge the text on the channel ``final``. Returns ``finished``, or what the user says
+        next."""
         raise NotImplementedError
 
     async def step(self, messages: Sequence[ParsedMessage]) -> StepResult:
@@ -211,13 +222,16 @@ class Environment:
             try:
                 reply = await self._run_call(message.recipient, message.text)
             except ToolError as error:
+                # The agent reads the error and can correct itself.
                 reply = str(error)
                 errors += 1
             except UnknownTool:
                 return self.illegal("unknown_tool")
 
+            # The episode is over: calls behind this one are not run.
             if isinstance(reply, StepResult):
                 return replace(reply, tool_calls=len(outputs) + 1, tool_errors=errors)
+            # Harmony wants the answer on the channel of its call.
             outputs.append(ToolOutput(message.recipient, message.channel, reply))
 
         return StepResult(outputs, tool_calls=len(outputs), tool_errors=errors)
@@ -246,25 +260,30 @@ class Environment:
             raise InfrastructureFailure("tool", f"{tool[:60]}: {describe(error)}") from error
 
         if not isinstance(reply, str | StepResult):
-            raise InfrastructureFailure("tool", f"{tool[:60]} returned {type(reply).__name__} instead of text")
+            kind = type(reply).__name__
+            raise InfrastructureFailure("tool", f"{tool[:60]} returned {kind} instead of text")
         return reply
 
     # ---- its state: failed calls are repeated, and purification replays them
 
     def save_state(self) -> Any:
-        """Copy everything that the steps of an episode change, so that a failed call can be repeated.
+        """Copy everything that the steps of an episode change, so that a failed call can be
+        repeated.
 
-        The default deep-copies all attributes but those of ``FIXED``. An environment whose world lives
-        elsewhere and cannot be set back returns None: its calls are then run only once."""
+        The default deep-copies all attributes but those of ``FIXED``. An environment whose world
+        lives elsewhere and cannot be set back returns None: its calls are then run only once."""
+        # A deep copy, since steps change lists and dictionaries in place.
         changing = {name: value for name, value in vars(self).items() if name not in self.FIXED}
         return copy.deepcopy(changing)
 
     def restore_state(self, state: Any) -> None:
-        """Set the world back to what ``save_state`` returned. ``state`` can be used again afterwards."""
+        """Set the world back to what ``save_state`` returned. ``state`` can be used again
+        afterwards."""
         added = vars(self).keys() - state.keys() - set(self.FIXED)
         for name in added:
             delattr(self, name)
 
+        # Copied again, so that a second retry finds the state unchanged.
         for name, value in copy.deepcopy(state).items():
             setattr(self, name, value)
 
@@ -277,8 +296,10 @@ class Environment:
     def illegal(self, kind: str) -> StepResult:
         """Score an episode that ended with an illegal Harmony message or an unknown tool.
 
-        It earns a format error's reward, less the harm done before, which such an end must not undo. It
-        has all the reward parts of an unfinished episode, since GDPO compares episodes part by part."""
+        It earns a format error's reward, less the harm done before, which such an end must not
+        undo. It has all the reward parts of an unfinished episode, since GDPO compares episodes
+        part by part."""
+        # Doing nothing earns ``wrong``; what is missing to that is the harm.
         unfinished = self.unfinished()
         harm = min(0.0, unfinished.reward - self.reward.wrong)
         parts = unfinished.reward_parts | {"correct": 0.0, "format_error": 1.0}
@@ -296,7 +317,8 @@ class Environment:
         return StepResult(done=True, reward=reward, reward_parts=all_parts, answer=answer)
 
     def reference_answer(self) -> str:
-        """Return the text of a right answer as an agent would write it. Nothing is trained on it."""
+        """Return the text of a right answer as an agent would write it. Nothing is trained on
+        it."""
         return self.task.ground_truth
 
 
@@ -308,6 +330,7 @@ def text_in(record: dict[str, Any], key: str) -> str:
 
     Raises KeyError if the key is missing, ValueError if its value has another type."""
     value = record[key]
+    # JSON's true and false are integers to Python, and no text to anybody.
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
@@ -342,4 +365,5 @@ def final(text: str) -> ParsedMessage:
 
 def function_call(name: str, /, **arguments: Any) -> ParsedMessage:
     """Write a call of one of the ``tools``."""
-    return ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", json.dumps(arguments))
+    text = json.dumps(arguments)
+    return ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", text)

@@ -1,4 +1,5 @@
-r"""GSM8K (arXiv 2110.14168): word problems whose answer is an integer, from the head or with Python.
+r"""GSM8K (arXiv 2110.14168): word problems whose answer is an integer, from the head or with
+Python.
 
 Files and the hub have the real ones; without either, small word problems are generated."""
 
@@ -16,7 +17,8 @@ class Gsm8kOptions(ReToolOptions):
     instructions: str | None = r"Think, then answer in \boxed{}."
     """The developer message; null for none."""
     tools: bool = False
-    """Whether Python may be called; the system message then describes it if ``prompt.python_tool`` is on."""
+    """Whether Python may be called; the system message then describes it if
+    ``prompt.python_tool`` is on."""
     largest: int = 9
     """Of generated problems: numbers go from 2 to this."""
 

@@ -1,7 +1,7 @@
 """Checks texts against the constraints of IFEval and IFBench, with the checkers of if-verifiable.
 
-The checkers are taken as they are published, but for what would make a verdict depend on chance or on
-data that is not installed: see ``make_checker`` and ``meets``."""
+The checkers are taken as they are published, but for what would make a verdict depend on chance
+or on data that is not installed: see ``make_checker`` and ``meets``."""
 
 import json
 import random
@@ -55,7 +55,8 @@ class Verdict:
 
 @cache
 def ifeval_checkers() -> dict[str, Any]:
-    """Return the checkers of IFEval by name. Raises CheckerFailure where they are not installed."""
+    """Return the checkers of IFEval by name. Raises CheckerFailure where they are not
+    installed."""
     try:
         import langdetect
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
@@ -81,7 +82,8 @@ def ifbench_checkers() -> dict[str, Any]:
     """Return the checkers of IFBench by name."""
     import nltk
 
-    # if-verifiable downloads NLTK data when it is imported, or tries to: what is missing is named instead.
+    # if-verifiable downloads NLTK data when it is imported, or tries to: what is missing is named
+    # instead.
     download = nltk.download
     nltk.download = lambda *_arguments, **_settings: False
     try:
@@ -92,7 +94,8 @@ def ifbench_checkers() -> dict[str, Any]:
 
 
 def checker_class(name: str) -> Any:
-    """Return the checker of a constraint of IFEval or IFBench. Raises ValueError if there is none."""
+    """Return the checker of a constraint of IFEval or IFBench. Raises ValueError if there is
+    none."""
     if name in ifeval_checkers():
         return ifeval_checkers()[name]
     if name not in ifbench_checkers():
@@ -127,8 +130,8 @@ def draw_constraint(name: str, seed: int) -> tuple[Constraint, str]:
 def check(constraint: Constraint, text: str, prompt: str) -> Verdict:
     """Check whether ``text``, an answer to ``prompt``, meets a constraint.
 
-    A text on which the checker fails does not meet it. Raises CheckerFailure if the checker lacks what
-    it would need on any text."""
+    A text on which the checker fails does not meet it. Raises CheckerFailure if the checker lacks
+    what it would need on any text."""
     from if_verifiable.common import get_loose_transformations
 
     unmet = Verdict(strict=False, loose=False)
@@ -144,7 +147,8 @@ def check(constraint: Constraint, text: str, prompt: str) -> Verdict:
     except CheckerFailure:
         raise
     except Exception as error:
-        # KeyError and IndexError are LookupErrors too, over a text; NLTK's, of missing data, is the class itself.
+        # KeyError and IndexError are LookupErrors too, over a text; NLTK's, of missing data, is
+        # the class itself.
         if isinstance(error, ImportError) or type(error) is LookupError:
             reason = " ".join(str(error).split())[:200]
             raise CheckerFailure(f"{constraint.name} cannot be checked: {reason}") from None
@@ -165,8 +169,8 @@ def make_checker(constraint: Constraint, prompt: str) -> Any:
         if described and "prompt" in described:
             checker.build_description(prompt=prompt)
 
-    # "The letter # should appear at least 4 times" (IFEval 1122 and 1129): the published checker takes a random
-    # letter for one that is none.
+    # "The letter # should appear at least 4 times" (IFEval 1122 and 1129): the published checker
+    # takes a random letter for one that is none.
     letter = arguments.get("letter")
     if name == LETTER_FREQUENCY and isinstance(letter, str) and len(letter) == 1:
         checker._letter = letter.lower()
@@ -189,8 +193,9 @@ def meets(checker: Any, name: str, text: str) -> bool:
 def count_capital_words(text: str) -> int:
     """Count as many words of capital letters as NLTK does, without its model of sentences.
 
-    A sentence's end matters to NLTK's words only in that a full stop there is a word of its own, and CAN'T before
-    it two. Where the model sees no end after a full stop ("U.S. ARMY"), words differ, but not how many are capital."""
+    A sentence's end matters to NLTK's words only in that a full stop there is a word of its own,
+    and CAN'T before it two. Where the model sees no end after a full stop ("U.S. ARMY"), words
+    differ, but not how many are capital."""
     from nltk.tokenize.destructive import NLTKWordTokenizer
 
     tokenizer = NLTKWordTokenizer()

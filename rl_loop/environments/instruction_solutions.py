@@ -1,9 +1,10 @@
 """How a text is made to meet IFEval's constraints: what the scripted policy writes.
 
-A solution takes the text so far and the arguments of its constraint. Solutions are applied in the order
-in which they stand here: what adds words comes before what wraps or converts the whole text. Those of
-constraints that a plain text meets anyway leave it alone. A few combinations cannot be met this way;
-prompts are composed only of constraints whose solutions were checked together."""
+A solution takes the text so far and the arguments of its constraint. Solutions are applied in the
+order in which they stand here: what adds words comes before what wraps or converts the whole
+text. Those of constraints that a plain text meets anyway leave it alone. A few combinations
+cannot be met this way; prompts are composed only of constraints whose solutions were checked
+together."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -30,7 +31,8 @@ def solution[Function: Callable[..., str]](constraint: str) -> Callable[[Functio
 
 
 def write_solution(topic: str, constraints: Iterable[tuple[str, dict[str, Any]]]) -> str:
-    """Write a text about ``topic`` that meets constraints, which are pairs of name and arguments."""
+    """Write a text about ``topic`` that meets constraints, which are pairs of name and
+    arguments."""
     order = list(SOLUTIONS)
     text = f"This is a note about {topic}."
     for name, arguments in sorted(constraints, key=lambda constraint: order.index(constraint[0])):

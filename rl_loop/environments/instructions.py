@@ -1,8 +1,8 @@
 """Verifiable instruction following: answers must meet constraints that programs check.
 
-Prompts are composed from those IFEval checkers (arXiv 2311.07911) that need no download. In later turns,
-as in Multi-IF, the user adds constraints and the earlier ones must still hold. IFEval and IFBench files
-are read as they are."""
+Prompts are composed from those IFEval checkers (arXiv 2311.07911) that need no download. In later
+turns, as in Multi-IF, the user adds constraints and the earlier ones must still hold. IFEval and
+IFBench files are read as they are."""
 
 from dataclasses import dataclass
 from random import Random
@@ -10,7 +10,16 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from rl_loop.environments.base import Environment, EnvironmentOptions, Script, Split, StepResult, Task, final, text_in
+from rl_loop.environments.base import (
+    Environment,
+    EnvironmentOptions,
+    Script,
+    Split,
+    StepResult,
+    Task,
+    final,
+    text_in,
+)
 from rl_loop.environments.instruction_checkers import (
     Constraint,
     check,
@@ -35,15 +44,16 @@ class InstructionOptions(EnvironmentOptions):
     checkers: list[str] = Field(default_factory=lambda: list(SOLUTIONS))
     """IFEval constraints to choose from."""
     skip_unavailable: bool = False
-    """Of files: leave out rows with a constraint whose checker needs NLTK data that is not installed. Otherwise the
-    first such row is an error that says how to install it."""
+    """Of files: leave out rows with a constraint whose checker needs NLTK data that is not
+    installed. Otherwise the first such row is an error that says how to install it."""
 
     @field_validator("checkers")
     @classmethod
     def _checkers_are_known(cls, checkers: list[str]) -> list[str]:
         unknown = sorted(set(checkers) - set(SOLUTIONS))
         if unknown:
-            raise ValueError(f"no prompts are composed with {', '.join(unknown)}; known: {', '.join(SOLUTIONS)}")
+            known = ", ".join(SOLUTIONS)
+            raise ValueError(f"no prompts are composed with {', '.join(unknown)}; known: {known}")
         return checkers
 
 
@@ -56,8 +66,8 @@ class TurnScore:
 
 
 class InstructionEnvironment(Environment):
-    """``task.metadata``: "turns", per turn of the user its new constraints as [name, arguments]; "user",
-    what the user says in the later turns; "topic", which only the script needs."""
+    """``task.metadata``: "turns", per turn of the user its new constraints as [name, arguments];
+    "user", what the user says in the later turns; "topic", which only the script needs."""
 
     Options = InstructionOptions
 
@@ -73,11 +83,13 @@ class InstructionEnvironment(Environment):
             task = _compose(f"{split}-{index}", rng, options)
             if task is not None:
                 return task
-        raise ValueError(f"no {options.constraints} x {options.turns} constraints of {options.checkers} go together")
+        asked = f"{options.constraints} x {options.turns} constraints of {options.checkers}"
+        raise ValueError(f"no {asked} go together")
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-        """Read {"key", "prompt", "instruction_id_list", "kwargs"}, as IFEval and IFBench publish."""
+        """Read {"key", "prompt", "instruction_id_list", "kwargs"}, as IFEval and IFBench
+        publish."""
         constraints = _constraints_of(record)
         for constraint in constraints:
             checker_class(constraint.name)  # raises ValueError for an unknown name
@@ -128,7 +140,8 @@ class InstructionEnvironment(Environment):
 
 
 def _compose(task_id: str, rng: Random, options: InstructionOptions) -> Task | None:
-    """Compose a prompt, or return None if its constraints exclude each other or no script meets them."""
+    """Compose a prompt, or return None if its constraints exclude each other or no script meets
+    them."""
     topic = rng.choice(TOPICS)
     names = _draw_compatible(options.checkers, options.constraints * options.turns, rng)
     if len(names) < options.constraints * options.turns:
@@ -141,6 +154,7 @@ def _compose(task_id: str, rng: Random, options: InstructionOptions) -> Task | N
         constraints.append(constraint)
         sentences.append(sentence)
 
+    # After every turn of the user, all constraints so far must be met by one text.
     turn_starts = range(0, len(constraints), options.constraints)
     for start in turn_starts:
         if not _script_meets(topic, constraints[: start + options.constraints]):

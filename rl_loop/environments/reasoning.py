@@ -9,7 +9,15 @@ from typing import Any
 
 from pydantic import Field
 
-from rl_loop.environments.base import Environment, EnvironmentOptions, Script, Split, StepResult, Task, final
+from rl_loop.environments.base import (
+    Environment,
+    EnvironmentOptions,
+    Script,
+    Split,
+    StepResult,
+    Task,
+    final,
+)
 from rl_loop.infrastructure import describe
 from rl_loop.rewards import CheckerFailure
 from rl_loop.rewards.math_answer import last_boxed, normalised
@@ -26,13 +34,15 @@ class ReasoningGymOptions(EnvironmentOptions):
 
 
 class ReasoningGymEnvironment(Environment):
-    """``task.metadata["place"]``: generator, seed and settings of a data set, and the item's number in it."""
+    """``task.metadata["place"]``: generator, seed and settings of a data set, and the item's
+    number in it."""
 
     Options = ReasoningGymOptions
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
         block, number = divmod(index, DATASET_SIZE)
+        # The split is part of the seed, so that the items of the two splits differ.
         block_seed = random.Random(f"{split}/{seed}/{block}").randrange(1 << 30)
         dataset = (options.generator, block_seed, json.dumps(options.settings))
 
@@ -72,16 +82,18 @@ def _dataset(generator: str, seed: int, settings: str) -> Any:
 
 
 def _score(place: list[Any], answer: str) -> float:
-    """Score an answer between 0 and 1. Raises CheckerFailure if the generator's scorer does not work.
+    """Score an answer between 0 and 1. Raises CheckerFailure if the generator's scorer does not
+    work.
 
-    Many scorers raise on garbage, which the policy can write: that is a score of 0. One that raises on
-    the right answer too is broken, and says nothing about the policy."""
+    Many scorers raise on garbage, which the policy can write: that is a score of 0. One that
+    raises on the right answer too is broken, and says nothing about the policy."""
     *dataset, number = place
     items = _dataset(*dataset)
     item = items[number]
     try:
         return _checked(items.score_answer(answer, item))
     except Exception as error:
+        # Is it the answer, or the scorer?
         try:
             _checked(items.score_answer(item["answer"], item))
         except Exception:

@@ -28,7 +28,8 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
 )
 
 CHECKED_METHODS = ("generate", "from_record", "solve", "call", "answer", "step", "illegal")
-"""Methods that the loop calls with arguments, and that can therefore be written with wrong ones."""
+"""Methods that the loop calls with arguments, and that can therefore be written with wrong
+ones."""
 PASSED_BY_NAME = ("faulty",)
 """Arguments of these that are passed as keywords; the others are passed by position."""
 
@@ -48,7 +49,8 @@ def make_environment(task: Task, execute: Execute, reward: RewardConfig) -> Envi
 
 
 def make_offline_environment(task: Task) -> Environment:
-    """Make an environment without a sandbox, for prompts, names of reward parts and demonstrations.
+    """Make an environment without a sandbox, for prompts, names of reward parts and
+    demonstrations.
 
     Its Python is ``simulate_python``, its rewards are the default ones."""
     environment = environment_class(task.environment)
@@ -59,8 +61,8 @@ def make_offline_environment(task: Task) -> Environment:
 def _check_signatures(environment: type[Environment]) -> None:
     """Raise ValueError if the loop could not call a method as it calls that of ``Environment``.
 
-    In an episode the TypeError of such a call would look like a tool that failed: the run would try it
-    again, and blame the infrastructure in the end."""
+    In an episode the TypeError of such a call would look like a tool that failed: the run would
+    try it again, and blame the infrastructure in the end."""
     for name in CHECKED_METHODS:
         parameters = inspect.signature(getattr(Environment, name)).parameters
         by_position = [parameter for parameter in parameters if parameter not in PASSED_BY_NAME]

@@ -1,7 +1,8 @@
-r"""ReTool (arXiv 2504.11536): a mathematical problem, a Python interpreter, the answer in \boxed{}.
+r"""ReTool (arXiv 2504.11536): a mathematical problem, a Python interpreter, the answer in
+\boxed{}.
 
-The reward is that of a correct answer or that of a wrong one. Errors of the interpreter are answers
-like any other, so that the agent can correct itself, and are not punished."""
+The reward is that of a correct answer or that of a wrong one. Errors of the interpreter are
+answers like any other, so that the agent can correct itself, and are not punished."""
 
 from collections.abc import Sequence
 from random import Random
@@ -43,14 +44,15 @@ class ReToolOptions(EnvironmentOptions):
     numeric_only: bool = True
     """Of files: leave out problems whose answer is not a number, which math-verify judges best."""
     stateful: bool = False
-    """The interpreter keeps its variables within an episode, as a notebook does: the programs so far run again
-    before every new one, unheard, each with limits of time of its own. They should be deterministic and quick.
-    A program that ends the interpreter (exit(), a crash, a limit) ends the session; the next call begins a new
-    one and says so."""
+    """The interpreter keeps its variables within an episode, as a notebook does: the programs so
+    far run again before every new one, unheard, each with limits of time of its own. They should
+    be deterministic and quick. A program that ends the interpreter (exit(), a crash, a limit)
+    ends the session; the next call begins a new one and says so."""
 
 
 class ReToolEnvironment(Environment):
-    """Offers ``python`` (plain code, as GPT-OSS knows it) and ``functions.python`` (JSON with a key "code")."""
+    """Offers ``python`` (plain code, as GPT-OSS knows it) and ``functions.python`` (JSON with a
+    key "code")."""
 
     Options = ReToolOptions
 
@@ -77,8 +79,8 @@ class ReToolEnvironment(Environment):
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
         """Read rows of verl's files and of lists of problems.
 
-        verl, such as DAPO-Math-17k: {"prompt": messages, "reward_model": {"ground_truth"}}; a conversation
-        is kept as it is. AIME and the like: {"problem" or "question", "answer"}."""
+        verl, such as DAPO-Math-17k: {"prompt": messages, "reward_model": {"ground_truth"}}; a
+        conversation is kept as it is. AIME and the like: {"problem" or "question", "answer"}."""
         if "reward_model" in record:
             messages = _conversation(record["prompt"], options)
             ground_truth = _ground_truth(record["reward_model"])
@@ -94,7 +96,8 @@ class ReToolEnvironment(Environment):
 
     @classmethod
     def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
-        """Call Python, sometimes after a mistake; if ``faulty``, answer from the head, mostly wrong."""
+        """Call Python, sometimes after a mistake; if ``faulty``, answer from the head, mostly
+        wrong."""
         expression = task.metadata["expression"]
         answer = task.ground_truth
 
@@ -134,6 +137,7 @@ class ReToolEnvironment(Environment):
         else:
             execution = await self.execute(code)
 
+        # An error is told as Python tells it; the agent may try again.
         output = notice + execution.output
         if execution.error is not None:
             raise ToolError(f"{output}\n{execution.error}".lstrip("\n"))
@@ -181,7 +185,8 @@ class ReToolEnvironment(Environment):
 
 
 def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
-    """Return the messages of a task: the developer's instructions, if there are any, and the question."""
+    """Return the messages of a task: the developer's instructions, if there are any, and the
+    question."""
     messages = [{"role": "user", "content": question}]
     if options.instructions is not None:
         messages.insert(0, {"role": "developer", "content": options.instructions})
@@ -189,7 +194,8 @@ def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
 
 
 def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
-    """Return all messages of a row's prompt, with the instructions behind those of its own system message.
+    """Return all messages of a row's prompt, with the instructions behind those of its own system
+    message.
 
     Raises ValueError if it is no conversation."""
     if isinstance(prompt, str):

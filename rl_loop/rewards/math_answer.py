@@ -1,9 +1,9 @@
 r"""Is the answer in \boxed{} equivalent to the ground truth?
 
-math-verify compares expressions. What it is asked is prepared here, since it reads some notations wrongly
-and takes the last number that it finds in others: numbers are compared exactly (``number``, ``units``),
-letters of a choice as letters, and what says something else than the ground truth (a chain of equations, a
-ratio, an inequality, a denial) is told apart before."""
+math-verify compares expressions. What it is asked is prepared here, since it reads some notations
+wrongly and takes the last number that it finds in others: numbers are compared exactly
+(``number``, ``units``), letters of a choice as letters, and what says something else than the
+ground truth (a chain of equations, a ratio, an inequality, a denial) is told apart before."""
 
 import asyncio
 import re
@@ -68,6 +68,7 @@ def is_correct(answer: str, ground_truth: str) -> bool:
     r"""Say whether the last \boxed{} of ``answer`` equals ``ground_truth``.
 
     Raises CheckerFailure if math-verify cannot be asked."""
+    # What exhausts a parser is refused here: the policy writes it, so it is wrong and no failure.
     boxed = last_boxed(answer)
     if boxed is None or len(boxed) > LONGEST or _depth(boxed) > DEEPEST:
         return False
@@ -111,7 +112,8 @@ def is_number(text: str) -> bool:
 
 
 def normalised(answer: str | None) -> str | None:
-    """Return equal text for answers that are written alike: no blanks or dollar signs, numbers in one form."""
+    """Return equal text for answers that are written alike: no blanks or dollar signs, numbers in
+    one form."""
     if answer is None:
         return None
 
@@ -134,6 +136,7 @@ def is_equivalent(answer: str, truth: str) -> bool:
 
     plain_answer = _unwrapped(answer)
     plain_truth = _unwrapped(truth)
+    # Letters of a choice, which math-verify would take for variables.
     choice = _choice(truth)
     if choice is not None and _choice(answer) == choice:
         return True
@@ -142,6 +145,7 @@ def is_equivalent(answer: str, truth: str) -> bool:
     if WORDS.fullmatch(plain_truth) and plain_answer.lower() == plain_truth.lower():
         return True
 
+    # Numbers are compared exactly, before math-verify would round them or leave units out.
     true_quantity = parse_quantity(plain_truth)
     quantity = parse_quantity(plain_answer)
     if true_quantity is not None and quantity is not None:
@@ -158,14 +162,16 @@ def is_equivalent(answer: str, truth: str) -> bool:
 
 
 def says_something_else(answer: str, truth: str) -> bool:
-    """Say whether ``answer`` is another kind of statement than ``truth``, though it may have the same numbers."""
+    """Say whether ``answer`` is another kind of statement than ``truth``, though it may have the
+    same numbers."""
     # Of 4\fbox{5} math-verify takes the box and leaves the rest.
     if r"\boxed" in answer or r"\fbox" in answer:
         return True
     if DENIAL.search(answer) and not DENIAL.search(truth):
         return True
 
-    # math-verify leaves words out ("5 squared"), takes digits apart for a product, and leaves a base out.
+    # math-verify leaves words out ("5 squared"), takes digits apart for a product, and leaves a
+    # base out.
     if _qualifiers(answer) - _qualifiers(truth) or DIGITS_APART.search(answer):
         return True
     if BASE.search(answer) and not BASE.search(truth):
@@ -187,6 +193,7 @@ def says_something_else(answer: str, truth: str) -> bool:
 def _ask_math_verify(answer: str, truth: str) -> bool:
     if _is_too_large(answer) or _is_too_large(truth):
         return False
+    # An exact truth wants an exact answer, and math-verify takes decimals for rounded.
     if "." not in truth:
         answer = exact_decimals(answer)
     return equivalent(answer, truth)
@@ -202,7 +209,7 @@ def _same_ratio(answer: str, truth: str) -> bool:
     if len(parts) != len(true_parts) or not all(parts) or not all(true_parts):
         return False
 
-    # Each part over the last one.
+    # Each part over the last one: the ratio 3:4:5 is two shares.
     for part, true_part in zip(parts[:-1], true_parts[:-1], strict=True):
         share = rf"\frac{{{part}}}{{{parts[-1]}}}"
         true_share = rf"\frac{{{true_part}}}{{{true_parts[-1]}}}"
@@ -212,7 +219,8 @@ def _same_ratio(answer: str, truth: str) -> bool:
 
 
 def _chain_ends_in(answer: str, truth: str) -> bool:
-    """Say whether the equations of ``answer`` say ``truth``: x = 5, and 2 + 3 = 5, but not 3 = 4 = 5.
+    """Say whether the equations of ``answer`` say ``truth``: x = 5, and 2 + 3 = 5, but not 3 = 4
+    = 5.
 
     A side with a variable in it names what was asked for (x, or x + 1), as math-verify has it."""
     sides = [side.strip() for side in answer.split("=") if side.strip()]
@@ -226,7 +234,8 @@ def _chain_ends_in(answer: str, truth: str) -> bool:
 
 
 def _choice(text: str) -> str | None:
-    """Return the letter of a choice, perhaps with what it stands for: C, (C), C. and (C) 5 cm. None if it is none."""
+    """Return the letter of a choice, perhaps with what it stands for: C, (C), C. and (C) 5 cm.
+    None if it is none."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip()
     choice = CHOICE.fullmatch(text)
     if choice is None:
@@ -263,7 +272,8 @@ def _without_spaces(text: str) -> str:
 
 
 def _is_negated(text: str) -> bool:
-    r"""Say whether it has \ne in it, as standard notation writes it: with a blank, but for the end."""
+    r"""Say whether it has \ne in it, as standard notation writes it: with a blank, but for the
+    end."""
     return r"\ne " in f"{text} "
 
 
@@ -306,7 +316,8 @@ def _depth_change(character: str) -> int:
 
 
 def _has_variable(text: str) -> bool:
-    """Say whether letters are left without commands, words, and the constants e and i, or it is nothing but words."""
+    """Say whether letters are left without commands, words, and the constants e and i, or it is
+    nothing but words."""
     if r"\text" in text and not re.search(r"[0-9]", text):
         return True
     text = re.sub(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+", " ", text)
@@ -317,9 +328,11 @@ def _has_variable(text: str) -> bool:
 
 
 def _is_too_large(text: str) -> bool:
-    """Say whether a power or factorial of literal numbers is too large to be computed, however it is nested.
+    """Say whether a power or factorial of literal numbers is too large to be computed, however it
+    is nested.
 
-    math-verify computes 9^(9^(9^9)) before anything else. Time limits hold nevertheless: this only saves the time."""
+    math-verify computes 9^(9^(9^9)) before anything else. Time limits hold nevertheless: this
+    only saves the time."""
     for _ in range(MOST_POWERS):
         text = BRACKETED_LITERAL.sub(r"\1", text)
         operation = _innermost(text)
@@ -343,7 +356,8 @@ def _innermost(text: str) -> re.Match[str] | None:
 
 
 def _factorial(factorial: re.Match[str]) -> str | None:
-    """Return a number of about the size of a factorial, which is all that matters; None if it is too large."""
+    """Return a number of about the size of a factorial, which is all that matters; None if it is
+    too large."""
     digits = factorial[1]
     if len(digits) >= 8 or int(digits) > LARGEST_FACTORIAL:
         return None
@@ -351,7 +365,8 @@ def _factorial(factorial: re.Match[str]) -> str | None:
 
 
 def _power(power: re.Match[str]) -> str | None:
-    """Return the value of a power, or a number of many digits for a large one; None if it is too large."""
+    """Return the value of a power, or a number of many digits for a large one; None if it is too
+    large."""
     base = power["base"]
     exponent = power["braced"] or power["digit"]
     if exponent == "0":

@@ -1,8 +1,9 @@
-"""math-verify in processes of its own, because an answer can make it run for ever or eat the memory.
+"""math-verify in processes of its own, because an answer can make it run for ever or eat the
+memory.
 
-Every comparison that is going on has a worker process to itself, and a limit that begins when it does:
-answers that are slow to compare do not queue before the others. Workers are forked from a server that has
-imported sympy (``math_verify_server``), so that one more costs milliseconds."""
+Every comparison that is going on has a worker process to itself, and a limit that begins when it
+does: answers that are slow to compare do not queue before the others. Workers are forked from a
+server that has imported sympy (``math_verify_server``), so that one more costs milliseconds."""
 
 import atexit
 import json
@@ -19,7 +20,8 @@ from rl_loop.rewards.failure import CheckerFailure
 from rl_loop.rewards.math_verify_server import READY
 
 SECONDS = 2.0
-"""Processor time of one comparison, which usually takes a thousandth of that; a slower one counts as not equivalent."""
+"""Processor time of one comparison, which usually takes a thousandth of that; a slower one counts
+as not equivalent."""
 WORKERS = 32
 """Comparisons at the same time; more wait until one of these is over."""
 IDLE_WORKERS = 4
@@ -35,7 +37,8 @@ LONGEST = 2000
 
 
 class MathVerifyPool:
-    """Compares expressions, from any number of threads. Started when first needed, gone with the parent."""
+    """Compares expressions, from any number of threads. Started when first needed, gone with the
+    parent."""
 
     def __init__(self, seconds: float = SECONDS, workers: int = WORKERS) -> None:
         self._seconds = seconds
@@ -55,8 +58,8 @@ class MathVerifyPool:
     def equivalent(self, answer: str, truth: str) -> bool:
         """Say whether math-verify finds two mathematical expressions (LaTeX or plain) equivalent.
 
-        Raises CheckerFailure if math-verify cannot be started, or its process dies twice without having had the
-        time that a comparison may take."""
+        Raises CheckerFailure if math-verify cannot be started, or its process dies twice without
+        having had the time that a comparison may take."""
         if max(len(answer), len(truth)) > LONGEST:
             return False
 
@@ -87,7 +90,8 @@ class MathVerifyPool:
         worker.close()
         if reply is None:
             raise CheckerFailure(f"math-verify did not answer within {REPLY_SECONDS:.0f} s; is the machine overloaded?")
-        # A process has at most one core: one that lived for less than the limit was not killed by the limit.
+        # A process has at most one core: one that lived for less than the limit was not killed by
+        # the limit.
         had_its_time = time.monotonic() - began >= self._seconds
         return False if had_its_time else None
 
@@ -133,7 +137,8 @@ class MathVerifyPool:
         """Start a server in place of the last one. Raises CheckerFailure."""
         self._stop_server()
         self._requests, their_end = socket.socketpair()
-        # sympy's order of terms depends on the hashes of texts: verdicts must not differ between runs.
+        # sympy's order of terms depends on the hashes of texts: verdicts must not differ between
+        # runs.
         environment = os.environ | {"PYTHONHASHSEED": "0"}
         command = [sys.executable, "-m", "rl_loop.rewards.math_verify_server", str(self._seconds)]
         try:
@@ -151,7 +156,8 @@ class MathVerifyPool:
             their_end.close()
 
     def _stop_server(self) -> None:
-        """End the server, which kills its workers when its socket closes, and keep its last error."""
+        """End the server, which kills its workers when its socket closes, and keep its last
+        error."""
         for worker in self._idle:
             worker.close()
         self._idle.clear()
@@ -186,7 +192,8 @@ def _last_error(errors: IO[bytes]) -> str:
 
 
 def _request_worker(requests: socket.socket) -> socket.socket | None:
-    """Ask the server for a worker. Returns the socket to ask it on, or None if the server is gone."""
+    """Ask the server for a worker. Returns the socket to ask it on, or None if the server is
+    gone."""
     our_end, their_end = socket.socketpair()
     try:
         socket.send_fds(requests, [b"w"], [their_end.fileno()])
@@ -199,7 +206,8 @@ def _request_worker(requests: socket.socket) -> socket.socket | None:
 
 
 def _exchange(worker: socket.socket, question: bytes, seconds: float) -> bytes | None:
-    """Return the line that a worker answers: empty if it has died, None if it says nothing for ``seconds``."""
+    """Return the line that a worker answers: empty if it has died, None if it says nothing for
+    ``seconds``."""
     worker.settimeout(seconds)
     reply = b""
     try:

@@ -1,10 +1,11 @@
-"""The side of ``math_verify_pool`` that runs math-verify: one process that imports it, and workers forked from it.
+"""The side of ``math_verify_pool`` that runs math-verify: one process that imports it, and
+workers forked from it.
 
-``python -m rl_loop.rewards.math_verify_server SECONDS`` reads requests for workers from a Unix socket, its
-standard input. A request is one byte with a file descriptor: the socket on which the new worker is asked
-questions. Importing sympy takes a second or more, forking a process that has imported it takes milliseconds:
-a worker that ran out of time is replaced at once. When the socket closes, every worker is killed and the
-process ends."""
+``python -m rl_loop.rewards.math_verify_server SECONDS`` reads requests for workers from a Unix
+socket, its standard input. A request is one byte with a file descriptor: the socket on which the
+new worker is asked questions. Importing sympy takes a second or more, forking a process that has
+imported it takes milliseconds: a worker that ran out of time is replaced at once. When the socket
+closes, every worker is killed and the process ends."""
 
 import ctypes
 import json
@@ -70,9 +71,10 @@ def serve(requests: socket.socket, seconds: float) -> None:
 def _run_worker(questions: socket.socket, seconds: float, server_pid: int) -> None:
     """Answer questions until the socket closes; never returns.
 
-    A question is a line of JSON, [answer, truth]; the reply is ``true`` or ``false``. One that takes more than
-    ``seconds`` of processor time kills the worker: sympy computes 9^(9^(9^9)) in one call into C, which nothing
-    inside Python can interrupt. Processor time, since a busy machine must not make an answer wrong."""
+    A question is a line of JSON, [answer, truth]; the reply is ``true`` or ``false``. One that
+    takes more than ``seconds`` of processor time kills the worker: sympy computes 9^(9^(9^9)) in
+    one call into C, which nothing inside Python can interrupt. Processor time, since a busy
+    machine must not make an answer wrong."""
     try:
         _set_limits()
         _die_with(server_pid)

@@ -1,7 +1,8 @@
-r"""One notation for what means the same: typography, Unicode and packages' commands become LaTeX for math-verify.
+r"""One notation for what means the same: typography, Unicode and packages' commands become LaTeX
+for math-verify.
 
-For texts of at most a few thousand characters. Regular expressions here have no repeated group inside a
-repeated group, which could take exponential time."""
+For texts of at most a few thousand characters. Regular expressions here have no repeated group
+inside a repeated group, which could take exponential time."""
 
 import re
 import unicodedata
@@ -50,10 +51,12 @@ FRACTIONS = ("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac", "flatfrac"
 REPLACEMENTS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        # Sizes, styles and spacing.
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?", ""),
         (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|bf|rm|it|sf|tt|large|Large)(?![a-zA-Z])", ""),
         (r"\\!|\\\(|\\\)|\\\[|\\\]|\\/|\\hspace\*?\s*\{[^{}]*\}", ""),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\\(?:thin|med|thick)space(?![a-zA-Z])", " "),
+        # 1{,}234 and 3{:}4
         (r"(?<![a-zA-Z])\{\s*([,:.;])\s*\}", r"\1"),
         (r"\\(?:colon|ratio)(?![a-zA-Z])", ":"),
         # A degree sign says nothing that a number does not, nor does a currency.
@@ -63,12 +66,14 @@ REPLACEMENTS = [
         ),
         (r"\\degree\s*(?:(?:C|F)(?![a-zA-Z])|\\text\s*\{\s*[CF]\s*\})?", " "),
         (r"\\?\$|[€£¥₹₽₩¢₿]|\\(?:text)?(?:euro?|pounds?|sterling|yen|dollar|cent)(?![a-zA-Z])(?:\{\})?", " "),
+        # Relations.
         (r"\\(?:neq|ne|not\s*=)(?![a-zA-Z])|!=|\\not\s*=", r"\\ne "),
         (r"\\(?:leqslant|leqq|leq|le)(?![a-zA-Z])|<=", r"\\le "),
         (r"\\(?:geqslant|geqq|geq|ge)(?![a-zA-Z])|>=", r"\\ge "),
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"==", "="),
+        # Other names of the same thing.
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (rf"\\(?:{'|'.join(FRACTIONS)})(?![a-zA-Z])", r"\\frac"),
@@ -98,7 +103,8 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def standard_notation(text: str) -> str:
-    """Return the same answer as math-verify reads it: what is shown is kept, how it is shown is not."""
+    """Return the same answer as math-verify reads it: what is shown is kept, how it is shown is
+    not."""
     text = _without_unicode(text)
     for pattern, replacement in REPLACEMENTS:
         text = pattern.sub(replacement, text)
@@ -109,10 +115,12 @@ def standard_notation(text: str) -> str:
     if chosen is not None:
         text = rf"\binom{{{chosen[1]}}}{{{chosen[2]}}}"
 
+    # "1 and 2" is a list, "12 345" one number.
     text = " ".join(text.split())
     text = LIST_WORD.sub(", ", text)
     text = DIGIT_GROUPS.sub(lambda digits: digits[0].replace(" ", ""), text)
 
+    # The stop of "The answer is 5." may stand inside or behind the box.
     text = without_punctuation(text)
     text = without_punctuation(_without_introduction(text))
     text = _without_box(text)
@@ -130,7 +138,8 @@ def without_punctuation(text: str) -> str:
 
 
 def replace_command(text: str, command: str, count: int, replacement: Callable[..., str]) -> str:
-    r"""Replace each ``\command`` and its ``count`` arguments in braces by what ``replacement`` makes of these."""
+    r"""Replace each ``\command`` and its ``count`` arguments in braces by what ``replacement``
+    makes of these."""
     pattern = re.compile(rf"\\{command}(?![a-zA-Z])\*?\s*(?=\{{)")
     position = 0
     while match := pattern.search(text, position):
@@ -141,7 +150,8 @@ def replace_command(text: str, command: str, count: int, replacement: Callable[.
 
         shown = replacement(*arguments)
         text = text[: match.start()] + shown + text[end:]
-        # What a command shows may hold another one of its kind, but what stays a command is not looked at again.
+        # What a command shows may hold another one of its kind, but what stays a command is not
+        # looked at again.
         position = match.start()
         if shown.startswith("\\" + command):
             position += len(shown)
@@ -222,7 +232,8 @@ def _without_unicode(text: str) -> str:
 
 
 def _raised_or_lowered(character: str, before: list[str]) -> str:
-    """Write an exponent or index: ^{12} for two characters, as the second one opens the first one's braces again.
+    """Write an exponent or index: ^{12} for two characters, as the second one opens the first
+    one's braces again.
 
     Takes what it opens again from ``before``."""
     if character in SUPERSCRIPTS:
@@ -239,7 +250,8 @@ def _raised_or_lowered(character: str, before: list[str]) -> str:
 
 
 def _plain_character(character: str) -> str:
-    """Write vulgar fractions, letters of other fonts and Greek letters in LaTeX; others stay as they are."""
+    """Write vulgar fractions, letters of other fonts and Greek letters in LaTeX; others stay as
+    they are."""
     kind = unicodedata.decomposition(character).partition(">")[0]
     if kind == "<fraction":
         above, _, below = unicodedata.normalize("NFKC", character).partition("⁄")

@@ -1,16 +1,18 @@
-r"""Numbers as people write them: grouped digits, fractions, mixed numbers, powers of ten, repeating decimals, percent.
+r"""Numbers as people write them: grouped digits, fractions, mixed numbers, powers of ten,
+repeating decimals, percent.
 
-Everything is exact. When is a decimal right? If the ground truth is exact (an integer, a fraction, an
-expression, a decimal of few places), only what equals it: 3.141593 is not \pi and 0.333333 is not 1/3. If
-the ground truth is a decimal of at least ROUNDED_PLACES places, it is taken for rounded, and what rounds to
-it is right too, as math-verify has it."""
+Everything is exact. When is a decimal right? If the ground truth is exact (an integer, a
+fraction, an expression, a decimal of few places), only what equals it: 3.141593 is not \pi and
+0.333333 is not 1/3. If the ground truth is a decimal of at least ROUNDED_PLACES places, it is
+taken for rounded, and what rounds to it is right too, as math-verify has it."""
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 ROUNDED_PLACES = 6
-"""Decimals of the ground truth from here on are taken for rounded; math-verify compares as many places."""
+"""Decimals of the ground truth from here on are taken for rounded; math-verify compares as many
+places."""
 
 MOST_DIGITS = 400
 LARGEST_EXPONENT = 400
@@ -76,7 +78,8 @@ def parse_number(text: str) -> Number | None:
 
 
 def same_number(answer: Number, truth: Number) -> bool:
-    """Say whether ``answer`` is right. 50 % may stand for 50 and for 0.5, as math-verify has it."""
+    """Say whether ``answer`` is right. 50 % may stand for 50 and for 0.5, as math-verify has
+    it."""
     if _is_value(answer.value, truth):
         return True
     if answer.percent == truth.percent:
@@ -86,7 +89,8 @@ def same_number(answer: Number, truth: Number) -> bool:
 
 
 def exact_decimals(text: str) -> str:
-    """Return the same expression with fractions for its decimals, which math-verify would take for rounded."""
+    """Return the same expression with fractions for its decimals, which math-verify would take
+    for rounded."""
     return DECIMALS.sub(_as_fraction, text)
 
 
@@ -180,6 +184,7 @@ def _power_of_ten(text: str) -> Number | None:
     if factor is None or abs(exponent) > LARGEST_EXPONENT:
         return None
 
+    # 1.5e3 is exact, 1.5e-3 has four places.
     places = max(0, factor.places - exponent) if factor.places else 0
     return Number(factor.value * Fraction(10) ** exponent, places)
 
@@ -200,6 +205,7 @@ def _fraction(text: str) -> Number | None:
     written = FRACTION.fullmatch(text) or SLASH.fullmatch(text)
     if written is None:
         return None
+    # Decimals within a fraction make an exact number of it.
     above = _plain_part(written["above"])
     below = _plain_part(written["below"])
     if above is None or below is None or below == 0:

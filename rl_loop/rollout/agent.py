@@ -4,8 +4,9 @@
     repeat: sample a turn from ids; append exactly what was sampled; let the environment act on it;
             append what tools answered or the user said
 
-Nothing is rendered twice. The loss mask is 1 exactly on what was sampled. What the policy does wrong ends
-an episode with a reward; what infrastructure does wrong ends it as invalid (``rl_loop.infrastructure``)."""
+Nothing is rendered twice. The loss mask is 1 exactly on what was sampled. What the policy does
+wrong ends an episode with a reward; what infrastructure does wrong ends it as invalid
+(``rl_loop.infrastructure``)."""
 
 import asyncio
 import math
@@ -29,7 +30,8 @@ from rl_loop.rollout.turn_sampler import TurnSampler, first_routes, shifted
 from rl_loop.tasks.prompt_limit import PromptLimit, prompt_of
 
 TOOL_PAUSES = (0.1, 1.0, 4.0)
-"""Seconds before a turn whose tools or checker failed is acted on again; after the last one the failure stays."""
+"""Seconds before a turn whose tools or checker failed is acted on again; after the last one the
+failure stays."""
 
 
 async def run_episode(
@@ -47,11 +49,12 @@ async def run_episode(
 ) -> Trajectory:
     """Run one episode to its end.
 
-    ``sampling.max_new_tokens`` is the limit of one turn; stop ids and seed are set here. ``shape`` is what the
-    engine's answers are checked against, besides the vocabulary.
+    ``sampling.max_new_tokens`` is the limit of one turn; stop ids and seed are set here.
+    ``shape`` is what the engine's answers are checked against, besides the vocabulary.
 
-    The same seed, weights and task give the same episode, whatever else the engine is doing. An infrastructure
-    failure that persists makes it invalid. Raises UnusablePrompt if the prompt leaves no room to answer."""
+    The same seed, weights and task give the same episode, whatever else the engine is doing. An
+    infrastructure failure that persists makes it invalid. Raises UnusablePrompt if the prompt
+    leaves no room to answer."""
     sampler = TurnSampler(
         engine=engine,
         episode=f"{task_id}/{seed}",
@@ -104,7 +107,8 @@ class EpisodeRunner:
 
         self.episode = Trajectory(task_id, token_ids=[], loss_mask=[], rollout_log_probs=[])
         self.unread: list[int] = []
-        """What tools answered or the user said: part of the episode once a turn was sampled from it."""
+        """What tools answered or the user said: part of the episode once a turn was sampled from
+        it."""
         self.unread_role = ""
         """Who said it: "tool" or "user"."""
         self.calls_run = 0
@@ -150,6 +154,7 @@ class EpisodeRunner:
                 outcome = await self._ask(self.environment.illegal, messages.kind)
                 return self.finish(_checked_end(outcome), FinishReason.FORMAT_ERROR)
 
+            # Only purification goes back to before the turn: ``act`` saves what it needs itself.
             before = self.environment.save_state() if self.purifier is not None else None
             try:
                 result = await self.act(messages)
@@ -180,9 +185,11 @@ class EpisodeRunner:
             return SampledTurn(GenerateResult([], [], FinishReason.LENGTH), cut_by=room.limit)
 
         sampled = await self.sampler.sample(str(number), prefix, room.tokens)
+        # Out of time before the first token: what was unread stays outside of the episode.
         if not sampled.output_ids:
             return SampledTurn(sampled, cut_by=sampled.finish_reason)
 
+        # All of the episode but what is still unread has been through the engine once.
         if number > 0:
             episode.reusable_tokens += len(episode)
             episode.cached_tokens += min(len(episode), sampled.cached_tokens)
@@ -200,8 +207,8 @@ class EpisodeRunner:
     async def act(self, messages: Sequence[ParsedMessage]) -> StepResult:
         """Let the environment act on a turn, as far as the limit of tool calls goes.
 
-        What infrastructure spoils is done again, from the state before it. Raises InfrastructureFailure if it
-        persists, and OutOfTime."""
+        What infrastructure spoils is done again, from the state before it. Raises
+        InfrastructureFailure if it persists, and OutOfTime."""
         runnable = self._runnable(messages)
         state = self.environment.save_state()
         for pause in (*TOOL_PAUSES, None):
@@ -210,6 +217,7 @@ class EpisodeRunner:
                 self.calls_run += result.tool_calls
                 return result
             except InfrastructureFailure:
+                # A world that cannot be set back is not acted on twice.
                 if pause is None or state is None:
                     raise
                 await self.clock.pause(pause)
@@ -224,17 +232,21 @@ class EpisodeRunner:
         result: StepResult,
         before: Any,
     ) -> StepResult:
-        """Put a good call in the place of a failed one, if ``rollout.purification`` says so and the agent writes one.
+        """Put a good call in the place of a failed one, if ``rollout.purification`` says so and
+        the agent writes one.
 
-        ``before``: state of the environment before the turn. Returns what the turn led to in the end."""
+        ``before``: state of the environment before the turn. Returns what the turn led to in the
+        end."""
         if self.purifier is None:
             return result
+        # Drawn from episode and turn, so that the same episode retries the same turns.
         chance = random.Random(f"{self.sampler.episode}/{number}").random()
         if chance >= self.purifier.config.probability:
             return result
         if before is None:
             name = type(self.environment).__name__
-            raise InfrastructureFailure("environment", f"rollout.purification needs {name}.save_state")
+            reason = f"rollout.purification needs {name}.save_state"
+            raise InfrastructureFailure("environment", reason)
 
         start = self.episode.turns[-1].start
         failed = Attempt(
@@ -260,12 +272,13 @@ class EpisodeRunner:
 
     async def render(self, result: StepResult) -> list[int]:
         """Return the ids of what tools answered and the user said, cut to the limit."""
-        outputs, user = cut_observation(result.tool_outputs, result.user, self.limits.max_observation_bytes)
+        limit = self.limits.max_observation_bytes
+        outputs, user = cut_observation(result.tool_outputs, result.user, limit)
         try:
             return await off_loop(self.harmony.render_observation, outputs, user)
         except Exception as error:
-            task = self.episode.task_id
-            reason = f"what a tool or the user said in task {task} cannot be rendered: {describe(error)}"
+            what = f"what a tool or the user said in task {self.episode.task_id}"
+            reason = f"{what} cannot be rendered: {describe(error)}"
             raise InfrastructureFailure("environment", reason) from error
 
     # ---- ends of the episode
@@ -293,6 +306,7 @@ class EpisodeRunner:
         episode.finish_reason = FinishReason.ABORT
         episode.invalid = InvalidReason(failure.component, failure.reason)
         episode.excluded = True
+        # So that whoever uses the reward by mistake notices.
         episode.reward = math.nan
         episode.reward_parts = {}
         return episode
@@ -300,7 +314,8 @@ class EpisodeRunner:
     # ---- the environment, which may raise anything and hang
 
     async def _step(self, messages: Sequence[ParsedMessage]) -> StepResult:
-        """Run ``Environment.step`` within the time limit. Raises InfrastructureFailure and OutOfTime."""
+        """Run ``Environment.step`` within the time limit. Raises InfrastructureFailure and
+        OutOfTime."""
         try:
             result = await self.clock.limit(self.environment.step(messages))
         except (InfrastructureFailure, OutOfTime):
@@ -313,7 +328,8 @@ class EpisodeRunner:
         return _checked_end(result)
 
     async def _ask[**P, T](self, method: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Call a method that is no coroutine on a thread, so that one that hangs holds up no other episode.
+        """Call a method that is no coroutine on a thread, so that one that hangs holds up no
+        other episode.
 
         Raises InfrastructureFailure for whatever it raises."""
         name = getattr(method, "__name__", "a method")
@@ -332,7 +348,8 @@ class EpisodeRunner:
     # ---- limits
 
     def _room(self, used: int) -> Room:
-        """Return how many tokens the next turn may have behind ``used`` ones, by the tightest limit."""
+        """Return how many tokens the next turn may have behind ``used`` ones, by the tightest
+        limit."""
         rooms = [
             Room(self.sampler.sampling.max_new_tokens, FinishReason.LENGTH),
             Room(self.limits.max_tokens - used, FinishReason.MAX_CONTEXT),
@@ -355,13 +372,14 @@ class EpisodeRunner:
         if left is None:
             return messages
 
-        calls = [number for number, message in enumerate(messages) if message.recipient is not None]
+        calls = [i for i, message in enumerate(messages) if message.recipient is not None]
         if len(calls) <= left:
             return messages
         return messages[: calls[left - 1] + 1]
 
     async def _sample_retry(self, name: str, prefix: list[int]) -> GenerateResult | None:
-        """Sample a turn that is not part of the episode yet, or return None if there is no room for one."""
+        """Sample a turn that is not part of the episode yet, or return None if there is no room
+        for one."""
         room = self._room(len(prefix))
         if room.tokens <= 0 or self._calls_left == 0:
             return None
@@ -393,18 +411,22 @@ class EpisodeRunner:
         del episode.rollout_log_probs[start:]
         episode.weight_versions = [span for span in episode.weight_versions if span.start < start]
         if episode.routed_experts is not None:
-            # The token before the turn is first an input of the turn itself: no route of it is known either.
+            # The token before the turn is first an input of the turn itself: no route of it is
+            # known either.
             episode.routed_experts = episode.routed_experts[: start - 1]
 
 
 def _checked_end(result: StepResult) -> StepResult:
     """Return the end of an episode.
 
-    Raises InfrastructureFailure if it is none, or its reward or a part of it is no finite number."""
+    Raises InfrastructureFailure if it is none, or its reward or a part of it is no finite
+    number."""
     if not isinstance(result, StepResult):
-        raise InfrastructureFailure("environment", f"an episode ended with {type(result).__name__}, not a StepResult")
+        reason = f"an episode ended with {type(result).__name__}, not a StepResult"
+        raise InfrastructureFailure("environment", reason)
 
     for name, value in {"reward": result.reward, **result.reward_parts}.items():
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise InfrastructureFailure("checker", f"{name} is {value!r}, expected a finite number")
+            reason = f"{name} is {value!r}, expected a finite number"
+            raise InfrastructureFailure("checker", reason)
     return result

@@ -22,8 +22,8 @@ class OutOfTime(Exception):
 class EpisodeClock:
     """Measures how long an episode has run.
 
-    It is stopped while the episode waits for what is not its own doing: in an engine's queue, or before
-    another attempt at what failed. It begins stopped."""
+    It is stopped while the episode waits for what is not its own doing: in an engine's queue, or
+    before another attempt at what failed. It begins stopped."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
@@ -83,7 +83,8 @@ class EpisodeClock:
 
 
 def running_clock() -> EpisodeClock:
-    """Return the clock of the calling episode, so that a tool with a queue can stop it while a call waits.
+    """Return the clock of the calling episode, so that a tool with a queue can stop it while a
+    call waits.
 
     Outside of episodes it is one that limits nothing."""
     return _running_clock.get(None) or EpisodeClock(float("inf"))

@@ -1,7 +1,7 @@
 """Cuts what tools answer and users say to a size before it is tokenised.
 
-Nothing bounds what a tool prints. A token has at least one byte, so that a limit in bytes bounds the
-tokens too, and costs nothing to check."""
+Nothing bounds what a tool prints. A token has at least one byte, so that a limit in bytes bounds
+the tokens too, and costs nothing to check."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +12,11 @@ from rl_loop.harmony.codec import ToolOutput
 def cut_observation(
     outputs: Sequence[ToolOutput], user: str | None, max_bytes: int
 ) -> tuple[list[ToolOutput], str | None]:
-    """Cut all texts to about ``max_bytes`` of UTF-8 together: the longest ones, to the same length.
+    """Cut all texts to about ``max_bytes`` of UTF-8 together: the longest ones, to the same
+    length.
 
-    Half of a surrogate pair, which is no text, becomes U+FFFD. Returns the outputs and what the user says."""
+    Half of a surrogate pair, which is no text, becomes U+FFFD. Returns the outputs and what the
+    user says."""
     texts = [output.text for output in outputs]
     if user is not None:
         texts.append(user)
@@ -29,7 +31,8 @@ def cut_observation(
 
 
 def fair_share(sizes: Sequence[int], total: int) -> int:
-    """Return the largest limit under which all of ``sizes``, cut to it, add up to at most ``total``."""
+    """Return the largest limit under which all of ``sizes``, cut to it, add up to at most
+    ``total``."""
     left = total
     for number, size in enumerate(sorted(sizes)):
         share = left // (len(sizes) - number)
@@ -42,14 +45,15 @@ def fair_share(sizes: Sequence[int], total: int) -> int:
 def cut_text(text: str, max_bytes: int) -> str:
     """Return ``text`` if its UTF-8 has at most ``max_bytes``, else its beginning and its end.
 
-    These have ``max_bytes`` together, and between them stands how much is left out. Lone surrogates become
-    U+FFFD."""
+    These have ``max_bytes`` together, and between them stands how much is left out. Lone
+    surrogates become U+FFFD."""
     if len(text) <= max_bytes:
         data = _well_formed(text).encode()
         if len(data) <= max_bytes:
             return data.decode()
 
-    # Only as many characters are encoded as can be kept. Errors are those of a character that is cut in two.
+    # Only as many characters are encoded as can be kept. Errors are those of a character that is
+    # cut in two.
     half = max_bytes // 2
     begin = _well_formed(text[:half]).encode()[:half].decode(errors="ignore")
     end = ""
@@ -69,7 +73,8 @@ def _size(text: str, max_bytes: int) -> int:
 
 
 def _well_formed(text: str) -> str:
-    """Join surrogate pairs to characters, and replace halves of one by U+FFFD: UTF-16 knows the difference."""
+    """Join surrogate pairs to characters, and replace halves of one by U+FFFD: UTF-16 knows the
+    difference."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,9 +1,10 @@
-"""Trajectory purification (CLEANER, arXiv 2601.15141): a failed tool call is retried, and the good one kept.
+"""Trajectory purification (CLEANER, arXiv 2601.15141): a failed tool call is retried, and the
+good one kept.
 
-The agent sees the error and writes the turn again. The new call replaces the old one in the context from
-before the error, behind the old reasoning if the calls are alike; the world is set back and the call
-executed. Tokens that moved are *grafted*: their log-probs are computed anew, and rollout correction and
-routing replay leave them out."""
+The agent sees the error and writes the turn again. The new call replaces the old one in the
+context from before the error, behind the old reasoning if the calls are alike; the world is set
+back and the call executed. Tokens that moved are *grafted*: their log-probs are computed anew,
+and rollout correction and routing replay leave them out."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -68,8 +69,9 @@ class Purifier:
     async def purify(self, failed: Attempt, before: Any) -> Attempt | None:
         """Find a turn to put in place of ``failed``. Returns None if the error stays.
 
-        ``before``: the environment's state before the failed turn. If time runs out meanwhile, the environment
-        is in the middle of a retry, and the episode ends."""
+        ``before``: the environment's state before the failed turn. If time runs out meanwhile,
+        the environment is in the middle of a retry, and the episode ends."""
+        # If all retries fail, the episode goes on from behind the failed turn.
         after = self.environment.save_state()
         turn = failed
         for _ in range(self.config.retries):
@@ -97,7 +99,8 @@ class Purifier:
         return replace(turn, sampled=replace(turn.sampled, output_log_probs=log_probs))
 
     async def _write_again(self, turn: Attempt) -> Attempt | None:
-        """Let the agent read the error and write the turn again; returns it in the place of the failed one."""
+        """Let the agent read the error and write the turn again; returns it in the place of the
+        failed one."""
         error = await self.render(turn.result)
         prefix = turn.prefix + turn.sampled.output_ids + error
         sampled = await self.sample(f"retry{self.attempts}", prefix)
@@ -106,7 +109,8 @@ class Purifier:
         return await off_loop(self._merge, turn, sampled)
 
     def _merge(self, turn: Attempt, sampled: "GenerateResult") -> Attempt | None:
-        """Put the new turn where the failed one stood, behind its reasoning if the calls are alike.
+        """Put the new turn where the failed one stood, behind its reasoning if the calls are
+        alike.
 
         Returns None if it has no call, or there is no room for it."""
         messages = self.harmony.parse(sampled.output_ids)
@@ -121,18 +125,21 @@ class Purifier:
             kept = min(len(reasoning), turn.kept)
             ids = reasoning + self.harmony.assistant_header + call if reasoning else call
 
+        # Parsed anew: two halves of legal turns need not make a legal one.
         merged = self.harmony.parse(ids)
         if isinstance(merged, FormatError) or len(turn.prefix) + len(ids) > self.max_tokens:
             return None
         return Attempt(turn.prefix, _graft(turn, sampled, ids, kept), merged, turn.result, kept)
 
     def _split(self, ids: list[int], messages: Sequence[ParsedMessage]) -> tuple[list[int], list[int]]:
-        """Split a turn into its reasoning and its calls, without the ``<|start|>assistant`` between them."""
+        """Split a turn into its reasoning and its calls, without the ``<|start|>assistant``
+        between them."""
         first_call = next(i for i, message in enumerate(messages) if message.recipient is not None)
         if first_call == 0:
             return [], ids
 
-        # A turn is sampled behind a header, so the first one within it is that of the second message.
+        # A turn is sampled behind a header, so the first one within it is that of the second
+        # message.
         header = self.harmony.assistant_header
         headers = [i for i, token in enumerate(ids) if token == header[0]]
         start = headers[first_call - 1]
@@ -146,14 +153,17 @@ def _calls(messages: Sequence[ParsedMessage]) -> str:
 
 def _similarity(old: str, new: str) -> float:
     """Return difflib's ratio of two texts, of their beginnings if they are long."""
-    matcher = SequenceMatcher(None, old[:COMPARED_CHARACTERS], new[:COMPARED_CHARACTERS], autojunk=False)
-    return matcher.ratio()
+    old = old[:COMPARED_CHARACTERS]
+    new = new[:COMPARED_CHARACTERS]
+    return SequenceMatcher(None, old, new, autojunk=False).ratio()
 
 
 def _graft(turn: Attempt, sampled: "GenerateResult", ids: list[int], kept: int) -> "GenerateResult":
-    """Return ``ids`` as a result in the place of the turn's own, with which the first ``kept`` tokens agree.
+    """Return ``ids`` as a result in the place of the turn's own, with which the first ``kept``
+    tokens agree.
 
-    Grafted tokens have log-probs of 0 until they are scored, and routes of -1, as none are known for them."""
+    Grafted tokens have log-probs of 0 until they are scored, and routes of -1, as none are known
+    for them."""
     versions: list[WeightVersionSpan] = []
     if sampled.weight_versions:
         for span in turn.sampled.weight_versions:

@@ -1,4 +1,5 @@
-"""Samples the turns of one episode from an engine that is not trusted: answers are checked, faults retried."""
+"""Samples the turns of one episode from an engine that is not trusted: answers are checked,
+faults retried."""
 
 import asyncio
 import hashlib
@@ -24,9 +25,9 @@ from rl_loop.rollout.episode_clock import EpisodeClock, end_task
 FAULT_PAUSES = (0.1, 1.0, 4.0)
 """Seconds before a request that met a fault is sent again; after the last one the fault stays."""
 ABORT_PAUSES = (0.0, 0.02, 0.1, 0.5, 2.0, 5.0, 5.0, 5.0)
-"""Seconds before a request goes on that was aborted without a token: once, twice and so on in a row. A
-weight sync aborts once, so the first time costs nothing; an engine that does nothing else is not asked
-thousands of times a second."""
+"""Seconds before a request goes on that was aborted without a token: once, twice and so on in a
+row. A weight sync aborts once, so the first time costs nothing; an engine that does nothing else
+is not asked thousands of times a second."""
 ABORT_SECONDS = 10.0
 """How long an engine may take to end a request that it was told to abort."""
 
@@ -50,10 +51,12 @@ class TurnSampler:
     async def sample(self, turn: str, prefix: list[int], max_new_tokens: int) -> GenerateResult:
         """Sample one turn after ``prefix``.
 
-        It goes on from its own tokens as often as the engine aborts it, to take new weights, say. When the
-        episode's time is over it ends with what there is, perhaps nothing, and FinishReason.TIMEOUT.
+        It goes on from its own tokens as often as the engine aborts it, to take new weights, say.
+        When the episode's time is over it ends with what there is, perhaps nothing, and
+        FinishReason.TIMEOUT.
 
-        Episode and turn seed it, so it is a function of these and of the weights. Raises EngineFault."""
+        Episode and turn seed it, so it is a function of these and of the weights. Raises
+        EngineFault."""
         sampled = GenerateResult([], [], FinishReason.ABORT)
         idle_aborts = 0
         while sampled.finish_reason is FinishReason.ABORT:
@@ -69,7 +72,8 @@ class TurnSampler:
             elif not self.clock.is_over:
                 if idle_aborts == len(ABORT_PAUSES):
                     name = f"{self.episode}/{turn}/{len(sampled.output_ids)}"
-                    raise EngineFault(name, f"aborted {idle_aborts + 1} times in a row without a token")
+                    what = f"aborted {idle_aborts + 1} times in a row without a token"
+                    raise EngineFault(name, what)
                 await self.clock.pause(ABORT_PAUSES[idle_aborts])
                 idle_aborts += 1
             sampled = _joined(sampled, rest)
@@ -103,8 +107,8 @@ class TurnSampler:
     async def _sample_rest(self, turn: str, prefix: list[int], done: list[int], room: int) -> GenerateResult:
         """Sample at most ``room`` tokens after ``prefix`` and the tokens ``done`` of the turn."""
         name = f"{turn}/{len(done)}"
-        # The name has the number of tokens in it: the rest of an aborted turn must not see the random
-        # numbers of its beginning again.
+        # The name has the number of tokens in it: the rest of an aborted turn must not see the
+        # random numbers of its beginning again.
         sampling = replace(self.sampling, max_new_tokens=room, seed=_seed_of(name))
         request = GenerateRequest(name, prefix + done, sampling, self.routed_experts)
 
@@ -120,7 +124,8 @@ class TurnSampler:
         raise AssertionError("the last fault is raised")
 
     async def _pause_or_raise(self, name: str, error: Exception, pause: float | None) -> None:
-        """Wait before the next attempt, or raise EngineFault if there is none or it would not help."""
+        """Wait before the next attempt, or raise EngineFault if there is none or it would not
+        help."""
         is_of_request = isinstance(error, ValueError)  # the next attempt would meet it again
         if pause is None or is_of_request:
             fault = error if isinstance(error, EngineFault) else EngineFault(name, describe(error))
@@ -130,13 +135,15 @@ class TurnSampler:
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
         """Send one request.
 
-        The clock stands until the engine begins it; when the time is over, the engine is told to abort."""
+        The clock stands until the engine begins it; when the time is over, the engine is told to
+        abort."""
         begun = asyncio.Event()
 
         def begin() -> None:
             self.clock.start()
             begun.set()
 
+        # Waiting in the engine's queue is not the episode's doing.
         self.clock.stop()
         running: asyncio.Future[GenerateResult] = asyncio.ensure_future(
             self.engine.generate(replace(request, on_begin=begin))
@@ -148,6 +155,7 @@ class TurnSampler:
             if not running.done() and not begun.is_set():
                 raise EngineFault(request.request_id, f"not begun within {self.queue_seconds:g} s")
 
+            # An engine that answers at once may not have said that it began.
             self.clock.start()
             await asyncio.wait({running}, timeout=max(0.0, self.clock.left))
             if not running.done():
@@ -160,7 +168,8 @@ class TurnSampler:
             await end_task(running)
 
     async def _abort(self, request_id: str, running: "asyncio.Future[GenerateResult]") -> None:
-        """Tell the engine to abort, and wait until the request has ended. Raises EngineFault if it does not."""
+        """Tell the engine to abort, and wait until the request has ended. Raises EngineFault if
+        it does not."""
 
         async def ask() -> None:
             # An error here does not matter: what counts is whether the request ends.
@@ -171,7 +180,8 @@ class TurnSampler:
         await asyncio.wait({running}, timeout=ABORT_SECONDS)
         await end_task(asking)
         if not running.done():
-            raise EngineFault(request_id, f"neither ended in time nor within {ABORT_SECONDS:g} s of its abort")
+            what = f"neither ended in time nor within {ABORT_SECONDS:g} s of its abort"
+            raise EngineFault(request_id, what)
 
 
 def _joined(begin: GenerateResult, rest: GenerateResult) -> GenerateResult:
@@ -191,7 +201,8 @@ def _joined(begin: GenerateResult, rest: GenerateResult) -> GenerateResult:
 def first_routes(earlier: np.ndarray | None, latest: np.ndarray | None) -> np.ndarray | None:
     """Merge the experts of a prefix and of a longer sequence, both int16 [tokens, layers, top_k].
 
-    Every token keeps those that it was first processed with: they made the log-probs that were returned."""
+    Every token keeps those that it was first processed with: they made the log-probs that were
+    returned."""
     if earlier is None:
         return latest
     if latest is None:

@@ -1,4 +1,5 @@
-"""Demonstrations for supervised fine-tuning: episodes of scripts, in the tokens that a policy would sample."""
+"""Demonstrations for supervised fine-tuning: episodes of scripts, in the tokens that a policy
+would sample."""
 
 import asyncio
 from collections.abc import Sequence
@@ -90,7 +91,8 @@ def demonstrate(task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed
 
 
 def demonstrations_of(task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed: str) -> list[Demonstration]:
-    """Make the samples that one episode on ``task`` gives to fine-tuning, rendered as ``mixture.history`` says."""
+    """Make the samples that one episode on ``task`` gives to fine-tuning, rendered as
+    ``mixture.history`` says."""
     episode = _play_script(task, mixture, seed)
     if mixture.history == "harmony":
         return render_by_user_turn(episode, harmony)
@@ -98,7 +100,8 @@ def demonstrations_of(task: Task, harmony: Harmony, mixture: DemonstrationConfig
 
 
 def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> Episode:
-    """Play the script of a task's environment, an expert's or a faulty one as the mixture has it."""
+    """Play the script of a task's environment, an expert's or a faulty one as the mixture has
+    it."""
     rng = Random(seed)
     environment = make_offline_environment(task)
     script = environment.solve(task, rng, faulty=rng.random() >= mixture.expert)
@@ -106,7 +109,8 @@ def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> Episode
 
 
 async def play(environment: Environment, script: Script) -> Episode:
-    """Play the episode of a scripted policy. Raises ValueError if the script ends before the episode does."""
+    """Play the episode of a scripted policy. Raises ValueError if the script ends before the
+    episode does."""
     episode = Episode(
         prompt=list(environment.prompt()),
         tools=environment.tools(),
@@ -122,14 +126,16 @@ async def play(environment: Environment, script: Script) -> Episode:
                 return episode
             messages = script.send(result)
     except StopIteration:
-        raise ValueError(f"the script of task {environment.task.task_id} ends before the episode does") from None
+        task_id = environment.task.task_id
+        raise ValueError(f"the script of task {task_id} ends before the episode does") from None
 
 
 # ---- episodes in tokens
 
 
 def render_as_sampled(episode: Episode, harmony: Harmony) -> Demonstration:
-    """Render the exact tokens of a rollout in which a policy samples the episode: one turn behind the other."""
+    """Render the exact tokens of a rollout in which a policy samples the episode: one turn behind
+    the other."""
     shown = Demonstration(result=episode.turns[-1].result)
     shown.add(harmony.render_prompt(episode.prompt, episode.tools, episode.builtin_tools), mask=0)
 
@@ -145,7 +151,8 @@ def render_as_sampled(episode: Episode, harmony: Harmony) -> Demonstration:
 
 
 def render_by_user_turn(episode: Episode, harmony: Harmony) -> list[Demonstration]:
-    """Render one demonstration for each turn of the user, with the history before it as the format has it."""
+    """Render one demonstration for each turn of the user, with the history before it as the
+    format has it."""
     demonstrations: list[Demonstration] = []
     prompt = list(episode.prompt)
     current: list[Turn] = []
@@ -155,6 +162,7 @@ def render_by_user_turn(episode: Episode, harmony: Harmony) -> list[Demonstratio
         if turn.result.done or turn.result.user is not None:
             demonstrations.append(render_as_sampled(replace(episode, prompt=prompt, turns=current), harmony))
             history = [message for earlier in current for message in _as_conversation(earlier)]
+            # What was said becomes history, which the format renders shorter than it was sampled.
             prompt = prompt + history
             current = []
 
@@ -186,7 +194,8 @@ def _as_conversation(turn: Turn) -> list[dict[str, Any]]:
 
 
 def harmony_of(config: "RunConfig") -> Harmony:
-    """Make the codec of a run. A tiny vocabulary is made for demonstrations of its generated tasks."""
+    """Make the codec of a run. A tiny vocabulary is made for demonstrations of its generated
+    tasks."""
 
     def corpus() -> str:
         # Episodes need an event loop of their own, and the caller may be running one.
@@ -200,8 +209,8 @@ def harmony_of(config: "RunConfig") -> Harmony:
 def vocabulary_corpus(config: "RunConfig") -> str:
     """Return the text that a run's tiny vocabulary is made for.
 
-    The texts of registered environments are in it whichever the run uses: words that every conversation has, such
-    as "assistant", are then tokens of every tiny vocabulary."""
+    The texts of registered environments are in it whichever the run uses: words that every
+    conversation has, such as "assistant", are then tokens of every tiny vocabulary."""
     texts = [ENVIRONMENTS.resolve(name).vocabulary_text() for name in ENVIRONMENTS]
     lines = [text for text in texts if text]
 

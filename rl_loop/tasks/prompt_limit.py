@@ -11,11 +11,13 @@ from rl_loop.infrastructure import describe
 LONGEST_TOKEN = 128
 """Bytes of the longest token of o200k, a run of spaces."""
 FRAME_TOKENS = 1024
-"""More than Harmony puts around the texts of a prompt: the system message and the headers of a few messages."""
+"""More than Harmony puts around the texts of a prompt: the system message and the headers of a
+few messages."""
 
 
 class UnusablePrompt(ValueError):
-    """No episode of the task can be run: its prompt is too long or cannot be rendered. The message names the task."""
+    """No episode of the task can be run: its prompt is too long or cannot be rendered. The
+    message names the task."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class PromptLimit:
         self._max_tokens = max_tokens
 
     def render(self, task_id: str, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt. Raises UnusablePrompt naming the task, and the limit if it is too long."""
+        """Return the ids of a prompt. Raises UnusablePrompt naming the task, and the limit if it
+        is too long."""
         try:
             # A prompt of megabytes is refused before it is tokenised, which would take minutes.
             contents = [str(message.get("content")) for message in prompt.messages]

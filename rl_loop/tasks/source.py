@@ -1,4 +1,5 @@
-"""The tasks of a run: which ones a step trains on, which ones measure it, and demonstrations of them."""
+"""The tasks of a run: which ones a step trains on, which ones measure it, and demonstrations of
+them."""
 
 import logging
 import random
@@ -33,10 +34,12 @@ NAMED_TASKS = 5
 
 
 class TaskSource:
-    """All tasks of a run. Access is random, by position, so that a resumed run goes on where it was."""
+    """All tasks of a run. Access is random, by position, so that a resumed run goes on where it
+    was."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Read and check the data of all sources. Raises TaskFileError for data that cannot be used."""
+        """Read and check the data of all sources. Raises TaskFileError for data that cannot be
+        used."""
         self.config = config.tasks
         self.harmony = harmony_of(config)
         self.sources: dict[str, Source] = {}
@@ -45,6 +48,7 @@ class TaskSource:
 
         self.unusable: list[str] = []
         """Why tasks were left out, each reason once."""
+        # Before decontamination: a held-out prompt that is left out gives nothing away.
         if isinstance(config, RlConfig):
             self._leave_out_unusable_prompts(config.rollout.max_tokens)
 
@@ -100,7 +104,8 @@ class TaskSource:
         return samples
 
     def _leave_out_unusable_prompts(self, max_tokens: int) -> None:
-        """Leave out tasks whose prompt cannot be rendered or leaves no room to answer, and say so."""
+        """Leave out tasks whose prompt cannot be rendered or leaves no room to answer, and say
+        so."""
         limit = PromptLimit(self.harmony, max_tokens)
 
         def is_usable(task: Task) -> bool:
@@ -121,11 +126,13 @@ class TaskSource:
     def _train_task(self, position: int) -> Task:
         """Return the task at a training position.
 
-        Within a block every source has its share of the positions, in an order drawn for the block."""
+        Within a block every source has its share of the positions, in an order drawn for the
+        block."""
         block, offset = divmod(position, BLOCK)
         order = [number for number, share in enumerate(self._shares) for _ in range(share)]
         random.Random(f"{self.config.seed}/mixture/{block}").shuffle(order)
 
+        # The source's own index: how often its turn came in all positions before.
         number = order[offset]
         earlier = block * self._shares[number] + order[:offset].count(number)
         return list(self.sources.values())[number].train(earlier)
@@ -160,7 +167,8 @@ class Source:
             self.held_out = [self._generate("held_out", i) for i in range(tasks.held_out_tasks)]
 
     def keep_usable(self, is_usable: Callable[[Task], bool]) -> None:
-        """Leave out the tasks of which ``is_usable`` is false. Raises TaskFileError if hardly any is left."""
+        """Leave out the tasks of which ``is_usable`` is false. Raises TaskFileError if hardly any
+        is left."""
         self._is_usable = is_usable
         self.held_out = [task for task in self.held_out if is_usable(task)]
         mask = [True] if self._data is None else [is_usable(task) for task in self._data]
@@ -174,8 +182,8 @@ class Source:
     def decontaminate(self, held_out: list[str]) -> None:
         """Leave out training tasks that give away one of these prompts, and say how many.
 
-        Generated tasks do if they have the same prompt, tasks of data also if they share SHARED_WORDS words
-        in a row with one that are not the words of a form."""
+        Generated tasks do if they have the same prompt, tasks of data also if they share
+        SHARED_WORDS words in a row with one that are not the words of a form."""
         self._excluded = frozenset(held_out)
         if self._data is None:
             return
@@ -205,7 +213,8 @@ class Source:
         raise TaskFileError(f"tasks.sources.{self.name}: the generator gives {few}")
 
     def _read(self, split: Split, place: str) -> TaskData:
-        """Read task data. Its ids name source and split, so that no two tasks of a run share one."""
+        """Read task data. Its ids name source and split, so that no two tasks of a run share
+        one."""
         prefix = f"{self.name}-{split}-"
         return TaskData(place, self.config.environment, self.environment, self.options, prefix)
 
@@ -234,8 +243,8 @@ class Source:
     def _pass_rate(self, row_id: str, rates: dict[str, float]) -> float | None:
         """Return the pass rate of a row, None if it was not evaluated.
 
-        An evaluation of the same file names its tasks as held out; those of earlier versions have no split in
-        their names."""
+        An evaluation of the same file names its tasks as held out; those of earlier versions have
+        no split in their names."""
         for task_id in (f"{self.name}-held_out-{row_id}", row_id, f"{self.name}-{row_id}"):
             if task_id in rates:
                 return rates[task_id]
@@ -251,7 +260,8 @@ def asked_text(task: Task) -> str:
 
 
 def _unusable_reason(task: Task, limit: PromptLimit) -> str | None:
-    """Say why no episode of a task can be run, or return None. Raises TaskFileError if it has no prompt."""
+    """Say why no episode of a task can be run, or return None. Raises TaskFileError if it has no
+    prompt."""
     try:
         prompt = prompt_of(make_offline_environment(task))
     except Exception as error:
@@ -275,11 +285,13 @@ def _shuffled(count: int, seed: str) -> list[int]:
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Return whole numbers in proportion to ``weights`` that add up to BLOCK (largest remainders)."""
+    """Return whole numbers in proportion to ``weights`` that add up to BLOCK (largest
+    remainders)."""
     exact = [BLOCK * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
 
     by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
+    # Rounded down, they lack a few: those that lost most to rounding get one more.
     for i in by_remainder[: BLOCK - sum(shares)]:
         shares[i] += 1
     return shares

@@ -1,4 +1,5 @@
-"""Task data: JSONL and Parquet files, and data sets of the Hugging Face hub, read row by row in place."""
+"""Task data: JSONL and Parquet files, and data sets of the Hugging Face hub, read row by row in
+place."""
 
 import dataclasses
 import json
@@ -23,8 +24,8 @@ class TaskFileError(UserError, ValueError):
 class TaskData:
     """The tasks of a file or a hub data set, in its order; only row positions stay in memory.
 
-    A row is a ``Task`` (task_id, messages, ground_truth, ...) or what ``environment.from_record`` reads.
-    All rows are checked once, here."""
+    A row is a ``Task`` (task_id, messages, ground_truth, ...) or what ``environment.from_record``
+    reads. All rows are checked once, here."""
 
     def __init__(
         self,
@@ -36,9 +37,10 @@ class TaskData:
     ) -> None:
         """Read and check all rows. Raises TaskFileError.
 
-        ``place``: a path (.jsonl, .parquet), or "hub:NAME:SPLIT" or "hub:NAME:CONFIGURATION:SPLIT".
-        ``environment_name``: of rows that name none. ``options``: of the environment. ``prefix`` goes before
-        a row's own id, or its number, and tells the tasks of one file from those of another."""
+        ``place``: a path (.jsonl, .parquet), or "hub:NAME:SPLIT" or
+        "hub:NAME:CONFIGURATION:SPLIT". ``environment_name``: of rows that name none. ``options``:
+        of the environment. ``prefix`` goes before a row's own id, or its number, and tells the
+        tasks of one file from those of another."""
         self._place = place
         self._name = environment_name
         self._environment = environment
@@ -53,7 +55,8 @@ class TaskData:
         self._index_rows()
 
     def _index_rows(self) -> None:
-        """Read every row once. Raises TaskFileError for a bad row, an id that is not unique, and no task at all."""
+        """Read every row once. Raises TaskFileError for a bad row, an id that is not unique, and
+        no task at all."""
         first_rows: dict[str, int] = {}
         for number in range(len(self._rows)):
             task = self._read(number)
@@ -72,7 +75,8 @@ class TaskData:
             raise TaskFileError(f"{self._place} holds no task")
 
     def keep(self, mask: Sequence[bool]) -> None:
-        """Leave out the tasks for which ``mask`` is false. Raises TaskFileError if none is left."""
+        """Leave out the tasks for which ``mask`` is false. Raises TaskFileError if none is
+        left."""
         self._kept = [number for number, kept in zip(self._kept, mask, strict=True) if kept]
         self.row_ids = [row_id for row_id, kept in zip(self.row_ids, mask, strict=True) if kept]
         if not self._kept:
@@ -91,7 +95,8 @@ class TaskData:
         return task
 
     def _read(self, number: int) -> Task | None:
-        """Return the task of a row, None if the environment leaves it out. Raises TaskFileError."""
+        """Return the task of a row, None if the environment leaves it out. Raises
+        TaskFileError."""
         record: Any = None
         try:
             record = self._rows[number]
@@ -105,6 +110,7 @@ class TaskData:
         if not isinstance(record, dict):
             raise ValueError(f"a task must be a JSON object, not {_kind(record)}")
 
+        # A row with either is meant to be a task, and is told what it lacks to be one.
         if "messages" in record or "task_id" in record:
             task = checked_task(record, self._name)
             return replace(task, task_id=f"{self._prefix}{task.task_id}")
@@ -146,6 +152,7 @@ class JsonLines:
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Any:
+        # Read anew each time: a file of problems may be larger than memory.
         self._file.seek(self._offsets[index])
         return json.loads(self._file.readline().decode("utf-8"))
 
@@ -153,7 +160,8 @@ class JsonLines:
 def checked_task(record: dict[str, Any], environment: str) -> Task:
     """Return the task that a record is, of ``environment`` if it names none.
 
-    Raises ValueError naming the key that is missing or wrong, or the message that cannot be rendered."""
+    Raises ValueError naming the key that is missing or wrong, or the message that cannot be
+    rendered."""
     # Parquet has null for a key that a row lacks.
     present = {key: value for key, value in record.items() if value is not None or key in REQUIRED}
     missing = [key for key in REQUIRED if key not in present]
