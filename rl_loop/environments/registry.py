@@ -2,6 +2,7 @@
 
 import inspect
 from functools import cache
+from typing import Any
 
 from rl_loop.environments.base import Environment, Execute, RewardConfig, Task
 from rl_loop.environments.gsm8k import Gsm8kEnvironment
@@ -58,7 +59,7 @@ def make_offline_environment(task: Task) -> Environment:
 
 
 @cache
-def _check_signatures(environment: type[Environment]) -> None:
+def _check_signatures(environment: type[Any]) -> None:
     """Raise ValueError if the loop could not call a method as it calls that of ``Environment``.
 
     In an episode the TypeError of such a call would look like a tool that failed: the run would

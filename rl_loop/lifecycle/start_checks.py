@@ -86,7 +86,7 @@ def _check_file(key: str, path: Path) -> None:
 
 
 def _read_rows(source: SourceConfig, path: str) -> None:
-    """Raise TaskFileError, naming the line of the first bad row."""
+    """Raises TaskFileError, naming the line of the first bad row."""
     if path.endswith(".parquet") or Path(path).stat().st_size > READ_NOW_BYTES:
         return  # what reads Parquet takes seconds to import
     environment = environment_class(source.environment)

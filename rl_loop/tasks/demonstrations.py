@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal
 
-from rl_loop.config.tasks import TaskConfig
+from rl_loop.config.tasks import SourceConfig, TaskConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.environments import (
     ENVIRONMENTS,
@@ -21,10 +21,6 @@ from rl_loop.environments import (
 from rl_loop.environments.base import Environment
 from rl_loop.harmony.codec import BuiltinTool, Harmony, ParsedMessage, PromptConfig, PythonTool, Tool
 from rl_loop.harmony.vocabulary import GptOssVocabulary, make_vocabulary
-
-if TYPE_CHECKING:
-    from rl_loop.config.run import RunConfig
-    from rl_loop.config.tasks import SourceConfig
 
 CORPUS_TASKS = 100
 """Demonstrations of a source that a tiny vocabulary is made for."""
@@ -142,7 +138,7 @@ def render_as_sampled(episode: Episode, harmony: Harmony) -> Demonstration:
     last = len(episode.turns) - 1
     for i, turn in enumerate(episode.turns):
         calls_tool = turn.messages[-1].recipient is not None
-        end = "<|call|>" if calls_tool else "<|return|>"
+        end: Literal["<|call|>", "<|return|>"] = "<|call|>" if calls_tool else "<|return|>"
         shown.add(harmony.render_assistant(turn.messages, end), mask=1)
         if i < last:
             shown.add(harmony.render_observation(turn.result.tool_outputs, turn.result.user), mask=0)
@@ -193,20 +189,19 @@ def _as_conversation(turn: Turn) -> list[dict[str, Any]]:
 # ---- the vocabulary that they are written in
 
 
-def harmony_of(config: "RunConfig") -> Harmony:
-    """Make the codec of a run. A tiny vocabulary is made for demonstrations of its generated
-    tasks."""
+def harmony_of(settings: HarmonySettings) -> Harmony:
+    """Build the codec of a run. A tiny vocabulary is made for demonstrations of its generated tasks."""
 
     def corpus() -> str:
         # Episodes need an event loop of their own, and the caller may be running one.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(vocabulary_corpus, config).result()
+            return thread.submit(vocabulary_corpus, settings).result()
 
     vocabulary = make_vocabulary(settings.vocabulary, settings.vocabulary_size, corpus)
     return Harmony(vocabulary, settings.prompt, settings.tool_timeout_seconds)
 
 
-def vocabulary_corpus(config: "RunConfig") -> str:
+def vocabulary_corpus(settings: HarmonySettings) -> str:
     """Return the text that a run's tiny vocabulary is made for.
 
     The texts of registered environments are in it whichever the run uses: words that every
@@ -214,8 +209,8 @@ def vocabulary_corpus(config: "RunConfig") -> str:
     texts = [ENVIRONMENTS.resolve(name).vocabulary_text() for name in ENVIRONMENTS]
     lines = [text for text in texts if text]
 
-    harmony = Harmony(GptOssVocabulary(), config.prompt, config.sandbox.timeout_seconds)
-    for source in config.tasks.sources.values():
+    harmony = Harmony(GptOssVocabulary(), settings.prompt, settings.tool_timeout_seconds)
+    for source in settings.tasks.sources.values():
         text = environment_class(source.environment).vocabulary_text()
         if text and text not in lines:
             lines.append(text)
@@ -224,7 +219,7 @@ def vocabulary_corpus(config: "RunConfig") -> str:
     return "\n".join(lines)
 
 
-def _demonstrated_texts(source: "SourceConfig", harmony: Harmony) -> list[str]:
+def _demonstrated_texts(source: SourceConfig, harmony: Harmony) -> list[str]:
     """Return episodes on generated tasks of a source as text."""
     environment = environment_class(source.environment)
     options = environment.Options.model_validate(source.options)

@@ -25,6 +25,8 @@ from rl_loop.tasks.task_file import TaskData, TaskFileError
 if TYPE_CHECKING:
     from megatron_gptoss.packing import Sample
 
+logger = logging.getLogger(__name__)
+
 BLOCK = 64
 """Training positions within which sources have exactly their shares."""
 ATTEMPTS = 1000
@@ -37,20 +39,22 @@ class TaskSource:
     """All tasks of a run. Access is random, by position, so that a resumed run goes on where it
     was."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """Read and check the data of all sources. Raises TaskFileError for data that cannot be
-        used."""
-        self.config = config.tasks
-        self.harmony = harmony_of(config)
+    def __init__(self, config: TaskConfig, harmony: Harmony, max_prompt_tokens: int | None = None) -> None:
+        """Read and check the data of all sources. Raises TaskFileError for data that cannot be used.
+
+        ``max_prompt_tokens``: tasks whose prompt is as long are left out; None where nothing is rolled
+        out."""
+        self.config = config
+        self.harmony = harmony
         self.sources: dict[str, Source] = {}
-        for name, source_config in config.tasks.sources.items():
-            self.sources[name] = Source(name, source_config, config.tasks)
+        for name, source_config in config.sources.items():
+            self.sources[name] = Source(name, source_config, config)
 
         self.unusable: list[str] = []
         """Why tasks were left out, each reason once."""
         # Before decontamination: a held-out prompt that is left out gives nothing away.
-        if isinstance(config, RlConfig):
-            self._leave_out_unusable_prompts(config.rollout.max_tokens)
+        if max_prompt_tokens is not None:
+            self._leave_out_unusable_prompts(max_prompt_tokens)
 
         self._held_out = [task for source in self.sources.values() for task in source.held_out]
         held_out_texts = [asked_text(task) for task in self._held_out]
@@ -121,7 +125,7 @@ class TaskSource:
             shown = "; ".join(self.unusable[:NAMED_TASKS])
             if len(self.unusable) > NAMED_TASKS:
                 shown += "; ..."
-            print(f"warning: {len(self.unusable)} tasks are left out: {shown}", flush=True)
+            logger.warning("%d tasks are left out: %s", len(self.unusable), shown)
 
     def _train_task(self, position: int) -> Task:
         """Return the task at a training position.
