@@ -58,14 +58,15 @@ def describe(error: BaseException) -> str:
 
 
 class InfrastructureBreaker:
-    """Ends a run whose infrastructure is broken, instead of going on with the few episodes that
-    work.
+    """Ends a run whose infrastructure is broken, though a few episodes may work.
 
     One breaker watches the episodes of one call that runs groups, usually one step."""
 
     def __init__(self, max_share: float, max_streak: int) -> None:
-        """``max_share``: of all episodes, as many may be invalid. ``max_streak``: as many invalid
-        episodes one after the other, in the order in which they end, break at once."""
+        """``max_share``: of all episodes, as many may be invalid.
+
+        ``max_streak``: as many invalid episodes one after the other, in the order in which they
+        end, break at once."""
         self._max_share = max_share
         self._max_streak = max_streak
         self._episodes = 0
@@ -73,8 +74,9 @@ class InfrastructureBreaker:
         self._invalid: list[Trajectory] = []
 
     def observe(self, group: "TrajectoryGroup") -> None:
-        """Count the episodes of a group. Raises InfrastructureOutage when the streak is too
-        long."""
+        """Count the episodes of a group.
+
+        Raises InfrastructureOutage when the streak is too long."""
         self._episodes += len(group.trajectories) + len(group.invalid)
         self._invalid += group.invalid
 

@@ -74,8 +74,9 @@ class Execute(Protocol):
 
 
 class RewardConfig(BaseModel):
-    """What an episode earns. Environments score it: 0 is what doing nothing scores, 1 is
-    perfect."""
+    """What an episode earns.
+
+    Environments score it: 0 is what doing nothing scores, 1 is perfect."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -134,8 +135,7 @@ class Environment:
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        """Make task ``index`` (0, 1, 2 and so on, without end) of a split, as a function of the
-        arguments alone.
+        """Make task ``index`` (0, 1, 2, ... without end) of a split from the arguments alone.
 
         ``options`` is an instance of ``Options``. The task source that asks sets the id and the
         environment's name."""
@@ -159,8 +159,7 @@ class Environment:
 
     @classmethod
     async def simulate_python(cls, code: str, history: Sequence[str] = (), /) -> ExecutionResult:
-        """Answer a program of ``solve`` without running it: demonstrations are made without a
-        sandbox.
+        """Answer a program of ``solve`` without running it, as demonstrations have no sandbox.
 
         Needed only if scripts call Python. Takes and returns what ``execute`` does."""
         name = cls.__name__
@@ -177,15 +176,13 @@ class Environment:
     # ---- an episode
 
     def prompt(self) -> list[dict[str, Any]]:
-        """Return the messages that the agent starts from, such as {"role": "user", "content":
-        text}.
+        """Return the messages that the agent starts from: {"role": "user", "content": text}.
 
         ``rl_loop.harmony.conversation`` describes what they may say."""
         return self.task.messages
 
     def tools(self) -> Sequence[Tool]:
-        """Return the functions that the developer message describes; ``python`` is not among
-        them."""
+        """Return the functions that the developer message describes, without ``python``."""
         return ()
 
     def builtin_tools(self) -> Sequence[BuiltinTool | PythonTool]:
@@ -205,8 +202,9 @@ class Environment:
         raise UnknownTool
 
     async def answer(self, text: str) -> StepResult:
-        """Judge the text on the channel ``final``. Returns ``finished``, or what the user says
-        next."""
+        """Judge the text on the channel ``final``.
+
+        Returns ``finished``, or what the user says next."""
         raise NotImplementedError
 
     async def step(self, messages: Sequence[ParsedMessage]) -> StepResult:
@@ -267,8 +265,7 @@ class Environment:
     # ---- its state: failed calls are repeated, and purification replays them
 
     def save_state(self) -> Any:
-        """Copy everything that the steps of an episode change, so that a failed call can be
-        repeated.
+        """Copy all that steps of an episode change, so that a failed call can be repeated.
 
         The default deep-copies all attributes but those of ``FIXED``. An environment whose world
         lives elsewhere and cannot be set back returns None: its calls are then run only once."""
@@ -277,8 +274,9 @@ class Environment:
         return copy.deepcopy(changing)
 
     def restore_state(self, state: Any) -> None:
-        """Set the world back to what ``save_state`` returned. ``state`` can be used again
-        afterwards."""
+        """Set the world back to what ``save_state`` returned.
+
+        ``state`` can be used again afterwards."""
         added = vars(self).keys() - state.keys() - set(self.FIXED)
         for name in added:
             delattr(self, name)
@@ -317,8 +315,9 @@ class Environment:
         return StepResult(done=True, reward=reward, reward_parts=all_parts, answer=answer)
 
     def reference_answer(self) -> str:
-        """Return the text of a right answer as an agent would write it. Nothing is trained on
-        it."""
+        """Return the text of a right answer as an agent would write it.
+
+        Nothing is trained on it."""
         return self.task.ground_truth
 
 

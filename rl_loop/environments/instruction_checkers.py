@@ -55,8 +55,9 @@ class Verdict:
 
 @cache
 def ifeval_checkers() -> dict[str, Any]:
-    """Return the checkers of IFEval by name. Raises CheckerFailure where they are not
-    installed."""
+    """Return the checkers of IFEval by name.
+
+    Raises CheckerFailure where they are not installed."""
     try:
         import langdetect
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
@@ -94,8 +95,9 @@ def ifbench_checkers() -> dict[str, Any]:
 
 
 def checker_class(name: str) -> Any:
-    """Return the checker of a constraint of IFEval or IFBench. Raises ValueError if there is
-    none."""
+    """Return the checker of a constraint of IFEval or IFBench.
+
+    Raises ValueError if there is none."""
     if name in ifeval_checkers():
         return ifeval_checkers()[name]
     if name not in ifbench_checkers():

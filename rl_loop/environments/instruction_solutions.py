@@ -31,8 +31,7 @@ def solution[Function: Callable[..., str]](constraint: str) -> Callable[[Functio
 
 
 def write_solution(topic: str, constraints: Iterable[tuple[str, dict[str, Any]]]) -> str:
-    """Write a text about ``topic`` that meets constraints, which are pairs of name and
-    arguments."""
+    """Write a text about ``topic`` that meets constraints: pairs of name and arguments."""
     order = list(SOLUTIONS)
     text = f"This is a note about {topic}."
     for name, arguments in sorted(constraints, key=lambda constraint: order.index(constraint[0])):

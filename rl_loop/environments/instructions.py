@@ -66,7 +66,9 @@ class TurnScore:
 
 
 class InstructionEnvironment(Environment):
-    """``task.metadata``: "turns", per turn of the user its new constraints as [name, arguments];
+    """A conversation whose answers are checked by programs.
+
+    ``task.metadata``: "turns", per turn of the user its new constraints as [name, arguments];
     "user", what the user says in the later turns; "topic", which only the script needs."""
 
     Options = InstructionOptions
@@ -88,8 +90,7 @@ class InstructionEnvironment(Environment):
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-        """Read {"key", "prompt", "instruction_id_list", "kwargs"}, as IFEval and IFBench
-        publish."""
+        """Read {"key", "prompt", "instruction_id_list", "kwargs"}: rows of IFEval and IFBench."""
         constraints = _constraints_of(record)
         for constraint in constraints:
             checker_class(constraint.name)  # raises ValueError for an unknown name
@@ -140,8 +141,7 @@ class InstructionEnvironment(Environment):
 
 
 def _compose(task_id: str, rng: Random, options: InstructionOptions) -> Task | None:
-    """Compose a prompt, or return None if its constraints exclude each other or no script meets
-    them."""
+    """Compose a prompt. Returns None if its constraints cannot be met together."""
     topic = rng.choice(TOPICS)
     names = _draw_compatible(options.checkers, options.constraints * options.turns, rng)
     if len(names) < options.constraints * options.turns:

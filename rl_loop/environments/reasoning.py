@@ -34,8 +34,9 @@ class ReasoningGymOptions(EnvironmentOptions):
 
 
 class ReasoningGymEnvironment(Environment):
-    """``task.metadata["place"]``: generator, seed and settings of a data set, and the item's
-    number in it."""
+    """A question of a generator, scored by that generator.
+
+    ``task.metadata["place"]``: generator, seed and settings of a data set, and a number in it."""
 
     Options = ReasoningGymOptions
 
@@ -82,8 +83,9 @@ def _dataset(generator: str, seed: int, settings: str) -> Any:
 
 
 def _score(place: list[Any], answer: str) -> float:
-    """Score an answer between 0 and 1. Raises CheckerFailure if the generator's scorer does not
-    work.
+    """Score an answer between 0 and 1.
+
+    Raises CheckerFailure if the generator's scorer does not work.
 
     Many scorers raise on garbage, which the policy can write: that is a score of 0. One that
     raises on the right answer too is broken, and says nothing about the policy."""

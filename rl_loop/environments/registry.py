@@ -50,8 +50,7 @@ def make_environment(task: Task, execute: Execute, reward: RewardConfig) -> Envi
 
 
 def make_offline_environment(task: Task) -> Environment:
-    """Make an environment without a sandbox, for prompts, names of reward parts and
-    demonstrations.
+    """Make an environment without a sandbox: for prompts, reward parts and demonstrations.
 
     Its Python is ``simulate_python``, its rewards are the default ones."""
     environment = environment_class(task.environment)

@@ -51,8 +51,7 @@ class ReToolOptions(EnvironmentOptions):
 
 
 class ReToolEnvironment(Environment):
-    """Offers ``python`` (plain code, as GPT-OSS knows it) and ``functions.python`` (JSON with a
-    key "code")."""
+    """Offers ``python`` (plain code, as GPT-OSS knows it) and ``functions.python`` ({"code"})."""
 
     Options = ReToolOptions
 
@@ -96,8 +95,7 @@ class ReToolEnvironment(Environment):
 
     @classmethod
     def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
-        """Call Python, sometimes after a mistake; if ``faulty``, answer from the head, mostly
-        wrong."""
+        """Call Python, sometimes after a mistake; if ``faulty``, guess and be mostly wrong."""
         expression = task.metadata["expression"]
         answer = task.ground_truth
 
@@ -185,8 +183,7 @@ class ReToolEnvironment(Environment):
 
 
 def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
-    """Return the messages of a task: the developer's instructions, if there are any, and the
-    question."""
+    """Return the messages of a task: the developer's instructions, if any, and the question."""
     messages = [{"role": "user", "content": question}]
     if options.instructions is not None:
         messages.insert(0, {"role": "developer", "content": options.instructions})
@@ -194,8 +191,7 @@ def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
 
 
 def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
-    """Return all messages of a row's prompt, with the instructions behind those of its own system
-    message.
+    """Return all messages of a row's prompt, with the instructions behind its own.
 
     Raises ValueError if it is no conversation."""
     if isinstance(prompt, str):

@@ -112,8 +112,7 @@ def is_number(text: str) -> bool:
 
 
 def normalised(answer: str | None) -> str | None:
-    """Return equal text for answers that are written alike: no blanks or dollar signs, numbers in
-    one form."""
+    """Return equal text for answers that are written alike, with numbers in one form."""
     if answer is None:
         return None
 
@@ -162,8 +161,7 @@ def is_equivalent(answer: str, truth: str) -> bool:
 
 
 def says_something_else(answer: str, truth: str) -> bool:
-    """Say whether ``answer`` is another kind of statement than ``truth``, though it may have the
-    same numbers."""
+    """Say whether ``answer`` is another kind of statement than ``truth``."""
     # Of 4\fbox{5} math-verify takes the box and leaves the rest.
     if r"\boxed" in answer or r"\fbox" in answer:
         return True
@@ -219,8 +217,7 @@ def _same_ratio(answer: str, truth: str) -> bool:
 
 
 def _chain_ends_in(answer: str, truth: str) -> bool:
-    """Say whether the equations of ``answer`` say ``truth``: x = 5, and 2 + 3 = 5, but not 3 = 4
-    = 5.
+    """Say whether equations say ``truth``: x = 5 and 2 + 3 = 5 do, 3 = 4 = 5 does not.
 
     A side with a variable in it names what was asked for (x, or x + 1), as math-verify has it."""
     sides = [side.strip() for side in answer.split("=") if side.strip()]
@@ -234,8 +231,7 @@ def _chain_ends_in(answer: str, truth: str) -> bool:
 
 
 def _choice(text: str) -> str | None:
-    """Return the letter of a choice, perhaps with what it stands for: C, (C), C. and (C) 5 cm.
-    None if it is none."""
+    """Return the letter of a choice, such as C, (C), C. and (C) 5 cm. None if it is no choice."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip()
     choice = CHOICE.fullmatch(text)
     if choice is None:
@@ -272,8 +268,7 @@ def _without_spaces(text: str) -> str:
 
 
 def _is_negated(text: str) -> bool:
-    r"""Say whether it has \ne in it, as standard notation writes it: with a blank, but for the
-    end."""
+    r"""Say whether it has \ne in it, which standard notation ends with a blank."""
     return r"\ne " in f"{text} "
 
 
@@ -316,8 +311,7 @@ def _depth_change(character: str) -> int:
 
 
 def _has_variable(text: str) -> bool:
-    """Say whether letters are left without commands, words, and the constants e and i, or it is
-    nothing but words."""
+    """Say whether it has letters besides commands, words, e and i, or is nothing but words."""
     if r"\text" in text and not re.search(r"[0-9]", text):
         return True
     text = re.sub(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+", " ", text)
@@ -328,8 +322,7 @@ def _has_variable(text: str) -> bool:
 
 
 def _is_too_large(text: str) -> bool:
-    """Say whether a power or factorial of literal numbers is too large to be computed, however it
-    is nested.
+    """Say whether a power or factorial of literal numbers is too large to be computed.
 
     math-verify computes 9^(9^(9^9)) before anything else. Time limits hold nevertheless: this
     only saves the time."""
@@ -356,8 +349,7 @@ def _innermost(text: str) -> re.Match[str] | None:
 
 
 def _factorial(factorial: re.Match[str]) -> str | None:
-    """Return a number of about the size of a factorial, which is all that matters; None if it is
-    too large."""
+    """Return a number of about a factorial's size, which is enough; None if it is too large."""
     digits = factorial[1]
     if len(digits) >= 8 or int(digits) > LARGEST_FACTORIAL:
         return None
@@ -365,8 +357,7 @@ def _factorial(factorial: re.Match[str]) -> str | None:
 
 
 def _power(power: re.Match[str]) -> str | None:
-    """Return the value of a power, or a number of many digits for a large one; None if it is too
-    large."""
+    """Return a power, or nines in place of a large one; None if it is too large."""
     base = power["base"]
     exponent = power["braced"] or power["digit"]
     if exponent == "0":

@@ -37,8 +37,9 @@ LONGEST = 2000
 
 
 class MathVerifyPool:
-    """Compares expressions, from any number of threads. Started when first needed, gone with the
-    parent."""
+    """Compares expressions, from any number of threads.
+
+    Started when first needed, gone with the parent."""
 
     def __init__(self, seconds: float = SECONDS, workers: int = WORKERS) -> None:
         self._seconds = seconds
@@ -156,8 +157,7 @@ class MathVerifyPool:
             their_end.close()
 
     def _stop_server(self) -> None:
-        """End the server, which kills its workers when its socket closes, and keep its last
-        error."""
+        """End the server, and with it its workers, and keep its last error."""
         for worker in self._idle:
             worker.close()
         self._idle.clear()
@@ -192,8 +192,9 @@ def _last_error(errors: IO[bytes]) -> str:
 
 
 def _request_worker(requests: socket.socket) -> socket.socket | None:
-    """Ask the server for a worker. Returns the socket to ask it on, or None if the server is
-    gone."""
+    """Ask the server for a worker.
+
+    Returns the socket to ask it on, or None if the server is gone."""
     our_end, their_end = socket.socketpair()
     try:
         socket.send_fds(requests, [b"w"], [their_end.fileno()])
@@ -206,8 +207,7 @@ def _request_worker(requests: socket.socket) -> socket.socket | None:
 
 
 def _exchange(worker: socket.socket, question: bytes, seconds: float) -> bytes | None:
-    """Return the line that a worker answers: empty if it has died, None if it says nothing for
-    ``seconds``."""
+    """Return a worker's line: empty if it has died, None if it says nothing for ``seconds``."""
     worker.settimeout(seconds)
     reply = b""
     try:

@@ -103,8 +103,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def standard_notation(text: str) -> str:
-    """Return the same answer as math-verify reads it: what is shown is kept, how it is shown is
-    not."""
+    """Return the same answer as math-verify reads it: what is shown, not how."""
     text = _without_unicode(text)
     for pattern, replacement in REPLACEMENTS:
         text = pattern.sub(replacement, text)
@@ -138,8 +137,7 @@ def without_punctuation(text: str) -> str:
 
 
 def replace_command(text: str, command: str, count: int, replacement: Callable[..., str]) -> str:
-    r"""Replace each ``\command`` and its ``count`` arguments in braces by what ``replacement``
-    makes of these."""
+    r"""Replace each ``\command`` by what ``replacement`` makes of its ``count`` arguments."""
     pattern = re.compile(rf"\\{command}(?![a-zA-Z])\*?\s*(?=\{{)")
     position = 0
     while match := pattern.search(text, position):
@@ -232,8 +230,7 @@ def _without_unicode(text: str) -> str:
 
 
 def _raised_or_lowered(character: str, before: list[str]) -> str:
-    """Write an exponent or index: ^{12} for two characters, as the second one opens the first
-    one's braces again.
+    """Write an exponent or index: ^{12} for two characters, with one pair of braces.
 
     Takes what it opens again from ``before``."""
     if character in SUPERSCRIPTS:
@@ -250,8 +247,7 @@ def _raised_or_lowered(character: str, before: list[str]) -> str:
 
 
 def _plain_character(character: str) -> str:
-    """Write vulgar fractions, letters of other fonts and Greek letters in LaTeX; others stay as
-    they are."""
+    """Write vulgar fractions, letters of other fonts and Greek letters in LaTeX."""
     kind = unicodedata.decomposition(character).partition(">")[0]
     if kind == "<fraction":
         above, _, below = unicodedata.normalize("NFKC", character).partition("⁄")

@@ -78,8 +78,9 @@ def parse_number(text: str) -> Number | None:
 
 
 def same_number(answer: Number, truth: Number) -> bool:
-    """Say whether ``answer`` is right. 50 % may stand for 50 and for 0.5, as math-verify has
-    it."""
+    """Say whether ``answer`` is right.
+
+    50 % may stand for 50 and for 0.5, as math-verify has it."""
     if _is_value(answer.value, truth):
         return True
     if answer.percent == truth.percent:
@@ -89,8 +90,7 @@ def same_number(answer: Number, truth: Number) -> bool:
 
 
 def exact_decimals(text: str) -> str:
-    """Return the same expression with fractions for its decimals, which math-verify would take
-    for rounded."""
+    """Return the expression with fractions for its decimals, which math-verify would round."""
     return DECIMALS.sub(_as_fraction, text)
 
 

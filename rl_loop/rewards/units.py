@@ -91,8 +91,7 @@ class Quantity:
 
 
 def parse_quantity(text: str) -> Quantity | None:
-    r"""Return the number and units that ``text`` is, such as 5 \text{cm}^2, or None if it is
-    anything else."""
+    r"""Return the number and units that ``text`` is, such as 5 \text{cm}^2; None if it is not."""
     units: list[str] = []
     scale = 1
     for _ in range(MOST_UNITS):
@@ -117,16 +116,16 @@ def parse_quantity(text: str) -> Quantity | None:
 
 
 def same_units(answer: tuple[str, ...], truth: tuple[str, ...]) -> bool:
-    """Say whether they can be the same: units may be left out, and unknown words may mean
-    anything."""
+    """Say whether they can be the same: units may be left out, unknown words mean anything."""
     if not answer or not truth or "" in answer or "" in truth:
         return True
     return sorted(answer) == sorted(truth)
 
 
 def _is_unit(last: re.Match[str]) -> bool:
-    r"""Say whether the end of a text can be a unit. Without \text{}, unknown letters are
-    variables."""
+    r"""Say whether the end of a text can be a unit.
+
+    Without \text{}, unknown letters are variables."""
     if any(word.lower() in NO_UNITS or any(map(str.isdigit, word)) for word in _words(last)):
         return False
     return not last["word"] or last["word"] in UNITS or last["word"] in SCALES

@@ -232,8 +232,7 @@ class EpisodeRunner:
         result: StepResult,
         before: Any,
     ) -> StepResult:
-        """Put a good call in the place of a failed one, if ``rollout.purification`` says so and
-        the agent writes one.
+        """Put a good call in the place of a failed one, if it may be retried and one is written.
 
         ``before``: state of the environment before the turn. Returns what the turn led to in the
         end."""
@@ -314,8 +313,9 @@ class EpisodeRunner:
     # ---- the environment, which may raise anything and hang
 
     async def _step(self, messages: Sequence[ParsedMessage]) -> StepResult:
-        """Run ``Environment.step`` within the time limit. Raises InfrastructureFailure and
-        OutOfTime."""
+        """Run ``Environment.step`` within the time limit.
+
+        Raises InfrastructureFailure and OutOfTime."""
         try:
             result = await self.clock.limit(self.environment.step(messages))
         except (InfrastructureFailure, OutOfTime):
@@ -328,8 +328,7 @@ class EpisodeRunner:
         return _checked_end(result)
 
     async def _ask[**P, T](self, method: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Call a method that is no coroutine on a thread, so that one that hangs holds up no
-        other episode.
+        """Call a method on a thread, so that one that hangs holds up no other episode.
 
         Raises InfrastructureFailure for whatever it raises."""
         name = getattr(method, "__name__", "a method")
@@ -348,8 +347,7 @@ class EpisodeRunner:
     # ---- limits
 
     def _room(self, used: int) -> Room:
-        """Return how many tokens the next turn may have behind ``used`` ones, by the tightest
-        limit."""
+        """Return how many tokens the next turn may have behind ``used`` ones."""
         rooms = [
             Room(self.sampler.sampling.max_new_tokens, FinishReason.LENGTH),
             Room(self.limits.max_tokens - used, FinishReason.MAX_CONTEXT),
@@ -378,8 +376,7 @@ class EpisodeRunner:
         return messages[: calls[left - 1] + 1]
 
     async def _sample_retry(self, name: str, prefix: list[int]) -> GenerateResult | None:
-        """Sample a turn that is not part of the episode yet, or return None if there is no room
-        for one."""
+        """Sample a turn outside of the episode. Returns None if there is no room for one."""
         room = self._room(len(prefix))
         if room.tokens <= 0 or self._calls_left == 0:
             return None

@@ -83,8 +83,7 @@ class EpisodeClock:
 
 
 def running_clock() -> EpisodeClock:
-    """Return the clock of the calling episode, so that a tool with a queue can stop it while a
-    call waits.
+    """Return the calling episode's clock, which a tool with a queue can stop while a call waits.
 
     Outside of episodes it is one that limits nothing."""
     return _running_clock.get(None) or EpisodeClock(float("inf"))

@@ -12,8 +12,7 @@ from rl_loop.harmony.codec import ToolOutput
 def cut_observation(
     outputs: Sequence[ToolOutput], user: str | None, max_bytes: int
 ) -> tuple[list[ToolOutput], str | None]:
-    """Cut all texts to about ``max_bytes`` of UTF-8 together: the longest ones, to the same
-    length.
+    """Cut the longest texts to one length, so that all have about ``max_bytes`` of UTF-8.
 
     Half of a surrogate pair, which is no text, becomes U+FFFD. Returns the outputs and what the
     user says."""
@@ -31,8 +30,7 @@ def cut_observation(
 
 
 def fair_share(sizes: Sequence[int], total: int) -> int:
-    """Return the largest limit under which all of ``sizes``, cut to it, add up to at most
-    ``total``."""
+    """Return the largest limit under which ``sizes``, cut to it, add up to at most ``total``."""
     left = total
     for number, size in enumerate(sorted(sizes)):
         share = left // (len(sizes) - number)
@@ -73,8 +71,7 @@ def _size(text: str, max_bytes: int) -> int:
 
 
 def _well_formed(text: str) -> str:
-    """Join surrogate pairs to characters, and replace halves of one by U+FFFD: UTF-16 knows the
-    difference."""
+    """Join surrogate pairs to characters, and replace a half of one by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

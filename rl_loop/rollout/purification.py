@@ -99,8 +99,9 @@ class Purifier:
         return replace(turn, sampled=replace(turn.sampled, output_log_probs=log_probs))
 
     async def _write_again(self, turn: Attempt) -> Attempt | None:
-        """Let the agent read the error and write the turn again; returns it in the place of the
-        failed one."""
+        """Let the agent read the error and write the turn again.
+
+        Returns it in the failed one's place."""
         error = await self.render(turn.result)
         prefix = turn.prefix + turn.sampled.output_ids + error
         sampled = await self.sample(f"retry{self.attempts}", prefix)
@@ -109,8 +110,7 @@ class Purifier:
         return await off_loop(self._merge, turn, sampled)
 
     def _merge(self, turn: Attempt, sampled: "GenerateResult") -> Attempt | None:
-        """Put the new turn where the failed one stood, behind its reasoning if the calls are
-        alike.
+        """Put the new turn where the failed one stood, behind its reasoning if calls are alike.
 
         Returns None if it has no call, or there is no room for it."""
         messages = self.harmony.parse(sampled.output_ids)
@@ -132,8 +132,8 @@ class Purifier:
         return Attempt(turn.prefix, _graft(turn, sampled, ids, kept), merged, turn.result, kept)
 
     def _split(self, ids: list[int], messages: Sequence[ParsedMessage]) -> tuple[list[int], list[int]]:
-        """Split a turn into its reasoning and its calls, without the ``<|start|>assistant``
-        between them."""
+        """Split a turn into reasoning and calls, without the ``<|start|>assistant`` between
+        them."""
         first_call = next(i for i, message in enumerate(messages) if message.recipient is not None)
         if first_call == 0:
             return [], ids
@@ -159,8 +159,7 @@ def _similarity(old: str, new: str) -> float:
 
 
 def _graft(turn: Attempt, sampled: "GenerateResult", ids: list[int], kept: int) -> "GenerateResult":
-    """Return ``ids`` as a result in the place of the turn's own, with which the first ``kept``
-    tokens agree.
+    """Return ``ids`` as a result in place of the turn's own; the first ``kept`` are the same.
 
     Grafted tokens have log-probs of 0 until they are scored, and routes of -1, as none are known
     for them."""

@@ -124,8 +124,9 @@ class TurnSampler:
         raise AssertionError("the last fault is raised")
 
     async def _pause_or_raise(self, name: str, error: Exception, pause: float | None) -> None:
-        """Wait before the next attempt, or raise EngineFault if there is none or it would not
-        help."""
+        """Wait before the next attempt.
+
+        Raises EngineFault if there is none, or it would not help."""
         is_of_request = isinstance(error, ValueError)  # the next attempt would meet it again
         if pause is None or is_of_request:
             fault = error if isinstance(error, EngineFault) else EngineFault(name, describe(error))
@@ -168,8 +169,9 @@ class TurnSampler:
             await end_task(running)
 
     async def _abort(self, request_id: str, running: "asyncio.Future[GenerateResult]") -> None:
-        """Tell the engine to abort, and wait until the request has ended. Raises EngineFault if
-        it does not."""
+        """Tell the engine to abort, and wait until the request has ended.
+
+        Raises EngineFault if it does not."""
 
         async def ask() -> None:
             # An error here does not matter: what counts is whether the request ends.

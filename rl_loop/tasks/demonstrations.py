@@ -87,8 +87,7 @@ def demonstrate(task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed
 
 
 def demonstrations_of(task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed: str) -> list[Demonstration]:
-    """Make the samples that one episode on ``task`` gives to fine-tuning, rendered as
-    ``mixture.history`` says."""
+    """Make the samples of one episode on ``task``, rendered as ``mixture.history`` says."""
     episode = _play_script(task, mixture, seed)
     if mixture.history == "harmony":
         return render_by_user_turn(episode, harmony)
@@ -96,8 +95,7 @@ def demonstrations_of(task: Task, harmony: Harmony, mixture: DemonstrationConfig
 
 
 def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> Episode:
-    """Play the script of a task's environment, an expert's or a faulty one as the mixture has
-    it."""
+    """Play an expert's or a faulty script on a task, as the mixture has it."""
     rng = Random(seed)
     environment = make_offline_environment(task)
     script = environment.solve(task, rng, faulty=rng.random() >= mixture.expert)
@@ -105,8 +103,9 @@ def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> Episode
 
 
 async def play(environment: Environment, script: Script) -> Episode:
-    """Play the episode of a scripted policy. Raises ValueError if the script ends before the
-    episode does."""
+    """Play the episode of a scripted policy.
+
+    Raises ValueError if the script ends before the episode does."""
     episode = Episode(
         prompt=list(environment.prompt()),
         tools=environment.tools(),
@@ -130,8 +129,7 @@ async def play(environment: Environment, script: Script) -> Episode:
 
 
 def render_as_sampled(episode: Episode, harmony: Harmony) -> Demonstration:
-    """Render the exact tokens of a rollout in which a policy samples the episode: one turn behind
-    the other."""
+    """Render the exact tokens of a rollout in which a policy samples the episode."""
     shown = Demonstration(result=episode.turns[-1].result)
     shown.add(harmony.render_prompt(episode.prompt, episode.tools, episode.builtin_tools), mask=0)
 
@@ -147,8 +145,8 @@ def render_as_sampled(episode: Episode, harmony: Harmony) -> Demonstration:
 
 
 def render_by_user_turn(episode: Episode, harmony: Harmony) -> list[Demonstration]:
-    """Render one demonstration for each turn of the user, with the history before it as the
-    format has it."""
+    """Render a demonstration for each turn of the user, behind the history as the format has
+    it."""
     demonstrations: list[Demonstration] = []
     prompt = list(episode.prompt)
     current: list[Turn] = []
@@ -190,7 +188,8 @@ def _as_conversation(turn: Turn) -> list[dict[str, Any]]:
 
 
 def harmony_of(settings: HarmonySettings) -> Harmony:
-    """Build the codec of a run. A tiny vocabulary is made for demonstrations of its generated tasks."""
+    """Build the codec of a run. A tiny vocabulary is made for demonstrations of its generated
+    tasks."""
 
     def corpus() -> str:
         # Episodes need an event loop of their own, and the caller may be running one.

@@ -16,8 +16,9 @@ few messages."""
 
 
 class UnusablePrompt(ValueError):
-    """No episode of the task can be run: its prompt is too long or cannot be rendered. The
-    message names the task."""
+    """No episode of the task can be run: its prompt is too long or cannot be rendered.
+
+    The message names the task."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class PromptLimit:
         self._max_tokens = max_tokens
 
     def render(self, task_id: str, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt. Raises UnusablePrompt naming the task, and the limit if it
-        is too long."""
+        """Return the ids of a prompt.
+
+        Raises UnusablePrompt naming the task, and the limit if it is too long."""
         try:
             # A prompt of megabytes is refused before it is tokenised, which would take minutes.
             contents = [str(message.get("content")) for message in prompt.messages]

@@ -36,14 +36,16 @@ NAMED_TASKS = 5
 
 
 class TaskSource:
-    """All tasks of a run. Access is random, by position, so that a resumed run goes on where it
-    was."""
+    """All tasks of a run.
+
+    Access is random, by position, so that a resumed run goes on where it was."""
 
     def __init__(self, config: TaskConfig, harmony: Harmony, max_prompt_tokens: int | None = None) -> None:
-        """Read and check the data of all sources. Raises TaskFileError for data that cannot be used.
+        """Read and check the data of all sources. Raises TaskFileError for data that cannot be
+        used.
 
-        ``max_prompt_tokens``: tasks whose prompt is as long are left out; None where nothing is rolled
-        out."""
+        ``max_prompt_tokens``: tasks whose prompt is as long are left out; None where nothing is
+        rolled out."""
         self.config = config
         self.harmony = harmony
         self.sources: dict[str, Source] = {}
@@ -108,8 +110,7 @@ class TaskSource:
         return samples
 
     def _leave_out_unusable_prompts(self, max_tokens: int) -> None:
-        """Leave out tasks whose prompt cannot be rendered or leaves no room to answer, and say
-        so."""
+        """Leave out tasks whose prompt cannot be rendered or is too long, and say so."""
         limit = PromptLimit(self.harmony, max_tokens)
 
         def is_usable(task: Task) -> bool:
@@ -171,8 +172,9 @@ class Source:
             self.held_out = [self._generate("held_out", i) for i in range(tasks.held_out_tasks)]
 
     def keep_usable(self, is_usable: Callable[[Task], bool]) -> None:
-        """Leave out the tasks of which ``is_usable`` is false. Raises TaskFileError if hardly any
-        is left."""
+        """Leave out the tasks of which ``is_usable`` is false.
+
+        Raises TaskFileError if hardly any is left."""
         self._is_usable = is_usable
         self.held_out = [task for task in self.held_out if is_usable(task)]
         mask = [True] if self._data is None else [is_usable(task) for task in self._data]
@@ -217,8 +219,9 @@ class Source:
         raise TaskFileError(f"tasks.sources.{self.name}: the generator gives {few}")
 
     def _read(self, split: Split, place: str) -> TaskData:
-        """Read task data. Its ids name source and split, so that no two tasks of a run share
-        one."""
+        """Read task data.
+
+        Its ids name source and split, so that no two tasks of a run share one."""
         prefix = f"{self.name}-{split}-"
         return TaskData(place, self.config.environment, self.environment, self.options, prefix)
 
@@ -264,8 +267,9 @@ def asked_text(task: Task) -> str:
 
 
 def _unusable_reason(task: Task, limit: PromptLimit) -> str | None:
-    """Say why no episode of a task can be run, or return None. Raises TaskFileError if it has no
-    prompt."""
+    """Say why no episode of a task can be run, or return None.
+
+    Raises TaskFileError if it has no prompt."""
     try:
         prompt = prompt_of(make_offline_environment(task))
     except Exception as error:
@@ -289,8 +293,7 @@ def _shuffled(count: int, seed: str) -> list[int]:
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Return whole numbers in proportion to ``weights`` that add up to BLOCK (largest
-    remainders)."""
+    """Share BLOCK out in proportion to ``weights`` (largest remainders)."""
     exact = [BLOCK * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
 

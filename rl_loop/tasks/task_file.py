@@ -55,8 +55,9 @@ class TaskData:
         self._index_rows()
 
     def _index_rows(self) -> None:
-        """Read every row once. Raises TaskFileError for a bad row, an id that is not unique, and
-        no task at all."""
+        """Read every row once.
+
+        Raises TaskFileError for a bad row, an id that is not unique, and no task at all."""
         first_rows: dict[str, int] = {}
         for number in range(len(self._rows)):
             task = self._read(number)
@@ -75,8 +76,9 @@ class TaskData:
             raise TaskFileError(f"{self._place} holds no task")
 
     def keep(self, mask: Sequence[bool]) -> None:
-        """Leave out the tasks for which ``mask`` is false. Raises TaskFileError if none is
-        left."""
+        """Leave out the tasks for which ``mask`` is false.
+
+        Raises TaskFileError if none is left."""
         self._kept = [number for number, kept in zip(self._kept, mask, strict=True) if kept]
         self.row_ids = [row_id for row_id, kept in zip(self.row_ids, mask, strict=True) if kept]
         if not self._kept:
@@ -95,8 +97,9 @@ class TaskData:
         return task
 
     def _read(self, number: int) -> Task | None:
-        """Return the task of a row, None if the environment leaves it out. Raises
-        TaskFileError."""
+        """Return the task of a row, None if the environment leaves it out.
+
+        Raises TaskFileError."""
         record: Any = None
         try:
             record = self._rows[number]
