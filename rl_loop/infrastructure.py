@@ -80,6 +80,7 @@ class InfrastructureBreaker:
         self._episodes += len(group.trajectories) + len(group.invalid)
         self._invalid += group.invalid
 
+        # One valid episode shows that infrastructure still works.
         if group.trajectories:
             self._streak = 0
         else:

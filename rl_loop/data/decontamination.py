@@ -52,6 +52,7 @@ def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool
         shared_runs.append(shared)
         is_equal.append(prompt in held_out_prompts)
 
+    # Only now is it known how many prompts have a run, so that forms can be told from copies.
     forms: set[WordRun] = set()
     for run, count in training_counts.items():
         if _is_form(

@@ -132,6 +132,7 @@ class Trajectory:
             if len(column) != length:
                 raise self._error(f"{name} has {len(column)} entries, token_ids {length}")
 
+        # Checked where the episode ends: in the trainer, NaN would be a loss without an origin.
         mask = np.asarray(self.loss_mask)
         if not np.isin(mask, (0, 1)).all():
             raise self._error("loss_mask holds values other than 0 and 1")
@@ -144,6 +145,7 @@ class Trajectory:
         if log_probs[mask == 0].any():
             raise self._error("rollout_log_probs is non-zero outside the loss mask")
 
+        # Not every engine tells versions; one that does has to tell those of all tokens.
         covered = sum(span.end - span.start for span in self.weight_versions)
         if self.weight_versions and covered != self.sampled_tokens:
             raise self._error(f"weight_versions cover {covered} tokens, {self.sampled_tokens} were sampled")

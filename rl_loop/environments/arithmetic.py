@@ -44,12 +44,14 @@ class Problem:
     @property
     def answer(self) -> int:
         """Compute the expression."""
+        # Expressions are made here or matched by ``interpret``: digits, signs and brackets only.
         return int(eval(self.expression, {"__builtins__": {}}))
 
 
 def problem(split: Split, seed: int, index: int, numbers: range = NUMBERS) -> Problem:
     """Make problem ``index`` (0, 1, 2 and so on, without end) of a split."""
     for attempt in range(1000):
+        # Any index can be made without those before it, so that a resumed run has the same tasks.
         rng = random.Random(f"{seed}/{split}/{index}/{attempt}")
         text, expression = rng.choice(TEMPLATES)
         drawn = {name: rng.choice(numbers) for name in "abc"}

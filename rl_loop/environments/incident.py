@@ -77,9 +77,11 @@ class IncidentEnvironment(Environment):
         self.log: list[Event] = []
         """Everything that happened: with the truth, all that the reward depends on."""
 
+        # The attack has begun before the agent's first step.
         self._record("attacker", "phish", **_only(self._truth, "email", "user", "domain"))
         self._record("attacker", "login", **_only(self._truth, "user", "host"))
         self._record("attacker", "move", **_only(self._truth, "user", "host", "target"))
+        # Noise: none, two or four logins of staff.
         for _ in range(2 * self._level - 2):
             self._let_staff_work()
 
@@ -218,6 +220,7 @@ class IncidentEnvironment(Environment):
 
     def _submit_report(self, arguments: dict[str, Any]) -> str:
         contained = arguments.get("contained")
+        # The policy may have put anything there: what is no name claims nothing.
         claims = []
         if isinstance(contained, list):
             claims = [name for name in contained if isinstance(name, str)]
@@ -241,6 +244,7 @@ class IncidentEnvironment(Environment):
         lines = []
         for event in self.log:
             if event["actor"] != "agent" and arguments.get("name") in event.values():
+                # When and by whom is what the agent has to find out.
                 visible = {key: value for key, value in event.items() if key not in ("step", "actor")}
                 lines.append(json.dumps(visible))
         return "\n".join(lines) or "nothing"
@@ -251,6 +255,7 @@ class IncidentEnvironment(Environment):
         if self._truth["target"] in contained:
             return
 
+        # The higher the level, the earlier data is collected, and two steps later sent out.
         patience = 6 - self._level
         if self._step == patience:
             self._record("attacker", "collect", target=self._truth["target"])
@@ -276,6 +281,7 @@ def oracle(log: Sequence[Event], truth: dict[str, str], lure: str | None) -> dic
     contained = _contained(log)
     needed = {truth["user"], truth["domain"], truth["target"]}
 
+    # Only what the log says counts, not what the report claims.
     data_lost = any(event["action"] == "exfiltrate" for event in log)
     attack_stopped = bool(contained & {truth["domain"], truth["target"]})
     lured = lure is not None and any(event.get("host") == lure for event in calls)

@@ -64,6 +64,7 @@ def ifeval_checkers() -> dict[str, Any]:
     except ImportError as error:
         raise CheckerFailure(f"{error}; pip install 'megatron-gptoss[environments]'") from None
 
+    # langdetect draws samples of a text: without a seed, its verdicts differ from run to run.
     langdetect.DetectorFactory.seed = 0
     return dict(INSTRUCTION_DICT)
 
@@ -167,6 +168,7 @@ def make_checker(constraint: Constraint, prompt: str) -> Any:
 
     with _seeded(json.dumps([name, arguments], sort_keys=True, default=str)):
         checker.build_description(**arguments)
+        # A checker that compares with the prompt says so in its arguments.
         described = checker.get_instruction_args()
         if described and "prompt" in described:
             checker.build_description(prompt=prompt)

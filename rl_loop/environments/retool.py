@@ -89,6 +89,7 @@ class ReToolEnvironment(Environment):
             messages = prompt_of(question, options)
             ground_truth = text_in(row, "answer")
 
+        # None leaves the row out.
         if options.numeric_only and not is_number(ground_truth):
             return None
         return Task(name, messages, ground_truth, "retool", {"stateful": options.stateful})
@@ -161,6 +162,8 @@ class ReToolEnvironment(Environment):
         """Run a program after those of its session.
 
         Returns its result, and what the agent must be told about the session before it."""
+        # The sandbox keeps nothing between calls: the session's programs run again before this
+        # one.
         execution = await self.execute(code, self._history)
         notice = NEW_SESSION if self._session_ended else ""
 
@@ -203,6 +206,7 @@ def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
     if options.instructions is None:
         return messages
 
+    # The developer message is the one place for instructions, so a system message takes them in.
     first = messages[0]
     if not isinstance(first, dict) or first.get("role") not in ("system", "developer"):
         return [{"role": "developer", "content": options.instructions}, *messages]

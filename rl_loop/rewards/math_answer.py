@@ -26,30 +26,42 @@ LARGEST_FACTORIAL = 20_000
 MOST_POWERS = 20
 """Powers and factorials of one expression that are looked at; more count as too large."""
 
+# "-12.5", with so few digits that computing with it costs nothing.
 PLAIN_NUMBER = re.compile(r"-?([0-9]{1,30}|[0-9]{1,8}\.[0-9]{1,6})")
 
+# Every brace, and whether it opens a box; "\{" and "\}" are matched to be passed over.
 BOX = re.compile(r"(?P<box>\\boxed\s*)?\{|\\.|\}", re.DOTALL)
 
+# "C", "(C)", "C.", "option C", and "(C) 5 cm": the letter with what it stands for.
 CHOICE = re.compile(
     r"(?:(?:option|choice|answer)\s+)?(?:\(\s*(?P<bracketed>[A-Z])\s*\)|(?P<marked>[A-Z])\s*[).:])(?P<rest>.*)"
     r"|(?:(?:option|choice|answer)\s+)?(?P<bare>[A-Z])",
     re.IGNORECASE | re.DOTALL,
 )
+# "A, B and D"
 CHOICES = re.compile(r"\(?[A-Z]\)?(?:(?:\s*,\s*|\s*,?\s*and\s+|\s+)\(?[A-Z]\)?)+")
+# "Tuesday", "not defined": words alone.
 WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?: [A-Za-z'-]+)*")
 
+# math-verify reads the 5 in "not 5".
 DENIAL = re.compile(
     r"\b(?:not|isn'?t|aren'?t|never|neither|nor|cannot|can'?t|except|unless|maybe|anything but)\b", re.IGNORECASE
 )
 INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ll|gg)(?![a-zA-Z])")
+# "1 2", which math-verify takes for a product.
 DIGITS_APART = re.compile(r"[0-9] +[0-9]")
+# "101_2"
 BASE = re.compile(r"[0-9]\s*_")
+# "3:4", but neither "::" nor ":=".
 RATIO = re.compile(r"(?<![:\\])\s*:\s*(?!=)")
+# "10:15" may be a time, and is then not the ratio 2:3.
 CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
 NOT_A_POINT = re.compile(r"[<>=,\[\]]|\\(?:le|ge|ne|in|cup|cap|infty|text|\{)")
 
+# "2^{10}" and "2^9" of plain numbers, which math-verify computes before it compares.
 LITERAL_POWER = re.compile(r"(?<![0-9.])(?P<base>[0-9]+)\s*\^\s*(?:\{\s*(?P<braced>[0-9]+)\s*\}|(?P<digit>[0-9]))")
 LITERAL_FACTORIAL = re.compile(r"(?<![0-9.])([0-9]+)\s*!")
+# "(3)!" and "{2}^3", whose brackets hide that they are numbers.
 BRACKETED_LITERAL = re.compile(r"[({]\s*([0-9]+)\s*[)}](?=\s*[!^])")
 
 # As many as there can be comparisons, each of which waits for a process.
@@ -298,6 +310,7 @@ def _splits(text: str, separator: str) -> bool:
 
 def _depth(text: str) -> int:
     """Return how deep brackets nest."""
+    # A closing bracket too many makes the depth negative, which is no harm.
     depth = 0
     deepest = 0
     for character in text:
@@ -314,6 +327,7 @@ def _has_variable(text: str) -> bool:
     """Say whether it has letters besides commands, words, e and i, or is nothing but words."""
     if r"\text" in text and not re.search(r"[0-9]", text):
         return True
+    # What is left of \text{} and of commands such as \pi are no variables.
     text = re.sub(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+", " ", text)
     return re.search(r"[a-df-hj-zA-Z]", text) is not None
 

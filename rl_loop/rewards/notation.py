@@ -77,6 +77,7 @@ REPLACEMENTS = [
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (rf"\\(?:{'|'.join(FRACTIONS)})(?![a-zA-Z])", r"\\frac"),
+        # "√2", a bar over a digit, and a prime.
         (r"√\s*([0-9]+|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
         (r"([0-9])\u0305", r"\\overline{\1}"),
         (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
@@ -89,16 +90,21 @@ FRACTION_OF_DIGITS = re.compile(
     r"\s*(?:\{(?P<below>[^{}]*)\}|(?P<sign_below>[0-9a-zA-Z]))"
 )
 r"""\frac12 and \frac{1}2 as well as \frac{1}{2}"""
+# "{n \choose k}", as plain TeX writes binomials.
 CHOOSE = re.compile(r"\{?\s*([^{}\\]+?)\s*\\choose(?![a-zA-Z])\s*([^{}\\]+?)\s*\}?")
+# The words of "1, 2 and 3" and "x = 1 or x = 2".
 LIST_WORD = re.compile(r",?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?<=\s)(?:and|or)(?=\s))\s*")
+# "12 345 678" with spaces for thousands.
 DIGIT_GROUPS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| [0-9])")
 
+# "So the final answer is: "
 INTRODUCTION = re.compile(
     r"(?:(?:so|thus|hence|therefore|then)\b,?\s*)?(?:the\s+|my\s+)?(?:(?:final|correct|right|only|required)\s+)?"
     r"(?:answer|solution|result|value|sum|total|it)s?\s*(?:is|are|equals|:|=)\s*(?:equal\s+to\s+)?:?\s*",
     re.IGNORECASE,
 )
 
+# "\{" is matched as a whole, so that its brace does not count.
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 

@@ -18,6 +18,7 @@ MOST_DIGITS = 400
 LARGEST_EXPONENT = 400
 """Beyond these, computing with a number could take long."""
 
+# "12", "12.", ".5"; the empty text and "." match too, and are refused for want of a digit.
 PLAIN = re.compile(r"[0-9]*\.?[0-9]*")
 
 GROUPED = re.compile(r"[0-9]{1,3}(?P<separator>[, '_])[0-9]{3}(?:(?P=separator)[0-9]{3})*(?P<places>\.[0-9]*)?")
@@ -37,16 +38,20 @@ ELLIPSIS = re.compile(
 )
 """0.333... and 0.1666...: the last digits must be there three times; 1.4142... repeats nothing."""
 
+# "1.5 \times 10^3" and "10^{-4}"
 POWER_OF_TEN = re.compile(
     r"(?:(?P<factor>.+?)\s*(?:\\times|\\cdot|\*)\s*)?"
     r"10\s*\^\s*(?:\{\s*(?P<braced>[-+]?[0-9]{1,4})\s*\}|(?P<digit>[0-9]))"
 )
+# "1.5e-3"
 SCIENTIFIC = re.compile(r"(?P<factor>[^eE]+)[eE](?P<exponent>[-+]?[0-9]{1,4})")
 
 FRACTION = re.compile(r"\\frac\s*\{(?P<above>[^{}]*)\}\s*\{(?P<below>[^{}]*)\}")
 SLASH = re.compile(r"(?P<above>[^/]+)/(?P<below>[^/]+)")
+# "1 1/2", where only the space tells it from 11/2, and "1\frac{1}{2}".
 MIXED = re.compile(r"(?P<whole>[0-9]+)\s*(?P<part>\\frac.*|(?<=\s)[0-9]+\s*/\s*[0-9]+)")
 
+# "50%", "50\%", "50 percent"
 PERCENT = re.compile(r"(?P<number>.*?)\s*(?:\\?%|(?:\\text\{)?\s*(?:percent|pct)\s*\}?)")
 DECIMALS = re.compile(r"(?P<before>[0-9]*)\.(?P<after>[0-9]+)")
 

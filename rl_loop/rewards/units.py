@@ -71,10 +71,12 @@ NO_UNITS = frozenset(NOT_UNITS.split())
 r"""Words after a number, within \text{}, that are no unit: what is said is more than the
 number."""
 
+# "\text{cm}^2" or "cm", at the end of what is left.
 LAST_UNIT = re.compile(
     r"(?:\\text\s*\{(?P<text>[^{}]*)\}|(?<![a-zA-Z\\{])(?P<word>[a-zA-Z]+))"
     r"\s*(?:\^\s*\{?\s*(?P<power>-?[0-9])\s*\}?)?$"
 )
+# What may stand between number and unit, or two units: "5 km/h", "5 N\cdot m".
 LAST_SEPARATOR = re.compile(r"(?:\s|/|\\cdot|\\times|\*|\bper)+$")
 
 MOST_UNITS = 6
@@ -92,6 +94,7 @@ class Quantity:
 
 def parse_quantity(text: str) -> Quantity | None:
     r"""Return the number and units that ``text`` is, such as 5 \text{cm}^2; None if it is not."""
+    # From the end on: a unit is taken off until a number is left.
     units: list[str] = []
     scale = 1
     for _ in range(MOST_UNITS):
