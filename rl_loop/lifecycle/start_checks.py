@@ -86,71 +86,11 @@ def _check_file(key: str, path: Path) -> None:
 
 
 def _read_rows(source: SourceConfig, path: str) -> None:
-    """Raises TaskFileError, naming the line of the first bad row."""
+    """Raise TaskFileError, naming the line of the first bad row."""
     if path.endswith(".parquet") or Path(path).stat().st_size > READ_NOW_BYTES:
         return  # what reads Parquet takes seconds to import
     environment = environment_class(source.environment)
     TaskData(path, source.environment, environment, environment.Options.model_validate(source.options))
-
-
-# -- what is started ------------------------------------------------------------------------------------------------
-
-
-def runs_here() -> bool:
-    """Whether workers will run on this machine, and not on the nodes of a cluster."""
-    return not is_placed() and not os.environ.get("RAY_ADDRESS")
-
-
-def check_ray_address() -> None:
-    """The Ray that RAY_ADDRESS names must answer: Ray itself waits for minutes."""
-    address = os.environ.get("RAY_ADDRESS", "")
-    if address in ("", "local"):
-        return
-    if address == "auto":
-        if not Path("/tmp/ray/ray_current_cluster").exists():
-            raise CannotStart("RAY_ADDRESS is auto, and no Ray was started on this machine: unset RAY_ADDRESS to "
-                              "start one for the run")  # fmt: skip
-        return
-    advice = "start Ray there (ray start --head), correct RAY_ADDRESS, or unset it to start a Ray for this run"
-    where = urlsplit(address if "://" in address else f"ray://{address}")
-    try:
-        host, port = where.hostname, where.port
-    except ValueError:
-        host, port = None, None
-    if host is None or port is None:
-        raise CannotStart(f"RAY_ADDRESS is {address!r}, not HOST:PORT")
-    try:
-        answer = _http2_greeting(host, port)
-    except OSError as error:
-        raise CannotStart(f"RAY_ADDRESS is {address}, where nothing answers ({_reason(error)}): {advice}") from None
-    if not answer:
-        raise CannotStart(f"RAY_ADDRESS is {address}, where something else than Ray answers: {advice}")
-
-
-def _http2_greeting(host: str, port: int) -> bool:
-    """Whether what listens there speaks HTTP/2, as gRPC and so Ray do (RFC 9113, section 3.4): it answers our preface
-    with a SETTINGS frame. Raises OSError if nothing listens."""
-    with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as connection:
-        if os.environ.get("RAY_USE_TLS", "0") not in ("0", ""):
-            return True
-        empty_settings = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-        try:
-            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + empty_settings)
-            header = connection.recv(9)
-        except OSError:
-            return False
-        return len(header) == 9 and header[3] == 4
-
-
-def check_endpoint(url: str) -> None:
-    where = urlsplit(url)
-    if where.scheme not in ("http", "https") or where.hostname is None:
-        raise CannotStart(f"evaluation.endpoint: {url} is not an address such as http://host:8000/v1")
-    port = where.port or (443 if where.scheme == "https" else 80)
-    try:
-        socket.create_connection((where.hostname, port), timeout=CONNECT_SECONDS).close()
-    except OSError as error:
-        raise CannotStart(f"evaluation.endpoint: nothing answers at {url} ({_reason(error)})") from None
 
 
 def check_rollouts(config: RlConfig, uses_engine: bool = True) -> None:
