@@ -22,7 +22,8 @@ from launch.node_checks import busy_ports
 from megatron_gptoss.config import ModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.lifecycle.start_checks import check_data, checkpoint_bytes, checkpoints_at_a_time
+from rl_loop.lifecycle.disk_checks import checkpoint_bytes, checkpoints_at_a_time
+from rl_loop.lifecycle.start_checks import check_data
 
 ROOT = Path(__file__).parents[2]
 RL, SFT = "configs/rl/tiny_retool.yaml", "configs/sft/tiny_retool.yaml"
