@@ -1,8 +1,6 @@
 """Environments by the name that a task or a configuration gives."""
 
 import inspect
-from functools import cache
-from typing import Any
 
 from rl_loop.environments.base import Environment, Execute, RewardConfig, Task
 from rl_loop.environments.gsm8k import Gsm8kEnvironment
@@ -34,13 +32,19 @@ ones."""
 PASSED_BY_NAME = ("faulty",)
 """Arguments of these that are passed as keywords; the others are passed by position."""
 
+_checked: set[type[Environment]] = set()
+"""Environments whose methods take the right arguments."""
+
 
 def environment_class(name: str) -> type[Environment]:
     """Return the environment of a name in ``ENVIRONMENTS``, or import that of MODULE:CLASS.
 
     Raises ValueError if there is none, or a method of it takes the wrong arguments."""
     environment = ENVIRONMENTS.resolve(name)
-    _check_signatures(environment)
+    # Asked for every row of a task file: once is enough.
+    if environment not in _checked:
+        _check_signatures(environment)
+        _checked.add(environment)
     return environment
 
 
@@ -57,8 +61,7 @@ def make_offline_environment(task: Task) -> Environment:
     return environment(task, environment.simulate_python, RewardConfig())
 
 
-@cache
-def _check_signatures(environment: type[Any]) -> None:
+def _check_signatures(environment: type[Environment]) -> None:
     """Raise ValueError if the loop could not call a method as it calls that of ``Environment``.
 
     In an episode the TypeError of such a call would look like a tool that failed: the run would
