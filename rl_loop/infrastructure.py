@@ -1,9 +1,11 @@
-"""Failures that the policy cannot cause: of the engine, the sandbox, a tool's server, a checker or the environment.
+"""Failures that the policy cannot cause: of the engine, the sandbox, a tool's server, a checker,
+the environment.
 
-An infrastructure failure is never a reward. What failed is tried again a few times; an episode that cannot go on is
-*invalid*: it enters no baseline, no gradient and no evaluation, and is counted under ``rollout/invalid/COMPONENT``.
-What the policy does cause, an endless tool call for instance, is a time-out and is punished: otherwise breaking things
-would be a way out of a task that goes badly."""
+An infrastructure failure is never a reward. What failed is tried again a few times; an episode
+that cannot go on is *invalid*: it enters no baseline, no gradient and no evaluation, and is
+counted under ``rollout/invalid/COMPONENT``. What the policy does cause, an endless tool call for
+instance, is a time-out and is punished: otherwise breaking things would be a way out of a task
+that goes badly."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -18,8 +20,10 @@ COMPONENTS = ("engine", "sandbox", "tool", "checker", "environment")
 
 
 class InfrastructureFailure(RuntimeError):
-    """Something failed that the policy cannot cause. Environments raise it where they know; any other exception of a
-    tool or a checker counts as one."""
+    """Something failed that the policy cannot cause.
+
+    Environments raise it where they know; any other exception of a tool or a checker counts as
+    one."""
 
     def __init__(self, component: str, reason: str) -> None:
         """``component``: one of COMPONENTS. ``reason``: what failed and how, for people."""
@@ -37,7 +41,9 @@ class EngineFault(InfrastructureFailure):
     def __init__(self, request_id: str, what: str, server: str = "") -> None:
         where = f"{server}: " if server else ""
         super().__init__("engine", f"request {request_id}: {where}{what}")
-        self.args = (request_id, what, server)  # what pickle calls the class with
+        # pickle calls the class with ``args``: without this it would pass a component and a
+        # reason.
+        self.args = (request_id, what, server)
 
 
 class InfrastructureOutage(UserError, RuntimeError):
@@ -45,19 +51,22 @@ class InfrastructureOutage(UserError, RuntimeError):
 
 
 def describe(error: BaseException) -> str:
-    """One line about an exception: its class, and its message if it has one."""
-    lines = str(error).split("\n")
-    return f"{type(error).__name__}: {lines[0][:500]}" if lines[0] else type(error).__name__
+    """Describe an exception in one line: its class, and its message if it has one."""
+    name = type(error).__name__
+    first_line = str(error).split("\n")[0][:500]
+    return f"{name}: {first_line}" if first_line else name
 
 
 class InfrastructureBreaker:
-    """Ends a run whose infrastructure is broken, instead of letting it go on with the few episodes that work.
+    """Ends a run whose infrastructure is broken, though a few episodes may work.
 
-    One breaker watches the episodes of one call of ``RolloutPool.run``, usually one step."""
+    One breaker watches the episodes of one call that runs groups, usually one step."""
 
     def __init__(self, max_share: float, max_streak: int) -> None:
-        """``max_share``: of all episodes that may be invalid. ``max_streak``: as many invalid episodes one after the
-        other, in the order in which they end, break at once."""
+        """``max_share``: of all episodes, as many may be invalid.
+
+        ``max_streak``: as many invalid episodes one after the other, in the order in which they
+        end, break at once."""
         self._max_share = max_share
         self._max_streak = max_streak
         self._episodes = 0
@@ -65,26 +74,37 @@ class InfrastructureBreaker:
         self._invalid: list[Trajectory] = []
 
     def observe(self, group: "TrajectoryGroup") -> None:
-        """Count the episodes of a group. Raises InfrastructureOutage when the streak is too long."""
+        """Count the episodes of a group.
+
+        Raises InfrastructureOutage when the streak is too long."""
         self._episodes += len(group.trajectories) + len(group.invalid)
         self._invalid += group.invalid
-        self._streak = 0 if group.trajectories else self._streak + len(group.invalid)
+
+        # One valid episode shows that infrastructure still works.
+        if group.trajectories:
+            self._streak = 0
+        else:
+            self._streak += len(group.invalid)
         if self._streak >= self._max_streak:
             limit = f"{self._streak} in a row; rollout.max_invalid_streak is {self._max_streak}"
             raise InfrastructureOutage(self._message(limit))
 
     def check_share(self) -> None:
-        """Raises InfrastructureOutage if too many of all episodes were invalid."""
+        """Raise InfrastructureOutage if too many of all episodes were invalid."""
         if len(self._invalid) > self._max_share * self._episodes:
             raise InfrastructureOutage(self._message(f"rollout.max_invalid_share is {self._max_share:g}"))
 
     def _message(self, limit: str) -> str:
+        """Say what failed how often, and why, most often."""
         failures = [episode.invalid for episode in self._invalid if episode.invalid is not None]
         components = Counter(failure.component for failure in failures)
+
         causes = []
         for component, count in components.most_common():
             reasons = Counter(failure.reason for failure in failures if failure.component == component)
-            causes.append(f"{component} in {count}, such as: {reasons.most_common(1)[0][0]}")
+            reason, _ = reasons.most_common(1)[0]
+            causes.append(f"{component} in {count}, such as: {reason}")
+
         ended = f"infrastructure failures ended {len(self._invalid)} of {self._episodes} episodes ({limit})"
         advice = "Nothing was learned from them. Mend it; a training run then goes on with --resume"
         return f"{ended}: {'; '.join(causes)}. {advice}"

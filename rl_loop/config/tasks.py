@@ -6,7 +6,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from megatron_gptoss.config import StrictModel
-from rl_loop.environments.registry import environment_class
+from rl_loop.environments.registry import DEFAULT_ENVIRONMENT, environment_class
 
 
 class PassRateConfig(StrictModel):
@@ -54,7 +54,9 @@ class SourceConfig(StrictModel):
 class TaskConfig(StrictModel):
     """What is trained on and measured: a mixture of sources."""
 
-    sources: dict[str, SourceConfig] = Field({"retool": SourceConfig(environment="retool")}, min_length=1)
+    sources: dict[str, SourceConfig] = Field(
+        {DEFAULT_ENVIRONMENT: SourceConfig(environment=DEFAULT_ENVIRONMENT)}, min_length=1
+    )
     """By a name of your choice."""
     seed: int = 0
     """Of generators, and of the order of data."""

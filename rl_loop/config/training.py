@@ -1,8 +1,8 @@
 """Training, evaluation and demonstrations: the smaller sections of a configuration."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_gptoss.config import StrictModel
 
@@ -43,14 +43,21 @@ class DemonstrationConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    careful: float = Field(0.5, ge=0, le=1)
-    """Share that solves its task; the others are careless and mostly fail, which leaves RL
-    something to do."""
+    expert: float = Field(0.5, ge=0, le=1)
+    """Share that solves its task; the others are faulty and mostly fail, which leaves RL something
+    to do."""
     history: Literal["append", "harmony"] = "append"
     """Of conversations with several turns of the user. ``append``: one sample per episode, whose
     later turns see what a rollout's see: everything exactly as it was sampled. ``harmony``: one
     sample per turn of the user, which sees the turns before as the released models do, without
     their analysis and with <|end|> in place of <|return|>."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _answer_old_key(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "careful" in values:
+            raise ValueError("careful is now called expert")
+        return values
 
 
 class AblationConfig(StrictModel):

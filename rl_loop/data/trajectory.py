@@ -1,5 +1,7 @@
-"""What an episode leaves behind: exactly the token ids that the engine consumed and produced. Nothing is ever tokenised
-a second time, so position ``i`` means the same token for the engine, the trainer and the report."""
+"""What an episode leaves behind: exactly the token ids that the engine consumed and produced.
+
+Nothing is ever tokenised a second time, so that position ``i`` means the same token for the
+engine, the trainer and the report."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,23 +12,34 @@ import numpy as np
 class FinishReason(StrEnum):
     """Why sampling, or a whole episode, ended."""
 
-    STOP = "stop"  # a stop token was sampled / the agent gave its final answer
-    LENGTH = "length"  # the token budget of the turn ran out
-    MAX_CONTEXT = "max_context"  # the token budget of the episode, prompt and tool output included, ran out
-    MAX_SAMPLED_TOKENS = "max_sampled_tokens"  # the budget of sampled tokens of the episode ran out
-    MAX_TURNS = "max_turns"  # the agent used all its turns without a final answer
-    MAX_TOOL_CALLS = "max_tool_calls"  # the agent used all its tool calls without a final answer
-    TIMEOUT = "timeout"  # the wall-clock time of the episode ran out
-    FORMAT_ERROR = "format_error"  # the sampled tokens are not a legal Harmony message
-    ABORT = "abort"  # the caller stopped it; partial tokens are kept
+    STOP = "stop"
+    """A stop token was sampled / the agent gave its final answer."""
+    LENGTH = "length"
+    """The token budget of the turn ran out."""
+    MAX_CONTEXT = "max_context"
+    """The token budget of the episode, prompt and tool output included, ran out."""
+    MAX_SAMPLED_TOKENS = "max_sampled_tokens"
+    """The budget of sampled tokens of the episode ran out."""
+    MAX_TURNS = "max_turns"
+    """The agent used all its turns without a final answer."""
+    MAX_TOOL_CALLS = "max_tool_calls"
+    """The agent used all its tool calls without a final answer."""
+    TIMEOUT = "timeout"
+    """The wall-clock time of the episode ran out."""
+    FORMAT_ERROR = "format_error"
+    """The sampled tokens are not a legal Harmony message."""
+    ABORT = "abort"
+    """The caller stopped it; partial tokens are kept."""
 
 
 @dataclass(frozen=True)
 class InvalidReason:
     """Why an episode says nothing about the policy: an infrastructure failure ended it."""
 
-    component: str  # one of ``rl_loop.infrastructure.COMPONENTS``
-    reason: str  # for people
+    component: str
+    """One of ``rl_loop.infrastructure.COMPONENTS``."""
+    reason: str
+    """For people."""
 
 
 @dataclass(frozen=True)
@@ -40,45 +53,58 @@ class WeightVersionSpan:
 
 @dataclass(frozen=True)
 class Turn:
-    """One contiguous piece of a trajectory: prompt, what the policy sampled, what tools answered, or the user said."""
+    """One contiguous piece of a trajectory: the prompt, or what policy, tools or user said."""
 
-    role: str  # "prompt", "assistant", "tool" or "user"
-    start: int  # token range [start, end) in the trajectory
+    role: str
+    """Who said it: "prompt", "assistant", "tool" or "user"."""
+    start: int
+    """First token of the range [start, end) in the trajectory."""
     end: int
-    text: str  # decoded for people; never fed back to a model
+    text: str
+    """Decoded for people; never fed back to a model."""
 
 
 @dataclass
 class Trajectory:
-    """One episode of one task.
-
-    token_ids, loss_mask, rollout_log_probs have the same length. ``loss_mask`` is 1 exactly on sampled tokens;
-    ``rollout_log_probs`` (natural log, at the sampling temperature) is 0.0 where the mask is 0.
-    ``routed_experts`` is int16 [len - 1, layers, top_k]: the experts of every token that was an input, not the last.
-    An ``invalid`` episode has the tokens from before the failure, and NaN for its reward."""
+    """One episode of one task. ``validate`` checks what is said here of lengths and values."""
 
     task_id: str
     token_ids: list[int]
+    """Prompt, turns of the policy, and what tools and user said, as the engine had them."""
     loss_mask: list[int]
+    """1 exactly on sampled tokens; as long as ``token_ids``."""
     rollout_log_probs: list[float]
+    """Natural log, at the sampling temperature; 0.0 where the mask is 0; as long as
+    ``token_ids``."""
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
+    """Which weights sampled which tokens; covers all sampled ones, or none."""
     turns: list[Turn] = field(default_factory=list)
     routed_experts: np.ndarray | None = None
+    """int16 [len - 1, layers, top_k]: the experts of every token that was an input, so not of the
+    last one."""
     finish_reason: FinishReason = FinishReason.STOP
     reward: float = 0.0
+    """NaN if the episode is ``invalid``."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     tool_calls: int = 0
     tool_errors: int = 0
     format_error: str | None = None
-    """Which kind of illegal message ended the episode, see ``rl_loop.harmony.codec.FormatError``."""
-    excluded: bool = False  # not to be trained on: a limit cut it short, and the configuration masks such episodes
+    """Which kind of illegal message ended the episode, see
+    ``rl_loop.harmony.codec.FormatError``."""
+    excluded: bool = False
+    """Not to be trained on: a limit cut it short, and the configuration masks such episodes."""
     grafted: list[tuple[int, int]] = field(default_factory=list)
-    """Token ranges [start, end) that were sampled in another context and put here (``rollout.purification``)."""
+    """Token ranges [start, end) that were sampled in another context and put here
+    (``rollout.purification``)."""
     reusable_tokens: int = 0
-    """What the engine had processed for earlier turns, added up over the turns; ``cached_tokens`` of it were reused."""
+    """What the engine had processed for earlier turns, added up over the turns; ``cached_tokens``
+    of it were reused."""
     cached_tokens: int = 0
-    answer: str | None = None  # the final answer in a form in which equal answers are equal text
-    invalid: InvalidReason | None = None  # set if an infrastructure failure ended it; it must not be trained on
+    answer: str | None = None
+    """The final answer in a form in which equal answers are equal text."""
+    invalid: InvalidReason | None = None
+    """Set if an infrastructure failure ended it; it must not be trained on. Its tokens are those
+    from before."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -97,29 +123,34 @@ class Trajectory:
         return sum(turn.role == "assistant" for turn in self.turns)
 
     def validate(self) -> None:
-        """Raise ValueError naming the task and the field if an invariant of the class docstring does not hold."""
+        """Raise ValueError naming the task and the field if something cannot be trained on."""
         if self.invalid is not None:
             raise self._error(f"is invalid ({self.invalid.component}: {self.invalid.reason})")
 
-        n = len(self.token_ids)
+        length = len(self.token_ids)
         for name, column in (("loss_mask", self.loss_mask), ("rollout_log_probs", self.rollout_log_probs)):
-            if len(column) != n:
-                raise self._error(f"{name} has {len(column)} entries, token_ids {n}")
+            if len(column) != length:
+                raise self._error(f"{name} has {len(column)} entries, token_ids {length}")
 
+        # Checked where the episode ends: in the trainer, NaN would be a loss without an origin.
         mask = np.asarray(self.loss_mask)
         if not np.isin(mask, (0, 1)).all():
             raise self._error("loss_mask holds values other than 0 and 1")
+
         log_probs = np.asarray(self.rollout_log_probs, dtype=np.float64)  # None becomes NaN
-        if not np.isfinite(log_probs).all():
-            raise self._error(f"rollout_log_probs holds {self.rollout_log_probs[int(np.isfinite(log_probs).argmin())]}")
+        finite = np.isfinite(log_probs)
+        if not finite.all():
+            first_bad = self.rollout_log_probs[int(finite.argmin())]
+            raise self._error(f"rollout_log_probs holds {first_bad}")
         if log_probs[mask == 0].any():
             raise self._error("rollout_log_probs is non-zero outside the loss mask")
 
+        # Not every engine tells versions; one that does has to tell those of all tokens.
         covered = sum(span.end - span.start for span in self.weight_versions)
         if self.weight_versions and covered != self.sampled_tokens:
             raise self._error(f"weight_versions cover {covered} tokens, {self.sampled_tokens} were sampled")
-        if self.routed_experts is not None and len(self.routed_experts) != n - 1:
-            raise self._error(f"routed_experts has {len(self.routed_experts)} rows, expected {n - 1}")
+        if self.routed_experts is not None and len(self.routed_experts) != length - 1:
+            raise self._error(f"routed_experts has {len(self.routed_experts)} rows, expected {length - 1}")
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"trajectory of task {self.task_id}: {what}")
@@ -129,13 +160,14 @@ class Trajectory:
 class TrajectoryGroup:
     """The samples of one task: the unit over which group-relative advantages are computed.
 
-    Only ``trajectories`` are trained on and evaluated. There are fewer of them than were asked for, perhaps none, where
-    infrastructure failed or the prompt is of no use. A single one that is left has nothing to be compared with: its
-    group-relative advantage is 0."""
+    A single trajectory has nothing to be compared with: its group-relative advantage is 0."""
 
     task_id: str
     trajectories: list[Trajectory]
+    """What is trained on and evaluated: fewer than were asked for, perhaps none, where
+    infrastructure failed or the prompt cannot be used."""
     invalid: list[Trajectory] = field(default_factory=list)
     """Episodes that infrastructure failures ended."""
     skipped: str | None = None
-    """Why no episode of the task was run, if none was: its prompt is too long or cannot be rendered."""
+    """Why no episode of the task was run, if none was: its prompt is too long or cannot be
+    rendered."""

@@ -1,4 +1,6 @@
-"""Environments: what an agent acts in. Writing one needs neither Ray nor Megatron; docs/environments.md shows how."""
+"""Environments: what an agent acts in. Writing one needs neither Ray nor Megatron.
+
+``docs/environments.md`` shows how."""
 
 from rl_loop.environments.base import (
     Environment,
@@ -10,9 +12,24 @@ from rl_loop.environments.base import (
     ToolError,
     UnknownTool,
 )
-from rl_loop.environments.registry import ENVIRONMENTS, environment_class, make_environment
+from rl_loop.environments.registry import (
+    ENVIRONMENTS,
+    environment_class,
+    make_environment,
+    make_offline_environment,
+)
 
 __all__ = [
-    "ENVIRONMENTS", "Environment", "EnvironmentOptions", "RewardConfig", "Script", "StepResult", "Task",
-    "ToolError", "UnknownTool", "environment_class", "make_environment",
-]  # fmt: skip
+    "ENVIRONMENTS",
+    "Environment",
+    "EnvironmentOptions",
+    "RewardConfig",
+    "Script",
+    "StepResult",
+    "Task",
+    "ToolError",
+    "UnknownTool",
+    "environment_class",
+    "make_environment",
+    "make_offline_environment",
+]

@@ -1,4 +1,6 @@
-"""What an environment is: where its tasks come from, how an episode goes, and how a script would solve it."""
+"""What an environment is: where its tasks come from, how an episode goes, how a script solves it.
+
+``docs/environments.md`` shows how to write one."""
 
 import copy
 import json
@@ -18,50 +20,63 @@ Split = Literal["train", "held_out"]
 
 @dataclass(frozen=True)
 class Task:
-    """One problem. JSON-serialisable."""
+    """One problem. Every field is JSON."""
 
     task_id: str
-    messages: list[dict[str, Any]]  # the prompt: a conversation as rl_loop.harmony.conversation describes it
+    messages: list[dict[str, Any]]
+    """The prompt: a conversation as ``rl_loop.harmony.conversation`` describes it."""
     ground_truth: str
-    environment: str = "retool"  # a name in ``registry.ENVIRONMENTS``, or ``module:Class``
-    # whatever the environment needs besides. "category", if given, is a row of the evaluation's table.
+    environment: str = "retool"
+    """A name in ``registry.ENVIRONMENTS``, or MODULE:CLASS."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    """Whatever else the environment needs. "category", if present, is a row of the evaluation's
+    table."""
 
     def to_json(self) -> str:
-        """One line of a task file."""
+        """Write the task as one line of a task file."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a turn of the agent led to. ``reward``, ``reward_parts`` and ``answer`` count when ``done``."""
+    """What one turn of the agent led to.
 
-    tool_outputs: list[ToolOutput] = field(default_factory=list)  # what tools answer, in the order of the calls
-    user: str | None = None  # what the user says next
+    ``reward``, ``reward_parts`` and ``answer`` count only if the episode is ``done``."""
+
+    tool_outputs: list[ToolOutput] = field(default_factory=list)
+    """What the tools answered, in the order of the calls."""
+    user: str | None = None
+    """What the user says next."""
     done: bool = False
     reward: float = 0.0
-    # what the reward is made of, for the metrics; "correct" (0 or 1) is always there
     reward_parts: dict[str, float] = field(default_factory=dict)
-    answer: str | None = None  # the final answer in a form in which equal answers are equal text: what maj@k counts
+    """What the reward is made of, for the metrics; "correct" (0 or 1) is always one of them."""
+    answer: str | None = None
+    """The final answer, in a form in which equal answers are equal text: maj@k counts these."""
     tool_calls: int = 0
     tool_errors: int = 0
-    format_error: str | None = None  # why the turn cannot be acted on, if it cannot; the episode then ends
+    format_error: str | None = None
+    """Why the turn cannot be acted on, such as "unknown_tool". The episode then ends."""
 
 
-# a policy that is a program: yields the messages of a turn and gets what they led to
 Script = Generator[list[ParsedMessage], StepResult, None]
+"""A policy that is a program: yields the messages of a turn and is sent what they led to."""
 
 
 class Execute(Protocol):
     """Runs untrusted Python: ``PythonSandbox.run``, or a stand-in for it."""
 
     def __call__(self, code: str, history: Sequence[str] = (), /) -> Awaitable[ExecutionResult]:
-        """Run ``code`` after the programs of ``history``, which are not heard. Raises SandboxFailure."""
+        """Run ``code`` after the programs of ``history``, whose output is dropped.
+
+        Raises SandboxFailure, or InfrastructureFailure where episodes run."""
         ...
 
 
 class RewardConfig(BaseModel):
-    """What an episode earns. Environments score an episode; 0 is what doing nothing scores and 1 is perfect."""
+    """What an episode earns.
+
+    Environments score it: 0 is what doing nothing scores, 1 is perfect."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -70,11 +85,11 @@ class RewardConfig(BaseModel):
     wrong: float = -1.0
     """Reward of score 0, and of an episode without an answer."""
     format_error: float = -1.0
-    """The sampled tokens are not a legal Harmony message, or call a tool that does not exist. Harm done before, a score
-    below 0, is taken off."""
+    """The sampled tokens are not a legal Harmony message, or call a tool that does not exist. Harm
+    done before, which is a score below 0, is subtracted."""
     tool_use: bool = False
-    """ReTool only: a wrong episode that called tools earns up to 0.4 more, 0.1 for every two calls, so that a policy
-    that is always wrong learns to try them."""
+    """ReTool only: a wrong episode that called tools earns up to 0.4 more, 0.1 for every two
+    calls, so that a policy that is always wrong learns to try them."""
 
 
 class EnvironmentOptions(BaseModel):
@@ -84,155 +99,237 @@ class EnvironmentOptions(BaseModel):
 
 
 class ToolError(Exception):
-    """A call that failed; the message is what the agent is told."""
+    """A tool call failed through the agent's doing; the message is what the agent reads."""
 
 
 class UnknownTool(Exception):
-    """The agent called something that does not exist; a format error, which ends the episode."""
+    """The agent called a tool that does not exist: a format error, which ends the episode."""
 
 
 class Environment:
-    """The world of one episode; a new object for every episode.
+    """The world of one episode; every episode gets a new object.
 
-    A subclass says what its tasks are (``generate``, or ``from_record`` for files, or both), what a final answer earns
-    (``answer``), and if it has tools, what they are (``tools``) and do (``call``)."""
+    A subclass defines
+
+    - its tasks: ``generate``, or ``from_record`` for rows of a file, or both;
+    - what a final answer earns: ``answer``;
+    - its tools, if it has any: ``tools`` describes them, ``call`` runs one;
+    - a script that solves a task, for supervised fine-tuning: ``solve``.
+
+    The agent loop renders ``prompt`` and passes every turn that the policy samples to ``step``,
+    which calls ``call`` and ``answer``, until a result is ``done``. An episode that ends
+    otherwise earns what ``unfinished`` or ``illegal`` says."""
 
     Options: ClassVar[type[EnvironmentOptions]] = EnvironmentOptions
 
     FIXED: ClassVar[tuple[str, ...]] = ("task", "execute", "reward")
-    """Attributes that no step changes and ``save_state`` leaves out. A subclass adds its own, such as a connection."""
+    """Attributes that no step changes, which ``save_state`` leaves out. A subclass appends those
+    that cannot be copied, such as a connection."""
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
-        self.task, self.execute, self.reward = task, execute, reward
+        self.task = task
+        self.execute = execute
+        self.reward = reward
 
     # ---- tasks
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        """Task ``index`` (from 0, without end) of a split: a function of the arguments and nothing else. Its name
-        and environment are completed by the source of tasks that asks for it."""
-        raise NotImplementedError(f"{cls.__name__} generates no tasks: give train_path and held_out_path")
+        """Make task ``index`` (0, 1, 2, ... without end) of a split from the arguments alone.
+
+        ``options`` is an instance of ``Options``. The task source that asks sets the id and the
+        environment's name."""
+        name = cls.__name__
+        raise NotImplementedError(f"{name} generates no tasks: give train_path and held_out_path")
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-        """The task that a row of a data set is, None to leave it out; ``name`` is unique to the row. Raises KeyError or
-        ValueError if it is no such row."""
+        """Make the task of a data set's row, or return None to leave the row out.
+
+        ``name`` is unique to the row. Raises KeyError or ValueError for a row of another kind."""
         raise ValueError("a task needs task_id, messages and ground_truth")
 
     @classmethod
-    def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
-        """A script that solves ``task``, or one that looks like it and mostly fails if ``careless``. Episodes of such
-        scripts are the demonstrations of supervised fine-tuning."""
-        raise NotImplementedError(f"{cls.__name__} has no scripted policy to make demonstrations with")
+    def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
+        """Solve ``task`` as an expert, or look like one and mostly fail if ``faulty``.
+
+        Episodes of such scripts are the demonstrations of supervised fine-tuning."""
+        name = cls.__name__
+        raise NotImplementedError(f"{name} has no scripted policy to make demonstrations with")
+
+    @classmethod
+    async def simulate_python(cls, code: str, history: Sequence[str] = (), /) -> ExecutionResult:
+        """Answer a program of ``solve`` without running it, as demonstrations have no sandbox.
+
+        Needed only if scripts call Python. Takes and returns what ``execute`` does."""
+        name = cls.__name__
+        raise NotImplementedError(f"{name}.solve calls Python, which needs {name}.simulate_python")
+
+    @classmethod
+    def vocabulary_text(cls) -> str:
+        """Return the text that a tiny vocabulary is made for.
+
+        Without one, the default, it is made for episodes of ``solve`` on generated tasks. A
+        subclass inherits the text: override it where tasks read differently."""
+        return ""
 
     # ---- an episode
 
     def prompt(self) -> list[dict[str, Any]]:
-        """The messages that the agent starts from, such as {"role": "user", "content": text}: a conversation as
-        ``rl_loop.harmony.conversation`` describes it."""
+        """Return the messages that the agent starts from: {"role": "user", "content": text}.
+
+        ``rl_loop.harmony.conversation`` describes what they may say."""
         return self.task.messages
 
     def tools(self) -> Sequence[Tool]:
-        """The functions that the developer message describes; the built-in ``python`` is none of them."""
+        """Return the functions that the developer message describes, without ``python``."""
         return ()
 
     def builtin_tools(self) -> Sequence[BuiltinTool | PythonTool]:
-        """The built-in tools that may be called, which the system message then describes: ``PythonTool()`` where
-        ``call`` takes "python". Offer none that ``call`` does not know, as calling it would be a format error."""
+        """Return the built-in tools that the system message describes, such as ``PythonTool()``.
+
+        Offer only what ``call`` accepts ("python" for PythonTool): calling another is a format
+        error."""
         return ()
 
     async def call(self, tool: str, arguments: str) -> str | StepResult:
-        """Run one tool call: what the agent is told, or the end of the episode. ``tool`` is the recipient as sampled.
-        Raises ToolError or UnknownTool; and InfrastructureFailure, as which any other exception counts too, if the tool
-        cannot do its work through no fault of the agent."""
+        """Run one tool call. Returns what the agent reads, or the end of the episode.
+
+        ``tool`` is the recipient as it was sampled ("functions.NAME", "python"), ``arguments``
+        the text of the message. Raises ToolError and UnknownTool for what the agent did wrong,
+        and InfrastructureFailure if the tool cannot work through no fault of the agent; any other
+        exception counts as one."""
         raise UnknownTool
 
     async def answer(self, text: str) -> StepResult:
-        """What the text on the channel ``final`` leads to: ``finished``, or another message of the user."""
+        """Judge the text on the channel ``final``.
+
+        Returns ``finished``, or what the user says next."""
         raise NotImplementedError
 
     async def step(self, messages: Sequence[ParsedMessage]) -> StepResult:
-        """Act on the messages of one assistant turn: calls to tools, or an answer."""
+        """Act on the messages of one assistant turn: run its calls, or judge its answer."""
         calls = [message for message in messages if message.recipient is not None]
         if not calls:
-            return await self._answer(messages[-1])
+            return await self._judge_turn(messages[-1])
 
         outputs: list[ToolOutput] = []
         errors = 0
         for message in calls:
             assert message.recipient is not None
             try:
-                reply = await self._call(message.recipient, message.text)
+                reply = await self._run_call(message.recipient, message.text)
             except ToolError as error:
+                # The agent reads the error and can correct itself.
                 reply = str(error)
                 errors += 1
             except UnknownTool:
                 return self.illegal("unknown_tool")
+
+            # The episode is over: calls behind this one are not run.
             if isinstance(reply, StepResult):
                 return replace(reply, tool_calls=len(outputs) + 1, tool_errors=errors)
+            # Harmony wants the answer on the channel of its call.
             outputs.append(ToolOutput(message.recipient, message.channel, reply))
+
         return StepResult(outputs, tool_calls=len(outputs), tool_errors=errors)
 
-    async def _answer(self, message: ParsedMessage) -> StepResult:
-        """What a turn without calls leads to. Raises InfrastructureFailure if it cannot be judged."""
+    async def _judge_turn(self, message: ParsedMessage) -> StepResult:
+        """Judge a turn without calls. Raises InfrastructureFailure if that is not possible."""
         if message.channel != "final":
             return self.illegal("unanswered")
+
         try:
             return await self.answer(message.text)
         except InfrastructureFailure:
             raise
-        except Exception as error:  # an answer that cannot be judged is not a wrong one
+        except Exception as error:
+            # An answer that could not be judged is not a wrong one.
             raise InfrastructureFailure("checker", describe(error)) from error
 
-    async def _call(self, tool: str, arguments: str) -> str | StepResult:
-        """``call``; raises InfrastructureFailure for whatever it must not raise or return."""
+    async def _run_call(self, tool: str, arguments: str) -> str | StepResult:
+        """Run ``call``. Raises InfrastructureFailure for whatever it must not raise or return."""
         try:
             reply = await self.call(tool, arguments)
         except (ToolError, UnknownTool, InfrastructureFailure):
             raise
-        except Exception as error:  # a server that is away, say
+        except Exception as error:
+            # A server that is away, or a bug of the tool: never the policy's doing.
             raise InfrastructureFailure("tool", f"{tool[:60]}: {describe(error)}") from error
+
         if not isinstance(reply, str | StepResult):
-            raise InfrastructureFailure("tool", f"{tool[:60]} returned {type(reply).__name__} instead of text")
+            kind = type(reply).__name__
+            raise InfrastructureFailure("tool", f"{tool[:60]} returned {kind} instead of text")
         return reply
 
+    # ---- its state: failed calls are repeated, and purification replays them
+
     def save_state(self) -> Any:
-        """Copy everything that the steps of an episode change, so that a failed call can be retried. None says that it
-        cannot, as in a world that lives elsewhere."""
-        return copy.deepcopy({name: value for name, value in vars(self).items() if name not in self.FIXED})
+        """Copy all that steps of an episode change, so that a failed call can be repeated.
+
+        The default deep-copies all attributes but those of ``FIXED``. An environment whose world
+        lives elsewhere and cannot be set back returns None: its calls are then run only once."""
+        # A deep copy, since steps change lists and dictionaries in place.
+        changing = {name: value for name, value in vars(self).items() if name not in self.FIXED}
+        return copy.deepcopy(changing)
 
     def restore_state(self, state: Any) -> None:
-        """Set the world back to what ``save_state`` returned, which stays usable."""
-        for name in vars(self).keys() - state.keys() - set(self.FIXED):
+        """Set the world back to what ``save_state`` returned.
+
+        ``state`` can be used again afterwards."""
+        added = vars(self).keys() - state.keys() - set(self.FIXED)
+        for name in added:
             delattr(self, name)
+
+        # Copied again, so that a second retry finds the state unchanged.
         for name, value in copy.deepcopy(state).items():
             setattr(self, name, value)
 
+    # ---- how an episode ends
+
     def unfinished(self) -> StepResult:
-        """The reward when the episode ends without a final answer: out of turns, tokens or time."""
+        """Score an episode that ended without a final answer: out of turns, tokens or time."""
         return self.finished(0.0)
 
     def illegal(self, kind: str) -> StepResult:
-        """The reward when what was sampled is not a legal Harmony message or calls a tool that does not exist: what a
-        format error earns, less the harm done before, which such an end must not undo. It has all the parts of an
-        unfinished episode, as GDPO compares episodes part by part."""
+        """Score an episode that ended with an illegal Harmony message or an unknown tool.
+
+        It earns a format error's reward, less the harm done before, which such an end must not
+        undo. It has all the reward parts of an unfinished episode, since GDPO compares episodes
+        part by part."""
+        # Doing nothing earns ``wrong``; what is missing to that is the harm.
         unfinished = self.unfinished()
-        reward = self.reward.format_error + min(0.0, unfinished.reward - self.reward.wrong)
+        harm = min(0.0, unfinished.reward - self.reward.wrong)
         parts = unfinished.reward_parts | {"correct": 0.0, "format_error": 1.0}
         parts["score"] = min(0.0, parts.get("score", 0.0))
+
+        reward = self.reward.format_error + harm
         return StepResult(done=True, reward=reward, reward_parts=parts, format_error=kind)
 
     def finished(self, score: float, answer: str | None = None, **parts: float) -> StepResult:
-        """The end of an episode with ``score`` (1 is perfect, 0 what doing nothing scores)."""
+        """End the episode with ``score``: 1 is perfect, 0 what doing nothing scores.
+
+        ``parts`` are further reward parts; every end of an episode must have the same ones."""
         reward = self.reward.wrong + (self.reward.correct - self.reward.wrong) * score
         all_parts = {"correct": float(score >= 1), "format_error": 0.0, "score": score, **parts}
         return StepResult(done=True, reward=reward, reward_parts=all_parts, answer=answer)
 
+    def reference_answer(self) -> str:
+        """Return the text of a right answer as an agent would write it.
+
+        Nothing is trained on it."""
+        return self.task.ground_truth
+
+
+# ---- for ``from_record`` and ``call``
+
 
 def text_in(record: dict[str, Any], key: str) -> str:
-    """The text of a key of a row; a number becomes text. Raises KeyError if the key is missing, ValueError if it is
-    of another type."""
+    """Return the text of a row's key; a number becomes text.
+
+    Raises KeyError if the key is missing, ValueError if its value has another type."""
     value = record[key]
+    # JSON's true and false are integers to Python, and no text to anybody.
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
@@ -241,26 +338,31 @@ def text_in(record: dict[str, Any], key: str) -> str:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The JSON object that a function is called with. Raises ToolError."""
+    """Parse the JSON object that a function is called with. Raises ToolError."""
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the arguments are not JSON: {error}") from None
+
     if not isinstance(arguments, dict):
         raise ToolError("the arguments must be a JSON object")
     return arguments
 
 
-# ---- what scripts say
+# ---- for ``solve``
 
 
 def think(text: str) -> ParsedMessage:
+    """Write a message on the channel ``analysis``."""
     return ParsedMessage("analysis", None, None, text)
 
 
 def final(text: str) -> ParsedMessage:
+    """Write a final answer."""
     return ParsedMessage("final", None, None, text)
 
 
 def function_call(name: str, /, **arguments: Any) -> ParsedMessage:
-    return ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", json.dumps(arguments))
+    """Write a call of one of the ``tools``."""
+    text = json.dumps(arguments)
+    return ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", text)

@@ -1,74 +1,39 @@
-"""Verifiable instruction following: answers must meet constraints that programs check (IFEval, arXiv 2311.07911).
+"""Verifiable instruction following: answers must meet constraints that programs check.
 
-Prompts are composed from the IFEval checkers of if-verifiable that need no download; in later turns, as in Multi-IF,
-the user adds constraints and the earlier ones must still hold. IFEval and IFBench files are read as they are."""
+Prompts are composed from those IFEval checkers (arXiv 2311.07911) that need no download. In later
+turns, as in Multi-IF, the user adds constraints and the earlier ones must still hold. IFEval and
+IFBench files are read as they are."""
 
-import json
-import random
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from pydantic import Field, field_validator
 
-from rl_loop.environments.base import Environment, EnvironmentOptions, Script, Split, StepResult, Task, final, text_in
-from rl_loop.rewards import CheckerFailure
+from rl_loop.environments.base import (
+    Environment,
+    EnvironmentOptions,
+    Script,
+    Split,
+    StepResult,
+    Task,
+    final,
+    text_in,
+)
+from rl_loop.environments.instruction_checkers import (
+    Constraint,
+    check,
+    checker_class,
+    draw_constraint,
+    ifeval_conflicts,
+    missing_data,
+)
+from rl_loop.environments.instruction_solutions import SOLUTIONS, write_solution
 
 TOPICS = ("rivers", "bread", "trains", "clouds", "chess", "gardens", "winter", "maps", "owls", "tea", "boats", "stars")
 
-# How a text is made to meet a constraint, in the order in which they are applied. Those that a plain text meets leave
-# it alone; a task for which that fails is not given.
-SOLUTIONS: dict[str, Any] = {
-    "detectable_format:constrained_response": lambda text, **_: "My answer is yes.",
-    "keywords:existence": lambda text, keywords, **_: f"{text} {' '.join(keywords)}",
-    "keywords:frequency": lambda text, keyword, frequency, relation: text + f" {keyword}" * _least(frequency, relation),
-    "keywords:forbidden_words": lambda text, **_: text,
-    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: (
-        text + f" {letter}" * _least(let_frequency, let_relation)
-    ),
-    "length_constraints:number_words": lambda text, num_words, relation: text + " more" * _least(num_words, relation),
-    "length_constraints:number_paragraphs": lambda text, num_paragraphs: "\n***\n".join([text] * num_paragraphs),
-    "length_constraints:nth_paragraph_first_word": lambda text, num_paragraphs, nth_paragraph, first_word: "\n\n".join(
-        f"{first_word} {text}" if i + 1 == nth_paragraph else text for i in range(num_paragraphs)
-    ),
-    "detectable_content:number_placeholders": lambda text, num_placeholders: text + " [name]" * num_placeholders,
-    "detectable_format:number_bullet_lists": lambda text, num_bullets: text + "\n* so" * num_bullets,
-    "detectable_format:number_highlighted_sections": lambda text, num_highlights: text + " *so*" * num_highlights,
-    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: "\n".join(
-        f"{section_spliter} {i + 1}\n{text}" for i in range(num_sections)
-    ),
-    "detectable_content:postscript": lambda text, postscript_marker: f"{text}\n{postscript_marker} so",
-    "detectable_format:title": lambda text, **_: f"<<so>>\n{text}",
-    "combination:two_responses": lambda text, **_: f"{text}\n******\nor {text}",
-    "detectable_format:json_format": lambda text, **_: f'["{text}"]',
-    "startend:end_checker": lambda text, end_phrase: f"{text} {end_phrase}",
-    "change_case:english_lowercase": lambda text, **_: text.lower(),
-    "change_case:english_capital": lambda text, **_: text.upper(),
-    "punctuation:no_comma": lambda text, **_: text.replace(",", ""),
-    "startend:quotation": lambda text, **_: f'"{text}"',
-}
-
-
-# What checkers read from NLTK's data, which it does not bring along: package and place. Counting capital words, which
-# needs it, too, is done without it here.
-NLTK_DATA = {
-    "length_constraints:number_sentences": {"punkt_tab": "tokenizers/punkt_tab/english/"},
-    "words:keywords_specific_position": {"punkt_tab": "tokenizers/punkt_tab/english/"},
-    "words:words_position": {"punkt_tab": "tokenizers/punkt_tab/english/"},
-    "format:title_case": {"punkt_tab": "tokenizers/punkt_tab/english/"},
-    "ratio:stop_words": {"stopwords": "corpora/stopwords"},
-    "words:start_verb": {
-        "punkt_tab": "tokenizers/punkt_tab/english/",
-        "averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng/",
-    },
-}
-
-
-def _least(count: int, relation: str) -> int:
-    return count if relation == "at least" else 0
+ATTEMPTS = 1000
+"""Draws of a prompt until its constraints can be met together."""
 
 
 class InstructionOptions(EnvironmentOptions):
@@ -79,235 +44,163 @@ class InstructionOptions(EnvironmentOptions):
     checkers: list[str] = Field(default_factory=lambda: list(SOLUTIONS))
     """IFEval constraints to choose from."""
     skip_unavailable: bool = False
-    """Of files: leave out rows with a constraint whose checker needs NLTK data that is not installed. Otherwise the
-    first such row is an error that says how to install it."""
+    """Of files: leave out rows with a constraint whose checker needs NLTK data that is not
+    installed. Otherwise the first such row is an error that says how to install it."""
 
     @field_validator("checkers")
     @classmethod
     def _checkers_are_known(cls, checkers: list[str]) -> list[str]:
-        if unknown := sorted(set(checkers) - set(SOLUTIONS)):
-            raise ValueError(f"no prompts are composed with {', '.join(unknown)}; known: {', '.join(SOLUTIONS)}")
+        unknown = sorted(set(checkers) - set(SOLUTIONS))
+        if unknown:
+            known = ", ".join(SOLUTIONS)
+            raise ValueError(f"no prompts are composed with {', '.join(unknown)}; known: {known}")
         return checkers
 
 
+@dataclass(frozen=True)
+class TurnScore:
+    """Shares of the constraints so far that an answer met, between 0 and 1."""
+
+    strict: float
+    loose: float
+
+
 class InstructionEnvironment(Environment):
-    """``task.metadata["turns"]``: per turn of the user its new constraints, [name, arguments]."""
+    """A conversation whose answers are checked by programs.
+
+    ``task.metadata``: "turns", per turn of the user its new constraints as [name, arguments];
+    "user", what the user says in the later turns; "topic", which only the script needs."""
 
     Options = InstructionOptions
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._turn = 0
-        self._scores: list[tuple[float, float]] = []
+        self._scores: list[TurnScore] = []
+        """Of the answers so far, one for each turn of the user."""
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        count = options.constraints * options.turns
-        for attempt in range(1000):
+        for attempt in range(ATTEMPTS):
             rng = Random(f"{split}/{seed}/{index}/{attempt}")
-            topic = rng.choice(TOPICS)
-            names = _compatible(options.checkers, count, rng)
-            described = [_constraint(name, rng.randrange(1 << 30)) for name in names]
-            parts = [described[i : i + options.constraints] for i in range(0, len(described), options.constraints)]
-            texts = [" ".join(text for _, _, text in part) for part in parts]
-            turns = [[[name, arguments] for name, arguments, _ in part] for part in parts]
-            follow_ups = [f"Now also: {text}" for text in texts[1:]]
-            messages = [{"role": "user", "content": f"Write about {topic}. {texts[0]}"}]
-            metadata = {"turns": turns, "user": follow_ups, "topic": topic}
-            known = [constraint for turn in turns for constraint in turn]
-            ends = range(options.constraints, len(known) + 1, options.constraints)
-            met = (_check(known[i], _solution(topic, known[:end]), "")[0] for end in ends for i in range(end))
-            if len(names) == count and all(met):
-                return Task(f"{split}-{index}", messages, "", "instructions", metadata)
-        raise ValueError(f"no {options.constraints} x {options.turns} constraints of {options.checkers} go together")
+            task = _compose(f"{split}-{index}", rng, options)
+            if task is not None:
+                return task
+        asked = f"{options.constraints} x {options.turns} constraints of {options.checkers}"
+        raise ValueError(f"no {asked} go together")
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-        """{"key", "prompt", "instruction_id_list", "kwargs"}, as IFEval and IFBench publish."""
-        names, given = record["instruction_id_list"], record["kwargs"]
-        for key, values in (("instruction_id_list", names), ("kwargs", given)):
-            if not isinstance(values, list) or len(values) != len(names) or not values:
-                raise ValueError(f"{key!r} must be a list with an entry for each constraint")
-        if not all(arguments is None or isinstance(arguments, dict) for arguments in given):
-            raise ValueError("'kwargs' must be a list of objects")
-
-        arguments = [{k: v for k, v in (entry or {}).items() if v is not None} for entry in given]
-        constraints = [list(pair) for pair in zip(names, arguments, strict=True)]
-        for constraint, _ in constraints:
-            _registry(constraint)
-            missing = _missing_data(constraint)
+        """Read {"key", "prompt", "instruction_id_list", "kwargs"}: rows of IFEval and IFBench."""
+        constraints = _constraints_of(record)
+        for constraint in constraints:
+            checker_class(constraint.name)  # raises ValueError for an unknown name
+            missing = missing_data(constraint.name)
             if missing and options.skip_unavailable:
                 return None
             if missing:
                 command = f"python -m nltk.downloader {' '.join(missing)}"
                 hint = f"{command} (or leave such rows out: skip_unavailable: true)"
-                raise ValueError(f"{constraint} needs data of NLTK: {hint}")
+                raise ValueError(f"{constraint.name} needs data of NLTK: {hint}")
 
-        metadata = {"turns": [constraints], "user": []}
-        return Task(name, [{"role": "user", "content": text_in(record, "prompt")}], "", "instructions", metadata)
+        messages = [{"role": "user", "content": text_in(record, "prompt")}]
+        metadata = {"turns": [_as_json(constraints)], "user": []}
+        return Task(name, messages, "", "instructions", metadata)
 
     @classmethod
-    def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
-        """Meets every constraint; careless, it forgets about half of them."""
-        known: list[Any] = []
+    def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
+        """Meet every constraint; if ``faulty``, forget about half of them."""
+        remembered: list[tuple[str, dict[str, Any]]] = []
         for turn in task.metadata["turns"]:
-            known += [constraint for constraint in turn if not careless or rng.random() < 0.5]
-            yield [final(_solution(task.metadata["topic"], known))]
+            for name, arguments in turn:
+                if not faulty or rng.random() < 0.5:
+                    remembered.append((name, arguments))
+            yield [final(write_solution(task.metadata["topic"], remembered))]
 
     async def answer(self, text: str) -> StepResult:
         turns = self.task.metadata["turns"]
-        self._turn += 1
-        known = [constraint for turn in turns[: self._turn] for constraint in turn]
-        checked = [_check(constraint, text, self.task.messages[-1]["content"]) for constraint in known]
-        self._scores.append((sum(s for s, _ in checked) / len(known), sum(loose for _, loose in checked) / len(known)))
-        if self._turn < len(turns):
-            return StepResult(user=self.task.metadata["user"][self._turn - 1])
+        due = [Constraint(*entry) for turn in turns[: len(self._scores) + 1] for entry in turn]
+        prompt = self.task.messages[-1]["content"]
+
+        # Not on a thread: the checkers draw from the one global generator.
+        verdicts = [check(constraint, text, prompt) for constraint in due]
+        strict = sum(verdict.strict for verdict in verdicts) / len(due)
+        loose = sum(verdict.loose for verdict in verdicts) / len(due)
+        self._scores.append(TurnScore(strict, loose))
+
+        answered = len(self._scores)
+        if answered < len(turns):
+            return StepResult(user=self.task.metadata["user"][answered - 1])
         return self.unfinished()
 
     def unfinished(self) -> StepResult:
-        """Turns that were not answered count as 0."""
+        """Score the answers so far; turns that were not answered count as 0."""
         turns = len(self.task.metadata["turns"])
-        strict, loose = (sum(score[i] for score in self._scores) / turns for i in (0, 1))
+        strict = sum(score.strict for score in self._scores) / turns
+        loose = sum(score.loose for score in self._scores) / turns
         return self.finished(strict, strict=float(strict >= 1), loose=float(loose >= 1), partial_loose=loose)
 
 
-@cache
-def _registries() -> tuple[dict[str, Any], dict[str, Any]]:
-    try:
-        import langdetect
-        from if_verifiable.ifeval.instructions_registry import INSTRUCTION_CONFLICTS, INSTRUCTION_DICT, conflict_make
-    except ImportError as error:
-        raise CheckerFailure(f"{error}; pip install 'megatron-gptoss[environments]'") from None
+def _compose(task_id: str, rng: Random, options: InstructionOptions) -> Task | None:
+    """Compose a prompt. Returns None if its constraints cannot be met together."""
+    topic = rng.choice(TOPICS)
+    names = _draw_compatible(options.checkers, options.constraints * options.turns, rng)
+    if len(names) < options.constraints * options.turns:
+        return None
 
-    langdetect.DetectorFactory.seed = 0
-    return INSTRUCTION_DICT, conflict_make(INSTRUCTION_CONFLICTS)
+    constraints: list[Constraint] = []
+    sentences: list[str] = []
+    for name in names:
+        constraint, sentence = draw_constraint(name, rng.randrange(1 << 30))
+        constraints.append(constraint)
+        sentences.append(sentence)
 
+    # After every turn of the user, all constraints so far must be met by one text.
+    turn_starts = range(0, len(constraints), options.constraints)
+    for start in turn_starts:
+        if not _script_meets(topic, constraints[: start + options.constraints]):
+            return None
 
-@cache
-def _ifbench() -> dict[str, Any]:
-    import nltk
-
-    # if-verifiable downloads NLTK data when it is imported, or tries to: what is missing is named instead
-    download, nltk.download = nltk.download, lambda *_arguments, **_settings: False
-    try:
-        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT
-    finally:
-        nltk.download = download
-    return dict(INSTRUCTION_DICT)
-
-
-def _registry(name: str) -> dict[str, Any]:
-    """The checkers among which ``name`` is. Raises ValueError."""
-    if name in _registries()[0]:
-        return _registries()[0]
-    if name not in _ifbench():
-        raise ValueError(f"neither IFEval nor IFBench has a constraint {name!r}")
-    return _ifbench()
+    turns = [_as_json(constraints[start : start + options.constraints]) for start in turn_starts]
+    requests = [" ".join(sentences[start : start + options.constraints]) for start in turn_starts]
+    messages = [{"role": "user", "content": f"Write about {topic}. {requests[0]}"}]
+    follow_ups = [f"Now also: {request}" for request in requests[1:]]
+    metadata = {"turns": turns, "user": follow_ups, "topic": topic}
+    return Task(task_id, messages, "", "instructions", metadata)
 
 
-def _missing_data(name: str) -> list[str]:
-    """The packages of NLTK data that a checker needs and that are not installed."""
-    import nltk
-
-    missing = []
-    for package, place in NLTK_DATA.get(name, {}).items():
-        try:
-            nltk.data.find(place)
-        except LookupError:
-            missing.append(package)
-    return missing
-
-
-def _check(constraint: list[Any], text: str, prompt: str) -> tuple[bool, bool]:
-    """Strict and loose: does ``text`` meet one constraint, and does it without its first or last line or asterisks?
-
-    A checker that fails on a text is not met by it. Raises CheckerFailure if it lacks what it needs on any text."""
-    from if_verifiable.common import get_loose_transformations
-
-    name, arguments = constraint
-    if not text.strip():
-        return False, False
-    try:
-        checker = _checker(name, arguments, prompt)
-        strict = _meets(checker, name, text)
-        loose = strict or any(_meets(checker, name, variant) for variant in get_loose_transformations(text))
-    except (ImportError, LookupError) as error:
-        # KeyError and IndexError are LookupErrors of a text; NLTK's, of missing data, is the class itself
-        if type(error) is LookupError or isinstance(error, ImportError):
-            raise CheckerFailure(f"{name} cannot be checked: {' '.join(str(error).split())[:200]}") from None
-        return False, False
-    except Exception:
-        return False, False
-    return strict, loose
-
-
-def _checker(name: str, arguments: dict[str, Any], prompt: str) -> Any:
-    checker = _registry(name)[name](name)
-    given = {key: value for key, value in arguments.items() if value is not None}
-    with _seeded(json.dumps([name, given], sort_keys=True, default=str)):
-        checker.build_description(**given)
-        described = checker.get_instruction_args()
-        if described and "prompt" in described:
-            checker.build_description(prompt=prompt)
-
-    # "the letter # should appear at least 4 times" (IFEval 1122 and 1129): the checker takes a random letter for it
-    letter = given.get("letter")
-    if name == "keywords:letter_frequency" and isinstance(letter, str) and len(letter) == 1:
-        checker._letter = letter.lower()
-    return checker
-
-
-def _meets(checker: Any, name: str, text: str) -> bool:
-    if not text.strip():
-        return False
-    if name == "change_case:capital_word_frequency":
-        count = _capital_words(text)
-        limit, relation = checker._frequency, checker._comparison_relation
-        return bool(count < limit if relation == "less than" else count >= limit)
-    return bool(checker.check_following(text))
-
-
-def _capital_words(text: str) -> int:
-    """As many words of capital letters as NLTK finds, without its model of sentences.
-
-    A sentence's end matters to NLTK's words only in that a full stop there is a word of its own, and CAN'T before it
-    two. Where the model sees no end after a full stop ("U.S. ARMY"), words differ, but not how many are capital."""
-    from nltk.tokenize.destructive import NLTKWordTokenizer
-
-    sentences = re.split(r"(?<=[.?!])\s+|(?<=[.?!][\"')\]}»”’])\s+", text)
-    words = (word for sentence in sentences for word in NLTKWordTokenizer().tokenize(sentence))
-    return sum(word.isupper() for word in words)
-
-
-def _constraint(name: str, seed: int) -> tuple[str, dict[str, Any], str]:
-    """Name, arguments and text of a constraint, a function of the seed."""
-    checker = _registries()[0][name](name)
-    with _seeded(seed):
-        text = checker.build_description()
-        return name, checker.get_instruction_args() or {}, text
-
-
-@contextmanager
-def _seeded(seed: int | str) -> Iterator[None]:
-    """The checkers draw what they are not told from the global generator: here it is a function of the seed."""
-    state = random.getstate()
-    try:
-        random.seed(seed)
-        yield
-    finally:
-        random.setstate(state)
-
-
-def _compatible(names: list[str], count: int, rng: Random) -> list[str]:
-    conflicts, chosen = _registries()[1], list[str]()
+def _draw_compatible(names: list[str], count: int, rng: Random) -> list[str]:
+    """Draw up to ``count`` constraints that do not exclude each other."""
+    conflicts = ifeval_conflicts()
+    chosen: list[str] = []
     for name in rng.sample(names, len(names)):
         if len(chosen) < count and not any(name in conflicts[other] for other in chosen):
             chosen.append(name)
     return chosen
 
 
-def _solution(topic: str, constraints: list[Any]) -> str:
-    text = f"This is a note about {topic}."
-    for name, arguments in sorted(constraints, key=lambda constraint: list(SOLUTIONS).index(constraint[0])):
-        text = SOLUTIONS[name](text, **arguments)
-    return text
+def _script_meets(topic: str, constraints: list[Constraint]) -> bool:
+    """Check that the script's text about ``topic`` meets all constraints together."""
+    text = write_solution(topic, [(constraint.name, constraint.arguments) for constraint in constraints])
+    return all(check(constraint, text, "").strict for constraint in constraints)
+
+
+def _constraints_of(record: dict[str, Any]) -> list[Constraint]:
+    """Return the constraints of a row of IFEval or IFBench. Raises KeyError or ValueError."""
+    names = record["instruction_id_list"]
+    kwargs = record["kwargs"]
+    for key, values in (("instruction_id_list", names), ("kwargs", kwargs)):
+        if not isinstance(values, list) or len(values) != len(names) or not values:
+            raise ValueError(f"{key!r} must be a list with an entry for each constraint")
+    if not all(arguments is None or isinstance(arguments, dict) for arguments in kwargs):
+        raise ValueError("'kwargs' must be a list of objects")
+
+    constraints = []
+    for name, entry in zip(names, kwargs, strict=True):
+        arguments = {key: value for key, value in (entry or {}).items() if value is not None}
+        constraints.append(Constraint(name, arguments))
+    return constraints
+
+
+def _as_json(constraints: list[Constraint]) -> list[Any]:
+    """Return constraints as the metadata of a task has them."""
+    return [[constraint.name, constraint.arguments] for constraint in constraints]

@@ -1,15 +1,29 @@
 """Any generator of reasoning-gym by name: the template that shows how short an environment is."""
 
+import asyncio
 import json
+import math
 import random
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 from pydantic import Field
 
-from rl_loop.environments.base import Environment, EnvironmentOptions, Script, Split, StepResult, Task, final
+from rl_loop.environments.base import (
+    Environment,
+    EnvironmentOptions,
+    Script,
+    Split,
+    StepResult,
+    Task,
+    final,
+)
+from rl_loop.infrastructure import describe
+from rl_loop.rewards import CheckerFailure
 from rl_loop.rewards.math_answer import last_boxed, normalised
+
+DATASET_SIZE = 10_000
+"""Items of one data set of a generator; some generators make a list of this length."""
 
 
 class ReasoningGymOptions(EnvironmentOptions):
@@ -19,37 +33,78 @@ class ReasoningGymOptions(EnvironmentOptions):
     """Of the generator, such as {max_terms: 3}; see its configuration class."""
 
 
-# items of one data set of the generator; some make a list of this length
-SIZE = 10_000
-
-
-@lru_cache(maxsize=16)
-def _items(generator: str, seed: int, settings: str) -> Any:
-    import reasoning_gym  # an extra: pip install 'megatron-gptoss[environments]'
-
-    return reasoning_gym.create_dataset(generator, seed=seed, size=SIZE, **json.loads(settings))
-
-
 class ReasoningGymEnvironment(Environment):
+    """A question of a generator, scored by that generator.
+
+    ``task.metadata["place"]``: generator, seed and settings of a data set, and a number in it."""
+
     Options = ReasoningGymOptions
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        part, index = divmod(index, SIZE)
-        own_seed = random.Random(f"{split}/{seed}/{part}").randrange(1 << 30)
-        place = (options.generator, own_seed, json.dumps(options.settings))
-        item = _items(*place)[index]
-        messages = [{"role": "user", "content": item["question"] + r" Answer in \boxed{}."}]
-        metadata = {"place": [*place, index], "category": options.generator}
-        return Task(f"{split}-{part * SIZE + index}", messages, str(item["answer"]), "reasoning_gym", metadata)
+        block, number = divmod(index, DATASET_SIZE)
+        # The split is part of the seed, so that the items of the two splits differ.
+        block_seed = random.Random(f"{split}/{seed}/{block}").randrange(1 << 30)
+        dataset = (options.generator, block_seed, json.dumps(options.settings))
+
+        item = _dataset(*dataset)[number]
+        return Task(
+            task_id=f"{split}-{index}",
+            messages=[{"role": "user", "content": item["question"] + r" Answer in \boxed{}."}],
+            ground_truth=str(item["answer"]),
+            environment="reasoning_gym",
+            metadata={"place": [*dataset, number], "category": options.generator},
+        )
 
     @classmethod
-    def solve(cls, task: Task, rng: random.Random, careless: bool) -> Script:
-        yield [final(rf"\boxed{{{'unknown' if careless else task.ground_truth}}}")]
+    def solve(cls, task: Task, rng: random.Random, faulty: bool) -> Script:
+        answer = "unknown" if faulty else task.ground_truth
+        yield [final(rf"\boxed{{{answer}}}")]
 
     async def answer(self, text: str) -> StepResult:
-        *place, index = self.task.metadata["place"]
-        items, given, score = _items(*place), last_boxed(text), 0.0
-        with suppress(Exception):  # some generators raise on garbage
-            score = float(items.score_answer(given, items[index]))
-        return self.finished(score if given is not None else 0.0, normalised(given))
+        boxed = last_boxed(text)
+        if boxed is None:
+            return self.finished(0.0)
+
+        # Scorers compute, and the first one imports its generator: not on the event loop.
+        score = await asyncio.to_thread(_score, self.task.metadata["place"], boxed)
+        return self.finished(score, normalised(boxed))
+
+    def reference_answer(self) -> str:
+        return rf"\boxed{{{self.task.ground_truth}}}"
+
+
+@lru_cache(maxsize=16)
+def _dataset(generator: str, seed: int, settings: str) -> Any:
+    """Make a data set of a generator; ``settings`` is JSON."""
+    import reasoning_gym  # an extra: pip install 'megatron-gptoss[environments]'
+
+    return reasoning_gym.create_dataset(generator, seed=seed, size=DATASET_SIZE, **json.loads(settings))
+
+
+def _score(place: list[Any], answer: str) -> float:
+    """Score an answer between 0 and 1.
+
+    Raises CheckerFailure if the generator's scorer does not work.
+
+    Many scorers raise on garbage, which the policy can write: that is a score of 0. One that
+    raises on the right answer too is broken, and says nothing about the policy."""
+    *dataset, number = place
+    items = _dataset(*dataset)
+    item = items[number]
+    try:
+        return _checked(items.score_answer(answer, item))
+    except Exception as error:
+        # Is it the answer, or the scorer?
+        try:
+            _checked(items.score_answer(item["answer"], item))
+        except Exception:
+            raise CheckerFailure(f"the scorer of {dataset[0]} fails: {describe(error)}") from error
+        return 0.0
+
+
+def _checked(score: Any) -> float:
+    """Return a scorer's result. Raises ValueError if it is no finite number."""
+    if not math.isfinite(score):
+        raise ValueError(f"a score of {score!r}")
+    return float(score)

@@ -1,130 +1,192 @@
-r"""ReTool (arXiv 2504.11536): a mathematical problem, a Python interpreter, the answer in \boxed{}.
+r"""ReTool (arXiv 2504.11536): a mathematical problem, a Python interpreter, the answer in
+\boxed{}.
 
-The reward is that of a correct answer or that of a wrong one; errors of the interpreter are answers like any other, so
-that the agent can correct itself, and are not punished."""
+The reward is that of a correct answer or that of a wrong one. Errors of the interpreter are
+answers like any other, so that the agent can correct itself, and are not punished."""
 
 from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from rl_loop.environments import arithmetic, base
-from rl_loop.environments.base import Script, StepResult, Task, ToolError, final, text_in, think
+from rl_loop.environments import arithmetic
+from rl_loop.environments.base import (
+    Environment,
+    EnvironmentOptions,
+    Script,
+    Split,
+    StepResult,
+    Task,
+    ToolError,
+    UnknownTool,
+    arguments_of,
+    final,
+    text_in,
+    think,
+)
 from rl_loop.harmony.codec import ParsedMessage, PythonTool
 from rl_loop.rewards.math_answer import is_number, judge, last_boxed, normalised
 from rl_loop.sandbox import ExecutionResult
 
-# what the agent is told by the first answer of a new session
 NEW_SESSION = "[The earlier session has ended, and its variables are gone. A new one began with this call.]\n"
+"""What the agent is told by the first answer of a new session."""
+
 INSTRUCTIONS = r"Use python. Answer in \boxed{}."
 
+LUCKY_SHARE = 0.1
+"""Share of faulty demonstrations that answer from the head and are right all the same."""
+MISTAKE_SHARE = 0.22
+"""Share of expert demonstrations that correct a mistake first."""
 
-class ReToolOptions(base.EnvironmentOptions):
+
+class ReToolOptions(EnvironmentOptions):
     instructions: str | None = INSTRUCTIONS
     """The developer message; null for none."""
     numeric_only: bool = True
     """Of files: leave out problems whose answer is not a number, which math-verify judges best."""
     stateful: bool = False
-    """The interpreter keeps its variables within an episode, as a notebook does: the programs so far run again before
-    every new one, unheard, each with limits of time of its own. They should be deterministic and quick. A program that
-    ends the interpreter (exit(), a crash, a limit) ends the session; the next call begins a new one and says so."""
+    """The interpreter keeps its variables within an episode, as a notebook does: the programs so
+    far run again before every new one, unheard, each with limits of time of its own. They should
+    be deterministic and quick. A program that ends the interpreter (exit(), a crash, a limit)
+    ends the session; the next call begins a new one and says so."""
 
 
-class ReToolEnvironment(base.Environment):
-    """Tools are ``python`` (plain code, as GPT-OSS knows it) and ``functions.python`` (JSON with a key "code")."""
+class ReToolEnvironment(Environment):
+    """Offers ``python`` (plain code, as GPT-OSS knows it) and ``functions.python`` ({"code"})."""
 
     Options = ReToolOptions
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._calls = 0
-        self._history: tuple[str, ...] = ()  # programs of the session so far, if it is stateful
-        self._session_ended = False  # and the agent was not yet told that a new one begins
+        self._history: tuple[str, ...] = ()
+        """Programs of the session so far, if it is stateful."""
+        self._session_ended = False
+        """Whether the agent has yet to be told that a new session begins."""
 
     @classmethod
-    def generate(cls, split: base.Split, seed: int, index: int, options: Any) -> Task:
+    def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
         problem = arithmetic.problem(split, seed, index)
-        metadata = {"expression": problem.expression, "stateful": options.stateful}
-        return Task(f"{split}-{index}", prompt_of(problem.text, options), str(problem.answer), "retool", metadata)
+        return Task(
+            task_id=f"{split}-{index}",
+            messages=prompt_of(problem.text, options),
+            ground_truth=str(problem.answer),
+            environment="retool",
+            metadata={"expression": problem.expression, "stateful": options.stateful},
+        )
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-        """Rows as verl has them, such as DAPO-Math-17k's ({"prompt": messages, "reward_model": {"ground_truth"}}), and
-        AIME and the like ({"problem" or "question", "answer"}). A conversation is kept as it is."""
+        """Read rows of verl's files and of lists of problems.
+
+        verl, such as DAPO-Math-17k: {"prompt": messages, "reward_model": {"ground_truth"}}; a
+        conversation is kept as it is. AIME and the like: {"problem" or "question", "answer"}."""
         if "reward_model" in record:
-            messages, wanted = _conversation(record["prompt"], options), _ground_truth(record["reward_model"])
+            messages = _conversation(record["prompt"], options)
+            ground_truth = _ground_truth(record["reward_model"])
         else:
-            found = {str(key).lower(): value for key, value in record.items()}
-            question = text_in(found, "problem" if found.get("problem") else "question")
-            messages, wanted = prompt_of(question, options), text_in(found, "answer")
-        if options.numeric_only and not is_number(wanted):
+            row = {str(key).lower(): value for key, value in record.items()}
+            question = text_in(row, "problem" if row.get("problem") else "question")
+            messages = prompt_of(question, options)
+            ground_truth = text_in(row, "answer")
+
+        # None leaves the row out.
+        if options.numeric_only and not is_number(ground_truth):
             return None
-        return Task(name, messages, wanted, "retool", {"stateful": options.stateful})
+        return Task(name, messages, ground_truth, "retool", {"stateful": options.stateful})
 
     @classmethod
-    def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
-        """Calls Python, sometimes after a mistake; careless, it answers from the head and is right one time in ten."""
-        expression, answer = task.metadata["expression"], task.ground_truth
-        if careless:
-            if rng.random() >= 0.1:
+    def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
+        """Call Python, sometimes after a mistake; if ``faulty``, guess and be mostly wrong."""
+        expression = task.metadata["expression"]
+        answer = task.ground_truth
+
+        if faulty:
+            if rng.random() >= LUCKY_SHARE:
                 answer = str(arithmetic.guess(int(answer), rng))
             yield [think("I know."), final(rf"\boxed{{{answer}}}")]
             return
-        if rng.random() < 0.22:
-            yield [think("Use python."), _python(rng.choice([f"x={expression}", f"print({expression}"]))]
-            yield [think("Again."), _python(f"print({expression})")]
+
+        program = f"print({expression})"
+        if rng.random() < MISTAKE_SHARE:
+            mistake = rng.choice([f"x={expression}", f"print({expression}"])
+            yield [think("Use python."), _python(mistake)]
+            yield [think("Again."), _python(program)]
         else:
-            yield [think("Use python."), _python(f"print({expression})")]
+            yield [think("Use python."), _python(program)]
         yield [final(rf"\boxed{{{answer}}}")]
 
+    @classmethod
+    async def simulate_python(cls, code: str, history: Sequence[str] = (), /) -> ExecutionResult:
+        return await arithmetic.interpret(code, history)
+
+    @classmethod
+    def vocabulary_text(cls) -> str:
+        return arithmetic.vocabulary_text()
+
     def builtin_tools(self) -> Sequence[PythonTool]:
-        return (PythonTool(stateful=bool(self.task.metadata.get("stateful"))),)
+        return (PythonTool(stateful=self._is_stateful),)
+
+    async def call(self, tool: str, arguments: str) -> str:
+        code = _code_of(tool, arguments)
+        self._calls += 1
+
+        notice = ""
+        if self._is_stateful:
+            execution, notice = await self._execute_in_session(code)
+        else:
+            execution = await self.execute(code)
+
+        # An error is told as Python tells it; the agent may try again.
+        output = notice + execution.output
+        if execution.error is not None:
+            raise ToolError(f"{output}\n{execution.error}".lstrip("\n"))
+        if execution.exit_code != 0:
+            raise ToolError(output)
+        return output
 
     async def answer(self, text: str) -> StepResult:
         correct = await judge(text, self.task.ground_truth)
         return self._judged(correct, last_boxed(text))
 
-    async def call(self, tool: str, arguments: str) -> str:
-        code: Any = arguments
-        if tool == "functions.python":
-            code = base.arguments_of(arguments).get("code")
-            if not isinstance(code, str):
-                raise ToolError('functions.python takes JSON like {"code": "print(1)"}')
-        elif tool != "python":
-            raise base.UnknownTool
-        self._calls += 1
-        if self.task.metadata.get("stateful"):
-            execution, notice = await self._execute_in_session(code)
-        else:
-            execution, notice = await self.execute(code), ""
+    def unfinished(self) -> StepResult:
+        return self._judged(correct=False, answer=None)
 
-        output = notice + execution.output
-        if execution.exit_code != 0 or execution.error is not None:
-            raise ToolError(output if execution.error is None else f"{output}\n{execution.error}".lstrip("\n"))
-        return output
+    def reference_answer(self) -> str:
+        return rf"\boxed{{{self.task.ground_truth}}}"
+
+    @property
+    def _is_stateful(self) -> bool:
+        return bool(self.task.metadata.get("stateful"))
 
     async def _execute_in_session(self, code: str) -> tuple[ExecutionResult, str]:
-        """Run a program after those of its session; with what the agent must be told about the session first."""
+        """Run a program after those of its session.
+
+        Returns its result, and what the agent must be told about the session before it."""
+        # The sandbox keeps nothing between calls: the session's programs run again before this
+        # one.
         execution = await self.execute(code, self._history)
         notice = NEW_SESSION if self._session_ended else ""
+
         self._session_ended = execution.ended
         if execution.ended:
             self._history = ()
         elif execution.error is None:
-            # after an exception too: a notebook keeps what a cell did before it
+            # After an exception too: a notebook keeps what a cell did before it.
             self._history += (code,)
         return execution, notice
 
-    def unfinished(self) -> StepResult:
-        return self._judged(False, None)
-
     def _judged(self, correct: bool, answer: str | None) -> StepResult:
-        shaping = 0.0 if correct or not self.reward.tool_use else min(0.4, 0.1 * (self._calls // 2))
+        score = float(correct)
+        # ``finished`` turns scores into rewards by this scale; the bonus is meant as reward.
         scale = self.reward.correct - self.reward.wrong
-        return self.finished(float(correct) + (shaping / scale if scale else 0.0), normalised(answer))
+        if self.reward.tool_use and not correct and scale != 0:
+            bonus = min(0.4, 0.1 * (self._calls // 2))
+            score += bonus / scale
+        return self.finished(score, normalised(answer))
 
 
 def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
-    """The messages of a task: the developer's instructions, if any, and the question."""
+    """Return the messages of a task: the developer's instructions, if any, and the question."""
     messages = [{"role": "user", "content": question}]
     if options.instructions is not None:
         messages.insert(0, {"role": "developer", "content": options.instructions})
@@ -132,7 +194,9 @@ def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
 
 
 def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
-    """All messages of a row's prompt; the instructions follow those that its own system message gives."""
+    """Return all messages of a row's prompt, with the instructions behind its own.
+
+    Raises ValueError if it is no conversation."""
     if isinstance(prompt, str):
         return prompt_of(prompt, options)
     if not isinstance(prompt, list) or not prompt:
@@ -141,19 +205,37 @@ def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
     messages = list(prompt)
     if options.instructions is None:
         return messages
+
+    # The developer message is the one place for instructions, so a system message takes them in.
     first = messages[0]
     if not isinstance(first, dict) or first.get("role") not in ("system", "developer"):
         return [{"role": "developer", "content": options.instructions}, *messages]
     if not isinstance(first.get("content"), str):
         raise ValueError("'prompt': its system message must be text")
-    return [{**first, "content": f"{first['content']}\n\n{options.instructions}"}, *messages[1:]]
+    instructed = {**first, "content": f"{first['content']}\n\n{options.instructions}"}
+    return [instructed, *messages[1:]]
 
 
 def _ground_truth(reward_model: Any) -> str:
+    """Return the answer of a row of verl. Raises KeyError or ValueError."""
     if not isinstance(reward_model, dict):
         raise ValueError(f"'reward_model' must be an object, not {type(reward_model).__name__}")
     return text_in(reward_model, "ground_truth")
 
 
+def _code_of(tool: str, arguments: str) -> str:
+    """Return the program of a call. Raises UnknownTool and ToolError."""
+    if tool == "python":
+        return arguments
+    if tool != "functions.python":
+        raise UnknownTool
+
+    code = arguments_of(arguments).get("code")
+    if not isinstance(code, str):
+        raise ToolError('functions.python takes JSON like {"code": "print(1)"}')
+    return code
+
+
 def _python(code: str) -> ParsedMessage:
+    """Write a call of Python as GPT-OSS does."""
     return ParsedMessage("analysis", "python", "code", code)

@@ -4,4 +4,5 @@
 class CheckerFailure(RuntimeError):
     """A checker of answers could not run: it did not start, died, or lacks data that it needs.
 
-    Says nothing about the answer. An episode whose reward raises it has no reward; it must not be counted as wrong."""
+    It says nothing about the answer. An episode whose reward raises it has no reward, and must
+    not be counted as wrong."""

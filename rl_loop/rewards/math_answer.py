@@ -1,238 +1,296 @@
 r"""Is the answer in \boxed{} equivalent to the ground truth?
 
-math-verify compares expressions. What it is asked is prepared here, since it reads some notations wrongly and takes the
-last number that it finds in others: numbers are compared exactly (``number``, ``units``), letters of a choice as
-letters, and what says something else than the ground truth (a chain of equations, a ratio, an inequality, a denial)
-is told apart before."""
+math-verify compares expressions. What it is asked is prepared here, since it reads some notations
+wrongly and takes the last number that it finds in others: numbers are compared exactly
+(``number``, ``units``), letters of a choice as letters, and what says something else than the
+ground truth (a chain of equations, a ratio, an inequality, a denial) is told apart before."""
 
 import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from decimal import Decimal
-from fractions import Fraction
 
 from rl_loop.rewards.math_verify_pool import LONGEST, WORKERS, equivalent
 from rl_loop.rewards.notation import closing_brace, standard_notation
 from rl_loop.rewards.number import exact_decimals, same_number
 from rl_loop.rewards.units import NO_UNITS, parse_quantity, same_units
 
-# the last box is looked for around its last mention: an answer may be megabytes of boxes
 BOX_WINDOW = 20_000
-# deeper braces exhaust the parser's stack
+"""The last box is looked for around its last mention: an answer may be megabytes of boxes."""
 DEEPEST = 50
-# decimal digits of a power, and arguments of a factorial, that may be computed
+"""Deeper braces exhaust the parser's stack."""
 MOST_DIGITS = 100_000
+"""Decimal digits of a power that may be computed."""
 LARGEST_FACTORIAL = 20_000
+MOST_POWERS = 20
+"""Powers and factorials of one expression that are looked at; more count as too large."""
 
+# "-12.5", with so few digits that computing with it costs nothing.
 PLAIN_NUMBER = re.compile(r"-?([0-9]{1,30}|[0-9]{1,8}\.[0-9]{1,6})")
 
+# Every brace, and whether it opens a box; "\{" and "\}" are matched to be passed over.
 BOX = re.compile(r"(?P<box>\\boxed\s*)?\{|\\.|\}", re.DOTALL)
 
+# "C", "(C)", "C.", "option C", and "(C) 5 cm": the letter with what it stands for.
 CHOICE = re.compile(
     r"(?:(?:option|choice|answer)\s+)?(?:\(\s*(?P<bracketed>[A-Z])\s*\)|(?P<marked>[A-Z])\s*[).:])(?P<rest>.*)"
     r"|(?:(?:option|choice|answer)\s+)?(?P<bare>[A-Z])",
     re.IGNORECASE | re.DOTALL,
 )
+# "A, B and D"
 CHOICES = re.compile(r"\(?[A-Z]\)?(?:(?:\s*,\s*|\s*,?\s*and\s+|\s+)\(?[A-Z]\)?)+")
+# "Tuesday", "not defined": words alone.
 WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?: [A-Za-z'-]+)*")
 
+# math-verify reads the 5 in "not 5".
 DENIAL = re.compile(
     r"\b(?:not|isn'?t|aren'?t|never|neither|nor|cannot|can'?t|except|unless|maybe|anything but)\b", re.IGNORECASE
 )
 INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ll|gg)(?![a-zA-Z])")
+# "1 2", which math-verify takes for a product.
 DIGITS_APART = re.compile(r"[0-9] +[0-9]")
+# "101_2"
 BASE = re.compile(r"[0-9]\s*_")
+# "3:4", but neither "::" nor ":=".
 RATIO = re.compile(r"(?<![:\\])\s*:\s*(?!=)")
+# "10:15" may be a time, and is then not the ratio 2:3.
 CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
+NOT_A_POINT = re.compile(r"[<>=,\[\]]|\\(?:le|ge|ne|in|cup|cap|infty|text|\{)")
 
-LITERAL_POWER = re.compile(r"(?<![0-9.])([0-9]+)\s*\^\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
+# "2^{10}" and "2^9" of plain numbers, which math-verify computes before it compares.
+LITERAL_POWER = re.compile(r"(?<![0-9.])(?P<base>[0-9]+)\s*\^\s*(?:\{\s*(?P<braced>[0-9]+)\s*\}|(?P<digit>[0-9]))")
 LITERAL_FACTORIAL = re.compile(r"(?<![0-9.])([0-9]+)\s*!")
-# no more than a box has comparisons, of which every one waits for a process
+# "(3)!" and "{2}^3", whose brackets hide that they are numbers.
+BRACKETED_LITERAL = re.compile(r"[({]\s*([0-9]+)\s*[)}](?=\s*[!^])")
+
+# As many as there can be comparisons, each of which waits for a process.
 _threads = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="answers")
 
 
 async def judge(answer: str, ground_truth: str) -> bool:
-    """``is_correct`` off the event loop, on threads that nothing else has to wait for. Raises CheckerFailure."""
-    return await asyncio.get_running_loop().run_in_executor(_threads, is_correct, answer, ground_truth)
+    """Run ``is_correct`` off the event loop, on threads that nothing else has to wait for.
+
+    Raises CheckerFailure."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_threads, is_correct, answer, ground_truth)
 
 
 def is_correct(answer: str, ground_truth: str) -> bool:
-    r"""Whether the last \boxed{} of ``answer`` equals ``ground_truth``.
+    r"""Say whether the last \boxed{} of ``answer`` equals ``ground_truth``.
 
     Raises CheckerFailure if math-verify cannot be asked."""
+    # What exhausts a parser is refused here: the policy writes it, so it is wrong and no failure.
     boxed = last_boxed(answer)
     if boxed is None or len(boxed) > LONGEST or _depth(boxed) > DEEPEST:
         return False
     return is_equivalent(standard_notation(boxed), standard_notation(ground_truth))
 
 
+@dataclass(frozen=True)
+class _OpenBrace:
+    content_start: int
+    is_box: bool
+
+
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete \boxed{...} (braces may nest), the outer one if one is in another, or None."""
-    last = text.rfind(r"\boxed")
-    if last < 0:
+    r"""Return the content of the last complete \boxed{...}, or None.
+
+    Braces may nest; of boxes in each other it is the outer one."""
+    last_mention = text.rfind(r"\boxed")
+    if last_mention < 0:
         return None
 
-    found: tuple[int, int] | None = None
-    opened: list[tuple[int, bool]] = []  # where the content begins, and whether it is that of a box
-    for brace in BOX.finditer(text, max(0, last - BOX_WINDOW), last + BOX_WINDOW):
-        if brace[0].endswith("{") and not brace[0].startswith("\\{"):
-            opened.append((brace.end(), brace["box"] is not None))
-        elif brace[0] == "}" and opened:
-            start, is_box = opened.pop()
-            if is_box:  # an outer box is closed after the ones in it
-                found = (start, brace.start())
-    return None if found is None else text[found[0] : found[1]]
+    content: str | None = None
+    opened: list[_OpenBrace] = []
+    for brace in BOX.finditer(text, max(0, last_mention - BOX_WINDOW), last_mention + BOX_WINDOW):
+        is_escaped = brace[0].startswith("\\") and brace["box"] is None
+        if is_escaped:
+            continue
+        if brace[0].endswith("{"):
+            opened.append(_OpenBrace(brace.end(), is_box=brace["box"] is not None))
+        elif opened:
+            closed = opened.pop()
+            # An outer box is closed after the ones in it.
+            if closed.is_box:
+                content = text[closed.content_start : brace.start()]
+    return content
 
 
 def is_number(text: str) -> bool:
-    """Whether it is a plain number or a fraction of two."""
+    """Say whether it is a plain number or a fraction of two."""
     parts = text.strip().strip("$").replace(",", "").split("/")
     return len(parts) <= 2 and all(PLAIN_NUMBER.fullmatch(part.strip()) for part in parts)
 
 
 def normalised(answer: str | None) -> str | None:
-    """Equal text for answers that are written alike: without blanks and dollar signs, numbers in one form."""
+    """Return equal text for answers that are written alike, with numbers in one form."""
     if answer is None:
         return None
+
     text = "".join(answer.split()).strip("$").replace(r"\dfrac", r"\frac").replace(r"\!", "")
     number = text.replace(",", "")
-    return format(Decimal(number).normalize(), "f") if PLAIN_NUMBER.fullmatch(number) else text
+    if PLAIN_NUMBER.fullmatch(number):
+        return format(Decimal(number).normalize(), "f")
+    return text
 
 
 # ---- two expressions in standard notation
 
 
-def is_equivalent(given: str, wanted: str) -> bool:
-    """Whether two answers in standard notation say the same. Raises CheckerFailure."""
-    if not given or not wanted:
+def is_equivalent(answer: str, truth: str) -> bool:
+    """Say whether two answers in standard notation say the same. Raises CheckerFailure."""
+    if not answer or not truth:
         return False
-    if _without_spaces(given) == _without_spaces(wanted):
+    if _without_spaces(answer) == _without_spaces(truth):
         return True
 
-    choice = _choice(wanted)
-    if choice is not None and _choice(given) == choice:
+    plain_answer = _unwrapped(answer)
+    plain_truth = _unwrapped(truth)
+    # Letters of a choice, which math-verify would take for variables.
+    choice = _choice(truth)
+    if choice is not None and _choice(answer) == choice:
         return True
-    if CHOICES.fullmatch(_unwrapped(wanted)) and CHOICES.fullmatch(_unwrapped(given)):
-        return _letters(given) == _letters(wanted)
-    if WORDS.fullmatch(_unwrapped(wanted)) and _unwrapped(given).lower() == _unwrapped(wanted).lower():
+    if CHOICES.fullmatch(plain_truth) and CHOICES.fullmatch(plain_answer):
+        return _letters(plain_answer) == _letters(plain_truth)
+    if WORDS.fullmatch(plain_truth) and plain_answer.lower() == plain_truth.lower():
         return True
 
-    wanted_quantity, given_quantity = parse_quantity(_unwrapped(wanted)), parse_quantity(_unwrapped(given))
-    if wanted_quantity is not None and given_quantity is not None:
-        (number, units), (other, other_units) = given_quantity, wanted_quantity
-        return same_number(number, other) and same_units(units, other_units)
+    # Numbers are compared exactly, before math-verify would round them or leave units out.
+    true_quantity = parse_quantity(plain_truth)
+    quantity = parse_quantity(plain_answer)
+    if true_quantity is not None and quantity is not None:
+        is_same = same_number(quantity.number, true_quantity.number)
+        return is_same and same_units(quantity.units, true_quantity.units)
 
-    if says_something_else(given, wanted):
+    if says_something_else(answer, truth):
         return False
-    if ":" in wanted:
-        return _same_ratio(given, wanted)
-    if "=" in given and "=" not in wanted and not _splits(given, ","):
-        return _chain_ends_in(given, wanted)
-    return _ask_math_verify(given, wanted)
+    if ":" in truth:
+        return _same_ratio(answer, truth)
+    if "=" in answer and "=" not in truth and not _splits(answer, ","):
+        return _chain_ends_in(answer, truth)
+    return _ask_math_verify(answer, truth)
 
 
-def says_something_else(given: str, wanted: str) -> bool:
-    """Whether ``given`` is another kind of statement than ``wanted``, though the same numbers may be in it."""
-    if r"\boxed" in given or r"\fbox" in given:  # 4\fbox{5}: math-verify takes the box and leaves the rest
+def says_something_else(answer: str, truth: str) -> bool:
+    """Say whether ``answer`` is another kind of statement than ``truth``."""
+    # Of 4\fbox{5} math-verify takes the box and leaves the rest.
+    if r"\boxed" in answer or r"\fbox" in answer:
         return True
-    if DENIAL.search(given) and not DENIAL.search(wanted):
-        return True
-    # math-verify leaves words out ("5 squared"), takes digits apart for a product, and leaves a base out
-    if _qualifiers(given) - _qualifiers(wanted) or DIGITS_APART.search(given):
-        return True
-    if BASE.search(given) and not BASE.search(wanted):
-        return True
-    if (r"\ne " in f"{given} ") != (r"\ne " in f"{wanted} "):
-        return True
-    if bool(RATIO.search(given)) != bool(RATIO.search(wanted)):
-        return True
-    if INEQUALITY.search(given) and _is_point(wanted):
-        return True
-    if INEQUALITY.search(wanted) and _is_point(given):
+    if DENIAL.search(answer) and not DENIAL.search(truth):
         return True
 
-    # (1,2) is a point or an interval, \{1,2\} is a set; 1,2 may be meant for either
-    kinds = {_brackets(given), _brackets(wanted)}
-    return kinds == {"set", "tuple"}
+    # math-verify leaves words out ("5 squared"), takes digits apart for a product, and leaves a
+    # base out.
+    if _qualifiers(answer) - _qualifiers(truth) or DIGITS_APART.search(answer):
+        return True
+    if BASE.search(answer) and not BASE.search(truth):
+        return True
+
+    if _is_negated(answer) != _is_negated(truth):
+        return True
+    if bool(RATIO.search(answer)) != bool(RATIO.search(truth)):
+        return True
+    if INEQUALITY.search(answer) and _is_point(truth):
+        return True
+    if INEQUALITY.search(truth) and _is_point(answer):
+        return True
+
+    # (1,2) is a point or an interval, \{1,2\} is a set; 1,2 may be meant for either.
+    return {_brackets(answer), _brackets(truth)} == {"set", "tuple"}
 
 
-def _ask_math_verify(given: str, wanted: str) -> bool:
-    if _is_too_large(given) or _is_too_large(wanted):
+def _ask_math_verify(answer: str, truth: str) -> bool:
+    if _is_too_large(answer) or _is_too_large(truth):
         return False
-    if "." not in wanted:
-        given = exact_decimals(given)
-    return equivalent(given, wanted)
+    # An exact truth wants an exact answer, and math-verify takes decimals for rounded.
+    if "." not in truth:
+        answer = exact_decimals(answer)
+    return equivalent(answer, truth)
 
 
-def _same_ratio(given: str, wanted: str) -> bool:
+def _same_ratio(answer: str, truth: str) -> bool:
     """3:4 is 6:8, but 10:15 o'clock is not 20:30; a ratio is not a fraction."""
-    if CLOCK.fullmatch(_without_spaces(given)) and CLOCK.fullmatch(_without_spaces(wanted)):
+    if CLOCK.fullmatch(_without_spaces(answer)) and CLOCK.fullmatch(_without_spaces(truth)):
         return False
-    ours, theirs = RATIO.split(given), RATIO.split(wanted)
-    if len(ours) != len(theirs) or not all(ours) or not all(theirs):
+
+    parts = RATIO.split(answer)
+    true_parts = RATIO.split(truth)
+    if len(parts) != len(true_parts) or not all(parts) or not all(true_parts):
         return False
-    # each part over the last one
-    return all(
-        is_equivalent(rf"\frac{{{a}}}{{{ours[-1]}}}", rf"\frac{{{b}}}{{{theirs[-1]}}}")
-        for a, b in zip(ours[:-1], theirs[:-1], strict=True)
-    )
+
+    # Each part over the last one: the ratio 3:4:5 is two shares.
+    for part, true_part in zip(parts[:-1], true_parts[:-1], strict=True):
+        share = rf"\frac{{{part}}}{{{parts[-1]}}}"
+        true_share = rf"\frac{{{true_part}}}{{{true_parts[-1]}}}"
+        if not is_equivalent(share, true_share):
+            return False
+    return True
 
 
-def _chain_ends_in(given: str, wanted: str) -> bool:
-    """Whether the equations of ``given`` say ``wanted``: x = 5, and 2 + 3 = 5, but not 3 = 4 = 5.
+def _chain_ends_in(answer: str, truth: str) -> bool:
+    """Say whether equations say ``truth``: x = 5 and 2 + 3 = 5 do, 3 = 4 = 5 does not.
 
     A side with a variable in it names what was asked for (x, or x + 1), as math-verify has it."""
-    sides = [side.strip() for side in given.split("=") if side.strip()]
-    if _has_variable(wanted):
-        named, values = sides[:1], sides[1:]
-        if named and not _has_variable(named[0]):
+    sides = [side.strip() for side in answer.split("=") if side.strip()]
+    if _has_variable(truth):
+        if sides and not _has_variable(sides[0]):
             return False
+        values = sides[1:]
     else:
         values = [side for side in sides if not _has_variable(side)]
-    return bool(values) and all(is_equivalent(value, wanted) for value in values)
+    return bool(values) and all(is_equivalent(value, truth) for value in values)
 
 
 def _choice(text: str) -> str | None:
-    """The letter, if ``text`` is the letter of a choice, perhaps with what it stands for: C, (C), C. and (C) 5 cm."""
+    """Return the letter of a choice, such as C, (C), C. and (C) 5 cm. None if it is no choice."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip()
-    found = CHOICE.fullmatch(text)
-    if found is None:
+    choice = CHOICE.fullmatch(text)
+    if choice is None:
         return None
-    letter = found["bracketed"] or found["marked"] or found["bare"]
-    rest = found["rest"] or ""
+
+    letter = choice["bracketed"] or choice["marked"] or choice["bare"]
+    rest = choice["rest"] or ""
     if not letter.isupper() or re.search(r"\([A-Z]\)|\b(?:or|and|not)\b", rest):
         return None
     return str(letter)
 
 
 def _letters(text: str) -> list[str]:
-    return sorted(set(re.findall(r"[A-Z]", _unwrapped(text))))
+    """Return the letters of several choices, each once."""
+    return sorted(set(re.findall(r"[A-Z]", text)))
 
 
 def _unwrapped(text: str) -> str:
-    r"""Without the \text{} around all of it."""
+    r"""Remove the \text{} around all of it."""
     if text.startswith(r"\text{") and closing_brace(text, len(r"\text")) == len(text) - 1:
         return text[len(r"\text{") : -1].strip().rstrip(".")
     return text
 
 
 def _qualifiers(text: str) -> frozenset[str]:
-    """Words that make more of a number than its value."""
-    said = " ".join(re.findall(r"\\text\s*\{([^{}]*)\}", text))
-    return NO_UNITS.intersection(re.findall(r"[a-z]+", said.lower()))
+    """Return words that make more of a number than its value."""
+    words = " ".join(re.findall(r"\\text\s*\{([^{}]*)\}", text)).lower()
+    return NO_UNITS.intersection(re.findall(r"[a-z]+", words))
 
 
 def _without_spaces(text: str) -> str:
-    """Spaces that say nothing: not those between letters or digits."""
+    """Remove spaces that say nothing: all but those between letters or digits."""
     return re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
 
 
+def _is_negated(text: str) -> bool:
+    r"""Say whether it has \ne in it, which standard notation ends with a blank."""
+    return r"\ne " in f"{text} "
+
+
 def _is_point(text: str) -> bool:
-    """Whether it is one value: no relation, interval, set or list."""
-    return not re.search(r"[<>=,\[\]]|\\(?:le|ge|ne|in|cup|cap|infty|text|\{)", text)
+    """Say whether it is one value: no relation, interval, set or list."""
+    return NOT_A_POINT.search(text) is None
 
 
 def _brackets(text: str) -> str | None:
+    """Say whether it is a "set" or a "tuple"; None if it is neither."""
     if text.startswith(r"\{") and text.endswith(r"\}"):
         return "set"
     if text[:1] in "([" and text[-1:] in ")]" and _splits(text[1:-1], ","):
@@ -241,53 +299,88 @@ def _brackets(text: str) -> str | None:
 
 
 def _splits(text: str, separator: str) -> bool:
-    """Whether ``separator`` is there outside of all brackets."""
+    """Say whether ``separator`` is there outside of all brackets."""
     depth = 0
     for character in text:
-        depth += (character in "([{") - (character in ")]}")
+        depth += _depth_change(character)
         if character == separator and depth == 0:
             return True
     return False
 
 
+def _depth(text: str) -> int:
+    """Return how deep brackets nest."""
+    # A closing bracket too many makes the depth negative, which is no harm.
+    depth = 0
+    deepest = 0
+    for character in text:
+        depth += _depth_change(character)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _depth_change(character: str) -> int:
+    return (character in "([{") - (character in ")]}")
+
+
 def _has_variable(text: str) -> bool:
-    """Whether letters are left without commands, words, and the constants e and i; or nothing but words is there."""
+    """Say whether it has letters besides commands, words, e and i, or is nothing but words."""
     if r"\text" in text and not re.search(r"[0-9]", text):
         return True
+    # What is left of \text{} and of commands such as \pi are no variables.
     text = re.sub(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+", " ", text)
     return re.search(r"[a-df-hj-zA-Z]", text) is not None
 
 
-def _is_too_large(text: str) -> bool:
-    """Whether a power or factorial of literal numbers is too large to be computed, however it is nested.
+# ---- what cannot be computed
 
-    math-verify computes 9^(9^(9^9)) before anything else. Time limits hold nevertheless: this only saves the time."""
-    for _ in range(20):
-        text = re.sub(r"[({]\s*([0-9]+)\s*[)}](?=\s*[!^])", r"\1", text)
-        if found := LITERAL_FACTORIAL.search(text):
-            number = int(found[1]) if len(found[1]) < 8 else LARGEST_FACTORIAL + 1
-            if number > LARGEST_FACTORIAL:
-                return True
-            # its size is all that matters from here on
-            text = f"{text[: found.start()]}{10 ** min(number, 2000)}{text[found.end() :]}"
-        elif powers := list(LITERAL_POWER.finditer(text)):
-            found = powers[-1]  # the innermost of a tower
-            base, exponent = found[1], found[2] or found[3]
-            if base in ("0", "1") or exponent in ("0", "1"):
-                value = "1" if exponent == "0" else base
-            elif len(exponent) > 7 or len(base) * int(exponent) > MOST_DIGITS:
-                return True
-            else:
-                value = str(int(Fraction(base)) ** int(exponent)) if len(base) * int(exponent) < 4000 else "9" * 4000
-            text = f"{text[: found.start()]}{value}{text[found.end() :]}"
-        else:
+
+def _is_too_large(text: str) -> bool:
+    """Say whether a power or factorial of literal numbers is too large to be computed.
+
+    math-verify computes 9^(9^(9^9)) before anything else. Time limits hold nevertheless: this
+    only saves the time."""
+    for _ in range(MOST_POWERS):
+        text = BRACKETED_LITERAL.sub(r"\1", text)
+        operation = _innermost(text)
+        if operation is None:
             return False
+
+        value = _power(operation) if operation.re is LITERAL_POWER else _factorial(operation)
+        if value is None:
+            return True
+        text = f"{text[: operation.start()]}{value}{text[operation.end() :]}"
     return True
 
 
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "{([") - (character in "})]")
-        deepest = max(deepest, depth)
-    return deepest
+def _innermost(text: str) -> re.Match[str] | None:
+    """Return the factorial or power to compute first: of a tower of powers, the last."""
+    factorial = LITERAL_FACTORIAL.search(text)
+    if factorial is not None:
+        return factorial
+    powers = list(LITERAL_POWER.finditer(text))
+    return powers[-1] if powers else None
+
+
+def _factorial(factorial: re.Match[str]) -> str | None:
+    """Return a number of about a factorial's size, which is enough; None if it is too large."""
+    digits = factorial[1]
+    if len(digits) >= 8 or int(digits) > LARGEST_FACTORIAL:
+        return None
+    return str(10 ** min(int(digits), 2000))
+
+
+def _power(power: re.Match[str]) -> str | None:
+    """Return a power, or nines in place of a large one; None if it is too large."""
+    base = power["base"]
+    exponent = power["braced"] or power["digit"]
+    if exponent == "0":
+        return "1"
+    if base in ("0", "1") or exponent == "1":
+        return base
+
+    if len(exponent) > 7 or len(base) * int(exponent) > MOST_DIGITS:
+        return None
+    if len(base) * int(exponent) < 4000:
+        return str(int(base) ** int(exponent))
+    return "9" * 4000

@@ -1,8 +1,9 @@
-"""math-verify in processes of its own, because an answer can make it run for ever or eat the memory.
+"""math-verify in processes of its own, because an answer can make it run for ever or eat the
+memory.
 
-Every comparison that is going on has a worker process to itself, and a limit that begins when it does: answers that are
-slow to compare do not queue before the others. Workers are forked from a server that has imported sympy
-(``math_verify_server``), so that one more costs milliseconds."""
+Every comparison that is going on has a worker process to itself, and a limit that begins when it
+does: answers that are slow to compare do not queue before the others. Workers are forked from a
+server that has imported sympy (``math_verify_server``), so that one more costs milliseconds."""
 
 import atexit
 import json
@@ -18,49 +19,59 @@ from typing import IO
 from rl_loop.rewards.failure import CheckerFailure
 from rl_loop.rewards.math_verify_server import READY
 
-# processor time of one comparison, which usually takes a thousandth of that; a slower one counts as not equivalent
 SECONDS = 2.0
-# comparisons at the same time; more wait until one of these is over
+"""Processor time of one comparison, which usually takes a thousandth of that; a slower one counts
+as not equivalent."""
 WORKERS = 32
-# workers that stay for the next comparison
+"""Comparisons at the same time; more wait until one of these is over."""
 IDLE_WORKERS = 4
-# importing sympy takes seconds on a busy machine; a comparison its processor time, many times over if there are many
+"""Workers that stay for the next comparison."""
 START_SECONDS = 180.0
+"""Importing sympy takes seconds on a busy machine."""
 REPLY_SECONDS = 180.0
-# characters of an expression; a longer one counts as not equivalent
+"""A comparison may take its processor time many times over if there are many."""
+STOP_SECONDS = 5.0
+"""The server gets to end by itself."""
 LONGEST = 2000
+"""Characters of an expression; a longer one counts as not equivalent."""
 
 
 class MathVerifyPool:
-    """Compares expressions, from any number of threads. Started when first needed, gone with the parent."""
+    """Compares expressions, from any number of threads.
+
+    Started when first needed, gone with the parent."""
 
     def __init__(self, seconds: float = SECONDS, workers: int = WORKERS) -> None:
         self._seconds = seconds
-        self._places = threading.BoundedSemaphore(workers)
-        self._lock = threading.Lock()  # of everything below
+        self._vacancies = threading.BoundedSemaphore(workers)
+
+        self._lock = threading.Lock()
+        """Guards everything below."""
         self._idle: list[socket.socket] = []
         self._server: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
+        """On which the server is asked for workers."""
         self._errors: IO[bytes] | None = None
-        self._last_words = ""  # of the last server that died
+        """Standard error of the server and its workers."""
+        self._last_error = ""
+        """Of the last server that died."""
 
-    def equivalent(self, given: str, wanted: str) -> bool:
-        """Whether math-verify finds two mathematical expressions (LaTeX or plain) equivalent.
+    def equivalent(self, answer: str, truth: str) -> bool:
+        """Say whether math-verify finds two mathematical expressions (LaTeX or plain) equivalent.
 
-        Raises CheckerFailure if math-verify cannot be started, or its process dies twice without having had the time
-        that a comparison may take."""
-        if max(len(given), len(wanted)) > LONGEST:
+        Raises CheckerFailure if math-verify cannot be started, or its process dies twice without
+        having had the time that a comparison may take."""
+        if max(len(answer), len(truth)) > LONGEST:
             return False
 
-        question = json.dumps([given, wanted]).encode() + b"\n"
-        with self._places:
-            # an idle worker may have died since it was last asked; the second one is fresh
+        question = json.dumps([answer, truth]).encode() + b"\n"
+        with self._vacancies:
+            # An idle worker may have died since it was last asked; the second one is fresh.
             for worker in (self._idle_worker(), None):
-                worker = worker or self._new_worker()
-                same = self._ask(worker, question)
-                if same is not None:
-                    return same
-        raise CheckerFailure(f"the process of math-verify died twice over {given!r} against {wanted!r}")
+                verdict = self._ask(worker or self._new_worker(), question)
+                if verdict is not None:
+                    return verdict
+        raise CheckerFailure(f"the process of math-verify died twice over {answer!r} against {truth!r}")
 
     def close(self) -> None:
         """End all processes; the next comparison starts new ones."""
@@ -68,10 +79,11 @@ class MathVerifyPool:
             self._stop_server()
 
     def _ask(self, worker: socket.socket, question: bytes) -> bool | None:
-        """The answer: False if the worker used up its time, None if it died before."""
-        # a process has at most one core: who lived for less than the limit was not killed by the limit
+        """Return a worker's verdict: False if it used up its time, None if it died before.
+
+        Raises CheckerFailure if it does not answer."""
         began = time.monotonic()
-        reply = _exchange(worker, question)
+        reply = _exchange(worker, question, REPLY_SECONDS)
         if reply:
             self._keep(worker)
             return reply == b"true\n"
@@ -79,13 +91,20 @@ class MathVerifyPool:
         worker.close()
         if reply is None:
             raise CheckerFailure(f"math-verify did not answer within {REPLY_SECONDS:.0f} s; is the machine overloaded?")
-        return False if time.monotonic() - began >= self._seconds else None
+        # A process has at most one core: one that lived for less than the limit was not killed by
+        # the limit.
+        had_its_time = time.monotonic() - began >= self._seconds
+        return False if had_its_time else None
+
+    # ---- workers
 
     def _idle_worker(self) -> socket.socket | None:
+        """Take a worker that waits for its next question, if there is one."""
         with self._lock:
             return self._idle.pop() if self._idle else None
 
     def _keep(self, worker: socket.socket) -> None:
+        """Let a worker wait for its next question, or end it if enough of them do."""
         with self._lock:
             if len(self._idle) < IDLE_WORKERS and self._server is not None:
                 self._idle.append(worker)
@@ -93,7 +112,7 @@ class MathVerifyPool:
         worker.close()
 
     def _new_worker(self) -> socket.socket:
-        """A worker that is ready to be asked. Raises CheckerFailure."""
+        """Start a worker and wait until it can be asked. Raises CheckerFailure."""
         for _ in range(2):
             with self._lock:
                 if self._server is None or self._server.poll() is not None:
@@ -104,78 +123,100 @@ class MathVerifyPool:
             if worker is not None and _exchange(worker, b"", START_SECONDS) == READY:
                 return worker
 
-            # the server died since it was last seen
+            # The server died since it was last seen.
             if worker is not None:
                 worker.close()
             with self._lock:
-                if self._server is server:  # another thread may have started the next one
+                # Another thread may have started the next one.
+                if self._server is server:
                     self._stop_server()
-        raise CheckerFailure(f"math-verify does not start: {self._last_words or 'its process dies without a word'}")
+        raise CheckerFailure(f"math-verify does not start: {self._last_error or 'its process dies without a word'}")
+
+    # ---- the server; the caller holds the lock
 
     def _start_server(self) -> None:
+        """Start a server in place of the last one. Raises CheckerFailure."""
         self._stop_server()
-        self._requests, theirs = socket.socketpair()
+        self._requests, their_end = socket.socketpair()
+        # sympy's order of terms depends on the hashes of texts: verdicts must not differ between
+        # runs.
+        environment = os.environ | {"PYTHONHASHSEED": "0"}
         command = [sys.executable, "-m", "rl_loop.rewards.math_verify_server", str(self._seconds)]
         try:
-            # sympy's order of terms depends on the hashes of texts: verdicts must not differ between runs
-            environment = os.environ | {"PYTHONHASHSEED": "0"}
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it stays as long as the server
             self._server = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self._errors, env=environment
+                command,
+                stdin=their_end.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env=environment,
             )
         except OSError as error:
             raise CheckerFailure(f"math-verify does not start: {' '.join(command)}: {error}") from None
         finally:
-            theirs.close()
+            their_end.close()
 
     def _stop_server(self) -> None:
-        """The server kills its workers when its socket closes."""
+        """End the server, and with it its workers, and keep its last error."""
         for worker in self._idle:
             worker.close()
         self._idle.clear()
+
         if self._requests is not None:
             self._requests.close()
             self._requests = None
         if self._server is not None:
-            try:
-                self._server.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait()
+            _end(self._server)
             self._server = None
         if self._errors is not None:
-            self._errors.seek(0)
-            lines = self._errors.read().decode(errors="replace").strip().splitlines()
-            errors = [line for line in lines if "Error" in line] or lines
-            self._last_words = errors[-1].strip() if errors else ""
+            self._last_error = _last_error(self._errors)
             self._errors.close()
             self._errors = None
 
 
-def _request_worker(requests: socket.socket) -> socket.socket | None:
-    """The socket of a worker that is being started; None if the server is gone."""
-    ours, theirs = socket.socketpair()
+def _end(server: "subprocess.Popen[bytes]") -> None:
+    """Wait for a process that was told to end, and kill it if it does not."""
     try:
-        socket.send_fds(requests, [b"w"], [theirs.fileno()])
-        return ours
+        server.wait(timeout=STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def _last_error(errors: IO[bytes]) -> str:
+    """Return the last line that names an error, or the last one; empty if nothing was written."""
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    named = [line for line in lines if "Error" in line] or lines
+    return named[-1].strip() if named else ""
+
+
+def _request_worker(requests: socket.socket) -> socket.socket | None:
+    """Ask the server for a worker.
+
+    Returns the socket to ask it on, or None if the server is gone."""
+    our_end, their_end = socket.socketpair()
+    try:
+        socket.send_fds(requests, [b"w"], [their_end.fileno()])
+        return our_end
     except OSError:
-        ours.close()
+        our_end.close()
         return None
     finally:
-        theirs.close()
+        their_end.close()
 
 
-def _exchange(worker: socket.socket, question: bytes, seconds: float = REPLY_SECONDS) -> bytes | None:
-    """The line that a worker answers, empty if it has died, None if it says nothing for ``seconds``."""
+def _exchange(worker: socket.socket, question: bytes, seconds: float) -> bytes | None:
+    """Return a worker's line: empty if it has died, None if it says nothing for ``seconds``."""
     worker.settimeout(seconds)
     reply = b""
     try:
         worker.sendall(question)
         while not reply.endswith(b"\n"):
-            part = worker.recv(64)
-            if not part:
+            received = worker.recv(64)
+            if not received:
                 return b""
-            reply += part
+            reply += received
         return reply
     except TimeoutError:
         return None

@@ -1,7 +1,8 @@
-r"""One notation for what means the same: typography, Unicode and packages' commands become LaTeX for math-verify.
+r"""One notation for what means the same: typography, Unicode and packages' commands become LaTeX
+for math-verify.
 
-For texts of at most a few thousand characters. Regular expressions here have no repeated group inside a repeated group,
-which could take exponential time."""
+For texts of at most a few thousand characters. Regular expressions here have no repeated group
+inside a repeated group, which could take exponential time."""
 
 import re
 import unicodedata
@@ -38,79 +39,95 @@ SYMBOLS = {
 SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n", strict=True))
 
-# commands whose argument is what they show, and what they are replaced by
 SHOWN = (
     *("boldsymbol", "bm", "pmb", "mathbf", "mathit", "mathsf", "mathtt", "mathnormal", "underline", "uline", "emph"),
     *("ensuremath", "mathord", "mathopen", "mathclose", "mathpunct", "num", "strut", "smash", "cancel"),
 )
+"""Commands that only change how their argument looks."""
 WORDS = ("mathrm", "textrm", "textbf", "textit", "textup", "textsf", "texttt", "textnormal", "mbox", "hbox", "text")
+r"""Commands that become \text{}, if there are letters in their argument."""
 FRACTIONS = ("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac", "flatfrac", "frac")
 
 REPLACEMENTS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        # Sizes, styles and spacing.
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?", ""),
         (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|bf|rm|it|sf|tt|large|Large)(?![a-zA-Z])", ""),
         (r"\\!|\\\(|\\\)|\\\[|\\\]|\\/|\\hspace\*?\s*\{[^{}]*\}", ""),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\\(?:thin|med|thick)space(?![a-zA-Z])", " "),
+        # 1{,}234 and 3{:}4
         (r"(?<![a-zA-Z])\{\s*([,:.;])\s*\}", r"\1"),
         (r"\\(?:colon|ratio)(?![a-zA-Z])", ":"),
-        # a degree sign says nothing that a number does not, nor does a currency
+        # A degree sign says nothing that a number does not, nor does a currency.
         (
             r"(?:\{\})?\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\(?:text)?degree(?![a-zA-Z])(?:\{\})?)",
             r"\\degree ",
         ),
         (r"\\degree\s*(?:(?:C|F)(?![a-zA-Z])|\\text\s*\{\s*[CF]\s*\})?", " "),
         (r"\\?\$|[€£¥₹₽₩¢₿]|\\(?:text)?(?:euro?|pounds?|sterling|yen|dollar|cent)(?![a-zA-Z])(?:\{\})?", " "),
+        # Relations.
         (r"\\(?:neq|ne|not\s*=)(?![a-zA-Z])|!=|\\not\s*=", r"\\ne "),
         (r"\\(?:leqslant|leqq|leq|le)(?![a-zA-Z])|<=", r"\\le "),
         (r"\\(?:geqslant|geqq|geq|ge)(?![a-zA-Z])|>=", r"\\ge "),
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"==", "="),
+        # Other names of the same thing.
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (rf"\\(?:{'|'.join(FRACTIONS)})(?![a-zA-Z])", r"\\frac"),
+        # "√2", a bar over a digit, and a prime.
         (r"√\s*([0-9]+|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
         (r"([0-9])\u0305", r"\\overline{\1}"),
         (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
     )
 ]
-FRACTION_OF_DIGITS = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9a-zA-Z]))")
+"""Applied in this order: some match what an earlier one wrote."""
+
+FRACTION_OF_DIGITS = re.compile(
+    r"\\frac\s*(?:\{(?P<above>[^{}]*)\}|(?P<digit_above>[0-9]))"
+    r"\s*(?:\{(?P<below>[^{}]*)\}|(?P<sign_below>[0-9a-zA-Z]))"
+)
+r"""\frac12 and \frac{1}2 as well as \frac{1}{2}"""
+# "{n \choose k}", as plain TeX writes binomials.
 CHOOSE = re.compile(r"\{?\s*([^{}\\]+?)\s*\\choose(?![a-zA-Z])\s*([^{}\\]+?)\s*\}?")
+# The words of "1, 2 and 3" and "x = 1 or x = 2".
 LIST_WORD = re.compile(r",?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?<=\s)(?:and|or)(?=\s))\s*")
+# "12 345 678" with spaces for thousands.
 DIGIT_GROUPS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| [0-9])")
 
+# "So the final answer is: "
 INTRODUCTION = re.compile(
     r"(?:(?:so|thus|hence|therefore|then)\b,?\s*)?(?:the\s+|my\s+)?(?:(?:final|correct|right|only|required)\s+)?"
     r"(?:answer|solution|result|value|sum|total|it)s?\s*(?:is|are|equals|:|=)\s*(?:equal\s+to\s+)?:?\s*",
     re.IGNORECASE,
 )
 
+# "\{" is matched as a whole, so that its brace does not count.
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
 
 def standard_notation(text: str) -> str:
-    """The same answer as math-verify reads it: what is shown is kept, how it is shown is not."""
+    """Return the same answer as math-verify reads it: what is shown, not how."""
     text = _without_unicode(text)
     for pattern, replacement in REPLACEMENTS:
         text = pattern.sub(replacement, text)
 
-    for command in SHOWN:
-        text = replace_command(text, command, 1, lambda shown: shown)
-    for command in ("textcolor", "color"):
-        text = replace_command(text, command, 2, lambda _colour, shown: shown)
-        text = replace_command(text, command, 1, lambda _colour: "")
-    for command in ("SI", "qty"):
-        text = replace_command(text, command, 2, lambda number, unit: rf"{number}\text{{ {unit}}}")
-    for command in (*WORDS, "unit", "si"):
-        text = replace_command(text, command, 1, _words)
-
-    text = FRACTION_OF_DIGITS.sub(lambda m: rf"\frac{{{m[1] or m[2] or ''}}}{{{m[3] or m[4] or ''}}}", text)
-    if chosen := CHOOSE.fullmatch(text.strip()):
+    text = _without_commands(text)
+    text = FRACTION_OF_DIGITS.sub(_braced_fraction, text)
+    chosen = CHOOSE.fullmatch(text.strip())
+    if chosen is not None:
         text = rf"\binom{{{chosen[1]}}}{{{chosen[2]}}}"
 
-    text = LIST_WORD.sub(", ", " ".join(text.split()))
+    # "1 and 2" is a list, "12 345" one number.
+    text = " ".join(text.split())
+    text = LIST_WORD.sub(", ", text)
     text = DIGIT_GROUPS.sub(lambda digits: digits[0].replace(" ", ""), text)
-    text = without_punctuation(_without_introduction(without_punctuation(text)))
+
+    # The stop of "The answer is 5." may stand inside or behind the box.
+    text = without_punctuation(text)
+    text = without_punctuation(_without_introduction(text))
     text = _without_box(text)
     while text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
@@ -118,7 +135,7 @@ def standard_notation(text: str) -> str:
 
 
 def without_punctuation(text: str) -> str:
-    """Without the full stop of a sentence; 0.333... keeps its dots, 5. does not."""
+    """Remove the full stop of a sentence; 0.333... keeps its dots, 5. does not."""
     text = text.strip()
     while text and text[-1] in ".,;" and not text.endswith("..."):
         text = text[:-1].rstrip()
@@ -126,104 +143,154 @@ def without_punctuation(text: str) -> str:
 
 
 def replace_command(text: str, command: str, count: int, replacement: Callable[..., str]) -> str:
-    r"""``text`` with what ``replacement`` makes of the ``count`` arguments in braces of each ``\command``."""
+    r"""Replace each ``\command`` by what ``replacement`` makes of its ``count`` arguments."""
     pattern = re.compile(rf"\\{command}(?![a-zA-Z])\*?\s*(?=\{{)")
-    start = 0
-    while found := pattern.search(text, start):
-        arguments: list[str] = []
-        end = found.end()
-        while len(arguments) < count and end < len(text) and text[end] == "{":
-            close = closing_brace(text, end)
-            if close is None:
-                break
-            arguments.append(text[end + 1 : close])
-            end = close + 1
+    position = 0
+    while match := pattern.search(text, position):
+        arguments, end = _arguments_at(text, match.end(), count)
         if len(arguments) < count:
-            start = found.end()
+            position = match.end()
             continue
-        new = replacement(*arguments)
-        text = text[: found.start()] + new + text[end:]
-        # what a command shows may hold another one of its kind, but what stays a command is not looked at again
-        start = found.start() + (len(new) if new.startswith("\\" + command) else 0)
+
+        shown = replacement(*arguments)
+        text = text[: match.start()] + shown + text[end:]
+        # What a command shows may hold another one of its kind, but what stays a command is not
+        # looked at again.
+        position = match.start()
+        if shown.startswith("\\" + command):
+            position += len(shown)
     return text
 
 
 def closing_brace(text: str, opening: int) -> int | None:
-    r"""Where the brace that opens at ``opening`` is closed; \{ and \} are text."""
+    r"""Return where the brace that opens at ``opening`` is closed; \{ and \} are text."""
     depth = 0
-    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, opening):
-        if found[0] == "{":
+    for brace in BRACE.finditer(text, opening):
+        if brace[0] == "{":
             depth += 1
-        elif found[0] == "}":
+        elif brace[0] == "}":
             depth -= 1
             if depth == 0:
-                return found.start()
+                return brace.start()
     return None
 
 
+# ---- the steps of ``standard_notation``
+
+
+def _arguments_at(text: str, start: int, count: int) -> tuple[list[str], int]:
+    """Return at most ``count`` arguments in braces that begin at ``start``, and where they end."""
+    arguments: list[str] = []
+    end = start
+    while len(arguments) < count and text[end : end + 1] == "{":
+        close = closing_brace(text, end)
+        if close is None:
+            break
+        arguments.append(text[end + 1 : close])
+        end = close + 1
+    return arguments, end
+
+
+def _without_commands(text: str) -> str:
+    """Replace the commands of packages by what they show."""
+    for command in SHOWN:
+        text = replace_command(text, command, 1, lambda shown: shown)
+    for command in ("textcolor", "color"):
+        text = replace_command(text, command, 2, lambda _color, shown: shown)
+        text = replace_command(text, command, 1, lambda _color: "")
+    for command in ("SI", "qty"):
+        text = replace_command(text, command, 2, lambda number, unit: rf"{number}\text{{ {unit}}}")
+    for command in (*WORDS, "unit", "si"):
+        text = replace_command(text, command, 1, _words)
+    return text
+
+
 def _words(content: str) -> str:
-    r"""\text{...} only around words: numbers and single symbols in it are mathematics."""
-    letters = sum(character.isalpha() for character in content)
-    if letters == 0:
+    r"""Put \text{} around words only: numbers and single symbols in it are mathematics."""
+    if not any(character.isalpha() for character in content):
         return content
     return rf"\text{{{content}}}"
 
 
+def _braced_fraction(fraction: re.Match[str]) -> str:
+    above = fraction["above"] or fraction["digit_above"] or ""
+    below = fraction["below"] or fraction["sign_below"] or ""
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
 def _without_unicode(text: str) -> str:
-    found: list[str] = []
+    """Write characters beyond ASCII in LaTeX."""
+    pieces: list[str] = []
     for character in text:
         if character < "\x80":
-            found.append(character)
+            pieces.append(character)
         elif character in SYMBOLS:
-            found.append(SYMBOLS[character])
+            pieces.append(SYMBOLS[character])
         elif character in SUPERSCRIPTS or character in SUBSCRIPTS:
-            found.append(_raised_or_lowered(character, found))
+            pieces.append(_raised_or_lowered(character, pieces))
         elif character.isspace():
-            found.append(" ")
+            pieces.append(" ")
         else:
-            found.append(_plain_character(character))
-    return "".join(found)
+            pieces.append(_plain_character(character))
+    return "".join(pieces)
 
 
 def _raised_or_lowered(character: str, before: list[str]) -> str:
-    """^{12} for the two characters of an exponent: the second one opens the first one's braces again."""
-    command, plain = ("^", SUPERSCRIPTS) if character in SUPERSCRIPTS else ("_", SUBSCRIPTS)
+    """Write an exponent or index: ^{12} for two characters, with one pair of braces.
+
+    Takes what it opens again from ``before``."""
+    if character in SUPERSCRIPTS:
+        command = "^"
+        plain = SUPERSCRIPTS[character]
+    else:
+        command = "_"
+        plain = SUBSCRIPTS[character]
+
     if before and before[-1].startswith(command + "{"):
-        opened = before.pop()
-        return f"{opened[:-1]}{plain[character]}}}"
-    return f"{command}{{{plain[character]}}}"
+        opened = before.pop().removesuffix("}")
+        return f"{opened}{plain}}}"
+    return f"{command}{{{plain}}}"
 
 
 def _plain_character(character: str) -> str:
+    """Write vulgar fractions, letters of other fonts and Greek letters in LaTeX."""
     kind = unicodedata.decomposition(character).partition(">")[0]
     if kind == "<fraction":
         above, _, below = unicodedata.normalize("NFKC", character).partition("⁄")
         return rf"\frac{{{above}}}{{{below}}}"
     if kind in ("<font", "<wide", "<narrow"):
         return unicodedata.normalize("NFKC", character)
+
+    # "GREEK SMALL LETTER ALPHA"; LaTeX has no commands for those that look like Latin letters.
     name = unicodedata.name(character, "").split()
     if len(name) == 4 and name[0] == "GREEK" and name[2] == "LETTER" and character not in "ςΑΒΕΖΗΙΚΜΝΟΡΤΥΧο":
         letter = name[3].lower().replace("lamda", "lambda")
-        return rf"\{letter.capitalize() if name[1] == 'CAPITAL' else letter} "
+        if name[1] == "CAPITAL":
+            letter = letter.capitalize()
+        return rf"\{letter} "
     return character
 
 
 def _without_introduction(text: str) -> str:
-    """'The answer is 5', as text or in text, is 5."""
+    """Return 5 for 'The answer is 5', as text or in text."""
     if text.startswith(r"\text{"):
         close = closing_brace(text, len(r"\text"))
-        said = text[len(r"\text{") : close].strip() if close is not None else ""
-        if close is not None and close + 1 < len(text) and INTRODUCTION.fullmatch(f"{said} "):
-            return text[close + 1 :].strip()
-        if close == len(text) - 1 and INTRODUCTION.match(said):
-            return INTRODUCTION.sub("", said, count=1)
-    if found := INTRODUCTION.match(text):
-        rest = text[found.end() :]
-        return rest or text
-    return text
+        if close is not None:
+            words = text[len(r"\text{") : close].strip()
+            rest = text[close + 1 :]
+            if rest and INTRODUCTION.fullmatch(f"{words} "):
+                return rest.strip()
+            if not rest and INTRODUCTION.match(words):
+                return INTRODUCTION.sub("", words, count=1)
+
+    introduction = INTRODUCTION.match(text)
+    if introduction is None:
+        return text
+    return text[introduction.end() :] or text
 
 
 def _without_box(text: str) -> str:
+    """Remove boxes around all of it."""
     for command in (r"\boxed", r"\fbox"):
         inside = text.removeprefix(command).lstrip()
         if text.startswith(command) and inside.startswith("{") and closing_brace(inside, 0) == len(inside) - 1:

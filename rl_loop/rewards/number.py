@@ -1,40 +1,59 @@
-r"""Numbers as people write them: grouped digits, fractions, mixed numbers, powers of ten, repeating decimals, percent.
+r"""Numbers as people write them: grouped digits, fractions, mixed numbers, powers of ten,
+repeating decimals, percent.
 
-Everything is exact. When is a decimal right? If the ground truth is exact (an integer, a fraction, an expression, a
-decimal of few places), only what equals it: 3.141593 is not \pi and 0.333333 is not 1/3. If the ground truth is a
-decimal of at least ROUNDED_PLACES places, it is taken for rounded, and what rounds to it is right, too, as math-verify
-has it."""
+Everything is exact. When is a decimal right? If the ground truth is exact (an integer, a
+fraction, an expression, a decimal of few places), only what equals it: 3.141593 is not \pi and
+0.333333 is not 1/3. If the ground truth is a decimal of at least ROUNDED_PLACES places, it is
+taken for rounded, and what rounds to it is right too, as math-verify has it."""
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-# decimals of the ground truth from here on are taken for rounded; math-verify compares as many places
 ROUNDED_PLACES = 6
-# beyond these, computing with a number could take long
+"""Decimals of the ground truth from here on are taken for rounded; math-verify compares as many
+places."""
+
 MOST_DIGITS = 400
 LARGEST_EXPONENT = 400
+"""Beyond these, computing with a number could take long."""
 
+# "12", "12.", ".5"; the empty text and "." match too, and are refused for want of a digit.
 PLAIN = re.compile(r"[0-9]*\.?[0-9]*")
-# 1,234,567 with one and the same separator; spaces also stand for the thin spaces of LaTeX
+
 GROUPED = re.compile(r"[0-9]{1,3}(?P<separator>[, '_])[0-9]{3}(?:(?P=separator)[0-9]{3})*(?P<places>\.[0-9]*)?")
+"""1,234,567 with one and the same separator; spaces also stand for the thin spaces of LaTeX."""
 CONTINENTAL = re.compile(r"[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+")
+"""1.234.567,8"""
+
 REPEATING = re.compile(r"(?P<start>[0-9]*\.[0-9]*)(?:\\overline\s*\{(?P<bar>[0-9]+)\}|\((?P<bracket>[0-9]+)\))")
+r"""0.1\overline{6} and 0.1(6)"""
 DOTTED = re.compile(
-    r"(?P<start>[0-9]*\.[0-9]*)\\dot\s*\{?(?P<first>[0-9])\}?(?:(?P<middle>[0-9]*)\\dot\s*\{?(?P<last>[0-9])\}?)?"
+    r"(?P<start>[0-9]*\.[0-9]*)\\dot\s*\{?(?P<first>[0-9])\}?"
+    r"(?:(?P<middle>[0-9]*)\\dot\s*\{?(?P<last>[0-9])\}?)?"
 )
-# 0.333... and 0.1666...: the last digits must be there three times; 1.4142... repeats nothing
+r"""0.1\dot{6}; with two dots, the block between them repeats."""
 ELLIPSIS = re.compile(
     r"(?P<start>[0-9]*\.[0-9]*?)(?P<block>[0-9]{1,6}?)(?P=block){2,}(?:\.\.\.|\\ldots|\\dots|\\cdots)"
 )
+"""0.333... and 0.1666...: the last digits must be there three times; 1.4142... repeats nothing."""
 
+# "1.5 \times 10^3" and "10^{-4}"
 POWER_OF_TEN = re.compile(
-    r"(?:(?P<factor>.+?)\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*(?:\{\s*(?P<braced>[-+]?[0-9]{1,4})\s*\}|(?P<digit>[0-9]))"
+    r"(?:(?P<factor>.+?)\s*(?:\\times|\\cdot|\*)\s*)?"
+    r"10\s*\^\s*(?:\{\s*(?P<braced>[-+]?[0-9]{1,4})\s*\}|(?P<digit>[0-9]))"
 )
+# "1.5e-3"
 SCIENTIFIC = re.compile(r"(?P<factor>[^eE]+)[eE](?P<exponent>[-+]?[0-9]{1,4})")
+
 FRACTION = re.compile(r"\\frac\s*\{(?P<above>[^{}]*)\}\s*\{(?P<below>[^{}]*)\}")
 SLASH = re.compile(r"(?P<above>[^/]+)/(?P<below>[^/]+)")
+# "1 1/2", where only the space tells it from 11/2, and "1\frac{1}{2}".
 MIXED = re.compile(r"(?P<whole>[0-9]+)\s*(?P<part>\\frac.*|(?<=\s)[0-9]+\s*/\s*[0-9]+)")
+
+# "50%", "50\%", "50 percent"
+PERCENT = re.compile(r"(?P<number>.*?)\s*(?:\\?%|(?:\\text\{)?\s*(?:percent|pct)\s*\}?)")
+DECIMALS = re.compile(r"(?P<before>[0-9]*)\.(?P<after>[0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -42,57 +61,70 @@ class Number:
     """A number and how it was written."""
 
     value: Fraction
-    places: int = 0  # digits after the decimal point; 0 for what is exact
-    percent: bool = False  # ``value`` is the number before the sign
+    places: int = 0
+    """Digits after the decimal point; 0 for what is exact."""
+    percent: bool = False
+    """Whether a percent sign follows, before which ``value`` stands."""
 
 
 def parse_number(text: str) -> Number | None:
-    """The number that ``text`` is, in standard notation; None if it is anything else."""
+    """Return the number that ``text`` is, in standard notation, or None if it is anything else."""
     text = text.strip()
     if len(text) > MOST_DIGITS:
         return None
 
-    percent = re.fullmatch(r"(?P<number>.*?)\s*(?:\\?%|(?:\\text\{)?\s*(?:percent|pct)\s*\}?)", text)
-    if percent is not None:
-        number = _signed(percent["number"])
-        return None if number is None else Number(number.value, number.places, percent=True)
-    return _signed(text)
+    percent = PERCENT.fullmatch(text)
+    if percent is None:
+        return _signed(text)
+    number = _signed(percent["number"])
+    if number is None:
+        return None
+    return Number(number.value, number.places, percent=True)
 
 
-def same_number(given: Number, wanted: Number) -> bool:
-    """Whether ``given`` is right. 50 % may stand for 50 and for 0.5, as math-verify has it."""
-    if given.percent == wanted.percent:
-        return _same_value(given.value, wanted)
-    if given.percent:
-        return _same_value(given.value, wanted) or _same_value(given.value / 100, wanted)
-    return _same_value(given.value, wanted) or _same_value(given.value * 100, wanted)
+def same_number(answer: Number, truth: Number) -> bool:
+    """Say whether ``answer`` is right.
+
+    50 % may stand for 50 and for 0.5, as math-verify has it."""
+    if _is_value(answer.value, truth):
+        return True
+    if answer.percent == truth.percent:
+        return False
+    scale = Fraction(1, 100) if answer.percent else Fraction(100)
+    return _is_value(answer.value * scale, truth)
 
 
 def exact_decimals(text: str) -> str:
-    """The same expression with fractions for its decimals: math-verify takes decimals for rounded numbers."""
-    return re.sub(r"([0-9]*)\.([0-9]+)", _as_fraction, text)
+    """Return the expression with fractions for its decimals, which math-verify would round."""
+    return DECIMALS.sub(_as_fraction, text)
 
 
-def _as_fraction(match: re.Match[str]) -> str:
-    return rf"\frac{{{match[1] + match[2]}}}{{1{'0' * len(match[2])}}}"
+def _as_fraction(decimal: re.Match[str]) -> str:
+    zeros = "0" * len(decimal["after"])
+    return rf"\frac{{{decimal['before']}{decimal['after']}}}{{1{zeros}}}"
 
 
-def _same_value(value: Fraction, wanted: Number) -> bool:
-    if value == wanted.value:
+def _is_value(value: Fraction, truth: Number) -> bool:
+    """Say whether a value equals the truth, or rounds to it if that is rounded."""
+    if value == truth.value:
         return True
-    if wanted.places < ROUNDED_PLACES or wanted.value == 0:
+    if truth.places < ROUNDED_PLACES or truth.value == 0:
         return False
 
-    # half a unit of the sixth place; of the sixth significant digit if there are zeros before it
+    # Half a unit of the sixth place; of the sixth significant digit if there are zeros before it.
     places = ROUNDED_PLACES
-    while abs(wanted.value) * 10 ** (places - ROUNDED_PLACES + 1) < 1 and places < MOST_DIGITS:
+    while abs(truth.value) * 10 ** (places - ROUNDED_PLACES + 1) < 1 and places < MOST_DIGITS:
         places += 1
-    return abs(value - wanted.value) * 2 * 10**places <= 1
+    return abs(value - truth.value) * 2 * 10**places <= 1
+
+
+# ---- notations, each tried in turn
 
 
 def _signed(text: str) -> Number | None:
-    sign, text = re.fullmatch(r"([-+]?)\s*(.*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
-    number = _unsigned(text.strip())
+    text = text.strip()
+    sign = text[:1] if text[:1] in ("-", "+") else ""
+    number = _unsigned(text[len(sign) :].strip())
     if number is None or sign != "-":
         return number
     return Number(-number.value, number.places)
@@ -101,6 +133,7 @@ def _signed(text: str) -> Number | None:
 def _unsigned(text: str) -> Number | None:
     while text.startswith("{") and text.endswith("}") and text.count("{") == 1:
         text = text[1:-1].strip()
+
     for parse in (_decimal, _repeating, _power_of_ten, _mixed, _fraction):
         number = parse(text)
         if number is not None:
@@ -110,10 +143,12 @@ def _unsigned(text: str) -> Number | None:
 
 def _decimal(text: str) -> Number | None:
     """12, 12., .5, 1 234.5, 1,234,567 and 1.234,5."""
+    grouped = GROUPED.fullmatch(text)
     if CONTINENTAL.fullmatch(text):
         text = text.replace(".", "").replace(",", ".")
-    elif grouped := GROUPED.fullmatch(text):
+    elif grouped is not None:
         text = text.replace(grouped["separator"], "")
+
     if not PLAIN.fullmatch(text) or not any(map(str.isdigit, text)):
         return None
     places = text.partition(".")[2]
@@ -122,53 +157,72 @@ def _decimal(text: str) -> Number | None:
 
 def _repeating(text: str) -> Number | None:
     r"""0.1\overline{6}, 0.1(6), 0.1\dot{6} and 0.1666...; all are 1/6."""
-    if found := REPEATING.fullmatch(text):
-        start, block = found["start"], found["bar"] or found["bracket"]
-    elif found := DOTTED.fullmatch(text):
-        start, block = found["start"], found["first"] + (found["middle"] or "") + (found["last"] or "")
-    elif found := ELLIPSIS.fullmatch(text):
-        start, block = found["start"], found["block"]
+    if written := REPEATING.fullmatch(text):
+        block = written["bar"] or written["bracket"]
+    elif written := DOTTED.fullmatch(text):
+        block = written["first"] + (written["middle"] or "") + (written["last"] or "")
+    elif written := ELLIPSIS.fullmatch(text):
+        block = written["block"]
     else:
         return None
-    shift = len(start.partition(".")[2])
+
+    start = written["start"]
+    places = start.partition(".")[2]
     beginning = Fraction("0" + start.rstrip("."))
-    return Number(beginning + Fraction(int(block), (10 ** len(block) - 1) * 10**shift))
+    # A block of n digits, repeated without end, is that block over n nines.
+    nines = 10 ** len(block) - 1
+    return Number(beginning + Fraction(int(block), nines * 10 ** len(places)))
 
 
 def _power_of_ten(text: str) -> Number | None:
     r"""1.5e3, 1.5 \times 10^3 and 10^3."""
-    if found := POWER_OF_TEN.fullmatch(text):
-        exponent = int(found["braced"] or found["digit"])
-    elif found := SCIENTIFIC.fullmatch(text):
-        exponent = int(found["exponent"])
+    if written := POWER_OF_TEN.fullmatch(text):
+        exponent = int(written["braced"] or written["digit"])
+    elif written := SCIENTIFIC.fullmatch(text):
+        exponent = int(written["exponent"])
     else:
         return None
-    factor = Number(Fraction(1)) if found["factor"] is None else _decimal(found["factor"].strip())
+
+    factor: Number | None = Number(Fraction(1))
+    if written["factor"] is not None:
+        factor = _decimal(written["factor"].strip())
     if factor is None or abs(exponent) > LARGEST_EXPONENT:
         return None
-    return Number(factor.value * Fraction(10) ** exponent, max(0, factor.places - exponent) if factor.places else 0)
+
+    # 1.5e3 is exact, 1.5e-3 has four places.
+    places = max(0, factor.places - exponent) if factor.places else 0
+    return Number(factor.value * Fraction(10) ** exponent, places)
 
 
 def _mixed(text: str) -> Number | None:
     r"""1 1/2 and 1\frac{1}{2}."""
-    found = MIXED.fullmatch(text)
-    part = found and _fraction(found["part"])
-    if not found or not part or part.places or not 0 < part.value < 1:
+    written = MIXED.fullmatch(text)
+    if written is None:
         return None
-    return Number(int(found["whole"]) + part.value)
+    part = _fraction(written["part"])
+    if part is None or not 0 < part.value < 1:
+        return None
+    return Number(int(written["whole"]) + part.value)
 
 
 def _fraction(text: str) -> Number | None:
-    found = FRACTION.fullmatch(text) or SLASH.fullmatch(text)
-    if found is None:
+    r"""1/2 and \frac{1}{2}."""
+    written = FRACTION.fullmatch(text) or SLASH.fullmatch(text)
+    if written is None:
         return None
-    above, below = (_plain_part(found[name]) for name in ("above", "below"))
+    # Decimals within a fraction make an exact number of it.
+    above = _plain_part(written["above"])
+    below = _plain_part(written["below"])
     if above is None or below is None or below == 0:
         return None
     return Number(above / below)
 
 
 def _plain_part(text: str) -> Fraction | None:
-    sign = -1 if text.strip().startswith("-") else 1
-    number = _decimal(text.strip().removeprefix("-").removeprefix("+").strip().removeprefix("{").removesuffix("}"))
-    return None if number is None else sign * number.value
+    """Return the value of a numerator or denominator, which may have a sign or braces."""
+    text = text.strip()
+    digits = text.removeprefix("-").removeprefix("+").strip().removeprefix("{").removesuffix("}")
+    number = _decimal(digits)
+    if number is None:
+        return None
+    return -number.value if text.startswith("-") else number.value

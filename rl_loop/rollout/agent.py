@@ -4,14 +4,15 @@
     repeat: sample a turn from ids; append exactly what was sampled; let the environment act on it;
             append what tools answered or the user said
 
-Nothing is rendered twice. The loss mask is 1 exactly on what was sampled. What the policy does wrong ends an episode
-with a reward; what infrastructure does wrong ends it as invalid (``rl_loop.infrastructure``)."""
+Nothing is rendered twice. The loss mask is 1 exactly on what was sampled. What the policy does
+wrong ends an episode with a reward; what infrastructure does wrong ends it as invalid
+(``rl_loop.infrastructure``)."""
 
 import asyncio
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -29,7 +30,8 @@ from rl_loop.rollout.turn_sampler import TurnSampler, first_routes, shifted
 from rl_loop.tasks.prompt_limit import PromptLimit, prompt_of
 
 TOOL_PAUSES = (0.1, 1.0, 4.0)
-"""Seconds before a turn whose tools or checker failed is acted on again; after the last time the failure stays."""
+"""Seconds before a turn whose tools or checker failed is acted on again; after the last one the
+failure stays."""
 
 
 async def run_episode(
@@ -45,26 +47,48 @@ async def run_episode(
     purification: PurificationConfig | None = None,
     shape: ModelShape | None = None,
 ) -> Trajectory:
-    """Run one episode to its end. ``sampling.max_new_tokens`` is the limit of one turn; stop ids and seed are set here.
-    ``shape``: what the engine's answers are checked against, besides the vocabulary.
+    """Run one episode to its end.
 
-    The same seed, weights and task give the same episode, whatever else the engine is doing. An infrastructure failure
-    that persists makes it invalid. Raises UnusablePrompt if the prompt leaves no room to answer."""
-    clock = EpisodeClock(limits.episode_seconds)
+    ``sampling.max_new_tokens`` is the limit of one turn; stop ids and seed are set here.
+    ``shape`` is what the engine's answers are checked against, besides the vocabulary.
+
+    The same seed, weights and task give the same episode, whatever else the engine is doing. An
+    infrastructure failure that persists makes it invalid. Raises UnusablePrompt if the prompt
+    leaves no room to answer."""
     sampler = TurnSampler(
         engine=engine,
         episode=f"{task_id}/{seed}",
         sampling=replace(sampling, stop_token_ids=harmony.stop_token_ids),
-        clock=clock,
+        clock=EpisodeClock(limits.episode_seconds),
         shape=shape or ModelShape(harmony.vocabulary.size),
         queue_seconds=limits.queue_seconds,
         routed_experts=routed_experts,
     )
-    return await EpisodeRunner(task_id, environment, harmony, limits, sampler, purification).run()
+    runner = EpisodeRunner(task_id, environment, harmony, limits, sampler, purification)
+    return await runner.run()
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many tokens a turn may have."""
+
+    tokens: int
+    """0 or less if there is no room."""
+    limit: FinishReason
+    """Which limit says so."""
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """A turn of the policy."""
+
+    result: GenerateResult
+    cut_by: FinishReason | None
+    """The limit that ended it; None if the policy did."""
 
 
 class EpisodeRunner:
-    """One episode on its way."""
+    """Runs one episode."""
 
     def __init__(
         self,
@@ -80,11 +104,16 @@ class EpisodeRunner:
         self.limits = limits
         self.sampler = sampler
         self.clock = sampler.clock
-        self.episode = Trajectory(task_id, [], [], [])
-        # what tools answered or the user said, and who it was; part of the episode once a turn was sampled from it
+
+        self.episode = Trajectory(task_id, token_ids=[], loss_mask=[], rollout_log_probs=[])
         self.unread: list[int] = []
+        """What tools answered or the user said: part of the episode once a turn was sampled from
+        it."""
         self.unread_role = ""
-        self.calls_run = 0  # tool calls, those of failed attempts included
+        """Who said it: "tool" or "user"."""
+        self.calls_run = 0
+        """Tool calls, those of retried turns included."""
+
         self.purifier: Purifier | None = None
         if purification is not None:
             self.purifier = Purifier(
@@ -92,7 +121,7 @@ class EpisodeRunner:
                 environment=environment,
                 harmony=harmony,
                 max_tokens=limits.max_tokens,
-                sample=self._sample,
+                sample=self._sample_retry,
                 score=sampler.score,
                 act=self.act,
                 render=self.render,
@@ -110,24 +139,27 @@ class EpisodeRunner:
         """Render the prompt. Raises UnusablePrompt."""
         prompt = await self._ask(prompt_of, self.environment)
         limit = PromptLimit(self.harmony, self.limits.max_tokens)
-        self._append("prompt", await off_loop(limit.render, self.episode.task_id, prompt))
+        ids = await off_loop(limit.render, self.episode.task_id, prompt)
+        self._append("prompt", ids)
 
     async def play(self) -> Trajectory:
         """Take turns until the agent answers or a limit ends the episode."""
-        for turn in range(self.limits.max_turns):
-            sampled, stopped_by = await self.sample_turn(turn)
-            if stopped_by is not None:
-                return await self.cut_short(stopped_by)
+        for number in range(self.limits.max_turns):
+            turn = await self.sample_turn(number)
+            if turn.cut_by is not None:
+                return await self.cut_short(turn.cut_by)
 
-            messages = await off_loop(self.harmony.parse, sampled.output_ids)
+            messages = await off_loop(self.harmony.parse, turn.result.output_ids)
             if isinstance(messages, FormatError):
                 outcome = await self._ask(self.environment.illegal, messages.kind)
-                return self.finish(_checked(outcome), FinishReason.FORMAT_ERROR)
+                return self.finish(_checked_end(outcome), FinishReason.FORMAT_ERROR)
 
-            state = self.environment.save_state() if self.purifier else None
+            # Only purification goes back to before the turn: ``act`` saves what it needs itself.
+            before = self.environment.save_state() if self.purifier is not None else None
             try:
                 result = await self.act(messages)
-                result = await self.retry_failed_call(turn, sampled, messages, result, state)
+                if result.tool_errors > 0 and not result.done:
+                    result = await self.retry_failed_call(number, turn.result, messages, result, before)
             except OutOfTime:
                 return await self.cut_short(FinishReason.TIMEOUT)
 
@@ -142,18 +174,23 @@ class EpisodeRunner:
 
         return await self.cut_short(FinishReason.MAX_TURNS)
 
-    async def sample_turn(self, turn: int) -> tuple[GenerateResult, FinishReason | None]:
-        """Sample a turn and append it. Returns it and, unless the agent ended it itself, the limit that did."""
+    # ---- one turn
+
+    async def sample_turn(self, number: int) -> SampledTurn:
+        """Sample a turn and append it to the episode, behind what it had to read."""
         episode = self.episode
         prefix = episode.token_ids + self.unread
-        room, limit = self._room(len(prefix))
-        if room <= 0:
-            return GenerateResult([], [], FinishReason.LENGTH), limit
+        room = self._room(len(prefix))
+        if room.tokens <= 0:
+            return SampledTurn(GenerateResult([], [], FinishReason.LENGTH), cut_by=room.limit)
 
-        sampled = await self.sampler.sample(str(turn), prefix, room)
+        sampled = await self.sampler.sample(str(number), prefix, room.tokens)
+        # Out of time before the first token: what was unread stays outside of the episode.
         if not sampled.output_ids:
-            return sampled, sampled.finish_reason
-        if turn > 0:
+            return SampledTurn(sampled, cut_by=sampled.finish_reason)
+
+        # All of the episode but what is still unread has been through the engine once.
+        if number > 0:
             episode.reusable_tokens += len(episode)
             episode.cached_tokens += min(len(episode), sampled.cached_tokens)
         if self.unread:
@@ -162,14 +199,16 @@ class EpisodeRunner:
         self._append("assistant", sampled.output_ids, sampled)
 
         if sampled.finish_reason is FinishReason.STOP:
-            return sampled, None
+            return SampledTurn(sampled, cut_by=None)
         if sampled.finish_reason is FinishReason.LENGTH:
-            return sampled, limit
-        return sampled, sampled.finish_reason
+            return SampledTurn(sampled, cut_by=room.limit)
+        return SampledTurn(sampled, cut_by=sampled.finish_reason)
 
     async def act(self, messages: Sequence[ParsedMessage]) -> StepResult:
-        """Let the environment act on a turn, as far as the limit of tool calls goes. What infrastructure spoils is done
-        again, from the state before it. Raises InfrastructureFailure if it persists, and OutOfTime."""
+        """Let the environment act on a turn, as far as the limit of tool calls goes.
+
+        What infrastructure spoils is done again, from the state before it. Raises
+        InfrastructureFailure if it persists, and OutOfTime."""
         runnable = self._runnable(messages)
         state = self.environment.save_state()
         for pause in (*TOOL_PAUSES, None):
@@ -178,48 +217,52 @@ class EpisodeRunner:
                 self.calls_run += result.tool_calls
                 return result
             except InfrastructureFailure:
+                # A world that cannot be set back is not acted on twice.
                 if pause is None or state is None:
                     raise
                 await self.clock.pause(pause)
                 self.environment.restore_state(state)
         raise AssertionError("the last failure is raised")
 
-    async def _step(self, messages: Sequence[ParsedMessage]) -> StepResult:
-        try:
-            result = await self.clock.limit(self.environment.step(messages))
-        except (InfrastructureFailure, OutOfTime):
-            raise
-        except Exception as error:
-            raise InfrastructureFailure("environment", f"step: {describe(error)}") from error
-        if isinstance(result, StepResult) and not result.done:
-            return result
-        return _checked(result)
-
     async def retry_failed_call(
-        self, turn: int, sampled: GenerateResult, messages: list[ParsedMessage], result: StepResult, state: Any
+        self,
+        number: int,
+        sampled: GenerateResult,
+        messages: list[ParsedMessage],
+        result: StepResult,
+        before: Any,
     ) -> StepResult:
-        """Put a good call in the place of a failed one, if the configuration says so and the agent finds one
-        (``rollout.purification``). ``state``: of the environment before the turn. Returns what the turn led to."""
-        if self.purifier is None or not result.tool_errors or result.done:
+        """Put a good call in the place of a failed one, if it may be retried and one is written.
+
+        ``before``: state of the environment before the turn. Returns what the turn led to in the
+        end."""
+        if self.purifier is None:
             return result
-        chance = random.Random(f"{self.sampler.episode}/{turn}").random()
+        # Drawn from episode and turn, so that the same episode retries the same turns.
+        chance = random.Random(f"{self.sampler.episode}/{number}").random()
         if chance >= self.purifier.config.probability:
             return result
-        if state is None:
+        if before is None:
             name = type(self.environment).__name__
-            raise InfrastructureFailure("environment", f"rollout.purification needs {name}.save_state")
+            reason = f"rollout.purification needs {name}.save_state"
+            raise InfrastructureFailure("environment", reason)
 
-        begin = self.episode.turns[-1].start
-        prefix = self.episode.token_ids[:begin]
-        failed = Attempt(prefix, sampled, messages, result, kept=len(sampled.output_ids))
-        pure = await self.purifier.purified(failed, state)
-        if pure is None:
+        start = self.episode.turns[-1].start
+        failed = Attempt(
+            prefix=self.episode.token_ids[:start],
+            sampled=sampled,
+            messages=messages,
+            result=result,
+            kept=len(sampled.output_ids),
+        )
+        purified = await self.purifier.purify(failed, before)
+        if purified is None:
             return result
 
         self._remove_last_turn()
-        self._append("assistant", pure.sampled.output_ids, pure.sampled)
-        self.episode.grafted.append((begin + pure.kept, len(self.episode)))
-        return pure.result
+        self._append("assistant", purified.sampled.output_ids, purified.sampled)
+        self.episode.grafted.append((start + purified.kept, len(self.episode)))
+        return purified.result
 
     async def observe(self, result: StepResult) -> None:
         """Keep what tools answered or the user said for the next turn to read."""
@@ -227,22 +270,25 @@ class EpisodeRunner:
         self.unread_role = "tool" if result.tool_outputs else "user"
 
     async def render(self, result: StepResult) -> list[int]:
-        """Ids of what tools answered and the user said, cut to the limit."""
-        outputs, user = cut_observation(result.tool_outputs, result.user, self.limits.max_observation_bytes)
+        """Return the ids of what tools answered and the user said, cut to the limit."""
+        limit = self.limits.max_observation_bytes
+        outputs, user = cut_observation(result.tool_outputs, result.user, limit)
         try:
             return await off_loop(self.harmony.render_observation, outputs, user)
         except Exception as error:
-            task = self.episode.task_id
-            reason = f"what a tool or the user said in task {task} cannot be rendered: {describe(error)}"
+            what = f"what a tool or the user said in task {self.episode.task_id}"
+            reason = f"{what} cannot be rendered: {describe(error)}"
             raise InfrastructureFailure("environment", reason) from error
 
+    # ---- ends of the episode
+
     async def cut_short(self, reason: FinishReason) -> Trajectory:
-        """The episode as a limit ends it."""
+        """End the episode for a limit."""
         outcome = await self._ask(self.environment.unfinished)
-        return self.finish(_checked(outcome), reason)
+        return self.finish(_checked_end(outcome), reason)
 
     def finish(self, result: StepResult, reason: FinishReason) -> Trajectory:
-        """The episode with its outcome."""
+        """Return the episode with its outcome."""
         episode = self.episode
         episode.finish_reason = reason
         episode.excluded = self.limits.truncated_episodes == "mask" and episode.truncated
@@ -254,18 +300,37 @@ class EpisodeRunner:
         return episode
 
     def invalidate(self, failure: InfrastructureFailure) -> Trajectory:
-        """The episode as far as it came, which nothing is learned from."""
+        """Return the episode as far as it came; nothing is learned from it."""
         episode = self.episode
         episode.finish_reason = FinishReason.ABORT
         episode.invalid = InvalidReason(failure.component, failure.reason)
         episode.excluded = True
+        # So that whoever uses the reward by mistake notices.
         episode.reward = math.nan
         episode.reward_parts = {}
         return episode
 
+    # ---- the environment, which may raise anything and hang
+
+    async def _step(self, messages: Sequence[ParsedMessage]) -> StepResult:
+        """Run ``Environment.step`` within the time limit.
+
+        Raises InfrastructureFailure and OutOfTime."""
+        try:
+            result = await self.clock.limit(self.environment.step(messages))
+        except (InfrastructureFailure, OutOfTime):
+            raise
+        except Exception as error:
+            raise InfrastructureFailure("environment", f"step: {describe(error)}") from error
+
+        if isinstance(result, StepResult) and not result.done:
+            return result
+        return _checked_end(result)
+
     async def _ask[**P, T](self, method: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Call a method of the environment that is no coroutine, on a thread, so that one that hangs holds up no other
-        episode. Raises InfrastructureFailure for whatever it raises."""
+        """Call a method on a thread, so that one that hangs holds up no other episode.
+
+        Raises InfrastructureFailure for whatever it raises."""
         name = getattr(method, "__name__", "a method")
         seconds = self.limits.episode_seconds
         call = asyncio.to_thread(method, *arguments, **options)
@@ -274,27 +339,23 @@ class EpisodeRunner:
         except InfrastructureFailure:
             raise
         except TimeoutError:
-            raise InfrastructureFailure("environment", f"{name}() did not return within {seconds:g} s") from None
+            reason = f"{name}() did not return within {seconds:g} s"
+            raise InfrastructureFailure("environment", reason) from None
         except Exception as error:
             raise InfrastructureFailure("environment", f"{name}(): {describe(error)}") from error
 
-    async def _sample(self, name: str, prefix: list[int]) -> GenerateResult | None:
-        """A turn that is not part of the episode yet; None if there is no room for one."""
-        room, _ = self._room(len(prefix))
-        if room <= 0 or self._calls_left == 0:
-            return None
-        return await self.sampler.sample(name, prefix, room)
+    # ---- limits
 
-    def _room(self, used: int) -> tuple[int, FinishReason]:
-        """How many tokens the next turn may have behind ``used`` ones, and which limit says so."""
+    def _room(self, used: int) -> Room:
+        """Return how many tokens the next turn may have behind ``used`` ones."""
         rooms = [
-            (self.sampler.sampling.max_new_tokens, FinishReason.LENGTH),
-            (self.limits.max_tokens - used, FinishReason.MAX_CONTEXT),
+            Room(self.sampler.sampling.max_new_tokens, FinishReason.LENGTH),
+            Room(self.limits.max_tokens - used, FinishReason.MAX_CONTEXT),
         ]
         if self.limits.max_sampled_tokens is not None:
             left = self.limits.max_sampled_tokens - self.episode.sampled_tokens
-            rooms.append((left, FinishReason.MAX_SAMPLED_TOKENS))
-        return min(rooms, key=lambda room: room[0])
+            rooms.append(Room(left, FinishReason.MAX_SAMPLED_TOKENS))
+        return min(rooms, key=lambda room: room.tokens)
 
     @property
     def _calls_left(self) -> int | None:
@@ -304,42 +365,65 @@ class EpisodeRunner:
         return max(0, self.limits.max_tool_calls - self.calls_run)
 
     def _runnable(self, messages: Sequence[ParsedMessage]) -> Sequence[ParsedMessage]:
-        """The messages up to the last call that may be run."""
+        """Return the messages up to the last call that may be run."""
         left = self._calls_left
         if left is None:
             return messages
-        calls = [number for number, message in enumerate(messages) if message.recipient is not None]
-        return messages[: calls[left - 1] + 1] if len(calls) > left else messages
+
+        calls = [i for i, message in enumerate(messages) if message.recipient is not None]
+        if len(calls) <= left:
+            return messages
+        return messages[: calls[left - 1] + 1]
+
+    async def _sample_retry(self, name: str, prefix: list[int]) -> GenerateResult | None:
+        """Sample a turn outside of the episode. Returns None if there is no room for one."""
+        room = self._room(len(prefix))
+        if room.tokens <= 0 or self._calls_left == 0:
+            return None
+        return await self.sampler.sample(name, prefix, room.tokens)
+
+    # ---- the trajectory
 
     def _append(self, role: str, ids: list[int], sampled: GenerateResult | None = None) -> None:
+        """Append a turn: what the policy ``sampled``, or what others said."""
         episode = self.episode
         start = len(episode)
         episode.token_ids += ids
-        episode.loss_mask += [int(sampled is not None)] * len(ids)
         if sampled is None:
+            episode.loss_mask += [0] * len(ids)
             episode.rollout_log_probs += [0.0] * len(ids)
         else:
+            episode.loss_mask += [1] * len(ids)
             episode.rollout_log_probs += sampled.output_log_probs
             episode.routed_experts = first_routes(episode.routed_experts, sampled.routed_experts)
             episode.weight_versions += shifted(sampled.weight_versions, start)
         episode.turns.append(Turn(role, start, len(episode), self.harmony.decode(ids)))
 
     def _remove_last_turn(self) -> None:
-        """The episode as it was before the last turn. Of the token before it, no route is known: that token is first an
-        input of the turn itself."""
+        """Set the episode back to what it was before the last turn."""
         episode = self.episode
         start = episode.turns.pop().start
-        del episode.token_ids[start:], episode.loss_mask[start:], episode.rollout_log_probs[start:]
+        del episode.token_ids[start:]
+        del episode.loss_mask[start:]
+        del episode.rollout_log_probs[start:]
         episode.weight_versions = [span for span in episode.weight_versions if span.start < start]
         if episode.routed_experts is not None:
+            # The token before the turn is first an input of the turn itself: no route of it is
+            # known either.
             episode.routed_experts = episode.routed_experts[: start - 1]
 
 
-def _checked(result: StepResult) -> StepResult:
-    """The end of an episode. Raises InfrastructureFailure if it is none, or its reward is no finite number."""
+def _checked_end(result: StepResult) -> StepResult:
+    """Return the end of an episode.
+
+    Raises InfrastructureFailure if it is none, or its reward or a part of it is no finite
+    number."""
     if not isinstance(result, StepResult):
-        raise InfrastructureFailure("environment", f"an episode ended with {type(result).__name__}, not a StepResult")
+        reason = f"an episode ended with {type(result).__name__}, not a StepResult"
+        raise InfrastructureFailure("environment", reason)
+
     for name, value in {"reward": result.reward, **result.reward_parts}.items():
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise InfrastructureFailure("checker", f"{name} is {value!r}, expected a finite number")
+            reason = f"{name} is {value!r}, expected a finite number"
+            raise InfrastructureFailure("checker", reason)
     return result

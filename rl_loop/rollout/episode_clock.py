@@ -12,7 +12,6 @@ from rl_loop.infrastructure import InfrastructureFailure
 CANCEL_SECONDS = 1.0
 """How long a cancelled call is waited for. One that goes on nevertheless is left behind."""
 
-
 _running_clock: ContextVar["EpisodeClock"] = ContextVar("running_clock")
 
 
@@ -21,24 +20,29 @@ class OutOfTime(Exception):
 
 
 class EpisodeClock:
-    """Measures how long an episode has run; it stands while the episode waits for something that is not its own doing:
-    in an engine's queue, or for what failed to be tried again. It begins standing."""
+    """Measures how long an episode has run.
+
+    It is stopped while the episode waits for what is not its own doing: in an engine's queue, or
+    before another attempt at what failed. It begins stopped."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
+        """Seconds that were left when the clock last stopped."""
         self._running_since: float | None = None
 
     def start(self) -> None:
+        """Let the time run; nothing happens if it does."""
         if self._running_since is None:
             self._running_since = time.monotonic()
 
     def stop(self) -> None:
+        """Let the time stand; nothing happens if it does."""
         self._left = self.left
         self._running_since = None
 
     @property
     def left(self) -> float:
-        """Seconds; negative when it is over."""
+        """Seconds that are left; negative when the time is over."""
         if self._running_since is None:
             return self._left
         return self._left - (time.monotonic() - self._running_since)
@@ -48,7 +52,7 @@ class EpisodeClock:
         return self.left <= 0
 
     async def pause(self, seconds: float) -> None:
-        """Sleep while the clock stands; afterwards it is as before."""
+        """Sleep with the clock stopped; afterwards it is as before."""
         was_running = self._running_since is not None
         self.stop()
         try:
@@ -58,16 +62,20 @@ class EpisodeClock:
                 self.start()
 
     async def limit[T](self, call: Coroutine[Any, Any, T]) -> T:
-        """The result of ``call``, which is cancelled when the time is over: then raises OutOfTime."""
+        """Return the result of ``call``, or cancel it and raise OutOfTime when the time is over.
+
+        Raises InfrastructureFailure if the call was cancelled by something else."""
         _running_clock.set(self)
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait({task}, timeout=max(0.0, self.left))
-            while not task.done() and not self.is_over:  # the clock stood meanwhile
+            # The clock may have been stopped meanwhile: then there is time left.
+            while not task.done() and not self.is_over:
                 await asyncio.wait({task}, timeout=max(0.001, self.left))
+
             if not task.done():
                 raise OutOfTime
-            if task.cancelled():  # by itself: nobody asked for it
+            if task.cancelled():
                 raise InfrastructureFailure("environment", "a call was cancelled from within")
             return task.result()
         finally:
@@ -75,8 +83,9 @@ class EpisodeClock:
 
 
 def running_clock() -> EpisodeClock:
-    """The clock of the episode that calls, so that a tool with a queue can stop it while a call waits in there. Outside
-    of episodes, one that limits nothing."""
+    """Return the calling episode's clock, which a tool with a queue can stop while a call waits.
+
+    Outside of episodes it is one that limits nothing."""
     return _running_clock.get(None) or EpisodeClock(float("inf"))
 
 
@@ -85,8 +94,10 @@ async def end_task(task: "asyncio.Future[Any]") -> None:
     if not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+
+    # asyncio warns of exceptions that nobody has looked at.
     if task.done():
         with suppress(asyncio.CancelledError):
-            task.exception()  # seen: asyncio need not complain
+            task.exception()
     else:
         task.add_done_callback(lambda late: late.cancelled() or late.exception())

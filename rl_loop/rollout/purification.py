@@ -1,8 +1,10 @@
-"""Trajectory purification (CLEANER, arXiv 2601.15141): a failed tool call is retried; the episode keeps the good one.
+"""Trajectory purification (CLEANER, arXiv 2601.15141): a failed tool call is retried, and the
+good one kept.
 
-The agent sees the error and writes the turn again. The new call replaces the old one in the context from before the
-error, behind the old reasoning if the calls are alike; the world is set back and the call executed. Tokens that moved
-are *grafted*: their log-probs are computed anew, and rollout correction and routing replay leave them out."""
+The agent sees the error and writes the turn again. The new call replaces the old one in the
+context from before the error, behind the old reasoning if the calls are alike; the world is set
+back and the call executed. Tokens that moved are *grafted*: their log-probs are computed anew,
+and rollout correction and routing replay leave them out."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,27 +22,32 @@ from rl_loop.off_loop import off_loop
 if TYPE_CHECKING:
     from rl_loop.engines.protocol import GenerateResult
 
-
-COMPARED = 1024
-"""Characters of two calls that are compared. difflib may need the cube of their number: seconds for these."""
+COMPARED_CHARACTERS = 1024
+"""Of two calls that are compared. difflib may need the cube of their number: seconds for these."""
 
 
 @dataclass
 class Attempt:
-    """What the policy wrote after ``prefix`` and what came of it; its first ``kept`` tokens were sampled there."""
+    """A turn that the policy wrote, and what came of it."""
 
     prefix: list[int]
+    """The tokens before the turn."""
     sampled: "GenerateResult"
     messages: list[ParsedMessage]
+    """The turn, parsed."""
     result: StepResult
     kept: int
+    """Its first tokens, as many as were sampled behind ``prefix``; the others are grafted."""
 
 
 Sample = Callable[[str, list[int]], Awaitable["GenerateResult | None"]]
-"""(name, ids) -> a sampled turn, None if there is no room for one"""
-Score = Callable[[list[int]], Awaitable[list[float]]]  # ids -> log-probs of all but the first
-Render = Callable[[StepResult], Awaitable[list[int]]]  # ids of what a turn led to, as the agent reads them
-Act = Callable[[Sequence[ParsedMessage]], Awaitable[StepResult]]  # what a turn leads to
+"""(name, ids) -> a sampled turn, None if there is no room for one."""
+Score = Callable[[list[int]], Awaitable[list[float]]]
+"""ids -> log-probs of all but the first."""
+Render = Callable[[StepResult], Awaitable[list[int]]]
+"""What a turn led to -> its ids, as the agent reads them."""
+Act = Callable[[Sequence[ParsedMessage]], Awaitable[StepResult]]
+"""A turn -> what it leads to."""
 
 
 @dataclass
@@ -51,96 +58,130 @@ class Purifier:
     environment: Environment
     harmony: Harmony
     max_tokens: int
+    """Of the episode."""
     sample: Sample
     score: Score
     act: Act
     render: Render
     attempts: int = 0
+    """Retries so far, of all turns."""
 
-    async def purified(self, failed: Attempt, before: Any) -> Attempt | None:
-        """A turn in place of ``failed``; None if the error stays. ``before``: the environment's state before it.
+    async def purify(self, failed: Attempt, before: Any) -> Attempt | None:
+        """Find a turn to put in place of ``failed``. Returns None if the error stays.
 
-        If time runs out meanwhile, the environment is in the middle of a retry, and the episode ends."""
+        ``before``: the environment's state before the failed turn. If time runs out meanwhile,
+        the environment is in the middle of a retry, and the episode ends."""
+        # If all retries fail, the episode goes on from behind the failed turn.
         after = self.environment.save_state()
         turn = failed
         for _ in range(self.config.retries):
             if self.attempts >= self.config.attempts:
                 break
             self.attempts += 1
-            new = await self._again(turn)
-            if new is None:
+            retried = await self._write_again(turn)
+            if retried is None:
                 break
 
             self.environment.restore_state(before)
-            turn = replace(new, result=await self.act(new.messages))
-            if turn.result.tool_errors == 0 and turn.result.format_error is None:
-                return await self._scored(turn, failed)
+            result = await self.act(retried.messages)
+            turn = replace(retried, result=result)
+            if result.tool_errors == 0 and result.format_error is None:
+                return await self._rescore(turn, failed)
 
         self.environment.restore_state(after)
         return None
 
-    async def _scored(self, turn: Attempt, failed: Attempt) -> Attempt:
-        """The turn with the log-probs of its tokens where they now stand."""
-        scored = (await self.score(turn.prefix + turn.sampled.output_ids))[len(turn.prefix) - 1 :]
-        log_probs = failed.sampled.output_log_probs[: turn.kept] + scored[turn.kept :]
+    async def _rescore(self, turn: Attempt, failed: Attempt) -> Attempt:
+        """Give grafted tokens the log-probs that they have where they now stand."""
+        scores = await self.score(turn.prefix + turn.sampled.output_ids)
+        of_turn = scores[len(turn.prefix) - 1 :]
+        log_probs = failed.sampled.output_log_probs[: turn.kept] + of_turn[turn.kept :]
         return replace(turn, sampled=replace(turn.sampled, output_log_probs=log_probs))
 
-    async def _again(self, turn: Attempt) -> Attempt | None:
-        """The turn as the agent writes it after seeing the error, put in the place of the failed one."""
+    async def _write_again(self, turn: Attempt) -> Attempt | None:
+        """Let the agent read the error and write the turn again.
+
+        Returns it in the failed one's place."""
         error = await self.render(turn.result)
         prefix = turn.prefix + turn.sampled.output_ids + error
         sampled = await self.sample(f"retry{self.attempts}", prefix)
         if sampled is None or sampled.finish_reason is not FinishReason.STOP:
             return None
-        return await off_loop(self._merged, turn, sampled)
+        return await off_loop(self._merge, turn, sampled)
 
-    def _merged(self, turn: Attempt, sampled: "GenerateResult") -> Attempt | None:
-        """The new turn where the failed one stood, behind its reasoning if the calls are alike. None if it has no call,
-        or there is no room for it."""
+    def _merge(self, turn: Attempt, sampled: "GenerateResult") -> Attempt | None:
+        """Put the new turn where the failed one stood, behind its reasoning if calls are alike.
+
+        Returns None if it has no call, or there is no room for it."""
         messages = self.harmony.parse(sampled.output_ids)
         if isinstance(messages, FormatError) or not _calls(messages):
             return None  # it gave up on the tool
 
-        kept, new = 0, sampled.output_ids
+        kept = 0
+        ids = sampled.output_ids
         if _similarity(_calls(turn.messages), _calls(messages)) >= self.config.similarity:
-            head, _ = self._split(turn.sampled.output_ids, turn.messages)
-            _, tail = self._split(new, messages)
-            kept = min(len(head), turn.kept)
-            new = head + self.harmony.assistant_header + tail if head else tail
+            reasoning, _ = self._split(turn.sampled.output_ids, turn.messages)
+            _, call = self._split(sampled.output_ids, messages)
+            kept = min(len(reasoning), turn.kept)
+            ids = reasoning + self.harmony.assistant_header + call if reasoning else call
 
-        merged = self.harmony.parse(new)
-        if isinstance(merged, FormatError) or len(turn.prefix) + len(new) > self.max_tokens:
+        # Parsed anew: two halves of legal turns need not make a legal one.
+        merged = self.harmony.parse(ids)
+        if isinstance(merged, FormatError) or len(turn.prefix) + len(ids) > self.max_tokens:
             return None
-        return Attempt(turn.prefix, _grafted(turn, sampled, new, kept), merged, turn.result, kept)
+        return Attempt(turn.prefix, _graft(turn, sampled, ids, kept), merged, turn.result, kept)
 
     def _split(self, ids: list[int], messages: Sequence[ParsedMessage]) -> tuple[list[int], list[int]]:
-        """The ids of the messages before the first call, and the call's own after its ``<|start|>assistant``."""
-        first = next(i for i, message in enumerate(messages) if message.recipient is not None)
-        if first == 0:
+        """Split a turn into reasoning and calls, without the ``<|start|>assistant`` between
+        them."""
+        first_call = next(i for i, message in enumerate(messages) if message.recipient is not None)
+        if first_call == 0:
             return [], ids
+
+        # A turn is sampled behind a header, so the first one within it is that of the second
+        # message.
         header = self.harmony.assistant_header
-        starts = [i for i, token in enumerate(ids) if token == header[0]]
-        return ids[: starts[first - 1]], ids[starts[first - 1] + len(header) :]
+        headers = [i for i, token in enumerate(ids) if token == header[0]]
+        start = headers[first_call - 1]
+        return ids[:start], ids[start + len(header) :]
 
 
 def _calls(messages: Sequence[ParsedMessage]) -> str:
+    """Return the texts of a turn's calls."""
     return "\n".join(message.text for message in messages if message.recipient is not None)
 
 
 def _similarity(old: str, new: str) -> float:
-    """difflib's ratio of two texts, of their beginnings if they are long."""
-    return SequenceMatcher(None, old[:COMPARED], new[:COMPARED], autojunk=False).ratio()
+    """Return difflib's ratio of two texts, of their beginnings if they are long."""
+    old = old[:COMPARED_CHARACTERS]
+    new = new[:COMPARED_CHARACTERS]
+    return SequenceMatcher(None, old, new, autojunk=False).ratio()
 
 
-def _grafted(turn: Attempt, sampled: "GenerateResult", ids: list[int], kept: int) -> "GenerateResult":
-    """``ids`` as a result in the place of the turn's own, of which the first ``kept`` tokens are the same."""
-    own = [replace(s, end=min(s.end, kept)) for s in turn.sampled.weight_versions if s.start < kept]
-    new = [WeightVersionSpan(kept, len(ids), span.version) for span in sampled.weight_versions[-1:]]
+def _graft(turn: Attempt, sampled: "GenerateResult", ids: list[int], kept: int) -> "GenerateResult":
+    """Return ``ids`` as a result in place of the turn's own; the first ``kept`` are the same.
+
+    Grafted tokens have log-probs of 0 until they are scored, and routes of -1, as none are known
+    for them."""
+    versions: list[WeightVersionSpan] = []
+    if sampled.weight_versions:
+        for span in turn.sampled.weight_versions:
+            if span.start < kept:
+                versions.append(replace(span, end=min(span.end, kept)))
+        versions.append(WeightVersionSpan(kept, len(ids), sampled.weight_versions[-1].version))
+
     routes = turn.sampled.routed_experts
     if routes is not None:
+        # Of the last token there is no route, as it was an input to nothing yet.
         rows = len(turn.prefix) + len(ids) - 1
         routes = routes[: min(rows, len(turn.prefix) + kept)]
-        routes = np.concatenate([routes, np.full((rows - len(routes), *routes.shape[1:]), -1, routes.dtype)])
-    versions = own + new if new else []
-    placed = replace(sampled, output_ids=ids, output_log_probs=[0.0] * len(ids))
-    return replace(placed, weight_versions=versions, routed_experts=routes)
+        unknown = np.full((rows - len(routes), *routes.shape[1:]), -1, routes.dtype)
+        routes = np.concatenate([routes, unknown])
+
+    return replace(
+        sampled,
+        output_ids=ids,
+        output_log_probs=[0.0] * len(ids),
+        weight_versions=versions,
+        routed_experts=routes,
+    )

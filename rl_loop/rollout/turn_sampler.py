@@ -1,4 +1,5 @@
-"""Samples the turns of one episode from an engine that is not believed: every answer is checked, faults are retried."""
+"""Samples the turns of one episode from an engine that is not trusted: answers are checked,
+faults retried."""
 
 import asyncio
 import hashlib
@@ -22,18 +23,18 @@ from rl_loop.infrastructure import EngineFault, describe
 from rl_loop.rollout.episode_clock import EpisodeClock, end_task
 
 FAULT_PAUSES = (0.1, 1.0, 4.0)
-"""Seconds before a request that met a fault is sent again; after the last time the fault stays."""
+"""Seconds before a request that met a fault is sent again; after the last one the fault stays."""
 ABORT_PAUSES = (0.0, 0.02, 0.1, 0.5, 2.0, 5.0, 5.0, 5.0)
-"""Seconds before a request goes on that was aborted without a token, once, twice and so on in a row. A weight sync
-aborts once, so the first time costs nothing; an engine that does nothing else is not asked thousands of times a
-second."""
+"""Seconds before a request goes on that was aborted without a token: once, twice and so on in a
+row. A weight sync aborts once, so the first time costs nothing; an engine that does nothing else
+is not asked thousands of times a second."""
 ABORT_SECONDS = 10.0
 """How long an engine may take to end a request that it was told to abort."""
 
 
 @dataclass
 class TurnSampler:
-    """Of one episode."""
+    """Samples and scores for one episode."""
 
     engine: RolloutEngine
     episode: str
@@ -41,15 +42,21 @@ class TurnSampler:
     sampling: SamplingParams
     clock: EpisodeClock
     shape: ModelShape
+    """What the engine's answers are checked against."""
     queue_seconds: float
     """How long a request may wait in the engine's queue."""
     routed_experts: bool = False
+    """Whether the engine has to return the experts of every token."""
 
     async def sample(self, turn: str, prefix: list[int], max_new_tokens: int) -> GenerateResult:
-        """One turn after ``prefix``, resumed from its own tokens as often as the engine aborts it (to take new weights,
-        say). Out of time, it ends with what there is, perhaps nothing, and FinishReason.TIMEOUT.
+        """Sample one turn after ``prefix``.
 
-        The turn is a function of episode and turn (and of the weights): they give the seed. Raises EngineFault."""
+        It goes on from its own tokens as often as the engine aborts it, to take new weights, say.
+        When the episode's time is over it ends with what there is, perhaps nothing, and
+        FinishReason.TIMEOUT.
+
+        Episode and turn seed it, so it is a function of these and of the weights. Raises
+        EngineFault."""
         sampled = GenerateResult([], [], FinishReason.ABORT)
         idle_aborts = 0
         while sampled.finish_reason is FinishReason.ABORT:
@@ -59,38 +66,49 @@ class TurnSampler:
             if self.clock.is_over:
                 return replace(sampled, finish_reason=FinishReason.TIMEOUT)
 
-            part = await self._sample_rest(f"{self.episode}/{turn}", prefix, sampled.output_ids, room)
-            aborted_idle = part.finish_reason is FinishReason.ABORT and not part.output_ids
-            if aborted_idle and not self.clock.is_over:
+            rest = await self._sample_rest(f"{self.episode}/{turn}", prefix, sampled.output_ids, room)
+            if rest.finish_reason is not FinishReason.ABORT or rest.output_ids:
+                idle_aborts = 0
+            elif not self.clock.is_over:
                 if idle_aborts == len(ABORT_PAUSES):
+                    name = f"{self.episode}/{turn}/{len(sampled.output_ids)}"
                     what = f"aborted {idle_aborts + 1} times in a row without a token"
-                    raise EngineFault(f"{self.episode}/{turn}/{len(sampled.output_ids)}", what)
+                    raise EngineFault(name, what)
                 await self.clock.pause(ABORT_PAUSES[idle_aborts])
                 idle_aborts += 1
-            elif not aborted_idle:
-                idle_aborts = 0
-            sampled = _joined(sampled, part)
+            sampled = _joined(sampled, rest)
         return sampled
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probs of ``token_ids[1:]`` at the sampling temperature. Raises EngineFault."""
+        """Return log-probs (natural log) of ``token_ids[1:]`` at the sampling temperature.
+
+        Raises EngineFault."""
         name = f"{self.episode}/score"
+        temperature = self.sampling.temperature or 1.0
         for pause in (*FAULT_PAUSES, None):
             try:
-                log_probs = await self.engine.score(token_ids, temperature=self.sampling.temperature or 1.0)
-                if len(log_probs) != len(token_ids) - 1:
-                    raise EngineFault(name, f"{len(log_probs)} log-probs came back for {len(token_ids)} tokens")
-                if log_probs and (fault := fault_in_log_probs(log_probs)) is not None:
-                    raise EngineFault(name, fault)
+                log_probs = await self.engine.score(token_ids, temperature=temperature)
+                self._check_scores(name, log_probs, len(token_ids))
                 return log_probs
             except Exception as error:
                 await self._pause_or_raise(name, error, pause)
         raise AssertionError("the last fault is raised")
 
+    @staticmethod
+    def _check_scores(name: str, log_probs: list[float], tokens: int) -> None:
+        """Raise EngineFault if these cannot be the log-probs of so many tokens."""
+        if len(log_probs) != tokens - 1:
+            raise EngineFault(name, f"{len(log_probs)} log-probs came back for {tokens} tokens")
+        if log_probs:
+            fault = fault_in_log_probs(log_probs)
+            if fault is not None:
+                raise EngineFault(name, fault)
+
     async def _sample_rest(self, turn: str, prefix: list[int], done: list[int], room: int) -> GenerateResult:
-        """What the engine says after ``prefix`` and the tokens ``done`` of the turn, in ``room`` tokens at most."""
+        """Sample at most ``room`` tokens after ``prefix`` and the tokens ``done`` of the turn."""
         name = f"{turn}/{len(done)}"
-        # the rest of an aborted turn must not see the random numbers of its beginning again
+        # The name has the number of tokens in it: the rest of an aborted turn must not see the
+        # random numbers of its beginning again.
         sampling = replace(self.sampling, max_new_tokens=room, seed=_seed_of(name))
         request = GenerateRequest(name, prefix + done, sampling, self.routed_experts)
 
@@ -101,24 +119,32 @@ class TurnSampler:
                 return result
             except Exception as error:
                 await self._pause_or_raise(name, error, pause)
-            request = replace(request, request_id=f"{name}.{attempt}")  # an engine may still be at the one before
+            # Another id, as the engine may still be at the attempt before.
+            request = replace(request, request_id=f"{name}.{attempt}")
         raise AssertionError("the last fault is raised")
 
     async def _pause_or_raise(self, name: str, error: Exception, pause: float | None) -> None:
-        """Wait before the next attempt; without one, or for what no attempt can mend, raise EngineFault."""
-        fault = error if isinstance(error, EngineFault) else EngineFault(name, describe(error))
-        if pause is None or isinstance(error, ValueError):  # a ValueError is of the request
+        """Wait before the next attempt.
+
+        Raises EngineFault if there is none, or it would not help."""
+        is_of_request = isinstance(error, ValueError)  # the next attempt would meet it again
+        if pause is None or is_of_request:
+            fault = error if isinstance(error, EngineFault) else EngineFault(name, describe(error))
             raise fault from error
         await self.clock.pause(pause)
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
-        """One request. The clock stands until the engine begins it; out of time, the engine is told to abort."""
+        """Send one request.
+
+        The clock stands until the engine begins it; when the time is over, the engine is told to
+        abort."""
         begun = asyncio.Event()
 
         def begin() -> None:
             self.clock.start()
             begun.set()
 
+        # Waiting in the engine's queue is not the episode's doing.
         self.clock.stop()
         running: asyncio.Future[GenerateResult] = asyncio.ensure_future(
             self.engine.generate(replace(request, on_begin=begin))
@@ -130,6 +156,7 @@ class TurnSampler:
             if not running.done() and not begun.is_set():
                 raise EngineFault(request.request_id, f"not begun within {self.queue_seconds:g} s")
 
+            # An engine that answers at once may not have said that it began.
             self.clock.start()
             await asyncio.wait({running}, timeout=max(0.0, self.clock.left))
             if not running.done():
@@ -142,21 +169,25 @@ class TurnSampler:
             await end_task(running)
 
     async def _abort(self, request_id: str, running: "asyncio.Future[GenerateResult]") -> None:
-        """Tell the engine to abort, and wait until the request has ended. Raises EngineFault if it does not."""
+        """Tell the engine to abort, and wait until the request has ended.
+
+        Raises EngineFault if it does not."""
 
         async def ask() -> None:
-            with suppress(Exception):  # what counts is whether the request ends
+            # An error here does not matter: what counts is whether the request ends.
+            with suppress(Exception):
                 await self.engine.abort(request_id)
 
         asking = asyncio.ensure_future(ask())
         await asyncio.wait({running}, timeout=ABORT_SECONDS)
         await end_task(asking)
         if not running.done():
-            raise EngineFault(request_id, f"neither ended in time nor within {ABORT_SECONDS:g} s of its abort")
+            what = f"neither ended in time nor within {ABORT_SECONDS:g} s of its abort"
+            raise EngineFault(request_id, what)
 
 
 def _joined(begin: GenerateResult, rest: GenerateResult) -> GenerateResult:
-    """Two parts of one turn as one."""
+    """Join two parts of one turn."""
     done = len(begin.output_ids)
     return GenerateResult(
         output_ids=begin.output_ids + rest.output_ids,
@@ -164,22 +195,29 @@ def _joined(begin: GenerateResult, rest: GenerateResult) -> GenerateResult:
         finish_reason=rest.finish_reason,
         weight_versions=begin.weight_versions + shifted(rest.weight_versions, done),
         routed_experts=first_routes(begin.routed_experts, rest.routed_experts),
+        # Of a turn that goes on, the cache also holds what the turn itself had just made.
         cached_tokens=begin.cached_tokens if done else rest.cached_tokens,
     )
 
 
 def first_routes(earlier: np.ndarray | None, latest: np.ndarray | None) -> np.ndarray | None:
-    """Every token keeps the experts that it was first processed with: they made the log-probs that were returned."""
-    if earlier is None or latest is None:
-        return latest if earlier is None else earlier
+    """Merge the experts of a prefix and of a longer sequence, both int16 [tokens, layers, top_k].
+
+    Every token keeps those that it was first processed with: they made the log-probs that were
+    returned."""
+    if earlier is None:
+        return latest
+    if latest is None:
+        return earlier
     return np.concatenate([earlier, latest[len(earlier) :]])
 
 
 def shifted(spans: list[WeightVersionSpan], by: int) -> list[WeightVersionSpan]:
-    """The spans ``by`` tokens further on."""
+    """Return the spans ``by`` tokens further on."""
     return [WeightVersionSpan(span.start + by, span.end + by, span.version) for span in spans]
 
 
 def _seed_of(request_id: str) -> int:
-    """63 bits: what a torch generator takes."""
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest()) >> 1
+    """Hash a name to 63 bits, which a torch generator takes."""
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1

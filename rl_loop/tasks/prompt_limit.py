@@ -11,11 +11,14 @@ from rl_loop.infrastructure import describe
 LONGEST_TOKEN = 128
 """Bytes of the longest token of o200k, a run of spaces."""
 FRAME_TOKENS = 1024
-"""More than Harmony puts around the texts of a prompt: the system message and the headers of a few messages."""
+"""More than Harmony puts around the texts of a prompt: the system message and the headers of a
+few messages."""
 
 
 class UnusablePrompt(ValueError):
-    """No episode of the task can be run: its prompt is too long or cannot be rendered. The message names the task."""
+    """No episode of the task can be run: its prompt is too long or cannot be rendered.
+
+    The message names the task."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Prompt:
 
 
 def prompt_of(environment: Environment) -> Prompt:
-    """The prompt of an environment's episode."""
+    """Ask an environment for the prompt of its episode."""
     return Prompt(environment.prompt(), environment.tools(), environment.builtin_tools())
 
 
@@ -40,9 +43,13 @@ class PromptLimit:
         self._max_tokens = max_tokens
 
     def render(self, task_id: str, prompt: Prompt) -> list[int]:
-        """Ids of the prompt. Raises UnusablePrompt naming the task, and the limit if it is too long."""
+        """Return the ids of a prompt.
+
+        Raises UnusablePrompt naming the task, and the limit if it is too long."""
         try:
-            size = sum(len(str(message.get("content")).encode("utf-8", "replace")) for message in prompt.messages)
+            # A prompt of megabytes is refused before it is tokenised, which would take minutes.
+            contents = [str(message.get("content")) for message in prompt.messages]
+            size = sum(len(text.encode("utf-8", "replace")) for text in contents)
             if size > LONGEST_TOKEN * self._max_tokens:
                 raise self._too_long(task_id, f"at least {size // LONGEST_TOKEN}")
             ids = self._harmony.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
@@ -56,7 +63,9 @@ class PromptLimit:
         return ids
 
     def surely_fits(self, prompt: Prompt) -> bool:
-        """Whether a prompt is short enough whatever its tokens are, without tokenising it: each has a byte or more."""
+        """Say whether a prompt is short enough whatever its tokens are, without tokenising it.
+
+        Every token has a byte or more. False says nothing."""
         described = sum(len(repr(tool).encode()) for tool in (*prompt.tools, *prompt.builtin_tools))
         written = sum(len(repr(message).encode()) for message in prompt.messages)
         return written + 2 * described + FRAME_TOKENS < self._max_tokens

@@ -1,8 +1,9 @@
-"""The tasks of a run: which ones a step trains on, which ones measure it, and demonstrations of them."""
+"""The tasks of a run: which ones a step trains on, which ones measure it, and demonstrations of
+them."""
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from rl_loop.config.tasks import PassRateConfig, SourceConfig, TaskConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.data.decontamination import SHARED_WORDS, find_giveaways
-from rl_loop.environments import RewardConfig, Task, arithmetic, environment_class, make_environment
+from rl_loop.environments import Task, environment_class, make_offline_environment
 from rl_loop.environments.base import Split
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.conversation import content_text
@@ -26,135 +27,174 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 64  # training positions within which sources have exactly their shares
+BLOCK = 64
+"""Training positions within which sources have exactly their shares."""
+ATTEMPTS = 1000
+"""Generated tasks that are tried for one that is neither held out nor too long."""
+NAMED_TASKS = 5
+"""As many tasks that are left out are named in the warning."""
 
 
 class TaskSource:
-    """Random access by position, so that a resumed run goes on where it was. Raises TaskFileError for bad data."""
+    """All tasks of a run.
+
+    Access is random, by position, so that a resumed run goes on where it was."""
 
     def __init__(self, config: TaskConfig, harmony: Harmony, max_prompt_tokens: int | None = None) -> None:
-        """``max_prompt_tokens``: tasks whose prompt is as long are left out; None where nothing is rolled out."""
+        """Read and check the data of all sources. Raises TaskFileError for data that cannot be
+        used.
+
+        ``max_prompt_tokens``: tasks whose prompt is as long are left out; None where nothing is
+        rolled out."""
         self.config = config
         self.harmony = harmony
-        self.sources = {name: Source(name, source, config) for name, source in config.sources.items()}
-        self.unusable: list[str] = []  # why tasks were left out, each once
+        self.sources: dict[str, Source] = {}
+        for name, source_config in config.sources.items():
+            self.sources[name] = Source(name, source_config, config)
+
+        self.unusable: list[str] = []
+        """Why tasks were left out, each reason once."""
+        # Before decontamination: a held-out prompt that is left out gives nothing away.
         if max_prompt_tokens is not None:
             self._leave_out_unusable_prompts(max_prompt_tokens)
+
         self._held_out = [task for source in self.sources.values() for task in source.held_out]
-        held_out = [_text(task) for task in self._held_out]
+        held_out_texts = [asked_text(task) for task in self._held_out]
         for source in self.sources.values():
             if source.config.weight > 0:
-                source.decontaminate(held_out)
-        self._shares = _shares([source.config.weight for source in self.sources.values()])
+                source.decontaminate(held_out_texts)
+
+        weights = [source.config.weight for source in self.sources.values()]
+        self._shares = _shares(weights)
 
     def train(self, position: int, count: int) -> list[Task]:
-        """Training tasks from ``position`` on, without end: sources mixed by weight, data shuffled in each epoch."""
+        """Return ``count`` training tasks from ``position`` on; there is no last one.
+
+        Sources are mixed by weight, data is shuffled in each epoch."""
         return [self._train_task(i) for i in range(position, position + count)]
 
     def held_out(self) -> list[Task]:
+        """Return the tasks on which the policy is measured."""
         return self._held_out
 
     def reward_parts(self) -> set[str]:
-        """The names of what rewards are made of, in the environments of all sources."""
+        """Return the names of what rewards are made of, in the environments of all sources."""
         names = {"correct", "format_error", "score"}
         for source in self.sources.values():
             if source.held_out:
-                environment = make_environment(source.held_out[0], arithmetic.interpret, RewardConfig())
-                names |= set(environment.unfinished().reward_parts)
+                environment = make_offline_environment(source.held_out[0])
+                names |= environment.unfinished().reward_parts.keys()
         return names
 
     def prompt_ids(self, task: Task) -> list[int]:
-        environment = make_environment(task, arithmetic.interpret, RewardConfig())
-        return self.harmony.render_prompt(environment.prompt(), environment.tools(), environment.builtin_tools())
+        """Render the prompt of a task."""
+        prompt = prompt_of(make_offline_environment(task))
+        return self.harmony.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
 
     def canary(self) -> list[int]:
-        """A real text of the domain: the first held-out prompt and its answer."""
+        """Return a real text of the domain in tokens: the first held-out prompt and its answer."""
         task = self._held_out[0]
-        answer = self.harmony.vocabulary.encode_text(rf"\boxed{{{task.ground_truth}}}")
-        return self.prompt_ids(task) + answer
+        answer = make_offline_environment(task).reference_answer()
+        return self.prompt_ids(task) + self.harmony.vocabulary.encode_text(answer)
 
     def demonstrations(self, position: int, count: int, mixture: DemonstrationConfig) -> "list[Sample]":
-        """Demonstrations on ``count`` training tasks, as samples to learn from."""
-        from megatron_gptoss.packing import Sample  # takes seconds to import; a mistake in task data should not wait
+        """Return demonstrations on ``count`` training tasks, as samples to learn from."""
+        # Takes seconds to import, which a mistake in task data should not wait for.
+        from megatron_gptoss.packing import Sample
 
         samples: list[Sample] = []
         for i, task in enumerate(self.train(position, count), start=position):
-            shown = demonstrations_of(task, self.harmony, mixture, f"{self.config.seed}/{i}")
-            samples += [Sample(demonstration.token_ids, demonstration.loss_mask) for demonstration in shown]
+            seed = f"{self.config.seed}/{i}"
+            for demonstration in demonstrations_of(task, self.harmony, mixture, seed):
+                samples.append(Sample(demonstration.token_ids, demonstration.loss_mask))
         return samples
 
     def _leave_out_unusable_prompts(self, max_tokens: int) -> None:
-        """From now on no task has a prompt that cannot be rendered or leaves no room to answer."""
+        """Leave out tasks whose prompt cannot be rendered or is too long, and say so."""
         limit = PromptLimit(self.harmony, max_tokens)
 
         def is_usable(task: Task) -> bool:
-            try:
-                prompt = prompt_of(make_environment(task, arithmetic.interpret, RewardConfig()))
-            except Exception as error:
-                raise TaskFileError(f"task {task.task_id}: its prompt cannot be made: {describe(error)}") from error
-            try:
-                if not limit.surely_fits(prompt):
-                    limit.render(task.task_id, prompt)
-            except UnusablePrompt as reason:
-                if str(reason) not in self.unusable:
-                    self.unusable.append(str(reason))
-                return False
-            return True
+            reason = _unusable_reason(task, limit)
+            if reason is not None and reason not in self.unusable:
+                self.unusable.append(reason)
+            return reason is None
 
         for source in self.sources.values():
             source.keep_usable(is_usable)
+
         if self.unusable:
-            shown = "; ".join(self.unusable[:5]) + ("; ..." if len(self.unusable) > 5 else "")
+            shown = "; ".join(self.unusable[:NAMED_TASKS])
+            if len(self.unusable) > NAMED_TASKS:
+                shown += "; ..."
             logger.warning("%d tasks are left out: %s", len(self.unusable), shown)
 
     def _train_task(self, position: int) -> Task:
-        block, place = divmod(position, BLOCK)
+        """Return the task at a training position.
+
+        Within a block every source has its share of the positions, in an order drawn for the
+        block."""
+        block, offset = divmod(position, BLOCK)
         order = [number for number, share in enumerate(self._shares) for _ in range(share)]
         random.Random(f"{self.config.seed}/mixture/{block}").shuffle(order)
-        number = order[place]
-        index = block * self._shares[number] + order[:place].count(number)
-        return list(self.sources.values())[number].train(index)
+
+        # The source's own index: how often its turn came in all positions before.
+        number = order[offset]
+        earlier = block * self._shares[number] + order[:offset].count(number)
+        return list(self.sources.values())[number].train(earlier)
 
 
 class Source:
     """The tasks of one entry of ``tasks.sources``."""
 
     def __init__(self, name: str, config: SourceConfig, tasks: TaskConfig) -> None:
-        self.name, self.config, self.seed = name, config, tasks.seed
+        """Read its data, if it has any, and its held-out tasks. Raises TaskFileError."""
+        self.name = name
+        self.config = config
+        self.seed = tasks.seed
         self.environment = environment_class(config.environment)
         self.options = self.environment.Options.model_validate(config.options)
+
         self._excluded: frozenset[str] = frozenset()
+        """Held-out prompts, which no training task may have."""
         self._is_usable: Callable[[Task], bool] = lambda task: True
         self._data: TaskData | None = None
+        """The training tasks; None if they are generated."""
+
         if config.train_path is not None:
             self._data = self._read("train", config.train_path)
-            if limits := config.pass_rate:
-                self._data.keep(self._teaches(self._data, limits))
+            if config.pass_rate is not None:
+                self._data.keep(self._is_instructive(self._data, config.pass_rate))
+
         if config.held_out_path is not None:
             data = self._read("held_out", config.held_out_path)
             self.held_out = list(islice(data, tasks.held_out_tasks))
         else:
-            self.held_out = [self._generated("held_out", i) for i in range(tasks.held_out_tasks)]
+            self.held_out = [self._generate("held_out", i) for i in range(tasks.held_out_tasks)]
 
     def keep_usable(self, is_usable: Callable[[Task], bool]) -> None:
-        """From now on there are only tasks of which ``is_usable`` is true. Raises TaskFileError if hardly any are."""
+        """Leave out the tasks of which ``is_usable`` is false.
+
+        Raises TaskFileError if hardly any is left."""
         self._is_usable = is_usable
         self.held_out = [task for task in self.held_out if is_usable(task)]
-        kept = [is_usable(task) for task in self._data] if self._data is not None else [True]
-        if not self.held_out or not any(kept):
+        mask = [True] if self._data is None else [is_usable(task) for task in self._data]
+        if not self.held_out or not any(mask):
             reason = "no prompt leaves room to answer; raise rollout.max_tokens"
             raise TaskFileError(f"tasks.sources.{self.name}: {reason}")
+
         if self._data is not None:
-            self._data.keep(kept)
+            self._data.keep(mask)
 
     def decontaminate(self, held_out: list[str]) -> None:
-        """From now on no training task has one of these prompts, and none of data shares SHARED_WORDS words in a row
-        with one, unless they are the words of a form."""
+        """Leave out training tasks that give away one of these prompts, and say how many.
+
+        Generated tasks do if they have the same prompt, tasks of data also if they share
+        SHARED_WORDS words in a row with one that are not the words of a form."""
         self._excluded = frozenset(held_out)
         if self._data is None:
             return
 
-        giveaways = find_giveaways((_text(task) for task in self._data), held_out)
+        giveaways = find_giveaways((asked_text(task) for task in self._data), held_out)
         if any(giveaways):
             count = f"{sum(giveaways)} of {len(giveaways)} training tasks are left out"
             reason = f"they have the prompt, or {SHARED_WORDS} words in a row, in common with a held-out task"
@@ -162,64 +202,103 @@ class Source:
         self._data.keep([not gives_away for gives_away in giveaways])
 
     def train(self, index: int) -> Task:
-        if self._data is None:
-            for attempt in range(1000):
-                task = self._generated("train", index + (attempt << 32))
-                if _text(task) not in self._excluded and self._is_usable(task):
-                    return task
-            few = "hardly any task that is not held out and whose prompt is shorter than rollout.max_tokens"
-            raise TaskFileError(f"tasks.sources.{self.name}: the generator gives {few}")
-        epoch, offset = divmod(index, len(self._data))
-        return self._data[_order(len(self._data), f"{self.seed}/{epoch}")[offset]]
+        """Return training task ``index``; data begins anew, in another order, after its last task.
+
+        Raises TaskFileError if the generator makes hardly any task that may be used."""
+        if self._data is not None:
+            epoch, offset = divmod(index, len(self._data))
+            order = _shuffled(len(self._data), f"{self.seed}/{epoch}")
+            return self._data[order[offset]]
+
+        for attempt in range(ATTEMPTS):
+            # Far behind the indices of other tasks, so that none is given twice.
+            task = self._generate("train", index + (attempt << 32))
+            if asked_text(task) not in self._excluded and self._is_usable(task):
+                return task
+        few = "hardly any task that is not held out and whose prompt is shorter than rollout.max_tokens"
+        raise TaskFileError(f"tasks.sources.{self.name}: the generator gives {few}")
 
     def _read(self, split: Split, place: str) -> TaskData:
-        """Task data whose ids are told from those of the other split and of other sources."""
+        """Read task data.
+
+        Its ids name source and split, so that no two tasks of a run share one."""
         prefix = f"{self.name}-{split}-"
         return TaskData(place, self.config.environment, self.environment, self.options, prefix)
 
-    def _generated(self, split: Split, index: int) -> Task:
+    def _generate(self, split: Split, index: int) -> Task:
+        """Generate a task. Raises TaskFileError if the environment generates none."""
         try:
             task = self.environment.generate(split, self.seed, index, self.options)
-            return replace(task, task_id=f"{self.name}-{split}-{index}", environment=self.config.environment)
         except NotImplementedError as error:
             raise TaskFileError(f"tasks.sources.{self.name}: {error}") from None
+        return replace(task, task_id=f"{self.name}-{split}-{index}", environment=self.config.environment)
 
-    def _teaches(self, data: TaskData, limits: PassRateConfig) -> list[bool]:
-        """Which training tasks have a pass rate within the limits, or were not evaluated.
+    def _is_instructive(self, data: TaskData, limits: PassRateConfig) -> list[bool]:
+        """Say which training tasks have a pass rate within the limits, or were not evaluated.
 
-        An evaluation of the same file names its tasks as held out; those of earlier versions have no split in their
-        names."""
+        Raises TaskFileError if none was evaluated, which is a mistake in the configuration."""
         rates = pass_rates(read_evaluation(limits.episodes))
-        found = []
-        for row in data.row_ids:
-            names = (f"{self.name}-held_out-{row}", row, f"{self.name}-{row}")
-            found.append(next((rates[name] for name in names if name in rates), None))
-        if all(rate is None for rate in found):
+        of_rows = [self._pass_rate(row_id, rates) for row_id in data.row_ids]
+        if all(rate is None for rate in of_rows):
             example = f"{self.name}-held_out-{data.row_ids[0]}"
             raise TaskFileError(
-                f"{limits.episodes}: none of the training tasks of tasks.sources.{self.name} was evaluated there, such "
-                f"as {example}: evaluate train_path as held_out_path of a source of the same name"
+                f"{limits.episodes}: none of the training tasks of tasks.sources.{self.name} was evaluated there, "
+                f"such as {example}: evaluate train_path as held_out_path of a source of the same name"
             )
-        return [rate is None or limits.minimum <= rate <= limits.maximum for rate in found]
+        return [rate is None or limits.minimum <= rate <= limits.maximum for rate in of_rows]
+
+    def _pass_rate(self, row_id: str, rates: dict[str, float]) -> float | None:
+        """Return the pass rate of a row, None if it was not evaluated.
+
+        An evaluation of the same file names its tasks as held out; those of earlier versions have
+        no split in their names."""
+        for task_id in (f"{self.name}-held_out-{row_id}", row_id, f"{self.name}-{row_id}"):
+            if task_id in rates:
+                return rates[task_id]
+        return None
 
 
-def _text(task: Task) -> str:
-    """What is asked: all that the user and the assistant say. Instructions of the developer are those of many tasks."""
+def asked_text(task: Task) -> str:
+    """Return what is asked: all that the user and the assistant say.
+
+    Instructions of the developer are left out, as many tasks have the same ones."""
     asked = [message for message in task.messages if message["role"] not in ("system", "developer")]
     return "\n".join(content_text(message) for message in asked or task.messages)
 
 
+def _unusable_reason(task: Task, limit: PromptLimit) -> str | None:
+    """Say why no episode of a task can be run, or return None.
+
+    Raises TaskFileError if it has no prompt."""
+    try:
+        prompt = prompt_of(make_offline_environment(task))
+    except Exception as error:
+        raise TaskFileError(f"task {task.task_id}: its prompt cannot be made: {describe(error)}") from error
+
+    if limit.surely_fits(prompt):
+        return None
+    try:
+        limit.render(task.task_id, prompt)
+    except UnusablePrompt as reason:
+        return str(reason)
+    return None
+
+
 @lru_cache(maxsize=8)
-def _order(count: int, seed: str) -> list[int]:
+def _shuffled(count: int, seed: str) -> list[int]:
+    """Return the order of ``count`` tasks in an epoch."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return order
 
 
-def _shares(weights: list[float]) -> list[int]:
-    """Whole numbers in proportion to ``weights`` that add up to BLOCK (largest remainders)."""
+def _shares(weights: Sequence[float]) -> list[int]:
+    """Share BLOCK out in proportion to ``weights`` (largest remainders)."""
     exact = [BLOCK * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
-    for i in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[: BLOCK - sum(shares)]:
+
+    by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
+    # Rounded down, they lack a few: those that lost most to rounding get one more.
+    for i in by_remainder[: BLOCK - sum(shares)]:
         shares[i] += 1
     return shares

@@ -1,4 +1,5 @@
-"""Task data: JSONL and Parquet files, and data sets of the Hugging Face hub, read row by row where they are."""
+"""Task data: JSONL and Parquet files, and data sets of the Hugging Face hub, read row by row in
+place."""
 
 import dataclasses
 import json
@@ -23,36 +24,63 @@ class TaskFileError(UserError, ValueError):
 class TaskData:
     """The tasks of a file or a hub data set, in its order; only row positions stay in memory.
 
-    ``place``: a path (.jsonl, .parquet), or "hub:NAME:SPLIT" or "hub:NAME:CONFIGURATION:SPLIT". A row is a ``Task``
-    (task_id, messages, ground_truth, ...) or what ``environment.from_record`` reads; all are checked once, here.
-    ``environment_name`` is that of rows which name none. Ids are ``prefix`` and the row's own id or its number; a
-    prefix tells the tasks of one file from those of another. Raises TaskFileError."""
+    A row is a ``Task`` (task_id, messages, ground_truth, ...) or what ``environment.from_record``
+    reads. All rows are checked once, here."""
 
     def __init__(
-        self, place: str, environment_name: str, environment: type[Environment], options: Any, prefix: str = ""
+        self,
+        place: str,
+        environment_name: str,
+        environment: type[Environment],
+        options: Any,
+        prefix: str = "",
     ) -> None:
-        self._place, self._name, self._environment, self._options = place, environment_name, environment, options
-        self._prefix = prefix
-        self._rows = _rows(place)
-        self._kept: list[int] = []
-        self.row_ids: list[str] = []  # without the prefix
-        seen: dict[str, int] = {}
-        for number in range(len(self._rows)):
-            if (task := self._read(number)) is not None:
-                row_id = task.task_id.removeprefix(prefix)
-                if row_id in seen:
-                    first = f"{self._unit()} {self._line(seen[row_id])} has it, too"
-                    raise TaskFileError(f"{self._where(number)}: task_id {row_id!r} is there twice; {first}")
-                seen[row_id] = number
-                self.row_ids.append(row_id)
-                self._kept.append(number)
-        if not self._kept:
-            raise TaskFileError(f"{place} holds no task")
+        """Read and check all rows. Raises TaskFileError.
 
-    def keep(self, wanted: Sequence[bool]) -> None:
-        """Leave out the tasks for which ``wanted`` is false. Raises TaskFileError if none is left."""
-        self._kept = [number for number, good in zip(self._kept, wanted, strict=True) if good]
-        self.row_ids = [row_id for row_id, good in zip(self.row_ids, wanted, strict=True) if good]
+        ``place``: a path (.jsonl, .parquet), or "hub:NAME:SPLIT" or
+        "hub:NAME:CONFIGURATION:SPLIT". ``environment_name``: of rows that name none. ``options``:
+        of the environment. ``prefix`` goes before a row's own id, or its number, and tells the
+        tasks of one file from those of another."""
+        self._place = place
+        self._name = environment_name
+        self._environment = environment
+        self._options = options
+        self._prefix = prefix
+        self._rows = _open_rows(place)
+
+        self._kept: list[int] = []
+        """Row numbers of the tasks."""
+        self.row_ids: list[str] = []
+        """Ids of the tasks, without the prefix."""
+        self._index_rows()
+
+    def _index_rows(self) -> None:
+        """Read every row once.
+
+        Raises TaskFileError for a bad row, an id that is not unique, and no task at all."""
+        first_rows: dict[str, int] = {}
+        for number in range(len(self._rows)):
+            task = self._read(number)
+            if task is None:
+                continue
+
+            row_id = task.task_id.removeprefix(self._prefix)
+            if row_id in first_rows:
+                first = f"{self._unit()} {self._line(first_rows[row_id])} has it, too"
+                raise TaskFileError(f"{self._where(number)}: task_id {row_id!r} is there twice; {first}")
+            first_rows[row_id] = number
+            self.row_ids.append(row_id)
+            self._kept.append(number)
+
+        if not self._kept:
+            raise TaskFileError(f"{self._place} holds no task")
+
+    def keep(self, mask: Sequence[bool]) -> None:
+        """Leave out the tasks for which ``mask`` is false.
+
+        Raises TaskFileError if none is left."""
+        self._kept = [number for number, kept in zip(self._kept, mask, strict=True) if kept]
+        self.row_ids = [row_id for row_id, kept in zip(self.row_ids, mask, strict=True) if kept]
         if not self._kept:
             raise TaskFileError(f"{self._place}: no task is left after filtering by pass rate and held-out prompts")
 
@@ -69,29 +97,29 @@ class TaskData:
         return task
 
     def _read(self, number: int) -> Task | None:
+        """Return the task of a row, None if the environment leaves it out.
+
+        Raises TaskFileError."""
+        record: Any = None
         try:
             record = self._rows[number]
-            if not isinstance(record, dict):
-                raise ValueError(f"a task must be a JSON object, not {_kind(record)}")
-            if {"messages", "task_id"} & set(record):
-                task = checked_task(record, self._name)
-                return replace(task, task_id=f"{self._prefix}{task.task_id}")
-            found = self._environment.from_record(record, f"{self._prefix}{number}", self._options)
-            return None if found is None else checked_task(vars(found), self._name)
-        except json.JSONDecodeError as error:
-            reason = f"not JSON: {error.msg} at character {error.colno}"
-        except UnicodeDecodeError as error:
-            reason = f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
-        except RecursionError:
-            reason = "not JSON that can be read: maximum recursion depth exceeded"
-        except KeyError as error:
-            keys = ", ".join(map(str, record)) or "no keys"
-            reason = f"{self._environment.__name__} misses {error}; the row has {keys}"
-        except ValueError as error:
-            reason = str(error)
-        except (AttributeError, TypeError, IndexError) as error:
-            reason = f"{self._environment.__name__}.from_record cannot read it: {type(error).__name__}: {error}"
+            return self._to_task(record, number)
+        except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+            reason = _explain(error, record, self._environment.__name__)
         raise TaskFileError(f"{self._where(number)}: {reason}")
+
+    def _to_task(self, record: Any, number: int) -> Task | None:
+        """Return the task that a row is, or that the environment makes of it."""
+        if not isinstance(record, dict):
+            raise ValueError(f"a task must be a JSON object, not {_kind(record)}")
+
+        # A row with either is meant to be a task, and is told what it lacks to be one.
+        if "messages" in record or "task_id" in record:
+            task = checked_task(record, self._name)
+            return replace(task, task_id=f"{self._prefix}{task.task_id}")
+
+        made = self._environment.from_record(record, f"{self._prefix}{number}", self._options)
+        return None if made is None else checked_task(vars(made), self._name)
 
     def _where(self, number: int) -> str:
         return f"{self._place}, {self._unit()} {self._line(number)}"
@@ -100,8 +128,10 @@ class TaskData:
         return "line" if isinstance(self._rows, JsonLines) else "row"
 
     def _line(self, number: int) -> int:
-        """Counted from 1, as editors do."""
-        return self._rows.lines[number] if isinstance(self._rows, JsonLines) else number + 1
+        """Return the line or row as editors count it, from 1."""
+        if isinstance(self._rows, JsonLines):
+            return self._rows.lines[number]
+        return number + 1
 
 
 class JsonLines:
@@ -110,7 +140,10 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
         self.lines: list[int] = []
+        """Line number of every value, from 1."""
         self._offsets: list[int] = []
+        """Byte at which its line begins."""
+
         offset = 0
         for number, line in enumerate(self._file, start=1):
             if line.strip():
@@ -122,39 +155,26 @@ class JsonLines:
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Any:
+        # Read anew each time: a file of problems may be larger than memory.
         self._file.seek(self._offsets[index])
         return json.loads(self._file.readline().decode("utf-8"))
 
 
-def _rows(place: str) -> Any:
-    """Something with a length, whose items are the rows; memory-mapped unless it is JSONL."""
-    try:
-        if place.startswith("hub:"):
-            from datasets import load_dataset
-
-            *name, split = place.removeprefix("hub:").split(":")
-            return load_dataset(*name, split=split)
-        if place.endswith(".parquet"):
-            from datasets import Dataset
-            from datasets.table import InMemoryTable
-            from pyarrow.parquet import read_table
-
-            return Dataset(InMemoryTable(read_table(place, memory_map=True)))
-        return JsonLines(Path(place))
-    except Exception as error:  # whatever pyarrow and the hub raise
-        raise TaskFileError(f"{place}: cannot be read: {error}") from None
-
-
 def checked_task(record: dict[str, Any], environment: str) -> Task:
-    """The task that a record is, with ``environment`` for one that names none. Raises ValueError naming the key that is
-    missing or wrong, or the message that cannot be rendered."""
-    given = {key: value for key, value in record.items() if value is not None or key in REQUIRED}
-    if missing := [key for key in REQUIRED if key not in given]:
+    """Return the task that a record is, of ``environment`` if it names none.
+
+    Raises ValueError naming the key that is missing or wrong, or the message that cannot be
+    rendered."""
+    # Parquet has null for a key that a row lacks.
+    present = {key: value for key, value in record.items() if value is not None or key in REQUIRED}
+    missing = [key for key in REQUIRED if key not in present]
+    unknown = [str(key) for key in present if key not in KEYS]
+    if missing:
         raise ValueError(f"a task needs {', '.join(missing)}; the row has {', '.join(map(str, record))}")
-    if unknown := [str(key) for key in given if key not in KEYS]:
+    if unknown:
         raise ValueError(f"{', '.join(unknown)}: a task has no such key; it has {', '.join(KEYS)}")
 
-    task = Task(**{"environment": environment} | given)
+    task = Task(**{"environment": environment} | present)
     for key in ("task_id", "ground_truth", "environment"):
         _check_text(key, getattr(task, key))
     if not task.task_id:
@@ -172,9 +192,49 @@ def checked_task(record: dict[str, Any], environment: str) -> Task:
     return task
 
 
+def _open_rows(place: str) -> Any:
+    """Open data as a sequence of rows, memory-mapped unless it is JSONL. Raises TaskFileError."""
+    try:
+        if place.startswith("hub:"):
+            from datasets import load_dataset
+
+            *name, split = place.removeprefix("hub:").split(":")
+            return load_dataset(*name, split=split)
+
+        if place.endswith(".parquet"):
+            from datasets import Dataset
+            from datasets.table import InMemoryTable
+            from pyarrow.parquet import read_table
+
+            return Dataset(InMemoryTable(read_table(place, memory_map=True)))
+
+        return JsonLines(Path(place))
+    except Exception as error:
+        # pyarrow and the hub raise all sorts of things.
+        raise TaskFileError(f"{place}: cannot be read: {error}") from None
+
+
+def _explain(error: Exception, record: Any, environment: str) -> str:
+    """Say in one line why a row is no task. ``record`` is None if it could not be read."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} at character {error.colno}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
+    if isinstance(error, RecursionError):
+        return "not JSON that can be read: maximum recursion depth exceeded"
+    if isinstance(error, KeyError):
+        keys = ", ".join(map(str, record or ())) or "no keys"
+        return f"{environment} misses {error}; the row has {keys}"
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"{environment}.from_record cannot read it: {type(error).__name__}: {error}"
+
+
 def _check_text(key: str, value: Any) -> None:
+    """Raise ValueError if the value of a key is not text that can be written as UTF-8."""
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be text, not {_kind(value)}")
+
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -183,10 +243,10 @@ def _check_text(key: str, value: Any) -> None:
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls it."""
+    """Name the type of a value as JSON does."""
     if value is None:
         return "null"
-    names = {bool: "true or false", int: "a number", float: "a number", str: "text", dict: "an object"}
     if isinstance(value, list):
         return "a list" if value else "an empty list"
+    names = {bool: "true or false", int: "a number", float: "a number", str: "text", dict: "an object"}
     return names.get(type(value), type(value).__name__)

@@ -24,6 +24,7 @@ from megatron_gptoss.config import ModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.disk_checks import checkpoint_bytes, checkpoints_at_a_time
+from rl_loop.lifecycle.start_checks import check_data
 
 ROOT = Path(__file__).parents[2]
 RL, SFT = "configs/rl/tiny_retool.yaml", "configs/sft/tiny_retool.yaml"
@@ -217,6 +218,13 @@ def test_a_resume_names_the_run_that_a_mistyped_name_may_mean(tmp_path: Path) ->
     result = gptoss("sft", SFT, f"output_dir={tmp_path}", "name=tiny_retol", "--resume")
     assert_refused(result, "tiny_retol: there is no run to resume; did you mean name=tiny_retool")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny_retool"]
+
+
+def test_rows_that_name_no_environment_are_of_the_one_that_their_source_names(tmp_path: Path) -> None:
+    row = {"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}
+    path = write(tmp_path / "tasks.jsonl", json.dumps(row))
+    source = f"{{environment: retool, held_out_path: '{path}', weight: 0}}"
+    check_data(load_config(Path(RL), RlConfig, [f"tasks.sources.another_name={source}"]))
 
 
 def test_a_checkpoint_that_is_gone_is_named_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def sampled_turn(harmony: Harmony, rng: random.Random) -> list[int]:
 
 
 def play(harmony: Harmony, rng: random.Random) -> FinishReason:
-    kind = ENVIRONMENTS[rng.choice(["retool", "incident", "gsm8k"])]
+    kind = ENVIRONMENTS.resolve(rng.choice(["retool", "incident", "gsm8k"]))
     options = {"tools": True} if kind.__name__.startswith("Gsm8k") else {}
     index = rng.randrange(100)
     generated = kind.generate("train", 0, index, kind.Options.model_validate(options))

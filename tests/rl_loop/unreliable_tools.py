@@ -26,7 +26,7 @@ class UnreliableEnvironment(Environment):
         return Task(f"{split}-{index}", messages, "1", metadata={"failing": options.failing})
 
     @classmethod
-    def solve(cls, task: Task, rng: random.Random, careless: bool) -> Script:
+    def solve(cls, task: Task, rng: random.Random, faulty: bool) -> Script:
         yield [final("1")]
 
     async def answer(self, text: str) -> StepResult:

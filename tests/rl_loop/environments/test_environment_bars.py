@@ -61,7 +61,7 @@ def test_an_episode_has_the_same_reward_parts_however_it_ends(
     task = task_of(name, options, 0)
     environment = make_environment(task, arithmetic.interpret, REWARD)
     unfinished, illegal = environment.unfinished(), environment.illegal("header")
-    finished = demonstrate(task, tiny, DemonstrationConfig(careful=1), "0").result
+    finished = demonstrate(task, tiny, DemonstrationConfig(expert=1), "0").result
     assert finished is not None
     assert set(illegal.reward_parts) == set(unfinished.reward_parts) == set(finished.reward_parts)
     assert illegal.reward_parts["format_error"] == 1.0
@@ -70,22 +70,22 @@ def test_an_episode_has_the_same_reward_parts_however_it_ends(
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS)
-def test_the_careful_script_scores_the_maximum_and_an_empty_agent_the_minimum(
+def test_the_expert_script_scores_the_maximum_and_an_empty_agent_the_minimum(
     tiny: Harmony, name: str, options: dict[str, Any]
 ) -> None:
     scores = []
     for index in range(15):
         task = task_of(name, options, index)
-        shown = demonstrate(task, tiny, DemonstrationConfig(careful=1), str(index))
+        shown = demonstrate(task, tiny, DemonstrationConfig(expert=1), str(index))
         assert shown.result is not None
         assert shown.result.reward_parts["score"] == pytest.approx(1.0)
         assert shown.result.reward_parts["correct"] == 1.0
         empty = asyncio.run(until_done(task, [final("")]))
         assert empty.reward == pytest.approx(-2.0)
         assert make_environment(task, arithmetic.interpret, REWARD).unfinished().reward == pytest.approx(-2.0)
-        careless = demonstrate(task, tiny, DemonstrationConfig(careful=0), str(index)).result
-        assert careless is not None
-        scores.append(careless.reward_parts["score"])
+        faulty = demonstrate(task, tiny, DemonstrationConfig(expert=0), str(index)).result
+        assert faulty is not None
+        scores.append(faulty.reward_parts["score"])
     assert sum(scores) / len(scores) < 0.95
 
 

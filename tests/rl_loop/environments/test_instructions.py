@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 
 from rl_loop.environments import RewardConfig, arithmetic
-from rl_loop.environments import instructions as module
 from rl_loop.environments.base import final
-from rl_loop.environments.instructions import (
+from rl_loop.environments.instruction_checkers import (
     NLTK_DATA,
-    InstructionEnvironment,
-    InstructionOptions,
-    _capital_words,
-    _check,
-    _ifbench,
-    _registries,
+    Constraint,
+    check,
+    count_capital_words,
+    ifbench_checkers,
+    ifeval_checkers,
+    make_checker,
+    meets,
 )
+from rl_loop.environments.instructions import InstructionEnvironment, InstructionOptions
 from rl_loop.rewards import CheckerFailure
 from rl_loop.tasks.task_file import TaskData, TaskFileError
 
@@ -52,7 +53,7 @@ def without_nltk_data(monkeypatch, tmp_path: Path) -> None:
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    module._registries()[0][SENTENCES]  # the registry is there before the data is not
+    ifeval_checkers()[SENTENCES]  # the registry is there before the data is not
     from if_verifiable.ifeval import instructions_util
 
     instructions_util._get_sentence_tokenizer.cache_clear()
@@ -83,7 +84,7 @@ def test_a_row_whose_checker_lacks_data_is_an_error_that_says_how_to_get_it(tmp_
 
 def test_a_checker_that_loses_its_data_fails_and_is_not_unmet(without_nltk_data) -> None:
     with pytest.raises(CheckerFailure, match="punkt_tab"):
-        _check([SENTENCES, {"num_sentences": 2, "relation": "at least"}], "One. Two.", "")
+        check(Constraint(SENTENCES, {"num_sentences": 2, "relation": "at least"}), "One. Two.", "")
 
 
 def test_with_its_data_sentences_are_counted(with_nltk_data) -> None:
@@ -94,7 +95,7 @@ def test_with_its_data_sentences_are_counted(with_nltk_data) -> None:
 
 def test_all_checkers_that_read_data_of_nltk_are_known() -> None:
     reading = re.compile(r"word_tokenize|pos_tag|count_stopwords|\bcount_sentences\(|sent_tokenize|nltk\.corpus")
-    registries = {**_ifbench(), **_registries()[0]}
+    registries = {**ifbench_checkers(), **ifeval_checkers()}
     found = {name for name, checker in registries.items() if reading.search(inspect.getsource(checker))}
     assert found == {*NLTK_DATA, CAPITALS}
 
@@ -103,24 +104,24 @@ def test_no_checker_fails_for_want_of_something(without_nltk_data) -> None:
     """The class of fault: an exception of the checker, on any text, that counts as not met."""
     random.seed(0)
     text = "This is a NOTE about tea. It has two sentences, and * a list\n* of points.\n\nA second PARAGRAPH ends it."
-    for name, kind in {**_registries()[0]}.items():
+    for name, kind in ifeval_checkers().items():
         if name in NLTK_DATA or name == "combination:repeat_prompt":
             continue
         checker = kind(name)
         checker.build_description()
         arguments = checker.get_instruction_args() or {}
-        module._meets(module._checker(name, arguments, "Write."), name, text)
+        meets(make_checker(Constraint(name, arguments), "Write."), name, text)
 
 
-def test_importing_ifbench_downloads_nothing(monkeypatch) -> None:
+def test_importingifbench_checkers_downloads_nothing(monkeypatch) -> None:
     import nltk
 
     def download(*arguments: Any, **settings: Any) -> None:
         raise AssertionError("nothing is downloaded behind the user's back")
 
     monkeypatch.setattr(nltk, "download", download)
-    _ifbench.cache_clear()
-    assert "words:start_verb" in _ifbench()
+    ifbench_checkers.cache_clear()
+    assert "words:start_verb" in ifbench_checkers()
     assert nltk.download is download
 
 
@@ -137,7 +138,7 @@ def test_importing_ifbench_downloads_nothing(monkeypatch) -> None:
     ],
 )
 def test_words_of_capital_letters_are_counted_without_data(without_nltk_data, text: str, count: int) -> None:
-    assert _capital_words(text) == count
+    assert count_capital_words(text) == count
 
 
 def test_words_of_capital_letters_are_counted_as_nltk_counts_them(with_nltk_data) -> None:
@@ -149,7 +150,7 @@ def test_words_of_capital_letters_are_counted_as_nltk_counts_them(with_nltk_data
     rng = random.Random(0)
     for _ in range(2000):
         text = "".join(rng.choice(words) + rng.choice(marks) + rng.choice([" ", "  ", "\n"]) for _ in range(8))
-        assert _capital_words(text) == sum(word.isupper() for word in word_tokenize(text)), text
+        assert count_capital_words(text) == sum(word.isupper() for word in word_tokenize(text)), text
 
 
 @pytest.mark.parametrize("letter", ["#", "!"])

@@ -56,7 +56,7 @@ from tests.rl_loop import harmony_reference as reference
 from tests.rl_loop.conftest import SHORT_PROMPT
 from tests.rl_loop.scripted_engine import ScriptedEngine
 
-MIXED = DemonstrationConfig(careful=0.5)
+MIXED = DemonstrationConfig(expert=0.5)
 
 
 def task_of(environment: str, index: int, **options: object) -> Task:
@@ -109,9 +109,9 @@ def test_every_registered_environment_is_walked_here() -> None:
 
 
 def scripted_episode(task: Task, seed: int) -> Episode:
-    """What the environment's own script writes, right on even seeds and careless on odd ones."""
+    """What the environment's own script writes, right on even seeds and faulty on odd ones."""
     environment = make_environment(task, arithmetic.interpret, RewardConfig())
-    script = environment_class(task.environment).solve(task, Random(seed), careless=bool(seed % 2))
+    script = environment_class(task.environment).solve(task, Random(seed), faulty=bool(seed % 2))
     return asyncio.run(play(environment, script))
 
 
@@ -226,7 +226,7 @@ class TalkingEnvironment(Environment):
     """Two questions, each thought about and answered."""
 
     @classmethod
-    def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
+    def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
         yield [think("one is odd"), final("odd")]
         yield [think("two is even"), final("even")]
 
@@ -297,10 +297,10 @@ def test_retool_is_shown_with_and_without_mistakes(tiny: Harmony) -> None:
     assert set(calls) == {0, 1, 2}
 
 
-def test_the_share_of_careful_demonstrations_is_as_configured(tiny: Harmony) -> None:
+def test_the_share_of_expert_demonstrations_is_as_configured(tiny: Harmony) -> None:
     right = 0.0
     for index in range(300):
-        result = demonstrate(task_of("gsm8k", index), tiny, DemonstrationConfig(careful=0.3), str(index)).result
+        result = demonstrate(task_of("gsm8k", index), tiny, DemonstrationConfig(expert=0.3), str(index)).result
         assert result is not None
         right += result.reward_parts["correct"]
     assert right / 300 == pytest.approx(0.3, abs=0.1)

@@ -142,7 +142,7 @@ ROWS = st.dictionaries(st.sampled_from(ROW_KEYS), VALUES, max_size=6)
 def test_any_row_is_a_task_or_one_line_that_names_it(tmp_path_factory, row: dict[str, object], name: str) -> None:
     path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    environment = ENVIRONMENTS[name]
+    environment = ENVIRONMENTS.resolve(name)
     try:
         tasks = list(TaskData(str(path), name, environment, environment.Options()))
     except TaskFileError as error:

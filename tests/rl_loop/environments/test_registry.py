@@ -1,0 +1,72 @@
+"""Environments by name: what cannot be called as the loop calls it is refused before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+
+from rl_loop.config.training import DemonstrationConfig
+from rl_loop.environments import Environment, RewardConfig, Script, Task, environment_class, make_offline_environment
+from rl_loop.environments.base import final
+from rl_loop.infrastructure import InfrastructureFailure
+
+
+class OldScript(Environment):
+    @classmethod
+    def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
+        yield [final("1")]
+
+
+class CallWithoutArguments(Environment):
+    async def call(self, tool: str) -> str:
+        return "done"
+
+
+class OtherNames(Environment):
+    """Arguments that are passed by position may have any name, and more may follow if they need no value."""
+
+    async def call(self, name: str, text: str, more: int = 0) -> str:
+        return "done"
+
+    async def answer(self, *texts: str) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("OldScript", r"OldScript: solve\(task: .*must take \(task, rng, faulty\): missing a .* 'careless'"),
+        ("CallWithoutArguments", r"call\(self, tool: .*must take \(self, tool, arguments\): too many positional"),
+    ],
+)
+def test_a_method_with_other_arguments_is_named_when_its_class_is(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        environment_class(f"{__name__}:{name}")
+
+
+def test_arguments_may_have_other_names() -> None:
+    assert environment_class(f"{__name__}:OtherNames") is OtherNames
+
+
+def test_a_script_that_calls_python_is_told_what_it_lacks() -> None:
+    class Calls(Environment):
+        async def call(self, tool: str, arguments: str) -> str:
+            return (await self.execute(arguments)).output
+
+    environment = Calls(Task("t", [], ""), Calls.simulate_python, RewardConfig())
+    from rl_loop.harmony.codec import ParsedMessage
+
+    with pytest.raises(InfrastructureFailure, match=r"Calls\.solve calls Python, which needs Calls\.simulate_python"):
+        asyncio.run(environment.step([ParsedMessage("analysis", "python", "code", "print(1)")]))
+
+
+def test_an_offline_environment_answers_the_programs_of_scripts() -> None:
+    environment = make_offline_environment(Task("t", [{"role": "user", "content": "1+1?"}], "2"))
+    assert asyncio.run(environment.execute("print(2*(3+4))")).output == "14\n"
+
+
+def test_the_old_name_of_the_experts_share_is_answered_with_the_new_one() -> None:
+    with pytest.raises(ValueError, match="careful is now called expert"):
+        DemonstrationConfig.model_validate({"careful": 0.5})

@@ -1,0 +1,44 @@
+"""The loop knows no domain: what an environment is called or about stands in ``environments/`` alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from rl_loop.environments import ENVIRONMENTS
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = [
+    path
+    for room in ("rl_loop", "launch")
+    for path in sorted((ROOT / room).rglob("*.py"))
+    if not path.is_relative_to(ROOT / "rl_loop/environments")
+]
+
+# "instructions" is also the word of chat formats: there it counts only as a text of its own.
+WORDS = [*(name for name in ENVIRONMENTS if name != "instructions"), "arithmetic"]
+ENVIRONMENT_MODULES = {
+    f"rl_loop.environments.{path.stem}"
+    for path in (ROOT / "rl_loop/environments").glob("*.py")
+    if path.stem not in ("__init__", "base", "registry")
+}
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_environment_is_named_outside_of_their_room(path: Path) -> None:
+    text = path.read_text()
+    named = set(re.findall(rf"\b({'|'.join(WORDS)})\b", text, flags=re.IGNORECASE))
+    assert not named, f"{path} names {named}: ask the environment instead, see rl_loop/environments/base.py"
+
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant):
+            assert node.value not in ENVIRONMENTS.entries, f"{path}:{node.lineno} names an environment"
+        if isinstance(node, ast.Import):
+            imported = {alias.name for alias in node.names}
+            assert not imported & ENVIRONMENT_MODULES, f"{path}:{node.lineno} imports an environment"
+        if isinstance(node, ast.ImportFrom):
+            imported = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            assert not imported & ENVIRONMENT_MODULES, f"{path}:{node.lineno} imports an environment"
