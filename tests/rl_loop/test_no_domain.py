@@ -19,7 +19,7 @@ PRODUCT = [
 ]
 
 # "instructions" is also the word of chat formats: there it counts only as a text of its own.
-WORDS = [*(name for name in ENVIRONMENTS if name != "instructions"), "arithmetic"]
+WORDS = [name for name in ENVIRONMENTS if name != "instructions"]
 ENVIRONMENT_MODULES = {
     f"rl_loop.environments.{path.stem}"
     for path in (ROOT / "rl_loop/environments").glob("*.py")
