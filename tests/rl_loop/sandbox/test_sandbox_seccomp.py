@@ -33,6 +33,8 @@ def run_filter(program: bytes, architecture: int, number: int, *arguments: int) 
             accumulator &= constant
         elif code == 0x06:
             return constant
+        elif code == 0x05:
+            position += constant
         else:
             taken = {0x15: accumulator == constant, 0x35: accumulator >= constant}[code]
             position += if_true if taken else if_false
