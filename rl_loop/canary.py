@@ -10,8 +10,8 @@ from megatron_gptoss.packing import Sample
 from megatron_gptoss.user_error import UserError
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
-"""Largest mean |log-prob difference| by precision, in nats per token, where the configuration does
-not say."""
+"""Largest mean |log-prob difference| by precision, in nats per token, where the
+configuration does not say."""
 
 TEMPERATURE = 1.0
 """Of the scores that are compared; SGLang's servers know no other."""
@@ -51,12 +51,14 @@ def check_canary(
     (scored,) = trainer.score([Sample(token_ids, loss_mask)], TEMPERATURE)
     expected = scored[1:]
 
+    # Every engine by itself: one of several servers may have missed a tensor.
     worst = 0.0
     for worker, log_probs in enumerate(engines.score(token_ids, TEMPERATURE)):
         differences = [abs(a - b) for a, b in zip(log_probs, expected, strict=True)]
         gap = sum(differences) / len(expected)
         worst = max(worst, gap)
         if not gap <= tolerance:  # also true for NaN
+            # Names the tensor if it can; if all are equal, both compute something else with them.
             engines.compare_weights()
             raise CanaryError(
                 f"after syncing weights {version}, rollout worker {worker} and the trainer differ by {gap:.2e} nats "

@@ -1,5 +1,5 @@
-"""The end of a run: a Hugging Face checkpoint, and proof that it is the policy that was
-trained."""
+"""The end of a run: a Hugging Face checkpoint, and proof that it is the
+policy that was trained."""
 
 import tempfile
 from dataclasses import dataclass
@@ -58,6 +58,7 @@ def export_policy(
         files = harmony.vocabulary.save(Path(scratch))
         if not files and tokenizer_source is not None and (tokenizer_source / "config.json").exists():
             files, _ = tokenizer_and_generation(tokenizer_source)
+        # Gathered once: what is written and what it is compared with are the same tensors.
         weights = trainer.weights()
         write_hf_directory(
             directory,
@@ -80,6 +81,7 @@ def greedy_agreement(trainer: Trainer, tasks: TaskSource, directory: Path, dtype
     samples = _decode_greedily(directory, dtype, prompts, list(tasks.harmony.stop_token_ids))
     chosen = trainer.greedy_tokens(samples)
 
+    # Only answers are compared: what the policy would have put in place of a prompt says nothing.
     equal = 0
     for sample, tokens in zip(samples, chosen, strict=True):
         answered = [i for i, mask in enumerate(sample.loss_mask) if mask]

@@ -4,8 +4,8 @@
         ^                                                                                         |
         +------------- v + 1 <- optimizer step, importance ratio 1 because sampled with v <-------+
 
-Everything random is derived from the seed and the step number, so a resumed run continues the same
-curve."""
+Everything random is derived from the seed and the step number, so a resumed run
+continues the same curve."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -90,8 +90,8 @@ class LoopSettings:
         return step % self.evaluate_every == 0
 
     def begins_next_step_ahead(self, step: int) -> bool:
-        """Whether the episodes of the next step are sampled while the trainer learns from those of
-        this one."""
+        """Whether the episodes of the next step are sampled while the trainer learns
+        from those of this one."""
         return self.algorithm.max_staleness > 0 and step + 1 < self.steps
 
 
@@ -129,8 +129,8 @@ class RlLoop:
         )
 
     def train(self) -> int:
-        """Run all steps that are left. Returns the number of steps done in all, fewer than wanted
-        if interrupted."""
+        """Run all steps that are left. Returns the number of steps done in all, fewer
+        than wanted if interrupted."""
         try:
             while self.state.step < self.settings.steps:
                 self.run_step(self.state.step)
@@ -185,8 +185,8 @@ class RlLoop:
         self.record(record, rollouts, samples, updates)
 
     def sync_weights(self, version: int, metrics: StepMetrics) -> None:
-        """Bring the engines to the trainer's weights and make sure that both compute the same with
-        them."""
+        """Bring the engines to the trainer's weights and make sure that both
+        compute the same with them."""
         self.rollouts.sync_weights(self.trainer, version)
         gap = check_canary(
             self.trainer,
@@ -212,8 +212,8 @@ class RlLoop:
         return step * self.settings.rollout.tasks_per_step * self.algorithm.dynamic_sampling_rounds
 
     def add_estimates(self, samples: list[Sample]) -> list[Sample]:
-        """Return the samples with the critic's values and the reference policy's log-probs, if
-        there are any."""
+        """Return the samples with the critic's values and the reference policy's
+        log-probs, if there are any."""
         if self.algorithm.critic is None and self.algorithm.kl is None:
             return samples
         return self.trainer.compute_values_and_reference_log_probs(samples).attach(samples)
@@ -227,8 +227,8 @@ class RlLoop:
         add_mismatch_without_replay(metrics, samples, self.trainer.score(without_routes))
 
     def update(self, step: int, samples: list[Sample]) -> RlUpdates:
-        """Train on the samples. Engines that restart meanwhile wait for the weights that come of
-        it."""
+        """Train on the samples. Engines that restart meanwhile wait for the
+        weights that come of it."""
         with self.rollouts.updating_weights(step + 1):
             return self.trainer.rl_step(samples, step)
 
@@ -238,8 +238,8 @@ class RlLoop:
         self.recorder.record_rl_step(record, rollouts, samples, updates)
 
     def evaluate(self) -> StepMetrics:
-        """Measure the policy as it is now on the held-out tasks, and write and return the
-        result."""
+        """Measure the policy as it is now on the held-out tasks, and write
+        and return the result."""
         step = self.settings.steps
         record = self.recorder.begin_step(step)
         self.recorder.progress.phase("evaluate")

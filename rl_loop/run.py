@@ -1,5 +1,5 @@
-"""Runs a configuration from start to export: ``run_sft`` and ``run_rl`` are what the ``gptoss``
-commands call."""
+"""Runs a configuration from start to export: ``run_sft`` and ``run_rl`` are what the
+``gptoss`` commands call."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -77,11 +77,14 @@ def run_rl(
     with Session(config, show, how) as session:
         assert session.rollouts is not None
         loop = build_loop(config, session)
+        # The trainer is ready by now; engines have been starting beside it.
         session.progress.note("waiting for the rollout engines")
         session.rollouts.ready()
 
         with session.finishing_steps():
             done = loop.train()
+        # A request during the last step ends the run too: its checkpoint is complete, the rest can
+        # be made up for by a resume.
         if done < config.training.steps or session.interrupt.requested:
             raise Interrupted(_what_an_interrupt_left(config, session, done))
         evaluation = loop.evaluate()
@@ -133,8 +136,8 @@ def _what_an_interrupt_left(config: RlConfig, session: Session, done: int) -> st
 
 
 def _export(config: RlConfig, session: Session) -> dict[str, int]:
-    """Write the Hugging Face checkpoint and compare it with the trainer. Returns what the summary
-    says of that."""
+    """Write the Hugging Face checkpoint and compare it with the trainer. Returns what
+    the summary says of that."""
     from rl_loop.export import export_policy, greedy_agreement
 
     session.progress.phase("export")
@@ -174,8 +177,8 @@ def _summary(run: RunDirectory, steps: int, evaluation: StepMetrics) -> dict[str
 
 
 def _seconds_of_initial_run(config: RunConfig) -> float:
-    """Return the training time of the run that the initial weights come from, 0 if they come from
-    elsewhere."""
+    """Return the training time of the run that the initial weights come from, 0 if
+    they come from elsewhere."""
     if config.initial_weights is None:
         return 0.0
     source = RunDirectory(config.initial_weights)

@@ -96,8 +96,8 @@ class Session:
         self._raise_if_interrupted(error)
 
     def _raise_if_interrupted(self, error: BaseException | None) -> None:
-        """Make Interrupted of a request to stop, now that everything that the run has started is
-        gone."""
+        """Make Interrupted of a request to stop, now that everything that the
+        run has started is gone."""
         if isinstance(error, KeyboardInterrupt):
             message = f"stopped at once; {self.what_is_saved()}"
         elif isinstance(error, Interrupted):
@@ -166,8 +166,8 @@ class Session:
         return RunState.from_checkpoint(saved)
 
     def _begin_directory(self, changes: list[Change], step: int) -> None:
-        """Write the run's configuration, now that it is sure to begin, and only now delete an
-        earlier run."""
+        """Write the run's configuration, now that it is sure to begin, and only now
+        delete an earlier run."""
         config = self._config
         if self._how.may_resume:
             write_config(self.run, config, changes, step)

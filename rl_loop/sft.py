@@ -33,12 +33,13 @@ def train_on_demonstrations(
     steps: int,
     sequences_per_step: int,
 ) -> int:
-    """Run all steps that are left. Returns the number of steps done in all, fewer than ``steps``
-    if interrupted."""
+    """Run all steps that are left. Returns the number of steps done in all, fewer than
+    ``steps`` if interrupted."""
     state = checkpointer.state
     while state.step < steps:
         record = recorder.begin_step(state.step)
         recorder.progress.phase("train")
+        # By position, so that a resumed run goes on with the demonstrations that come next.
         samples = tasks.demonstrations(state.step * sequences_per_step, sequences_per_step, mixture)
         update = trainer.sft_step(samples, state.step)
 

@@ -1,5 +1,5 @@
-"""Faults on purpose in the engine's weights; those in the trainer are fields of its own
-configuration."""
+"""Faults on purpose in the engine's weights; those in the trainer are fields of
+its own configuration."""
 
 from collections.abc import Callable
 
@@ -37,6 +37,7 @@ def engine_faults(ablation: AblationConfig, seed: int) -> Callable[[WeightSource
 
 def engine_weights(weights: dict[str, torch.Tensor], ablation: AblationConfig, seed: int) -> dict[str, torch.Tensor]:
     """Return the weights by Hugging Face name as the engine gets them, with the ablation's faults."""
+    # The trainer's own tensors stay as they are.
     altered = dict(weights)
     if not ablation.engine_sinks:
         for name, tensor in weights.items():

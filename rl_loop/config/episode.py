@@ -1,5 +1,5 @@
-"""Where an episode ends, and what is tried again: the part of ``rollout`` that the agent loop
-knows."""
+"""Where an episode ends, and what is tried again: the part of ``rollout``
+that the agent loop knows."""
 
 from typing import Literal
 
@@ -27,11 +27,11 @@ class EpisodeLimits(BaseModel):
     queue_seconds: float = Field(3600.0, gt=0)
     """How long a turn may wait in the engine's queue; longer is an infrastructure failure."""
     max_observation_bytes: int = Field(65536, ge=256)
-    """UTF-8 bytes of what tools answer, or the user says, between two turns. What is longer is cut
-    in its middle."""
+    """UTF-8 bytes of what tools answer, or the user says, between two turns. What is
+    longer is cut in its middle."""
     truncated_episodes: Literal["penalise", "mask"] = "penalise"
-    """What a limit ends counts as a failure, or is left out of training (but not of the group's
-    mean)."""
+    """What a limit ends counts as a failure, or is left out of training (but
+    not of the group's mean)."""
 
 
 class PurificationConfig(BaseModel):

@@ -8,5 +8,5 @@ class ConfigError(UserError, ValueError):
 
 
 class CannotStart(ConfigError):
-    """Something that the run needs is not there; the message says what, under which key, and what
-    to do."""
+    """Something that the run needs is not there; the message says what, under
+    which key, and what to do."""

@@ -1,5 +1,5 @@
-"""Reads configurations: YAML files, overrides from the command line, and errors that name file and
-key."""
+"""Reads configurations: YAML files, overrides from the command line, and errors
+that name file and key."""
 
 import re
 from pathlib import Path
@@ -30,6 +30,7 @@ def load_config[Config: RunConfig](
     for change in changes:
         if not re.match("[^=]+=", change):
             raise ConfigError(f"override {change!r}: expected key=value, such as optimizer.lr=1e-6")
+    # Before the other overrides, which may change something inside the named file.
     for key in ("model", "algorithm"):
         changes = _insert_named_section(path, tree, key, changes)
 
@@ -70,6 +71,7 @@ def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Mo
 
 def _refuse_other_kind(path: Path, kind: type[StrictModel], error: ValidationError) -> None:
     """Raise ConfigError if the keys that ``kind`` does not know are those of the other command."""
+    # Only keys at the top level tell the two kinds apart; a typo further down says nothing.
     unknown = []
     for mistake in error.errors():
         if mistake["type"] == "extra_forbidden" and len(mistake["loc"]) == 1:
@@ -107,8 +109,8 @@ def read_yaml(path: Path) -> Any:
 
 
 def _key_of(error: Any) -> str:
-    """Name the key that an error is about, without the tags of a union, which only pydantic
-    knows."""
+    """Name the key that an error is about, without the tags of a union,
+    which only pydantic knows."""
     parts = [str(part) for part in error["loc"]]
     return ".".join(part for part in parts if not part.startswith(TAG)) or "(top level)"
 

@@ -1,5 +1,5 @@
-"""The whole configuration of a run: what YAML files in ``configs/`` say and ``gptoss`` commands
-override."""
+"""The whole configuration of a run: what YAML files in ``configs/`` say and
+``gptoss`` commands override."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,14 +39,14 @@ class RunConfig(StrictModel):
     model: ModelConfig
     """The architecture; a string names a file of ``configs/model``."""
     initial_weights: Path | None = None
-    """A Hugging Face directory, a Megatron checkpoint or a run directory to start from; null for
-    random weights."""
+    """A Hugging Face directory, a Megatron checkpoint or a run directory to start from;
+    null for random weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
     vocabulary: Literal["gptoss", "tiny"] = "gptoss"
-    """``gptoss``: the 201,088 token ids of the released models. ``tiny``: those of them that
-    generated tasks and their demonstrations need, and the Harmony special tokens; for models of a
-    laptop."""
+    """``gptoss``: the 201,088 token ids of the released models. ``tiny``: those of them
+    that generated tasks and their demonstrations need, and the Harmony special tokens;
+    for models of a laptop."""
     prompt: PromptConfig = PromptConfig()
     """The Harmony system message."""
     tasks: TaskConfig = TaskConfig()
@@ -81,6 +81,7 @@ class RunConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_layout(self) -> Self:
+        # Found out here rather than by an engine or a rank, hours into a run.
         self.parallel.check_layout(self.model)
         self._check_lengths()
         self._check_engine()
@@ -120,8 +121,8 @@ class RlConfig(RunConfig):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages and the policy loss."""
     evaluate_every: int = Field(10, gt=0)
-    """Steps between measurements of held-out accuracy; also before the first step and after the
-    last."""
+    """Steps between measurements of held-out accuracy; also before the first
+    step and after the last."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean |log-prob difference| between engine and trainer on a canary prompt after a
     sync, in nats. null: 0.001 in float32, 0.02 in bfloat16. Stay above what ``gptoss doctor
@@ -131,6 +132,7 @@ class RlConfig(RunConfig):
     def memory_inputs(self) -> MemoryInputs:
         """The same with what reinforcement learning keeps besides the policy: critic, reference
         policy and engine."""
+        # One entry per model on the GPU besides the policy: its optimizer, None if it is frozen.
         auxiliary_models: list[OptimizerConfig | None] = []
         if self.algorithm.critic:
             auxiliary_models.append(self.algorithm.critic.optimizer)

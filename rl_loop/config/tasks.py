@@ -10,8 +10,8 @@ from rl_loop.environments.registry import DEFAULT_ENVIRONMENT, environment_class
 
 
 class PassRateConfig(StrictModel):
-    """Training tasks by how often a policy solved them: those that it always or never solves teach
-    nothing."""
+    """Training tasks by how often a policy solved them: those that it always or
+    never solves teach nothing."""
 
     episodes: Path
     """What ``gptoss eval`` wrote on the same tasks; tasks that are not in it are kept."""
@@ -29,8 +29,8 @@ class SourceConfig(StrictModel):
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the environment: the fields of its ``Options``."""
     train_path: str | None = None
-    """A .jsonl or .parquet file, or hub:NAME:SPLIT; null for generated tasks. Shuffled anew in
-    each epoch."""
+    """A .jsonl or .parquet file, or hub:NAME:SPLIT; null for generated tasks.
+    Shuffled anew in each epoch."""
     held_out_path: str | None = None
     """The tasks on which accuracy is measured; training tasks that share a prompt or 13 words with
     them are dropped."""

@@ -13,8 +13,8 @@ class TrainingConfig(StrictModel):
     steps: int = Field(100, gt=0)
     """Training steps."""
     max_tokens_per_micro_batch: int = Field(16384, gt=0)
-    """Packed tokens that one forward and backward pass takes at a time; bounds activation
-    memory."""
+    """Packed tokens that one forward and backward pass takes at a time;
+    bounds activation memory."""
     checkpoint_every: int = Field(20, gt=0)
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = Field(2, gt=0)
@@ -65,8 +65,8 @@ class AblationConfig(StrictModel):
     to train a model."""
 
     freeze: tuple[Literal["attention", "experts"], ...] = ()
-    """Parts that do not learn: attention with its sinks and norm, or the experts with their router
-    and norm."""
+    """Parts that do not learn: attention with its sinks and norm, or the experts with
+    their router and norm."""
     sink_gradient: bool = True
     """Whether the sinks get a gradient in the trainer."""
     sink_backward: bool = True
@@ -77,8 +77,8 @@ class AblationConfig(StrictModel):
     engine_sinks: bool = True
     """Whether the engine's attention has sinks."""
     engine_noise: float = Field(0.0, ge=0)
-    """The engine's weights are off by this times their standard deviation, anew at every weight
-    sync."""
+    """The engine's weights are off by this times their standard deviation,
+    anew at every weight sync."""
     router_noise: float = Field(0.0, ge=0)
-    """Standard deviation of noise on the trainer's router logits, as of kernels whose sums have no
-    fixed order."""
+    """Standard deviation of noise on the trainer's router logits, as of kernels whose
+    sums have no fixed order."""

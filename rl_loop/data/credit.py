@@ -1,5 +1,5 @@
-"""Credit assignment: from the rewards of episodes to an advantage for every sampled token. Pure
-functions."""
+"""Credit assignment: from the rewards of episodes to an advantage for every sampled
+token. Pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -36,6 +36,7 @@ def assign_advantages(
     for trajectory in trajectories:
         _check_reward(trajectory)
 
+    # In fp64 throughout: whitening divides differences of nearly equal numbers.
     length_penalties = _length_penalties(trajectories, config, max_response_tokens)
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     rewards = rewards + config.overlong_penalty * length_penalties
@@ -70,6 +71,7 @@ def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
     if all(trajectory.excluded or not trajectory.sampled_tokens for trajectory in group.trajectories):
         return False
 
+    # What is compared, one column after the other: any difference in any of them is a signal.
     columns = [[trajectory.reward for trajectory in group.trajectories]]
     if config.advantage == "gdpo":
         compared = [name for name, weight in config.reward_weights.items() if weight != 0]
@@ -109,6 +111,7 @@ def _reward_parts(
 ) -> tuple[torch.Tensor, list[float]]:
     """Return what gdpo weighs, fp64 [episodes, parts], and the weight of each part. A penalty on
     length is one more."""
+    # A part that an episode does not have counts as 0, which is what doing nothing scores.
     names = list(config.reward_weights)
     rows = [[trajectory.reward_parts.get(name, 0.0) for name in names] for trajectory in trajectories]
     parts = torch.tensor(rows, dtype=torch.float64).reshape(len(trajectories), len(names))
@@ -156,6 +159,7 @@ def _assign_generalized_advantages(
     for i, (sample, penalty, length) in enumerate(zip(samples, kl_penalties, lengths, strict=True)):
         if length == 0:
             continue
+        # The reward comes with the last token, the KL penalty with every one.
         token_rewards[i, :length] = -penalty
         token_rewards[i, length - 1] += rewards[i]
         is_sampled = torch.tensor(sample.loss_mask) > 0

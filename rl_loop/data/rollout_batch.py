@@ -29,8 +29,8 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class TokenEstimates:
-    """What advantages need besides rewards: one list per sample, one number per token, 0.0 for the
-    first."""
+    """What advantages need besides rewards: one list per sample, one number per
+    token, 0.0 for the first."""
 
     values: list[list[float]] | None = None
     """The critic's; None without a critic."""

@@ -8,8 +8,8 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 
 class OffPolicyError(RuntimeError):
-    """Tokens of older weights are about to be trained on as if they were sampled with the current
-    ones."""
+    """Tokens of older weights are about to be trained on as if they were sampled
+    with the current ones."""
 
 
 def to_samples(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, version: int) -> list[Sample]:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class EngineUnavailable(UserError):
-    """This machine lacks something that the engine needs; the message says what, under which key,
-    and what to do."""
+    """This machine lacks something that the engine needs; the message says what, under
+    which key, and what to do."""
 
 
 # -- configuration --------------------------------------------------------------------------------
@@ -53,24 +53,24 @@ class ServerProcesses:
     gpus_each: int
     """GPUs that one of them uses; 0 for none."""
     share_trainer_gpus: bool = False
-    """Server i runs on the GPUs of the trainer ranks from i x gpus_each on, and takes turns with
-    them."""
+    """Server i runs on the GPUs of the trainer ranks from i x gpus_each on, and
+    takes turns with them."""
 
 
 class EngineConfig(StrictModel):
-    """Base of every engine's settings: what the rest of the program asks without knowing the
-    engine."""
+    """Base of every engine's settings: what the rest of the program asks
+    without knowing the engine."""
 
     @property
     def server_processes(self) -> ServerProcesses | None:
-        """Processes that need a place of their own; None if the engines live in the rollout
-        workers."""
+        """Processes that need a place of their own; None if the engines live
+        in the rollout workers."""
         return None
 
     @property
     def shares_trainer_gpus(self) -> bool:
-        """Whether engine and trainer take turns on the same GPUs, so that they cannot work at the
-        same time."""
+        """Whether engine and trainer take turns on the same GPUs, so that they cannot
+        work at the same time."""
         processes = self.server_processes
         return processes is not None and processes.share_trainer_gpus
 
@@ -86,8 +86,8 @@ class EngineConfig(StrictModel):
 
     @property
     def takes_tensors(self) -> bool:
-        """Whether weights reach the engine as tensors by name in the driver, where an ablation can
-        alter them."""
+        """Whether weights reach the engine as tensors by name in the driver, where an
+        ablation can alter them."""
         return True
 
     def check_machine(self) -> None:
@@ -100,8 +100,8 @@ class EngineConfig(StrictModel):
 
 
 class WeightSender(Protocol):
-    """Carries weights to engines from the process that has them. It is pickled and sent to trainer
-    rank 0."""
+    """Carries weights to engines from the process that has them. It is pickled and
+    sent to trainer rank 0."""
 
     @property
     def transposed(self) -> bool:
@@ -126,8 +126,8 @@ class WeightSource(Protocol):
         ...
 
     def send_weights(self, sender: WeightSender) -> None:
-        """Let ``sender`` send all weights, without bringing them into this process if they are
-        elsewhere."""
+        """Let ``sender`` send all weights, without bringing them into this
+        process if they are elsewhere."""
         ...
 
 
@@ -176,8 +176,8 @@ class EngineWorkers(Protocol):
 
 
 type EngineFactory = Callable[[], RolloutEngine]
-"""Makes the engine of one rollout worker. It is pickled, so it holds settings and handles, not the
-engine."""
+"""Makes the engine of one rollout worker. It is pickled, so it holds settings and
+handles, not the engine."""
 
 
 class RolloutBackend(ABC):
@@ -187,8 +187,8 @@ class RolloutBackend(ABC):
     waits for them, while the driver may be inside ``updating_weights``."""
 
     Options: ClassVar[type[EngineConfig]] = EngineConfig
-    """The settings of a backend that is named as MODULE:CLASS: what ``rollout.engine.options`` may
-    say."""
+    """The settings of a backend that is named as MODULE:CLASS: what
+    ``rollout.engine.options`` may say."""
 
     def __init__(self, settings: Any, context: BackendContext) -> None:
         """Begin to start what the engines need. ``settings``: an instance of ``Options``."""
@@ -239,8 +239,8 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return what an engine says of itself, as far as it knows ``names``; "engine" says which
-        one it is."""
+        """Return what an engine says of itself, as far as it knows ``names``;
+        "engine" says which one it is."""
 
     def close(self) -> None:
         """Stop everything that the backend started. Called once, also after a failed start."""

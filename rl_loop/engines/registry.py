@@ -23,8 +23,8 @@ BACKENDS: Registry[type[RolloutBackend]] = Registry(
 )
 
 TAG = "type="
-"""How the tags of the union begin. They show up in the location of pydantic's errors and are left
-out for users."""
+"""How the tags of the union begin. They show up in the location of pydantic's errors and
+are left out for users."""
 
 
 class ExternalEngineConfig(EngineConfig):
@@ -41,8 +41,8 @@ class ExternalEngineConfig(EngineConfig):
         return self
 
     def settings(self) -> EngineConfig:
-        """Return ``options`` as the backend's own class has them. Raises ValueError if they are
-        not valid."""
+        """Return ``options`` as the backend's own class has them. Raises ValueError
+        if they are not valid."""
         return BACKENDS.resolve(self.type).Options.model_validate(self.options)
 
     @property
@@ -67,6 +67,7 @@ class ExternalEngineConfig(EngineConfig):
 
 def _tag_of(value: Any) -> str:
     """Name the member of the union that ``value``, raw or an instance, is to be."""
+    # Without a type it is the embedded engine, so that one override can change its batch size.
     kind = getattr(value, "type", None)
     if isinstance(value, dict):
         kind = value.get("type", "transformers")
@@ -87,6 +88,7 @@ AnyEngineConfig = Annotated[
 
 def build_backend(config: AnyEngineConfig, context: BackendContext) -> RolloutBackend:
     """Build the backend that ``config`` names. Its servers, if it has any, begin to start."""
+    # A backend from outside gets its own options, not the mapping around them.
     settings: EngineConfig = config
     if isinstance(config, ExternalEngineConfig):
         settings = config.settings()

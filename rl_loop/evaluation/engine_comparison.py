@@ -63,6 +63,7 @@ def engine_report(
 
     groups = rollouts.run(held_out_requests(tasks, temperature))
     samples = to_samples(groups, algorithm, version=0)
+    # First with the experts that the trainer chooses: what a run without replay would see.
     without_routes = [replace(sample, routed_experts=None) for sample in samples]
     table = gap_table(without_routes, trainer.score(without_routes), tasks.harmony)
     lines += ["", "|d log p|, the trainer routes freely", *table]
@@ -79,8 +80,8 @@ def engine_report(
 
 
 def gap_table(samples: Sequence[Sample], scores: Sequence[Sequence[float]], harmony: Harmony) -> list[str]:
-    """Format the distribution of |trainer's - engine's log-prob|, in nats, by position and class
-    of token."""
+    """Format the distribution of |trainer's - engine's log-prob|, in nats, by
+    position and class of token."""
     tokens = _token_gaps(samples, scores, harmony)
     if not tokens:
         return ["no token was sampled"]

@@ -94,6 +94,7 @@ def majority_at(answers: Sequence[str | None], correct: Sequence[bool], k: int) 
     if math.comb(len(answers), k) <= SUBSETS:
         subsets = itertools.combinations(indices, k)
     else:
+        # A fixed seed: two evaluations of the same answers give the same table.
         rng = random.Random(0)
         subsets = [rng.sample(indices, k) for _ in range(SUBSETS)]
 

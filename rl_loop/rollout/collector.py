@@ -49,8 +49,8 @@ class PlacedGroup:
 class RolloutCollector:
     """Runs the episodes that a step trains on, and beside them those of its evaluation.
 
-    Everything random comes from ``seed`` and the number of the step, so a resumed run goes on as
-    it would have."""
+    Everything random comes from ``seed`` and the number of the step, so a resumed run
+    goes on as it would have."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class RolloutCollector:
         seed: int,
         abandon: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``abandon`` says that nobody wants the episodes any more; RolloutsAbandoned is raised
-        then."""
+        """``abandon`` says that nobody wants the episodes any more;
+        RolloutsAbandoned is raised then."""
         self._runner = runner
         self._tasks = tasks
         self._rollout = rollout
@@ -81,8 +81,8 @@ class RolloutCollector:
         self._prefetched = self._thread.submit(self._collect_now, step, first_task, ())
 
     def finish_prefetch(self) -> None:
-        """Wait for the episodes that were begun ahead, so that the engines can take other
-        weights."""
+        """Wait for the episodes that were begun ahead, so that the engines
+        can take other weights."""
         if self._prefetched is not None:
             self._prefetched.result()
 

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """Episodes of one task to run. One seed per sample: the same request gives the same episodes
-    on any worker."""
+    """Episodes of one task to run. One seed per sample: the same request gives the same
+    episodes on any worker."""
 
     task: Task
     seeds: tuple[int, ...]
@@ -69,8 +69,8 @@ class RolloutPool:
         settings: WorkerSettings,
         alter_weights: Callable[[WeightSource, int], WeightSource] | None = None,
     ) -> None:
-        """``alter_weights``: what experiments do to the weights of a version on their way to the
-        engines."""
+        """``alter_weights``: what experiments do to the weights of a version on
+        their way to the engines."""
         self.backend = backend
         self._alter_weights = alter_weights
         self._settings = settings
@@ -142,9 +142,9 @@ class RolloutPool:
         """Run all episodes. Groups come back in the order of ``requests``; episodes that
         infrastructure failures ended are set apart in them.
 
-        ``abandon`` is asked every second; if it says so, RolloutsAbandoned is raised. Raises
-        InfrastructureOutage if too many episodes failed, and TaskFileError if no task can be
-        run."""
+        ``abandon`` is asked every second; if it says so, RolloutsAbandoned is
+        raised. Raises InfrastructureOutage if too many episodes failed, and
+        TaskFileError if no task can be run."""
         rollout = self._settings.rollout
         breaker = InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)
         results: dict[int, TrajectoryGroup] = {}
@@ -224,8 +224,8 @@ class RolloutPool:
             self._call(index, "sync_weights", *self._weights)
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
-        """Return the log-probs of ``token_ids[1:]`` from the engine of every worker. Backends call
-        it."""
+        """Return the log-probs of ``token_ids[1:]`` from the engine of every
+        worker. Backends call it."""
         return [self._call(index, "score", token_ids, temperature) for index in range(len(self._workers))]
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
@@ -242,8 +242,8 @@ class RolloutPool:
         return self.backend.engine_settings(names)
 
     def pause(self) -> None:
-        """Run no episodes until the next weight sync: engines on the trainer's GPUs free their
-        memory."""
+        """Run no episodes until the next weight sync: engines on the trainer's
+        GPUs free their memory."""
         self.backend.pause()
 
     def updating_weights(self, version: int) -> AbstractContextManager[None]:

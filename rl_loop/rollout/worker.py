@@ -1,7 +1,7 @@
 """One rollout worker: an engine, a sandbox and the agent loop in one process.
 
-A plain class, of which ``rollout.pool`` makes Ray actors. It knows neither Megatron nor the
-optimizer."""
+A plain class, of which ``rollout.pool`` makes Ray actors. It knows neither
+Megatron nor the optimizer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -50,6 +50,7 @@ class RolloutWorker:
         self.engine = engine_factory()
         self.sandbox = PythonSandbox(settings.sandbox)
 
+        # Engines are not believed: every answer is checked against the model's shape.
         model = settings.model
         self._shape = ModelShape(
             vocabulary_size=model.vocab_size,
@@ -63,8 +64,8 @@ class RolloutWorker:
         await self.sandbox.start()
 
     async def sync_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
-        """Give the engine these weights; none if it is a client of servers that have got them
-        already."""
+        """Give the engine these weights; none if it is a client of servers that
+        have got them already."""
         await self.engine.sync_weights(weights.items(), version)
 
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:
@@ -85,6 +86,7 @@ class RolloutWorker:
                 return TrajectoryGroup(task.task_id, [], skipped=str(error))
             raise error from None
 
+        # Invalid episodes say nothing about the policy: they enter no baseline and no mean.
         episodes = [finished.result() for finished in tasks]
         valid = [episode for episode in episodes if episode.invalid is None]
         invalid = [episode for episode in episodes if episode.invalid is not None]

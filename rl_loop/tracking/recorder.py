@@ -49,8 +49,8 @@ class StepRecord:
         self.metrics.add(f"seconds/{phase}", time.monotonic() - began, "sum", "phases")
 
     def add_speed(self, tokens: int) -> None:
-        """Add the step's wall time until now, and the tokens that it sampled and trained per
-        second."""
+        """Add the step's wall time until now, and the tokens that it sampled
+        and trained per second."""
         seconds = time.monotonic() - self._began
         self.metrics.add(Name.STEP_SECONDS, seconds, "last")
         self.metrics.add(Name.TOKENS_PER_SECOND, tokens / seconds, "last")
@@ -128,8 +128,8 @@ class StepRecorder:
         self.run.append_episodes([episode_record(episode, decode, step=step, split=split) for episode in kept])
 
     def _add_drift(self, metrics: StepMetrics) -> None:
-        """Add the mismatch of engine and trainer as a multiple of what it was in the first steps
-        of the run."""
+        """Add the mismatch of engine and trainer as a multiple of what it was in the
+        first steps of the run."""
         gap = metrics.values().get(Name.LOGPROB_GAP)
         if gap is None:  # the critic is warming up
             return

@@ -43,6 +43,7 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
     sums["rollout/purified_turns"] = sum(len(episode.grafted) for episode in episodes)
     for reason in FinishReason:
         sums[f"finish/{reason}"] = sum(episode.finish_reason is reason for episode in episodes)
+    # Only kinds of errors that occurred have a curve; there are many.
     sums |= Counter(f"format_error/{e.format_error}" for e in episodes if e.format_error is not None)
     for name, total in sums.items():
         metrics.add_mean(name, total, len(episodes), "sequences")
@@ -89,6 +90,7 @@ def add_signal_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], 
     them.
 
     ``samples``: of the groups' episodes, in order, with advantages."""
+    # Samples are in the order of the groups' episodes; each group takes its share.
     remaining = iter(samples)
     silent = 0
     for group in groups:
@@ -120,6 +122,7 @@ def add_mismatch_without_replay(
 
 def add_update_metrics(metrics: StepMetrics, updates: RlUpdates) -> None:
     """Add what the optimizer steps of policy and critic were like."""
+    # While the critic warms up there are no updates of the policy, and its curves have gaps.
     for update in updates.policy:
         _add_policy_update(metrics, update)
     for update in updates.critic:
@@ -152,6 +155,8 @@ def _add_critic_update(metrics: StepMetrics, update: StepStatistics) -> None:
     metrics.add_mean("critic/clip_fraction", sums["clipped"], tokens, "tokens")
     metrics.add("critic/grad_norm", update.grad_norm, "last")
 
+    # From sums over all ranks and micro-batches, so that any split gives the same figure. Returns
+    # that are all equal leave nothing to explain.
     variance = sums["returns_square"] / tokens - (sums["returns"] / tokens) ** 2
     if variance > 1e-12:
         explained = 1 - sums["error"] / tokens / variance

@@ -17,8 +17,8 @@ class RunState:
     seconds: float = 0.0
     """Wall time that they took, earlier attempts included."""
     next_task: int | None = None
-    """Position of the first training task that is still to be used; None in checkpoints that do
-    not know it."""
+    """Position of the first training task that is still to be used; None in
+    checkpoints that do not know it."""
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any] | None) -> "RunState":
@@ -79,8 +79,8 @@ class Checkpointer:
         return is_last
 
     def save_finished_steps(self) -> None:
-        """Save what this attempt has done so far and wait for it; the step under way has changed
-        nothing yet."""
+        """Save what this attempt has done so far and wait for it; the step under way
+        has changed nothing yet."""
         if self.state.step > self._first_step:
             self._save(block=True)
 

@@ -28,8 +28,8 @@ from rl_loop.trainer.worker import TrainerWorker
 
 
 class RankDied(UserError, RuntimeError):
-    """The process of a trainer rank is gone; the message names rank, host and what Ray knows of
-    the reason."""
+    """The process of a trainer rank is gone; the message names rank, host and what
+    Ray knows of the reason."""
 
 
 class TrainerProcess(TrainerWorker):
@@ -89,8 +89,8 @@ class TrainerGroup:
     def _join(self, calls: list[Any]) -> list[Any]:
         """Return all results, or raise the error of the rank that failed first.
 
-        A death is the reason of its neighbours' errors: it is told even if one of them was
-        faster."""
+        A death is the reason of its neighbours' errors: it is told even if
+        one of them was faster."""
         failures: dict[int, Exception] = {}
         waiting = list(calls)
         # After a first failure wait a little longer: a death may explain it.

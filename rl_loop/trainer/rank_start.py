@@ -1,5 +1,5 @@
-"""Starting the processes of trainer ranks: whether this machine has room for them, and what is
-said meanwhile."""
+"""Starting the processes of trainer ranks: whether this machine has room for them, and
+what is said meanwhile."""
 
 import logging
 import os
@@ -27,8 +27,8 @@ NEWS_SECONDS = 10.0
 
 
 class RankStartError(UserError):
-    """The processes of the trainer's ranks did not come up; the message says how many did and what
-    to change."""
+    """The processes of the trainer's ranks did not come up; the message says how many
+    did and what to change."""
 
 
 def check_local_ranks(ranks: int, cores: int) -> None:
@@ -48,7 +48,7 @@ def check_local_ranks(ranks: int, cores: int) -> None:
 
 
 def start_limit(ranks: int, cores: int) -> float:
-    """Seconds that the processes of so many ranks may take to start."""
+    """Return the seconds that the processes of so many ranks may take to start."""
     return START_SECONDS + SECONDS_PER_SHARED_RANK * max(0.0, ranks / cores - 1)
 
 

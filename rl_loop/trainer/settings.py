@@ -22,13 +22,13 @@ class TrainerSettings:
     seed: int
     """Of random initial weights."""
     initial_weights: Path | None
-    """Hugging Face directory, Megatron checkpoint or run directory to start from; None for random
-    weights."""
+    """Hugging Face directory, Megatron checkpoint or run directory to start from;
+    None for random weights."""
     optimizer: OptimizerConfig
     """AdamW of the policy."""
     algorithm: AlgorithmConfig
-    """Which models there are besides the policy. Supervised fine-tuning has the default, which
-    needs none."""
+    """Which models there are besides the policy. Supervised fine-tuning has the
+    default, which needs none."""
     training: TrainingConfig
     """Length of the run, size of micro-batches, checkpoints."""
     temperature: float

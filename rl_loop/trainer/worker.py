@@ -38,8 +38,8 @@ class TrainerWorker:
     """Every method is collective: the driver calls it on all ranks with the same arguments."""
 
     def __init__(self, settings: TrainerSettings, rank: int, master: str, port: int, threads: int) -> None:
-        """``master``, ``port``: where rank 0 gathers the process group. ``threads``: of torch in
-        this process."""
+        """``master``, ``port``: where rank 0 gathers the process group. ``threads``: of
+        torch in this process."""
         torch.set_num_threads(threads)
         self.settings = settings
         self.algorithm = settings.algorithm
@@ -95,8 +95,8 @@ class TrainerWorker:
     # -- training ---------------------------------------------------------------------------------
 
     def sft_step(self, samples: list[Sample], step: int) -> StepStatistics:
-        """Take one optimizer step on demonstrations. Raises ValueError if they have no token to
-        learn from."""
+        """Take one optimizer step on demonstrations. Raises ValueError if they have
+        no token to learn from."""
         tokens = _loss_tokens(samples)
         if tokens == 0:
             raise ValueError(f"none of the {len(samples)} samples has a token to learn from")
@@ -175,8 +175,8 @@ class TrainerWorker:
         step: int,
         first_step: int = 0,
     ) -> StepStatistics:
-        """Take one optimizer step. ``first_step``: where the learning-rate schedule of ``trainer``
-        begins."""
+        """Take one optimizer step. ``first_step``: where the learning-rate schedule
+        of ``trainer`` begins."""
         # A checkpoint that is being written must have left the weights before they change.
         for writer, _ in self._saved:
             writer.finish(block=False)
@@ -195,15 +195,15 @@ class TrainerWorker:
         return self._score_with(self.trainer, samples, temperature)
 
     def greedy_tokens(self, samples: list[Sample]) -> list[list[int]]:
-        """Compute, per sample, the token that greedy decoding would have put in each place, 0 for
-        the first."""
+        """Compute, per sample, the token that greedy decoding would have put in each
+        place, 0 for the first."""
         batches = self._pack(samples)
         rows = self._merge_ranks(self.trainer.greedy_tokens(batches), batches, len(samples))
         return [[int(token) for token in row] for row in rows]
 
     def route_agreement(self) -> dict[str, float]:
-        """Return ``RoutingReplay.agreement`` of all routes replayed since the last update or
-        call."""
+        """Return ``RoutingReplay.agreement`` of all routes replayed since
+        the last update or call."""
         assert self.trainer.replay is not None
         return self.trainer.replay.agreement()
 
@@ -246,8 +246,8 @@ class TrainerWorker:
 
     @staticmethod
     def _merge_ranks(values: list[torch.Tensor], batches: Sequence[PackedBatch], count: int) -> list[list[float]]:
-        """Gather per-token values of all ranks' micro-batches and return them by sample, 0 to
-        ``count`` - 1."""
+        """Gather per-token values of all ranks' micro-batches and return them by
+        sample, 0 to ``count`` - 1."""
         local: dict[int, list[float]] = {}
         for row, batch in zip(values, batches, strict=True):
             local |= unpack(row, batch)
@@ -284,8 +284,8 @@ class TrainerWorker:
                 pass
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
-        """Begin a checkpoint; it is complete on return if ``block``, else at the beginning of a
-        later update."""
+        """Begin a checkpoint; it is complete on return if ``block``, else at the
+        beginning of a later update."""
         for writer, trainer in self._saved:
             writer.start(trainer, step, state)
         if block:

@@ -1,5 +1,5 @@
-"""The backend whose engines live in the rollout workers: each holds the whole model, and weights
-go through Ray."""
+"""The backend whose engines live in the rollout workers: each holds the whole model, and
+weights go through Ray."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -32,8 +32,8 @@ from rl_loop.logs import with_logging
 logger = logging.getLogger(__name__)
 
 MAX_SYNCS = 3
-"""Attempts to bring the servers to one version; servers that failed are started anew between two
-of them."""
+"""Attempts to bring the servers to one version; servers that failed are started
+anew between two of them."""
 
 SAME_WEIGHTS = 0.02
 """Nats per token by which two servers with the same weights may differ on one text."""
@@ -64,8 +64,8 @@ class SglangSender:
         asyncio.run(send_weights(named, self.model, self.plan))
 
     def send_from_driver(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send through files, whatever the plan's transport: the driver has no GPU. Raises as
-        ``send`` does."""
+        """Send through files, whatever the plan's transport: the driver has no GPU.
+        Raises as ``send`` does."""
         plan = replace(self.plan, transport="disk")
         asyncio.run(send_weights(named, self.model, plan))
 
@@ -80,8 +80,8 @@ class HeldWeights:
 
 @dataclass(frozen=True)
 class Canary:
-    """A text and what a server that holds the policy says of it; a restarted server must say the
-    same."""
+    """A text and what a server that holds the policy says of it; a restarted
+    server must say the same."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -157,13 +157,13 @@ class SglangFleet:
     # -- servers ----------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Wait until every server is healthy. Raises RuntimeError with the end of its log if one
-        cannot start."""
+        """Wait until every server is healthy. Raises RuntimeError with the end of its
+        log if one cannot start."""
         self._healthy(wait_for=(ServerState.DEAD, ServerState.STARTING))
 
     def _healthy(self, wait_for: Sequence[ServerState] = ()) -> dict[Any, ServerStatus]:
-        """Return the healthy servers by actor, at least one, as soon as no server is in a state of
-        ``wait_for``."""
+        """Return the healthy servers by actor, at least one, as soon as no server is in a
+        state of ``wait_for``."""
         while True:
             known = dict(zip(self.actors, asyncio.run(statuses(self.actors)), strict=True))
             healthy = {actor: status for actor, status in known.items() if status.healthy}
@@ -182,8 +182,8 @@ class SglangFleet:
         return tuple(status.url for status in healthy if status.state is ServerState.SYNCED)
 
     def settings(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return what the first healthy server says of itself in /server_info, as far as it has
-        ``names``."""
+        """Return what the first healthy server says of itself in /server_info, as
+        far as it has ``names``."""
         url = next(iter(self._healthy().values())).url
         (info,) = self._at_all((url,), lambda client: client.call("/server_info", seconds=60))
         return {"engine": f"SGLang at {url}"} | {name: info[name] for name in names if name in info}
@@ -196,9 +196,9 @@ class SglangFleet:
     # -- weights ----------------------------------------------------------------------------------
 
     def sync(self, source: WeightSource, version: int) -> None:
-        """Give all healthy servers weights ``version``. Raises SyncFailed when it failed
-        ``MAX_SYNCS`` times, and WeightMismatch (a ValueError) for weights that are none of this
-        model."""
+        """Give all healthy servers weights ``version``. Raises SyncFailed when it
+        failed ``MAX_SYNCS`` times, and WeightMismatch (a ValueError) for weights that
+        are none of this model."""
         self._held = HeldWeights(source, version)
         self._canary = None
         for attempt in range(MAX_SYNCS):
@@ -231,8 +231,8 @@ class SglangFleet:
 
     @contextmanager
     def updating_weights(self, version: int) -> Iterator[None]:
-        """Block healing while the trainer updates its weights; afterwards the source has weights
-        ``version``."""
+        """Block healing while the trainer updates its weights; afterwards the source
+        has weights ``version``."""
         with self._updating:
             yield
             if self._held is not None:
@@ -256,8 +256,8 @@ class SglangFleet:
 
     @staticmethod
     def _begin_syncs(servers: dict[Any, ServerStatus]) -> dict[Any, ServerStatus]:
-        """Take ``servers`` out of service and return those that are still the processes we
-        know."""
+        """Take ``servers`` out of service and return those that are still
+        the processes we know."""
         begun = {}
         for actor, status in servers.items():
             if _ask(actor.begin_sync.remote(status.incarnation)):
@@ -299,8 +299,8 @@ class SglangFleet:
         return self._directory / "weights"
 
     def compare(self) -> None:
-        """Raise WeightMismatch naming the first tensor of the last ``sync`` that a server holds
-        otherwise."""
+        """Raise WeightMismatch naming the first tensor of the last ``sync`` that a
+        server holds otherwise."""
         if self._held is not None:
             self._send(self._synced_urls(), compare=True, transport="none")
 
@@ -328,8 +328,8 @@ class SglangFleet:
     # -- memory -----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Free the servers' weights and caches if they share GPUs with the trainer, until the next
-        ``sync``."""
+        """Free the servers' weights and caches if they share GPUs with the trainer,
+        until the next ``sync``."""
         if not self._settings.colocated:
             return
         paused = list(self._begin_syncs(self._healthy()).values())
