@@ -77,11 +77,16 @@ def run_demo(loops: int, share: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="busy_demo_") as name:
         folder = Path(name)
         with busy_loops(loops):
-            seconds = {kind: train(kind, max(2, round(share * steps)), folder) for kind, steps in STEPS.items()}
+            seconds = {
+                kind: train(kind, max(2, round(share * steps)), folder)
+                for kind, steps in STEPS.items()
+            }
 
         metrics = (folder / "tiny_retool/metrics.jsonl").read_text()
         records = [json.loads(line) for line in metrics.splitlines()]
-        speeds = [record["tokens_per_second"] for record in records if "tokens_per_second" in record]
+        speeds = [
+            record["tokens_per_second"] for record in records if "tokens_per_second" in record
+        ]
         recent = speeds[len(speeds) // 2 :]
         return {"seconds": sum(seconds.values()), **seconds, "tokens/s": statistics.median(recent)}
 

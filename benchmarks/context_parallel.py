@@ -161,7 +161,8 @@ def eager_ms(call: Callable[[], Any], rounds: int, calls: int) -> float:
 
 
 def graph_ms(call: Callable[[], Any], rounds: int, calls: int) -> float:
-    """Return milliseconds per call as ``eager_ms`` does, with the calls of a round in one graph."""
+    """Return milliseconds per call as ``eager_ms`` does, with the calls of a round in one
+    graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -199,7 +200,9 @@ def correctness(groups: dict[int, Any]) -> list[dict[str, Any]]:
         for split in splits_of(window, groups):
             errors = relative_errors(Layer(UNEVEN, window, split), exact)
             rows.append({"window": window, "size": split.size, "scheme": split.scheme, **errors})
-            report(f"window {window} {split} " + "  ".join(f"{error:.2e}" for error in errors.values()))
+            report(
+                f"window {window} {split} " + "  ".join(f"{error:.2e}" for error in errors.values())
+            )
     return rows
 
 
@@ -365,7 +368,10 @@ def ring() -> dict[str, Any]:
 
         # Rank r attends to half the keys of r others and with half its queries to the 3 - r that
         # remain.
-        totals = [calls["own"] + r * calls["half_keys"] + (3 - r) * calls["half_queries"] for r in range(4)]
+        totals = [
+            calls["own"] + r * calls["half_keys"] + (3 - r) * calls["half_queries"]
+            for r in range(4)
+        ]
         result[str(tokens)] = calls | {"slowest_rank": max(totals)}
         report(
             f"ring, attention calls alone, {tokens} tokens, CP 4: {max(totals):.3f} ms  {calls}",

@@ -148,7 +148,9 @@ def convert(expression: str, paths: list[Path]) -> Timing:
 def print_cost(timing: Timing) -> None:
     """Print what reading back added."""
     rest = timing.seconds - timing.added
-    print(f"reading back added {timing.added:.1f} s, {timing.added / rest:.1%} of the other {rest:.1f} s")
+    print(
+        f"reading back added {timing.added:.1f} s, {timing.added / rest:.1%} of the other {rest:.1f} s"
+    )
 
 
 def drop_from_cache(directory: Path) -> None:

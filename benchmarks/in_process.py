@@ -28,7 +28,8 @@ from rl_loop.trainer.worker import TrainerWorker
 
 
 class LocalRollouts:
-    """What ``RlLoop`` wants of a RolloutPool, of one worker in this process; around ``engine`` if there is one."""
+    """What ``RlLoop`` wants of a RolloutPool, of one worker in this process; around ``engine`` if
+    there is one."""
 
     def __init__(self, config: RlConfig, engine: RolloutEngine | None = None) -> None:
         self._loop = asyncio.new_event_loop()
@@ -56,7 +57,10 @@ class LocalRollouts:
         self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = lambda: False
     ) -> list[TrajectoryGroup]:
         async def all_groups() -> list[TrajectoryGroup]:
-            groups = [self._worker.run_group(r.task, r.seeds, r.temperature, purify=r.purify) for r in requests]
+            groups = [
+                self._worker.run_group(r.task, r.seeds, r.temperature, purify=r.purify)
+                for r in requests
+            ]
             return list(await asyncio.gather(*groups))
 
         return self._do(all_groups())
@@ -84,12 +88,17 @@ class Silent:
 
 
 @contextmanager
-def local_loop(config: RlConfig, rollouts: LocalRollouts | None = None, resume: bool = False) -> Iterator[RlLoop]:
-    """Build a loop over one trainer rank and one rollout worker, or over ``rollouts`` of the same model."""
+def local_loop(
+    config: RlConfig, rollouts: LocalRollouts | None = None, resume: bool = False
+) -> Iterator[RlLoop]:
+    """Build a loop over one trainer rank and one rollout worker, or over ``rollouts`` of the same
+    model."""
     with ExitStack() as stack:
         start = Start.RESUME if resume else Start.OVERWRITE
         run = start_run(config.directory, dump_config(config), start)
-        trainer: Any = TrainerWorker(trainer_settings(config), 0, "127.0.0.1", 0, torch.get_num_threads())
+        trainer: Any = TrainerWorker(
+            trainer_settings(config), 0, "127.0.0.1", 0, torch.get_num_threads()
+        )
         stack.callback(distributed.shutdown)
         if rollouts is None:
             rollouts = LocalRollouts(config)
@@ -100,7 +109,9 @@ def local_loop(config: RlConfig, rollouts: LocalRollouts | None = None, resume: 
         writer = MetricsWriter(run, state.step - 1 if resume else None)
         stack.callback(writer.close)
         tasks = build_tasks(config)
-        recorder = StepRecorder(run, writer, Silent(), tasks.harmony, config.training.episodes_in_report)
+        recorder = StepRecorder(
+            run, writer, Silent(), tasks.harmony, config.training.episodes_in_report
+        )
         yield RlLoop(
             loop_settings(config),
             trainer=trainer,

@@ -158,7 +158,9 @@ def main() -> None:
 
         step = Random(0).sample(lengths, 1024)
         for ranks in (1, 4, 8, 32):
-            figures = {key: round(value, 4) for key, value in measure(step, ranks, options.limit).items()}
+            figures = {
+                key: round(value, 4) for key, value in measure(step, ranks, options.limit).items()
+            }
             print(
                 json.dumps({"distribution": name, "data_parallel": ranks, **figures}),
                 flush=True,

@@ -30,7 +30,9 @@ def flash4_kernels() -> PlainKernels:
         grad_o: Tensor, saved: tuple[Tensor, ...], causal: bool, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, o, lse = saved
-        dq, dk, dv = interface._flash_attn_bwd(q, k, v, o, grad_o, lse, causal=causal, **options)[:3]
+        dq, dk, dv = interface._flash_attn_bwd(q, k, v, o, grad_o, lse, causal=causal, **options)[
+            :3
+        ]
         return dq, dk, dv
 
     return PlainKernels(forward, backward, unbounded=None)

@@ -1,4 +1,5 @@
-"""Executions per second of the warm sandbox: ``python benchmarks/sandbox.py`` prints them as JSON."""
+"""Executions per second of the warm sandbox: ``python benchmarks/sandbox.py`` prints them as
+JSON."""
 
 from __future__ import annotations
 

@@ -115,7 +115,8 @@ def attention_calls(
     longest: int,
     window: int | None,
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return the forward pass of every backend that can serve the inputs; print why others cannot."""
+    """Return the forward pass of every backend that can serve the inputs; print why others
+    cannot."""
 
     def run(backend: str) -> torch.Tensor:
         return sink_attention(

@@ -495,9 +495,8 @@ def replicas_equal(model: torch.nn.Module) -> bool:
 def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     """Time Megatron as its examples run GPT-OSS.
 
-    Unpacked, Transformer Engine's attention, logits held, one sequence at a time. The router's bias
-    is bf16 there, which is numerically wrong but costs no time.
-    """
+    Unpacked, Transformer Engine's attention, logits held, one sequence at a time. The router's
+    bias is bf16 there, which is numerically wrong but costs no time."""
     from megatron.core.distributed import finalize_model_grads
 
     model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
@@ -685,7 +684,9 @@ def run(args: argparse.Namespace, port: int) -> None:
             if not isinstance(value, Path) and name != "also":
                 arguments[name] = value
         wall_seconds = time.perf_counter() - started
-        line = json.dumps({"arguments": arguments, "gpus": world_size, **result, "wall_seconds": wall_seconds})
+        line = json.dumps(
+            {"arguments": arguments, "gpus": world_size, **result, "wall_seconds": wall_seconds}
+        )
         print(line, flush=True)
         if args.out:
             with args.out.open("a") as file:

@@ -34,7 +34,9 @@ from statistics import median
 from typing import Any
 
 # Beside this file lies a sglang.py, which Python would take for the package.
-sys.path = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent]
+sys.path = [
+    path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent
+]
 
 import torch  # noqa: E402
 from triton.errors import TritonError  # noqa: E402
@@ -188,11 +190,15 @@ class Layer:
 
     def sorted(self, block_m: int) -> list[Any]:
         """Sort each routing's tokens by expert and pad them to whole blocks, as SGLang does."""
-        from sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size import moe_align_block_size
+        from sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size import (
+            moe_align_block_size,
+        )
 
         if block_m not in self._sorted:
             experts = self.shape.experts
-            self._sorted[block_m] = [moe_align_block_size(ids, block_m, experts) for ids in self.ids]
+            self._sorted[block_m] = [
+                moe_align_block_size(ids, block_m, experts) for ids in self.ids
+            ]
         return self._sorted[block_m]
 
     def microseconds(self, product: str, settings: dict[str, Any], rounds: int) -> float:
@@ -354,7 +360,9 @@ def write(directory: Path, shape: Shape, choices: dict[int, Choice]) -> None:
     device = torch.cuda.get_device_name().replace(" ", "_")
     stem = f"E={shape.experts},N={shape.intermediate_size},device_name={device}"
     for suffix, product in (("", "up"), ("_down", "down")):
-        content = {str(tokens): asdict(getattr(choice, product)) for tokens, choice in choices.items()}
+        content = {
+            str(tokens): asdict(getattr(choice, product)) for tokens, choice in choices.items()
+        }
         (folder / f"{stem}{suffix}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -419,7 +427,9 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
-    parser.add_argument("--seconds", type=float, default=1e9, help="per shape; what is not reached is left out")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="per shape; what is not reached is left out"
+    )
     arguments = parser.parse_args()
     shapes = [Shape.parse(text) for text in arguments.shapes]
 

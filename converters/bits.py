@@ -12,7 +12,8 @@ PIECE_BYTES = 1 << 20
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether dtype, shape and all bits are equal: those of NaN, and the sign of zero, too."""
+    """Tell whether dtype, shape and all bits are equal: those of NaN, and the sign of zero,
+    too."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
 

@@ -107,7 +107,8 @@ class HfDirectory:
         return self._entry(stored.names[0]).dtype
 
     def file_of(self, name: str) -> str:
-        """Return the name of the file that holds a tensor, by Hugging Face's or its stored name."""
+        """Return the name of the file that holds a tensor, by Hugging Face's or its stored
+        name."""
         if name in self._file_of:
             return self._file_of[name]
         return self._file_of[self._stored[name].names[0]]

@@ -1,4 +1,5 @@
-"""How a directory stores the tensors of GPT-OSS: Hugging Face's or OpenAI's names, floats or MXFP4.
+"""How a directory stores the tensors of GPT-OSS: Hugging Face's or OpenAI's names, floats or
+MXFP4.
 
     Hugging Face, bf16     gate_up_proj [E, in, out]
     Hugging Face, MXFP4    gate_up_proj_blocks [E, out, in / 32, 16] and _scales [E, out, in / 32]

@@ -20,9 +20,9 @@ def ordered_map[Item, Result](
 ) -> Generator[Result, None, None]:
     """Yield ``function`` of every item, in order, computed in as many threads as there are cores.
 
-    Reading and converting overlap with what the caller does. At most one result more than there are
-    threads waits to be taken, so memory stays bounded however many items there are. An error is
-    raised where its result would come.
+    Reading and converting overlap with what the caller does. At most one result more than there
+    are threads waits to be taken, so memory stays bounded however many items there are. An error
+    is raised where its result would come.
 
     Args:
         function: called in a thread.
@@ -45,8 +45,8 @@ def ordered_map[Item, Result](
                 return
 
         try:
-            # With the one that the loop starts, one more than there are threads: none of them waits
-            # while the caller works.
+            # With the one that the loop starts, one more than there are threads: none of them
+            # waits while the caller works.
             for _ in range(threads):
                 start_next()
             for item in items:

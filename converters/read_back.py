@@ -10,12 +10,11 @@ A sample is read while the system still brings what was written to the disk, whi
 to wait for anyway: it comes from the page cache, which a conversion keeps free for it
 (``page_cache``). All is read when it is on the disk, and from there.
 
-What this cannot see: a name table that is wrong in both directions (``verify`` can), an MXFP4 codec
-that is always wrong in some rows but right in those that are computed from the definition, and
-source files that were damaged before. A sample does not see values of experts of the other layers
-(that these have their place and length in the files is checked), nor a disk that does not keep what
-it was given.
-"""
+What this cannot see: a name table that is wrong in both directions (``verify`` can), an MXFP4
+codec that is always wrong in some rows but right in those that are computed from the definition,
+and source files that were damaged before. A sample does not see values of experts of the other
+layers (that these have their place and length in the files is checked), nor a disk that does not
+keep what it was given."""
 
 import contextlib
 import math
@@ -327,7 +326,8 @@ def _compare_selected[Result](
     use: Callable[[ParameterMapping, Result], None] = lambda mapping, result: None,
     progress: Progress | None,
 ) -> ReadBack:
-    """Call ``compare`` for everything selected, on all cores; ``partial`` is on the disk on return.
+    """Call ``compare`` for everything selected, on all cores; ``partial`` is on the disk on
+    return.
 
     ``use`` gets the results in the order of the name table.
     """

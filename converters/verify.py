@@ -15,8 +15,8 @@ from converters.names import ParameterMapping, hf_shapes, parameter_mappings
 from converters.pipeline import Progress, ordered_map
 
 TOLERANCE = 1e-4
-"""Of a layer's output, relative; fp32 sums in another order differ by about 1e-6, a wrong layout by
-about 1."""
+"""Of a layer's output, relative; fp32 sums in another order differ by about 1e-6, a wrong layout
+by about 1."""
 PIECE_ELEMENTS = 1 << 24
 """Elements that are compared at a time."""
 

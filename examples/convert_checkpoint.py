@@ -3,7 +3,8 @@
     python examples/convert_checkpoint.py [FOLDER]
 
 makes a tiny model with transformers, converts it both ways and compares every bit. No GPU, no
-process group: the converters stream tensors from file to file. ``gptoss convert`` does the same."""
+process group: the converters stream tensors from file to file. ``gptoss convert`` does the
+same."""
 
 import sys
 import tempfile
@@ -44,7 +45,9 @@ def count_differing_bits(first: Path, second: Path) -> int:
     right = load_file(second / "model.safetensors")
     if left.keys() != right.keys():
         raise ValueError(f"other tensors: {sorted(left.keys() ^ right.keys())}")
-    return sum(int((left[name].view(torch.int16) != right[name].view(torch.int16)).sum()) for name in left)
+    return sum(
+        int((left[name].view(torch.int16) != right[name].view(torch.int16)).sum()) for name in left
+    )
 
 
 def main() -> None:

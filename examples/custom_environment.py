@@ -11,7 +11,15 @@ import asyncio
 import random
 from typing import Any
 
-from rl_loop.environments import Environment, EnvironmentOptions, RewardConfig, StepResult, Task, ToolError, UnknownTool
+from rl_loop.environments import (
+    Environment,
+    EnvironmentOptions,
+    RewardConfig,
+    StepResult,
+    Task,
+    ToolError,
+    UnknownTool,
+)
 from rl_loop.environments.base import Script, Split, arguments_of, final, function_call
 from rl_loop.harmony.codec import Tool
 
@@ -90,7 +98,8 @@ class CoinEnvironment(Environment):
 
     @classmethod
     def solve(cls, task: Task, rng: random.Random, faulty: bool) -> Script:
-        """Solve a task as an expert, or greedily if ``faulty``: what ``gptoss sft`` learns from."""
+        """Solve a task as an expert, or greedily if ``faulty``: what ``gptoss sft`` learns
+        from."""
         amount = int(task.ground_truth)
         coins = sorted(COINS * amount, reverse=True) if faulty else fewest_coins(amount)
         count = 0
@@ -117,7 +126,9 @@ def main() -> None:
         print(task.messages[0]["content"])
         for script, faulty in {"expert": False, "greedy": True}.items():
             result = asyncio.run(play(task, faulty))
-            print(f"  {script}: {result.reward_parts['coins']:.0f} coins, reward {result.reward:+.2f}")
+            print(
+                f"  {script}: {result.reward_parts['coins']:.0f} coins, reward {result.reward:+.2f}"
+            )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,9 @@ class Decoder(nn.Module):
         self.positions = nn.Embedding(max(LENGTHS), width)
         self.attention_norm = nn.RMSNorm(width)
         self.attention = SinkAttention(width, heads=4, kv_heads=2)
-        self.mlp = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 256), nn.SiLU(), nn.Linear(256, width))
+        self.mlp = nn.Sequential(
+            nn.RMSNorm(width), nn.Linear(width, 256), nn.SiLU(), nn.Linear(256, width)
+        )
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -91,7 +93,8 @@ def train(steps: int, device: str) -> list[float]:
     model = Decoder().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    # The same for every batch, so it is made once: the kernels read it back when they first see it.
+    # The same for every batch, so it is made once: the kernels read it back when they first see
+    # it.
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).to(device)
 

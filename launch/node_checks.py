@@ -146,5 +146,7 @@ def find_slow_nodes(
         for where, value in measured.items():
             # None: one GPU per node has nothing to measure within it, a single node no neighbour.
             if value is not None and value < minimum:
-                slow[node] = f"all-reduce {where} nodes at {value:.2f} GB/s, cluster.min_bandwidth is {minimum:g}"
+                slow[node] = (
+                    f"all-reduce {where} nodes at {value:.2f} GB/s, cluster.min_bandwidth is {minimum:g}"
+                )
     return slow

@@ -91,7 +91,9 @@ class ModelConfig(StrictModel):
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
         if self.experts_per_token > self.num_experts:
-            raise ValueError(f"experts_per_token ({self.experts_per_token}) exceeds num_experts ({self.num_experts})")
+            raise ValueError(
+                f"experts_per_token ({self.experts_per_token}) exceeds num_experts ({self.num_experts})"
+            )
         if self.head_size % 2:
             raise ValueError(f"head_size ({self.head_size}) must be even for rotary embeddings")
         return self
@@ -179,7 +181,9 @@ class ModelConfig(StrictModel):
     @classmethod
     def _from_hf_dict(cls, raw: dict[str, Any], where: str) -> Self:
         if raw.get("model_type") != "gpt_oss":
-            raise ValueError(f"{where}: model_type is {raw.get('model_type')!r}, expected 'gpt_oss'")
+            raise ValueError(
+                f"{where}: model_type is {raw.get('model_type')!r}, expected 'gpt_oss'"
+            )
 
         # transformers 5 writes rope_parameters, the releases carry rope_scaling and rope_theta.
         rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
@@ -203,7 +207,9 @@ class ModelConfig(StrictModel):
 
         # What our layers take for granted has to hold: other values would load and be wrong.
         if rope.get("truncate", True):
-            raise ValueError(f"{where}: rope_scaling.truncate must be false, as in the released models")
+            raise ValueError(
+                f"{where}: rope_scaling.truncate must be false, as in the released models"
+            )
         layer_types = raw.get("layer_types", config.layer_types)
         if layer_types != config.layer_types:
             raise ValueError(
@@ -216,7 +222,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; expected a Hugging Face GPT-OSS directory") from None
+        raise ValueError(
+            f"{path}: no such file; expected a Hugging Face GPT-OSS directory"
+        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from None
     return content
@@ -304,7 +312,9 @@ class ParallelConfig(StrictModel):
         self._check_pipeline(model)
         _check_divides("expert", self.expert, "num_experts", model.num_experts)
         if self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise ValueError(f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline above 1")
+            raise ValueError(
+                f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline above 1"
+            )
         self._check_context_schemes(model)
 
     def _check_ranks(self) -> None:
@@ -322,14 +332,20 @@ class ParallelConfig(StrictModel):
         # Experts are spread over all ranks of a stage, whatever else those share.
         stage_ranks = self.world_size // self.pipeline
         if stage_ranks % self.expert:
-            raise ValueError(f"parallel.expert ({self.expert}) must divide world_size / pipeline ({stage_ranks})")
+            raise ValueError(
+                f"parallel.expert ({self.expert}) must divide world_size / pipeline ({stage_ranks})"
+            )
 
     def _check_options(self, model: ModelConfig) -> None:
         """No option may be set that cannot have an effect."""
         if self.recompute_layers is not None and not self.recompute:
-            raise ValueError("parallel.recompute_layers has no effect: parallel.recompute does not say what they do")
+            raise ValueError(
+                "parallel.recompute_layers has no effect: parallel.recompute does not say what they do"
+            )
         if self.expert_dispatcher == "deepep" and self.expert == 1:
-            raise ValueError("parallel.expert_dispatcher deepep has nobody to send to: parallel.expert is 1")
+            raise ValueError(
+                "parallel.expert_dispatcher deepep has nobody to send to: parallel.expert is 1"
+            )
 
         last = self.last_stage_layers
         layers = model.num_layers

@@ -30,7 +30,9 @@ def initialize(
     """
     enable_cpu_runtime()
     if dist.is_initialized():
-        raise RuntimeError("torch.distributed is initialised already in this process; call shutdown() first")
+        raise RuntimeError(
+            "torch.distributed is initialised already in this process; call shutdown() first"
+        )
 
     _join_ranks(parallel.world_size, rank, master, port)
     _create_groups(parallel)

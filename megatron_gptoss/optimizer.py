@@ -67,7 +67,9 @@ def build_optimizer(
 
     # The fp32 biases of the routers get a group of their own: Megatron confuses the order of a
     # group of two dtypes when it saves the optimizer. ``start_wd`` only tells the groups apart.
-    router_biases = {ParamKey(name="*.router.bias"): ParamGroupOverride(start_wd=config.weight_decay)}
+    router_biases = {
+        ParamKey(name="*.router.bias"): ParamGroupOverride(start_wd=config.weight_decay)
+    }
     overrides = get_standard_config_overrides(settings) | router_biases
     optimizer = get_megatron_optimizer(settings, wrapped, config_overrides=overrides)
 

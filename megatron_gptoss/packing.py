@@ -243,7 +243,9 @@ def _routes_column(samples: Sequence[Sample], padding: int) -> torch.Tensor | No
     if not routes:
         return None
     if len(routes) != len(samples):
-        raise ValueError("some samples carry routed_experts and some do not; a batch needs all or none")
+        raise ValueError(
+            "some samples carry routed_experts and some do not; a batch needs all or none"
+        )
 
     tail = np.full((padding, *routes[0].shape[1:]), -1, dtype=np.int16)
     return torch.from_numpy(np.concatenate([*routes, tail]).astype(np.int16))
@@ -337,7 +339,8 @@ def _fill(
     tokens = [0] * count
     cost = [0.0] * count
     for sample in longest_first:
-        # By cost and not by length: attention makes one long sequence dearer than several short ones.
+        # By cost and not by length: attention makes one long sequence dearer than several short
+        # ones.
         length = sample.num_labels
         roomy = [i for i in range(count) if tokens[i] + length <= max_tokens]
         if not roomy:

@@ -57,7 +57,9 @@ class LayerReplay:
 
         queue = self.pending_recompute if self.is_recomputing else self.pending
         if not queue:
-            raise RuntimeError(f"routing replay: the router of layer {self.layer} routes a micro-batch twice")
+            raise RuntimeError(
+                f"routing replay: the router of layer {self.layer} routes a micro-batch twice"
+            )
         routes = queue.popleft()
         if runs_twice and not self.is_recomputing:
             self.pending_recompute.append(routes)

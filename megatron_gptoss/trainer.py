@@ -260,8 +260,8 @@ class PolicyTrainer(Scorer):
         device = next(self.module.parameters()).device
         world_size = dist.get_world_size()
 
-        # Tensor-, pipeline- and context-parallel ranks share these micro-batches: only data-parallel
-        # ranks may add up.
+        # Tensor-, pipeline- and context-parallel ranks share these micro-batches: only
+        # data-parallel ranks may add up.
         lengths = [length for batch in batches for length in batch.cu_seqlens.diff().tolist()]
         local_flops = 3 * forward_flops(self.chunks[0].config.gptoss, lengths)
         work = torch.tensor([sum(lengths), local_flops], dtype=torch.double, device=device)

@@ -1,1 +1,2 @@
-"""The closed loop of agentic RL: agent episodes -> trajectories -> advantages -> update -> weight sync."""
+"""The closed loop of agentic RL: agent episodes -> trajectories -> advantages -> update -> weight
+sync."""

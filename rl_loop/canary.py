@@ -24,7 +24,9 @@ class CanaryError(UserError, RuntimeError):
 class ScoringTrainer(Protocol):
     """Scores texts with the policy: a TrainerGroup."""
 
-    def score(self, samples: list[Sample], temperature: float | None = None) -> list[list[float]]: ...
+    def score(
+        self, samples: list[Sample], temperature: float | None = None
+    ) -> list[list[float]]: ...
 
 
 class ScoringEngines(Protocol):

@@ -56,7 +56,11 @@ def export_policy(
     ConversionError naming the tensor that differs."""
     with tempfile.TemporaryDirectory() as scratch:
         files = harmony.vocabulary.save(Path(scratch))
-        if not files and tokenizer_source is not None and (tokenizer_source / "config.json").exists():
+        if (
+            not files
+            and tokenizer_source is not None
+            and (tokenizer_source / "config.json").exists()
+        ):
             files, _ = tokenizer_and_generation(tokenizer_source)
         # Gathered once: what is written and what it is compared with are the same tensors.
         weights = trainer.weights()
@@ -71,7 +75,9 @@ def export_policy(
         )
 
 
-def greedy_agreement(trainer: Trainer, tasks: TaskSource, directory: Path, dtype: str) -> GreedyAgreement:
+def greedy_agreement(
+    trainer: Trainer, tasks: TaskSource, directory: Path, dtype: str
+) -> GreedyAgreement:
     """Compare greedy answers of the export in ``directory`` with the trainer's on held-out
     prompts.
 
@@ -89,13 +95,17 @@ def greedy_agreement(trainer: Trainer, tasks: TaskSource, directory: Path, dtype
     return GreedyAgreement(equal=equal, compared=len(samples))
 
 
-def _decode_greedily(directory: Path, dtype: str, prompts: list[list[int]], stops: list[int]) -> list[Sample]:
+def _decode_greedily(
+    directory: Path, dtype: str, prompts: list[list[int]], stops: list[int]
+) -> list[Sample]:
     """Return prompts with the export's answers; the mask is 1 on the answers."""
     from transformers import GptOssForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would write into the run's own display
-    model: Any = GptOssForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), attn_implementation="eager")
+    model: Any = GptOssForCausalLM.from_pretrained(
+        directory, dtype=getattr(torch, dtype), attn_implementation="eager"
+    )
     samples = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

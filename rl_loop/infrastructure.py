@@ -92,7 +92,9 @@ class InfrastructureBreaker:
     def check_share(self) -> None:
         """Raise InfrastructureOutage if too many of all episodes were invalid."""
         if len(self._invalid) > self._max_share * self._episodes:
-            raise InfrastructureOutage(self._message(f"rollout.max_invalid_share is {self._max_share:g}"))
+            raise InfrastructureOutage(
+                self._message(f"rollout.max_invalid_share is {self._max_share:g}")
+            )
 
     def _message(self, limit: str) -> str:
         """Say what failed how often, and why, most often."""
@@ -101,7 +103,9 @@ class InfrastructureBreaker:
 
         causes = []
         for component, count in components.most_common():
-            reasons = Counter(failure.reason for failure in failures if failure.component == component)
+            reasons = Counter(
+                failure.reason for failure in failures if failure.component == component
+            )
             reason, _ = reasons.most_common(1)[0]
             causes.append(f"{component} in {count}, such as: {reason}")
 

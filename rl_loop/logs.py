@@ -42,7 +42,9 @@ class LogSettings:
         may be."""
         chosen_format = environment.get(FORMAT_VARIABLE, "plain").lower()
         if chosen_format not in FORMATS:
-            raise UserError(f"{FORMAT_VARIABLE} is {chosen_format!r}; use one of {', '.join(FORMATS)}")
+            raise UserError(
+                f"{FORMAT_VARIABLE} is {chosen_format!r}; use one of {', '.join(FORMATS)}"
+            )
 
         level = environment.get(LEVEL_VARIABLE, "INFO").upper()
         if level not in LEVELS:
@@ -107,7 +109,9 @@ class PlainFormatter(logging.Formatter):
     """``2026-11-22 21:04:05 WARNING rl_loop.canary: message``, in local time."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+        super().__init__(
+            "%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+        )
 
 
 class JsonFormatter(logging.Formatter):

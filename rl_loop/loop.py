@@ -1,8 +1,8 @@
 """The closed loop.
 
-    weights v -> rollout workers -> episodes sampled with v -> rewards -> advantages -> packed batch
-        ^                                                                                         |
-        +------------- v + 1 <- optimizer step, importance ratio 1 because sampled with v <-------+
+    weights v -> rollout workers -> episodes sampled with v -> advantages -> packed batch
+        ^                                                                           |
+        +------ v + 1 <- optimizer step, importance ratio 1 as sampled with v <-----+
 
 Everything random is derived from the seed and the step number, so a resumed run
 continues the same curve."""
@@ -34,7 +34,9 @@ from rl_loop.trainer.checkpointer import Checkpointer
 class Trainer(WeightSource, Protocol):
     """The policy and what learns beside it: a TrainerGroup."""
 
-    def score(self, samples: list[Sample], temperature: float | None = None) -> list[list[float]]: ...
+    def score(
+        self, samples: list[Sample], temperature: float | None = None
+    ) -> list[list[float]]: ...
 
     def compute_values_and_reference_log_probs(self, samples: list[Sample]) -> TokenEstimates: ...
 
@@ -50,7 +52,9 @@ class Rollouts(Protocol):
 
     def compare_weights(self) -> None: ...
 
-    def run(self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = ...) -> list[TrajectoryGroup]: ...
+    def run(
+        self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = ...
+    ) -> list[TrajectoryGroup]: ...
 
     def pause(self) -> None: ...
 
@@ -218,7 +222,9 @@ class RlLoop:
             return samples
         return self.trainer.compute_values_and_reference_log_probs(samples).attach(samples)
 
-    def measure_mismatch_without_replay(self, step: int, samples: list[Sample], metrics: StepMetrics) -> None:
+    def measure_mismatch_without_replay(
+        self, step: int, samples: list[Sample], metrics: StepMetrics
+    ) -> None:
         """On steps with an evaluation, score the episodes with the experts that the trainer
         chooses itself: what routing replay is good for."""
         if self.algorithm.routing_replay == "none" or not self.settings.is_evaluated(step):
@@ -232,7 +238,9 @@ class RlLoop:
         with self.rollouts.updating_weights(step + 1):
             return self.trainer.rl_step(samples, step)
 
-    def record(self, record: StepRecord, rollouts: RolloutBatch, samples: list[Sample], updates: RlUpdates) -> None:
+    def record(
+        self, record: StepRecord, rollouts: RolloutBatch, samples: list[Sample], updates: RlUpdates
+    ) -> None:
         """Write what the step was like."""
         record.metrics.add("tasks_left_out", len(self.tasks.unusable), "last")
         self.recorder.record_rl_step(record, rollouts, samples, updates)

@@ -47,7 +47,9 @@ class Registry[T]:
             return entry
         if ":" not in entry:
             known = ", ".join(sorted(self.entries)) or "none"
-            raise ValueError(f"there is no {self.kind} {name!r}; known: {known}, or give MODULE:NAME")
+            raise ValueError(
+                f"there is no {self.kind} {name!r}; known: {known}, or give MODULE:NAME"
+            )
 
         imported = self._import(entry)
         if not self.accepts(imported):
@@ -57,7 +59,8 @@ class Registry[T]:
         return imported  # type: ignore[return-value]  # ``accepts`` has looked at it
 
     def _import(self, path: str) -> object:
-        """Import what ``MODULE:NAME`` stands for. Raises ValueError with the reason why that fails."""
+        """Import what ``MODULE:NAME`` stands for. Raises ValueError with the reason why that
+        fails."""
         module_name, _, attribute = path.partition(":")
         failure = f"{self.kind} {path!r} cannot be imported"
         try:

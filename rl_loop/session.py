@@ -145,7 +145,9 @@ class Session:
 
     def _start_actors(self) -> None:
         config = self._config
-        logger.info("%s: loading the policy, trainer ranks: %d", config.name, config.parallel.world_size)
+        logger.info(
+            "%s: loading the policy, trainer ranks: %d", config.name, config.parallel.world_size
+        )
         self.trainer = build_trainer(config)
         self._stack.callback(self.trainer.close)
 
@@ -180,7 +182,9 @@ class Session:
         from rl_loop.trainer.checkpointer import Checkpointer
 
         config = self._config
-        self.progress = self._stack.enter_context(self._show(config.name, config.training.steps, state.step))
+        self.progress = self._stack.enter_context(
+            self._show(config.name, config.training.steps, state.step)
+        )
         resume_after = state.step - 1 if self._how.may_resume else None
         listeners = [self.progress.step, *step_listeners(config.name, dump_config(config))]
         writer = MetricsWriter(self.run, resume_after, listeners)

@@ -20,7 +20,9 @@ class Trainer(Protocol):
 class Demonstrations(Protocol):
     """Makes demonstrations: a TaskSource."""
 
-    def demonstrations(self, position: int, count: int, mixture: DemonstrationConfig) -> list[Sample]: ...
+    def demonstrations(
+        self, position: int, count: int, mixture: DemonstrationConfig
+    ) -> list[Sample]: ...
 
 
 def train_on_demonstrations(

@@ -32,7 +32,9 @@ START_RAY = {
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file's tests stay together, for they share what is costly to start."""
-    from xdist.scheduler import LoadFileScheduling  # only here: without -n the tests do not need xdist
+    from xdist.scheduler import (
+        LoadFileScheduling,
+    )  # only here: without -n the tests do not need xdist
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -17,7 +17,9 @@ import torch
 from rl_loop.cluster.placement import free_port as free_port
 
 
-def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 480) -> list[Any]:
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 480
+) -> list[Any]:
     """``[function(rank, *args) for rank in range(world_size)]``, each in a new process, at the same time.
 
     ``function`` must be importable by name and joins whatever process group it wants by itself. When a rank raises,
@@ -43,16 +45,24 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
             ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 missing = sorted(set(range(world_size)) - set(results))
-                pytest.fail(f"{function.__name__}: ranks {missing} not done after {timeout} s", pytrace=False)
+                pytest.fail(
+                    f"{function.__name__}: ranks {missing} not done after {timeout} s",
+                    pytrace=False,
+                )
             for channel in ready:
                 rank = channels[channel]
                 try:
                     answer, error = torch.load(io.BytesIO(channel.recv_bytes()), weights_only=False)
                 except EOFError:
                     processes[rank].join(5)
-                    answer, error = None, f"the process ended with exit code {processes[rank].exitcode}"
+                    answer, error = (
+                        None,
+                        f"the process ended with exit code {processes[rank].exitcode}",
+                    )
                 if error is not None:
-                    pytest.fail(f"{function.__name__}: rank {rank} of {world_size}: {error}", pytrace=False)
+                    pytest.fail(
+                        f"{function.__name__}: rank {rank} of {world_size}: {error}", pytrace=False
+                    )
                 results[rank] = answer
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -76,4 +86,6 @@ def _child(sender: Any, function: Callable[..., Any], rank: int, args: tuple[Any
     sender.send_bytes(buffer.getvalue())
     sender.close()
     if message[1] is not None:
-        os._exit(1)  # a failed rank must not wait in the destructor of a process group for its peers
+        os._exit(
+            1
+        )  # a failed rank must not wait in the destructor of a process group for its peers

@@ -57,7 +57,9 @@ def leftovers(run: str, allow_helpers: bool) -> list[Leftover]:
         if allow_helpers and any(helper in text for helper in END_WITH_PARENT):
             continue
         if command:  # a zombie has none
-            found.append(Leftover(process.pid, text[:200], environment.get("PYTEST_CURRENT_TEST", "no test")))
+            found.append(
+                Leftover(process.pid, text[:200], environment.get("PYTEST_CURRENT_TEST", "no test"))
+            )
     return found
 
 
@@ -113,9 +115,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     # without workers this process has helpers of its own; with them, nothing of theirs may be left, crashed or not
     run = config.stash[RUN_KEY]
     distributed = bool(config.getoption("numprocesses", None))
-    found = end_leftovers(f"{run}/gw" if distributed else f"{run}/main", allow_helpers=not distributed)
+    found = end_leftovers(
+        f"{run}/gw" if distributed else f"{run}/main", allow_helpers=not distributed
+    )
     config.stash[FOUND_KEY] += [str(leftover) for leftover in found]
-    if config.stash[FOUND_KEY] and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+    if config.stash[FOUND_KEY] and session.exitstatus in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -19,7 +19,9 @@ def start_busy_loops(count: int) -> list[subprocess.Popen[bytes]]:
     """Processes that use a core each, at normal priority, until they are killed or this process ends."""
     environment = {name: value for name, value in os.environ.items() if name != RUN}
     command = [sys.executable, "-S", "-c", "while True: pass"]
-    return [subprocess.Popen(command, env=environment, preexec_fn=end_with_parent) for _ in range(count)]
+    return [
+        subprocess.Popen(command, env=environment, preexec_fn=end_with_parent) for _ in range(count)
+    ]
 
 
 def stop_busy_loops(loops: list[subprocess.Popen[bytes]]) -> None:

@@ -27,7 +27,9 @@ def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def takes_an_address(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(isinstance(node, ast.Attribute) and node.attr == "data_ptr" for node in ast.walk(function))
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "data_ptr" for node in ast.walk(function)
+    )
 
 
 def caches_a_tensor(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -43,13 +45,23 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def test_only_known_functions_take_the_address_of_a_tensor():
-    found = {f"{path}:{f.name}" for path, source in sources() for f in functions(source) if takes_an_address(f)}
+    found = {
+        f"{path}:{f.name}"
+        for path, source in sources()
+        for f in functions(source)
+        if takes_an_address(f)
+    }
     assert found == TAKES_ADDRESSES
 
 
 def test_no_tensor_is_made_by_a_cache_that_threads_can_enter_together():
     """functools.cache does not lock: two threads make two tensors, and one of them is freed."""
-    assert [f"{path}:{f.name}" for path, source in sources() for f in functions(source) if caches_a_tensor(f)] == []
+    assert [
+        f"{path}:{f.name}"
+        for path, source in sources()
+        for f in functions(source)
+        if caches_a_tensor(f)
+    ] == []
 
 
 def test_the_rules_find_the_code_that_was_wrong():

@@ -27,7 +27,9 @@ def test_pre_commit_runs_what_make_lint_runs_and_downloads_nothing() -> None:
 
     # Hooks get the changed files, and format instead of asking for it.
     entries = [hook["entry"].replace(" --force-exclude", "") for hook in hooks]
-    assert entries == [command.removesuffix(" .").replace(" --check", "") for command in lint_commands()]
+    assert entries == [
+        command.removesuffix(" .").replace(" --check", "") for command in lint_commands()
+    ]
 
 
 def test_targets_and_files_that_the_guide_names_exist() -> None:
@@ -45,7 +47,9 @@ def test_targets_and_files_that_the_guide_names_exist() -> None:
 
 
 def test_markers_that_the_guide_selects_by_are_registered() -> None:
-    registered = set(re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), flags=re.M))
+    registered = set(
+        re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), flags=re.M)
+    )
     expressions = re.findall(r"pytest[^|]*? -m \"?([a-z ]+)", GUIDE)
     assert len(expressions) == 3
     for expression in expressions:

@@ -40,7 +40,11 @@ def test_an_example_says_how_to_run_it(path: Path) -> None:
 
 
 def test_every_example_is_tried() -> None:
-    assert {path.stem for path in EXAMPLES} == {"convert_checkpoint", "custom_environment", "sink_attention_in_torch"}
+    assert {path.stem for path in EXAMPLES} == {
+        "convert_checkpoint",
+        "custom_environment",
+        "sink_attention_in_torch",
+    }
 
 
 def test_the_torch_model_with_sink_attention_learns_to_repeat() -> None:
@@ -60,9 +64,14 @@ def test_the_converted_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None
     assert (tmp_path / "exported/model.safetensors").exists()
 
 
-def test_the_custom_environment_tells_an_expert_from_a_greedy_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_custom_environment_tells_an_expert_from_a_greedy_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     printed = run("custom_environment")
-    rewards = {name: re.findall(rf"{name}: .*reward ([+-][\d.]+)", printed) for name in ("expert", "greedy")}
+    rewards = {
+        name: re.findall(rf"{name}: .*reward ([+-][\d.]+)", printed)
+        for name in ("expert", "greedy")
+    }
     assert set(rewards["expert"]) == {"+1.00"}
     assert min(map(float, rewards["greedy"])) < 1
 

@@ -32,9 +32,19 @@ def test_one_leaves_a_process():
 def run_suite(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_inner.py").write_text(code)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", RUN))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", RUN))
+    }
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.leftover_processes", *options, "test_inner.py"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.leftover_processes",
+            *options,
+            "test_inner.py",
+        ],
         cwd=folder,
         env={**environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -53,8 +63,12 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two workers"])
-def test_a_process_that_a_test_leaves_fails_the_run_and_is_ended(options: tuple[str, ...], quick: Path) -> None:
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])  # of this run, not the inner
+def test_a_process_that_a_test_leaves_fails_the_run_and_is_ended(
+    options: tuple[str, ...], quick: Path
+) -> None:
+    bystander = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(1000)"]
+    )  # of this run, not the inner
     try:
         done = run_suite(quick, CARELESS, *options)
         assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr

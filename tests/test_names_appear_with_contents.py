@@ -21,7 +21,9 @@ NOT_NEEDED = {
 
 def called(function: ast.AST) -> set[str]:
     calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
-    return {call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls}
+    return {
+        call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls
+    }
 
 
 def renaming(source: str) -> Iterator[tuple[str, set[str]]]:
@@ -41,7 +43,10 @@ def test_contents_are_on_the_disk_before_a_rename_shows_them() -> None:
         for path in (ROOT / room).rglob("*.py")
         for name, names in renaming(path.read_text())
     }
-    assert {"megatron_gptoss/checkpoint/directory.py:publish", "converters/new_directory.py:new_directory"} < set(found)
+    assert {
+        "megatron_gptoss/checkpoint/directory.py:publish",
+        "converters/new_directory.py:new_directory",
+    } < set(found)
     unsafe = {place for place, names in found.items() if not names & SYNCING}
     assert unsafe == set(NOT_NEEDED)
 

@@ -27,7 +27,9 @@ def wait_until(
         time.sleep(pause)
 
 
-async def wait_until_async(condition: Callable[[], object], *, seconds: float = PATIENCE_SECONDS) -> None:
+async def wait_until_async(
+    condition: Callable[[], object], *, seconds: float = PATIENCE_SECONDS
+) -> None:
     """``wait_until`` with the event loop running; raises TimeoutError."""
     async with asyncio.timeout(seconds):
         while not condition():

@@ -52,14 +52,20 @@ class Kernel:
 
         status = driver.cuModuleLoadData(ctypes.byref(self._module), cubin)
         _check(status, f"load {name}")
-        status = driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode())
+        status = driver.cuModuleGetFunction(
+            ctypes.byref(self._function), self._module, name.encode()
+        )
         _check(status, f"find {name}")
 
         # Without this a block gets 48 KiB at most.
-        status = driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+        status = driver.cuFuncSetAttribute(
+            self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes
+        )
         _check(status, f"reserve {shared_bytes} bytes of shared memory for {name}")
 
-    def __call__(self, blocks: int, threads: int, *arguments: "torch.Tensor | int | float | TensorMap") -> None:
+    def __call__(
+        self, blocks: int, threads: int, *arguments: "torch.Tensor | int | float | TensorMap"
+    ) -> None:
         """Launch a one-dimensional grid.
 
         Tensors are passed as pointers, ints as int, floats as float, a ``tensor_map``'s encoding
@@ -73,7 +79,9 @@ class Kernel:
         grid = (blocks, 1, 1)
         block = (threads, 1, 1)
         extra = None
-        status = _driver().cuLaunchKernel(self._function, *grid, *block, self.shared_bytes, stream, parameters, extra)
+        status = _driver().cuLaunchKernel(
+            self._function, *grid, *block, self.shared_bytes, stream, parameters, extra
+        )
         _check(status, f"launch {self.name}")
 
 
@@ -192,7 +200,9 @@ def _compile(source: Path, text: bytes, options: list[str]) -> bytes:
 
     if status:
         architecture = options[0].removeprefix("--gpu-architecture=")
-        raise RuntimeError(f"{source.name} does not compile for {architecture}:\n{buffer.value.decode()}")
+        raise RuntimeError(
+            f"{source.name} does not compile for {architecture}:\n{buffer.value.decode()}"
+        )
     return buffer.raw
 
 
@@ -216,7 +226,9 @@ def _driver() -> ctypes.CDLL:
 def _nvrtc() -> ctypes.CDLL:
     cuda = torch.version.cuda
     if cuda is None:
-        raise RuntimeError("this torch is built without CUDA: the window kernels need NVRTC, use backend='reference'")
+        raise RuntimeError(
+            "this torch is built without CUDA: the window kernels need NVRTC, use backend='reference'"
+        )
 
     # On the loader's path (torch has loaded it), or in the wheels beside torch.
     name = f"libnvrtc.so.{cuda.split('.')[0]}"

@@ -29,7 +29,9 @@ BLOCK = 1024
 
 
 @triton.jit
-def _forward_kernel(x, probs, out, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALPHA: tl.constexpr):
+def _forward_kernel(
+    x, probs, out, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALPHA: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     p = tl.load(probs + row).to(tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
@@ -110,7 +112,9 @@ class _ClampedSwiGLU(torch.autograd.Function):
         grad_probs = torch.empty_like(probs)
         if rows:
             with torch.cuda.device(x.device):
-                _backward_kernel[(rows,)](x, probs, grad, grad_x, grad_probs, ctx.limit, width, BLOCK, ALPHA)
+                _backward_kernel[(rows,)](
+                    x, probs, grad, grad_x, grad_probs, ctx.limit, width, BLOCK, ALPHA
+                )
         return grad_x, grad_probs, None
 
 

@@ -91,7 +91,9 @@ def _gradient_kernel(
     tl.store(out + where, (grad * inverse_temperature).to(out.dtype.element_ty), mask=inside)
 
 
-def accumulate(logits: Tensor, labels: Tensor, statistics: Tensor, first: int, temperature: float) -> None:
+def accumulate(
+    logits: Tensor, labels: Tensor, statistics: Tensor, first: int, temperature: float
+) -> None:
     """Add a block of logits to the statistics, in place.
 
     Args:
@@ -103,7 +105,9 @@ def accumulate(logits: Tensor, labels: Tensor, statistics: Tensor, first: int, t
     """
     tokens, columns = logits.shape
     with torch.cuda.device(logits.device):
-        _accumulate_kernel[(tokens,)](logits, labels, statistics, tokens, columns, first, 1 / temperature, BLOCK)
+        _accumulate_kernel[(tokens,)](
+            logits, labels, statistics, tokens, columns, first, 1 / temperature, BLOCK
+        )
 
 
 def gradient(
@@ -128,4 +132,6 @@ def gradient(
     tokens, columns = logits.shape
     grid = (tokens, triton.cdiv(columns, BLOCK))
     with torch.cuda.device(logits.device):
-        _gradient_kernel[grid](logits, labels, row_statistics, out, tokens, columns, first, 1 / temperature, BLOCK)
+        _gradient_kernel[grid](
+            logits, labels, row_statistics, out, tokens, columns, first, 1 / temperature, BLOCK
+        )

@@ -55,7 +55,9 @@ def latest_checkpoint(root: Path) -> Path | None:
     name = pointer.read_text().strip()
     path = find_checkpoint(root, name)
     if path is None:
-        raise CheckpointError(f"{pointer} names {name}, which is missing or incomplete; correct or delete the file")
+        raise CheckpointError(
+            f"{pointer} names {name}, which is missing or incomplete; correct or delete the file"
+        )
     return path
 
 

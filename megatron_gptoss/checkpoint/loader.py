@@ -87,7 +87,9 @@ def load_model_weights(path: Path, model: torch.nn.Module) -> None:
             model.
     """
     if path.name.endswith(PARTIAL_SUFFIX):
-        raise CheckpointError(f"{path} is unfinished; the process that wrote it was killed, or is still writing")
+        raise CheckpointError(
+            f"{path} is unfinished; the process that wrote it was killed, or is still writing"
+        )
     if not (path / "metadata.json").exists():
         raise CheckpointError(f"{path} is not a torch_dist checkpoint: metadata.json is missing")
 

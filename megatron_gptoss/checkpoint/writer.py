@@ -154,7 +154,8 @@ class _PendingSave:
             self._discard_results()
             raise
 
-        # Every rank's files and the metadata exist now. What makes the directory complete comes last.
+        # Every rank's files and the metadata exist now. What makes the directory complete comes
+        # last.
         with fail_together(self.partial):
             if dist.get_rank() == 0:
                 model_config = self.model_config.model_dump_json(indent=1)

@@ -89,7 +89,9 @@ class AllGatherAttention(torch.autograd.Function):
         gathering = _GatheredHeads(q, k, v, plan, group)
         if plan.shared < len(q):
             own = slice(plan.shared, None)
-            o[own], lse[own] = attention_forward(q[own], k[own], v[own], sinks, plan.whole, settings)
+            o[own], lse[own] = attention_forward(
+                q[own], k[own], v[own], sinks, plan.whole, settings
+            )
 
         for head_group, keys, values in gathering:
             # A rank that shares nothing still takes part in the gathers.
@@ -97,7 +99,9 @@ class AllGatherAttention(torch.autograd.Function):
                 continue
             heads = head_group.heads
             rows = (slice(0, plan.shared), heads)
-            o[rows], lse[rows] = attention_forward(q[rows], keys, values, sinks[heads], plan.split, settings)
+            o[rows], lse[rows] = attention_forward(
+                q[rows], keys, values, sinks[heads], plan.split, settings
+            )
 
         ctx.save_for_backward(q, k, v, sinks, o, lse)
         ctx.plan = plan
@@ -122,7 +126,9 @@ class AllGatherAttention(torch.autograd.Function):
         if plan.shared < len(q):
             own = slice(plan.shared, None)
             saved = (q[own], k[own], v[own], sinks, o[own], lse[own])
-            dq[own], dk[own], dv[own], own_dsinks = attention_backward(saved, grad_o[own], plan.whole, settings)
+            dq[own], dk[own], dv[own], own_dsinks = attention_backward(
+                saved, grad_o[own], plan.whole, settings
+            )
             dsinks += own_dsinks
 
         returning: _ReturningGradients | None = None
@@ -133,7 +139,9 @@ class AllGatherAttention(torch.autograd.Function):
                 heads = head_group.heads
                 rows = (slice(0, plan.shared), heads)
                 saved = (q[rows], keys, values, sinks[heads], o[rows], lse[rows])
-                dq[rows], dkeys, dvalues, group_dsinks = attention_backward(saved, grad_o[rows], plan.split, settings)
+                dq[rows], dkeys, dvalues, group_dsinks = attention_backward(
+                    saved, grad_o[rows], plan.split, settings
+                )
                 # at most two spans of a rank see a key: the sum does not depend on the order
                 both = torch.stack((dkeys, dvalues), dim=1).to(partial.dtype)
                 partial.index_add_(0, plan.keys, both)
@@ -158,7 +166,9 @@ class _GatheredHeads:
     It holds no keys that it has given out, so that the caller can free them.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: GatherPlan, group: ProcessGroup) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: GatherPlan, group: ProcessGroup
+    ) -> None:
         self.k = k
         self.v = v
         self.plan = plan
@@ -190,7 +200,9 @@ class _GatheredHeads:
 class _Gather:
     """Keys and values of one group of kv heads on their way from all ranks."""
 
-    def __init__(self, k: Tensor, v: Tensor, heads: slice, plan: GatherPlan, group: ProcessGroup) -> None:
+    def __init__(
+        self, k: Tensor, v: Tensor, heads: slice, plan: GatherPlan, group: ProcessGroup
+    ) -> None:
         rows = slice(0, plan.contributed)
         local = torch.stack((k[rows, heads], v[rows, heads]), dim=1)
         self.everyone = local.new_empty(group.size() * len(local), *local.shape[1:])
@@ -233,7 +245,10 @@ def _head_groups_of(q: Tensor, k: Tensor, plan: GatherPlan, group: ProcessGroup)
     heads_per_kv = q.shape[1] // kv_heads
     bytes_per_token_and_head = 2 * head_size * k.element_size()
     slices = head_groups(group.size() * plan.contributed, kv_heads, bytes_per_token_and_head)
-    return [HeadGroup(kv_heads=kv, heads=slice(kv.start * heads_per_kv, kv.stop * heads_per_kv)) for kv in slices]
+    return [
+        HeadGroup(kv_heads=kv, heads=slice(kv.start * heads_per_kv, kv.stop * heads_per_kv))
+        for kv in slices
+    ]
 
 
 def _cached_plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:

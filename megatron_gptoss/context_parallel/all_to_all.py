@@ -39,7 +39,9 @@ def all_to_all_attention(
     heads = q.shape[1]
     kv_heads = k.shape[1]
     if heads % size:
-        raise ValueError(f"all-to-all needs heads that divide: {heads} heads over {size} context-parallel ranks")
+        raise ValueError(
+            f"all-to-all needs heads that divide: {heads} heads over {size} context-parallel ranks"
+        )
 
     # every rank needs whole kv heads: copy them when there are fewer than ranks
     copies = size // math.gcd(size, kv_heads)
@@ -114,4 +116,6 @@ def _to_sequence(x: Tensor, group: ProcessGroup, layout: ContextLayout) -> Tenso
 
 def _permutations(layout: ContextLayout, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the layout's ``order`` and ``inverse`` on the device."""
-    return layout.cached(("permutations", device), lambda: (layout.order.to(device), layout.inverse.to(device)))
+    return layout.cached(
+        ("permutations", device), lambda: (layout.order.to(device), layout.inverse.to(device))
+    )

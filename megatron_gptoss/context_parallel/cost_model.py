@@ -71,7 +71,9 @@ class SchemeCost:
     """Together, after overlap."""
 
 
-def candidates(layout: ContextLayout, shape: AttentionShape, window: int | None, machine: Machine) -> list[SchemeCost]:
+def candidates(
+    layout: ContextLayout, shape: AttentionShape, window: int | None, machine: Machine
+) -> list[SchemeCost]:
     """Estimate what each scheme that can serve such a layer would cost; the best comes first."""
     costs = []
     if shape.heads % layout.size == 0:
@@ -89,7 +91,9 @@ def candidates(layout: ContextLayout, shape: AttentionShape, window: int | None,
     return sorted(costs, key=handicapped_seconds)
 
 
-def _all_to_all_cost(layout: ContextLayout, shape: AttentionShape, window: int | None, machine: Machine) -> SchemeCost:
+def _all_to_all_cost(
+    layout: ContextLayout, shape: AttentionShape, window: int | None, machine: Machine
+) -> SchemeCost:
     """Ranks trade tokens for heads: q, O, k and v forward, their gradients backward."""
     size = layout.size
     pairs = sum(layout.pairs(rank, window) for rank in range(size)) / size
@@ -139,7 +143,9 @@ def _all_gather_cost(layout: ContextLayout, shape: AttentionShape, machine: Mach
     )
 
 
-def _halo_cost(layout: ContextLayout, shape: AttentionShape, window: int, machine: Machine) -> SchemeCost:
+def _halo_cost(
+    layout: ContextLayout, shape: AttentionShape, window: int, machine: Machine
+) -> SchemeCost:
     """Every rank gets the window - 1 tokens before each of its spans, and sends gradients back."""
     border = max(sum(min(span.start, window - 1) for span in spans) for spans in layout.spans)
     sent = 2 * 2 * shape.kv_heads * shape.head_bytes * border
@@ -198,7 +204,9 @@ def choose_scheme(
         ValueError: when the requested scheme cannot serve such a layer.
     """
     key = ("schemes", shape, window, machine)
-    possible = layout.cached(key, lambda: [cost.scheme for cost in candidates(layout, shape, window, machine)])
+    possible = layout.cached(
+        key, lambda: [cost.scheme for cost in candidates(layout, shape, window, machine)]
+    )
     if requested == "auto":
         return possible[0]
 

@@ -78,7 +78,9 @@ class HaloAttention(torch.autograd.Function):
 
         received = q.new_empty(len(plan.halo), 2, *k.shape[1:])
         sent = torch.stack((k[plan.sent], v[plan.sent]), dim=1)
-        work = dist.all_to_all_single(received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True)
+        work = dist.all_to_all_single(
+            received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True
+        )
 
         # The large pass over all spans is queued before the small border, which waits for the halo
         # on a stream of its own.
@@ -91,7 +93,9 @@ class HaloAttention(torch.autograd.Function):
                 queries, keys, values = (x.index_select(0, plan.border_sources) for x in (q, k, v))
                 keys.index_copy_(0, plan.halo, received[:, 0])
                 values.index_copy_(0, plan.halo, received[:, 1])
-                border_o, border_lse = attention_forward(queries, keys, values, sinks, plan.border, settings)
+                border_o, border_lse = attention_forward(
+                    queries, keys, values, sinks, plan.border, settings
+                )
                 border = (queries, keys, values, border_o, border_lse)
         _join(border_stream)
 

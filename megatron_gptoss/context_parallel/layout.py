@@ -42,7 +42,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """The split of one row; the same on every rank, as it follows from ``offsets`` and ``size``."""
+    """The split of one row; the same on every rank, as it follows from ``offsets`` and
+    ``size``."""
 
     offsets: tuple[int, ...]
     """Where each sequence starts in the row, and the row's tokens."""
@@ -77,7 +78,9 @@ class ContextLayout:
     @cached_property
     def inverse(self) -> Tensor:
         """int64 [tokens]: for each token of the row, where it is in ``order``."""
-        return torch.empty_like(self.order).index_copy_(0, self.order, torch.arange(len(self.order)))
+        return torch.empty_like(self.order).index_copy_(
+            0, self.order, torch.arange(len(self.order))
+        )
 
     def cached[T](self, key: Any, make: Callable[[], T]) -> T:
         """Return ``make()`` of the first call with this key."""
@@ -109,7 +112,9 @@ class ContextLayout:
         # the queries would see if they stood `window` positions earlier.
         invisible = 0
         for span in self.spans[rank]:
-            earlier = span._replace(start=max(0, span.start - window), end=max(0, span.end - window))
+            earlier = span._replace(
+                start=max(0, span.start - window), end=max(0, span.end - window)
+            )
             invisible += earlier.pairs
         return total - invisible
 
@@ -161,7 +166,9 @@ class _Ranks:
 
     def by_tokens_then_work(self) -> list[int]:
         """Order the ranks by tokens, and where these are equal by work."""
-        return sorted(range(len(self.spans)), key=lambda rank: (self.tokens[rank], self.pairs[rank]))
+        return sorted(
+            range(len(self.spans)), key=lambda rank: (self.tokens[rank], self.pairs[rank])
+        )
 
     def least_busy_with_room(self, tokens: int, capacity: int) -> int | None:
         """Return the rank with the least work that has room for ``tokens`` more; else None."""

@@ -101,7 +101,9 @@ class SinkAttention(DotProductAttention):
         """
         row = packed_seq_params
         if not isinstance(row, PackedSequence) or row.position_ids is None:
-            raise ValueError("GPT-OSS attention takes packed sequences only: pass PackedBatch.packed_seq_params()")
+            raise ValueError(
+                "GPT-OSS attention takes packed sequences only: pass PackedBatch.packed_seq_params()"
+            )
 
         compute_dtype = torch.promote_types(query.dtype, torch.float32)
         cos, sin = self.rotary.cos_sin(row.position_ids, compute_dtype)

@@ -121,7 +121,9 @@ def memory_plan(inputs: MemoryInputs, gigabytes: float) -> str:
         lines.append(f"simplest layouts of {gpus} GPUs that fit:")
     else:
         name, size = max(asdict(memory).items(), key=lambda item: item[1])
-        lines.append(f"no layout of {gpus} GPUs fits; most goes to the {name} ({size / 1e9:.1f} GB)")
+        lines.append(
+            f"no layout of {gpus} GPUs fits; most goes to the {name} ({size / 1e9:.1f} GB)"
+        )
     for layout, needed in fitting[:5]:
         description = describe_layout(layout, inputs.parallel)
         lines.append(f"  {description}: {needed.total / 1e9:.1f} GB")

@@ -37,7 +37,8 @@ class MemoryInputs:
     least one."""
 
     def with_sequences(self, sequences: float) -> Self:
-        """Copy with so many sequences, all as long as possible, and the micro-batches they fill."""
+        """Copy with so many sequences, all as long as possible, and the micro-batches they
+        fill."""
         if math.isinf(sequences):
             return replace(self, sequences=sequences, micro_batches=math.inf)
 

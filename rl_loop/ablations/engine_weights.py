@@ -22,10 +22,14 @@ class FaultyWeights:
         return engine_weights(self._source.weights(), self._ablation, self._seed)
 
     def send_weights(self, sender: WeightSender) -> None:
-        raise NotImplementedError("the configuration refuses engine faults where the driver does not see the tensors")
+        raise NotImplementedError(
+            "the configuration refuses engine faults where the driver does not see the tensors"
+        )
 
 
-def engine_faults(ablation: AblationConfig, seed: int) -> Callable[[WeightSource, int], WeightSource] | None:
+def engine_faults(
+    ablation: AblationConfig, seed: int
+) -> Callable[[WeightSource, int], WeightSource] | None:
     """Return what alters the weights of a version on their way to the engines; None without such
     faults.
 
@@ -35,8 +39,11 @@ def engine_faults(ablation: AblationConfig, seed: int) -> Callable[[WeightSource
     return lambda source, version: FaultyWeights(source, ablation, seed + version)
 
 
-def engine_weights(weights: dict[str, torch.Tensor], ablation: AblationConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Return the weights by Hugging Face name as the engine gets them, with the ablation's faults."""
+def engine_weights(
+    weights: dict[str, torch.Tensor], ablation: AblationConfig, seed: int
+) -> dict[str, torch.Tensor]:
+    """Return the weights by Hugging Face name as the engine gets them, with the ablation's
+    faults."""
     # The trainer's own tensors stay as they are.
     altered = dict(weights)
     if not ablation.engine_sinks:

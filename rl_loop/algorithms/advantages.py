@@ -58,14 +58,20 @@ def sample_advantages(config: AlgorithmConfig, rewards: BatchRewards) -> torch.T
 
     # Anything of another shape would be broadcast or dealt out to the wrong samples further on.
     if not torch.is_tensor(advantages) or advantages.shape != rewards.totals.shape:
-        shape = tuple(advantages.shape) if torch.is_tensor(advantages) else type(advantages).__name__
-        raise ValueError(f"algorithm.advantage {config.advantage} returned {shape}, expected [{len(rewards.totals)}]")
+        shape = (
+            tuple(advantages.shape) if torch.is_tensor(advantages) else type(advantages).__name__
+        )
+        raise ValueError(
+            f"algorithm.advantage {config.advantage} returned {shape}, expected [{len(rewards.totals)}]"
+        )
     if not advantages.isfinite().all():
         raise ValueError(f"algorithm.advantage {config.advantage} returned {advantages.tolist()}")
     return advantages.detach().double()
 
 
-def grpo(rewards: BatchRewards, *, standard_deviation: StandardDeviation = "sample") -> torch.Tensor:
+def grpo(
+    rewards: BatchRewards, *, standard_deviation: StandardDeviation = "sample"
+) -> torch.Tensor:
     """Divide the distance to the group's mean by its standard deviation: fp64 [samples]."""
     groups = [group_advantages(group, "grpo", standard_deviation) for group in rewards.groups()]
     return torch.cat(groups)
@@ -81,11 +87,15 @@ def leave_one_out(rewards: BatchRewards) -> torch.Tensor:
     return torch.cat([group_advantages(group, "leave_one_out") for group in rewards.groups()])
 
 
-def gdpo(rewards: BatchRewards, *, standard_deviation: StandardDeviation = "sample") -> torch.Tensor:
+def gdpo(
+    rewards: BatchRewards, *, standard_deviation: StandardDeviation = "sample"
+) -> torch.Tensor:
     """Normalise every reward part of a group by itself and add up: fp64 [samples]."""
     # Parts, not totals: a total hides a rare reward behind a common one.
     groups = rewards.parts.split(rewards.group_sizes)
-    return torch.cat([gdpo_advantages(group, rewards.part_weights, standard_deviation) for group in groups])
+    return torch.cat(
+        [gdpo_advantages(group, rewards.part_weights, standard_deviation) for group in groups]
+    )
 
 
 def reinforce(rewards: BatchRewards) -> torch.Tensor:

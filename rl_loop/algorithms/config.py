@@ -11,7 +11,9 @@ from pydantic import Field, field_validator, model_validator
 from megatron_gptoss.config import OptimizerConfig, StrictModel
 from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES, check_function
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "leave_one_out", "gdpo")
 """They compare a sample with the other samples of its task."""
@@ -66,12 +68,16 @@ class CorrectionConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.bounds and self.weight not in ("sequence_mis", "icepop"):
-            raise ValueError(f"correction.bounds belong to sequence_mis and icepop; weight is {self.weight}")
+            raise ValueError(
+                f"correction.bounds belong to sequence_mis and icepop; weight is {self.weight}"
+            )
 
         for name in ("bounds", "geometric_bounds"):
             bounds = getattr(self, name)
             if bounds and not 0 <= bounds[0] <= 1 <= bounds[1]:
-                raise ValueError(f"correction.{name} {bounds} must hold 1, the ratio of equal policies")
+                raise ValueError(
+                    f"correction.{name} {bounds} must hold 1, the ratio of equal policies"
+                )
         return self
 
 
@@ -89,7 +95,9 @@ class KlConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.place == "loss" and self.estimator == "k1":
-            raise ValueError("kl.estimator k1 does nothing in the loss: its gradient does not know the reference")
+            raise ValueError(
+                "kl.estimator k1 does nothing in the loss: its gradient does not know the reference"
+            )
         return self
 
 
@@ -217,7 +225,9 @@ class AlgorithmConfig(StrictModel):
     @classmethod
     def _name_the_successor(cls, value: Any) -> Any:
         if value == "substitute":
-            raise ValueError("old_log_probs substitute is called detach now: set old_log_probs to detach")
+            raise ValueError(
+                "old_log_probs substitute is called detach now: set old_log_probs to detach"
+            )
         return value
 
     @model_validator(mode="after")
@@ -240,9 +250,12 @@ class AlgorithmConfig(StrictModel):
                 f"a critic is of no use to advantage {self.advantage}: use gae or set algorithm.critic to null"
             )
 
-        # Unused weights or a missing critic would be a run that differs silently from what was asked.
+        # Unused weights or a missing critic would be a run that differs silently from what was
+        # asked.
         if self.advantage == "gdpo" and not self.reward_weights:
-            raise ValueError("advantage gdpo needs algorithm.reward_weights, such as {correct: 1.0}")
+            raise ValueError(
+                "advantage gdpo needs algorithm.reward_weights, such as {correct: 1.0}"
+            )
         if self.reward_weights and self.advantage != "gdpo" and not foreign:
             raise ValueError(f"reward_weights belong to gdpo; advantage is {self.advantage}")
         if self.advantage == "gdpo" and self.kl and self.kl.place == "reward":
@@ -253,7 +266,11 @@ class AlgorithmConfig(StrictModel):
             )
 
         # Whether a foreign estimator learns from groups of equal rewards is its author's to know.
-        if self.dynamic_sampling_rounds > 1 and self.advantage not in GROUP_ADVANTAGES and not foreign:
+        if (
+            self.dynamic_sampling_rounds > 1
+            and self.advantage not in GROUP_ADVANTAGES
+            and not foreign
+        ):
             raise ValueError(
                 "dynamic_sampling_rounds above 1 drops groups of equal rewards, and advantage "
                 f"{self.advantage} learns from them, as it compares with other tasks or a value "
@@ -264,7 +281,9 @@ class AlgorithmConfig(StrictModel):
         if self.whiten_over != "auto" and self.whitens_over is None:
             raise ValueError("whiten_over belongs to whiten_advantages, which is false")
         if self.whiten_over == "samples" and self.advantage == "gae":
-            raise ValueError("whiten_over samples with advantage gae, which has one advantage per token: use tokens")
+            raise ValueError(
+                "whiten_over samples with advantage gae, which has one advantage per token: use tokens"
+            )
 
     def _check_old_log_probs(self) -> None:
         source = self.old_log_probs_from
@@ -302,7 +321,9 @@ class AlgorithmConfig(StrictModel):
                 "use rollout, or forward with a correction"
             )
         if self.correction.off_policy_limit:
-            raise ValueError("correction.off_policy_limit looks at pi_old / pi, which is 1 with old_log_probs detach")
+            raise ValueError(
+                "correction.off_policy_limit looks at pi_old / pi, which is 1 with old_log_probs detach"
+            )
         if self.critic and self.correction.rejects:
             raise ValueError(
                 "a correction that rejects must reject for the critic too, which learns before "

@@ -94,7 +94,9 @@ def rollout_correction(
     return correction
 
 
-def _weigh(config: CorrectionConfig, log_rho: torch.Tensor, mask: torch.Tensor, sequences: Sequences) -> Correction:
+def _weigh(
+    config: CorrectionConfig, log_rho: torch.Tensor, mask: torch.Tensor, sequences: Sequences
+) -> Correction:
     """Apply ``config.weight``: the weights, and which tokens it drops by its bounds."""
     rho = bounded_exp(log_rho)
     if config.weight == "none":
@@ -114,7 +116,10 @@ def _weigh(config: CorrectionConfig, log_rho: torch.Tensor, mask: torch.Tensor, 
 
 
 def mismatch_sums(
-    log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor, sequences: Sequences
+    log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    sequences: Sequences,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Measure the mismatch: sums over masked tokens (divide by their number) and maxima, by
     metric.

@@ -18,7 +18,13 @@ from megatron_gptoss.packing import GRAFTED, PackedBatch, Sample
 from megatron_gptoss.trainer import LossFunction, LossOutput
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.correction import Correction, mismatch_sums, rollout_correction
-from rl_loop.algorithms.policy_loss import LossInputs, PolicyLoss, bounded_exp, kl_estimate, value_loss
+from rl_loop.algorithms.policy_loss import (
+    LossInputs,
+    PolicyLoss,
+    bounded_exp,
+    kl_estimate,
+    value_loss,
+)
 from rl_loop.algorithms.registry import POLICY_LOSSES
 from rl_loop.algorithms.sequences import Sequences, sample_weights
 
@@ -66,12 +72,15 @@ def policy_objective(
             reference = _only(learns, batch.reference_log_probs)
             kl = kl_estimate(_only(learns, log_probs), reference, config.kl.estimator)
             terms = terms + config.kl.coefficient * kl
-        # Weights are not those of ``learns``: the denominators were fixed before anything was dropped.
+        # Weights are not those of ``learns``: the denominators were fixed before anything was
+        # dropped.
         total = _only(learns, terms * weight).sum()
 
         # Metrics are of all sampled tokens, also of those that are left out.
         rollout_log_probs = batch.rollout_log_probs
-        sums, maxima = mismatch_sums(trainer_log_probs, rollout_log_probs, roles.comparable, sequences)
+        sums, maxima = mismatch_sums(
+            trainer_log_probs, rollout_log_probs, roles.comparable, sequences
+        )
         sums |= _policy_sums(config, log_probs, entropy, batch, roles, policy, learns)
         sums |= _correction_sums(config, correction, trainer_log_probs, batch, roles)
         sums["loss"] = total
@@ -108,7 +117,9 @@ def token_roles(batch: PackedBatch, max_staleness: int) -> TokenRoles:
     return TokenRoles(sampled=sampled, stale=stale, fresh=fresh, comparable=comparable)
 
 
-def _trainer_log_probs(config: AlgorithmConfig, log_probs: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+def _trainer_log_probs(
+    config: AlgorithmConfig, log_probs: torch.Tensor, batch: PackedBatch
+) -> torch.Tensor:
     """Return what the trainer said of the tokens [tokens] when they were sampled, as far as known.
 
     With the engine's log-probs as old ones nobody has asked the trainer: the new ones come
@@ -151,8 +162,9 @@ def _policy_loss(
 ) -> PolicyLoss:
     """Call the configured loss.
 
-    Tokens that do not learn go in as zeros. Masking the result would not do: in a backward pass
-    0 x NaN is NaN. Raises ValueError if a foreign loss returns anything else than a loss per token."""
+    Tokens that do not learn go in as zeros. Masking the result would not do: in a backward pass 0
+    x NaN is NaN. Raises ValueError if a foreign loss returns anything else than a loss per
+    token."""
     old_log_probs = None
     if batch.old_log_probs is not None:
         old_log_probs = _only(learns, batch.old_log_probs)
@@ -175,7 +187,9 @@ def _policy_loss(
     for field in ("loss", "ratio", "clipped"):
         shape = getattr(result, field).shape
         if shape != log_probs.shape:
-            raise ValueError(f"{name} returned {field} {list(shape)}, expected {list(log_probs.shape)}")
+            raise ValueError(
+                f"{name} returned {field} {list(shape)}, expected {list(log_probs.shape)}"
+            )
     if log_probs.requires_grad and not result.loss.requires_grad:
         raise ValueError(f"{name} returned a loss without a gradient to log_probs")
     return PolicyLoss(loss=result.loss, ratio=result.ratio.detach(), clipped=result.clipped)
@@ -249,14 +263,17 @@ def value_objective(
         sequences = _sequences(batch, len(mini_batch), group)
         weight = sequences.spread(sample_weight.to(values.device))
 
-        # Without old log-probs nothing is known of the trainer yet: the configuration refuses that.
+        # Without old log-probs nothing is known of the trainer yet: the configuration refuses
+        # that.
         learns = roles.fresh
         if config.correction.rejects and batch.old_log_probs is not None:
             learns = learns & _correction_before_update(config, batch, roles, sequences).keeps
 
         old_values = _only(learns, batch.values)
         returns = _only(learns, batch.returns)
-        token_losses, clipped = value_loss(_only(learns, values), old_values, returns, clip=value_clip)
+        token_losses, clipped = value_loss(
+            _only(learns, values), old_values, returns, clip=value_clip
+        )
         total = _only(learns, token_losses * weight).sum()
 
         error = (batch.returns - values.detach()).square()
@@ -296,7 +313,9 @@ def _only(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, values, 0.0)
 
 
-def _token_weights(config: AlgorithmConfig, mini_batch: Sequence[Sample], max_tokens: int) -> torch.Tensor:
+def _token_weights(
+    config: AlgorithmConfig, mini_batch: Sequence[Sample], max_tokens: int
+) -> torch.Tensor:
     """Compute the weight of a token loss of each sample, fp64 [samples]."""
     # Labels are shifted: the loss of a sample begins with its second token.
     tokens = torch.tensor([sum(sample.loss_mask[1:]) for sample in mini_batch])

@@ -69,7 +69,11 @@ def bounded_expm1(log_ratio: Tensor) -> Tensor:
 
 
 def ppo_loss(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> PolicyLoss:
     """Clip the ratio of every token: L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A).
 
@@ -80,7 +84,9 @@ def ppo_loss(
     plain = -ratio * advantages
     if inputs.old_log_probs is None:
         # The ratio is exactly 1, so there is nothing to clip.
-        return PolicyLoss(loss=plain, ratio=ratio.detach(), clipped=torch.zeros_like(plain, dtype=torch.bool))
+        return PolicyLoss(
+            loss=plain, ratio=ratio.detach(), clipped=torch.zeros_like(plain, dtype=torch.bool)
+        )
 
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = torch.maximum(plain, bounded)
@@ -129,7 +135,9 @@ def reinforce_loss(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(loss=loss, ratio=ratio, clipped=torch.zeros_like(ratio, dtype=torch.bool))
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
     """Compute the critic's loss [tokens], and where the clipped branch was the active one.
 
     L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, as in OpenAI's PPO."""

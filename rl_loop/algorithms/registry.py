@@ -45,17 +45,23 @@ POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
 """``LossInputs`` -> ``PolicyLoss``."""
 
 
-def check_function(registry: Registry[Callable[..., Any]], name: str, options: Mapping[str, Any]) -> None:
+def check_function(
+    registry: Registry[Callable[..., Any]], name: str, options: Mapping[str, Any]
+) -> None:
     """Raise ValueError if ``name`` is unknown or its function cannot be called with ``options``.
 
     Options are for foreign functions: those that are known here have keys of their own."""
     if name in registry:
         if options:
-            raise ValueError(f"{registry.kind} {name} takes no options; they belong to MODULE:FUNCTION")
+            raise ValueError(
+                f"{registry.kind} {name} takes no options; they belong to MODULE:FUNCTION"
+            )
         return
 
     signature = inspect.signature(registry.resolve(name))
     try:
         signature.bind(None, **options)
     except TypeError as error:
-        raise ValueError(f"{registry.kind} {name} with options {dict(options)}: {error}; it is {signature}") from None
+        raise ValueError(
+            f"{registry.kind} {name} with options {dict(options)}: {error}; it is {signature}"
+        ) from None

@@ -130,7 +130,9 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
         for field, name in AGENT_PORTS:
             port = getattr(node._ray_params, field) or free_port()
             setattr(node._ray_params, field, port)
-            raylet.persist_port(node.get_session_dir_path(), node.node_id, getattr(raylet, name), port)
+            raylet.persist_port(
+                node.get_session_dir_path(), node.node_id, getattr(raylet, name), port
+            )
         start_raylet(node, *arguments, **options)
         nodes.append(node)
 
@@ -139,10 +141,18 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
         while True:
             try:
                 return get_node(gcs_address, node_id)
-            except RuntimeError:  # the raylet has not registered within RAY_raylet_start_wait_time_s, 30 s
-                ended = any(info.process.poll() is not None for node in nodes for info in node.all_processes["raylet"])
+            except (
+                RuntimeError
+            ):  # the raylet has not registered within RAY_raylet_start_wait_time_s, 30 s
+                ended = any(
+                    info.process.poll() is not None
+                    for node in nodes
+                    for info in node.all_processes["raylet"]
+                )
                 if ended:
-                    raise RayStartError(f"Ray's raylet ended while it started; {_logs(nodes)}") from None
+                    raise RayStartError(
+                        f"Ray's raylet ended while it started; {_logs(nodes)}"
+                    ) from None
                 if time.monotonic() > deadline:
                     raise RayStartError(
                         f"Ray did not start within {seconds:g} s (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} "

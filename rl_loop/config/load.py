@@ -43,9 +43,11 @@ def load_config[Config: RunConfig](
 
 
 def _insert_named_section(path: Path, tree: Any, key: str, changes: list[str]) -> list[str]:
-    """Put the file that ``key`` names, in the YAML tree or in the last override of it, into ``tree``.
+    """Put the file that ``key`` names, in the YAML tree or in the last override of it, into
+    ``tree``.
 
-    Returns the overrides without those of ``key`` itself; what they change below it is still there."""
+    Returns the overrides without those of ``key`` itself; what they change below it is still
+    there."""
     prefix = f"{key}="
     names = [change.removeprefix(prefix) for change in changes if change.startswith(prefix)]
     name = names[-1] if names else tree.get(key)

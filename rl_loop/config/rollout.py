@@ -55,9 +55,13 @@ class RolloutConfig(EpisodeLimits, StrictModel):
         # All at once: an old file usually has several of them.
         moved = []
         if isinstance(raw.get("engine"), str):
-            moved.append(f"rollout.engine={raw['engine']} is now rollout.engine.type={raw['engine']}")
+            moved.append(
+                f"rollout.engine={raw['engine']} is now rollout.engine.type={raw['engine']}"
+            )
         if "sglang" in raw:
-            moved.append("rollout.sglang.KEY is now rollout.engine.KEY, beside rollout.engine.type=sglang")
+            moved.append(
+                "rollout.sglang.KEY is now rollout.engine.KEY, beside rollout.engine.type=sglang"
+            )
         if "max_batch_size" in raw:
             moved.append(
                 "rollout.max_batch_size is now rollout.engine.max_batch_size, of engine type transformers only "

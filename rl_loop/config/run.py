@@ -77,7 +77,9 @@ class RunConfig(StrictModel):
     def memory_inputs(self) -> MemoryInputs:
         """What ``megatron_gptoss.planning.memory`` predicts from."""
         row, longest = self.training.max_tokens_per_micro_batch, self.rollout.max_tokens
-        return MemoryInputs(self.model, self.parallel, self.optimizer, row, longest_sequence=longest)
+        return MemoryInputs(
+            self.model, self.parallel, self.optimizer, row, longest_sequence=longest
+        )
 
     @model_validator(mode="after")
     def _check_layout(self) -> Self:
@@ -96,7 +98,9 @@ class RunConfig(StrictModel):
                 "episode would not fit a micro-batch"
             )
         if longest > self.model.max_length:
-            raise ValueError(f"rollout.max_tokens ({longest}) exceeds model.max_length ({self.model.max_length})")
+            raise ValueError(
+                f"rollout.max_tokens ({longest}) exceeds model.max_length ({self.model.max_length})"
+            )
 
     def _check_engine(self) -> None:
         engine, temperature = self.rollout.engine, self.rollout.temperature
@@ -184,7 +188,9 @@ class RlConfig(RunConfig):
     def _check_algorithm_needs(self) -> None:
         algorithm, rollout = self.algorithm, self.rollout
         if algorithm.routing_replay == "R3" and not rollout.routed_experts:
-            raise ValueError("algorithm.routing_replay R3 needs the engine's routes: set rollout.routed_experts")
+            raise ValueError(
+                "algorithm.routing_replay R3 needs the engine's routes: set rollout.routed_experts"
+            )
 
         longest = rollout.max_response_tokens
         if algorithm.overlong_buffer is not None and algorithm.overlong_buffer >= longest:

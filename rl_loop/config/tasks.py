@@ -42,9 +42,13 @@ class SourceConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.train_path is not None and self.held_out_path is None:
-            raise ValueError("train_path needs held_out_path: accuracy is measured on tasks that are not trained on")
+            raise ValueError(
+                "train_path needs held_out_path: accuracy is measured on tasks that are not trained on"
+            )
         if self.held_out_path is not None and self.train_path is None and self.weight > 0:
-            raise ValueError("held_out_path without train_path: give train_path, or weight 0 to evaluate only")
+            raise ValueError(
+                "held_out_path without train_path: give train_path, or weight 0 to evaluate only"
+            )
         if self.pass_rate is not None and self.train_path is None:
             raise ValueError("pass_rate filters the tasks of train_path, which is not given")
         environment_class(self.environment).Options.model_validate(self.options)

@@ -68,7 +68,9 @@ def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
 
     That is the reward, and with gdpo every weighted part of it, without penalties on length and
     KL: as in DAPO, these shape the advantages of a task but are no reason to train on it."""
-    if all(trajectory.excluded or not trajectory.sampled_tokens for trajectory in group.trajectories):
+    if all(
+        trajectory.excluded or not trajectory.sampled_tokens for trajectory in group.trajectories
+    ):
         return False
 
     # What is compared, one column after the other: any difference in any of them is a signal.
@@ -76,7 +78,9 @@ def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
     if config.advantage == "gdpo":
         compared = [name for name, weight in config.reward_weights.items() if weight != 0]
         columns = [[t.reward_parts.get(name, 0.0) for t in group.trajectories] for name in compared]
-    return not all(advantages.are_equal(torch.tensor(column, dtype=torch.float64)) for column in columns)
+    return not all(
+        advantages.are_equal(torch.tensor(column, dtype=torch.float64)) for column in columns
+    )
 
 
 # -- rewards --------------------------------------------------------------------------------------
@@ -113,7 +117,9 @@ def _reward_parts(
     length is one more."""
     # A part that an episode does not have counts as 0, which is what doing nothing scores.
     names = list(config.reward_weights)
-    rows = [[trajectory.reward_parts.get(name, 0.0) for name in names] for trajectory in trajectories]
+    rows = [
+        [trajectory.reward_parts.get(name, 0.0) for name in names] for trajectory in trajectories
+    ]
     parts = torch.tensor(rows, dtype=torch.float64).reshape(len(trajectories), len(names))
     weights = list(config.reward_weights.values())
 
@@ -165,7 +171,9 @@ def _assign_generalized_advantages(
         is_sampled = torch.tensor(sample.loss_mask) > 0
         values[i, :length] = torch.tensor(sample.values, dtype=torch.float64)[is_sampled]
 
-    estimates, returns = advantages.generalized_advantages(token_rewards, values, config.gamma, config.gae_lambda)
+    estimates, returns = advantages.generalized_advantages(
+        token_rewards, values, config.gamma, config.gae_lambda
+    )
     cut_estimates = [row[:length] for row, length in zip(estimates, lengths, strict=True)]
     cut_returns = [row[:length] for row, length in zip(returns, lengths, strict=True)]
     return _attach(samples, _whiten_over_tokens(cut_estimates, config), cut_returns)
@@ -183,7 +191,9 @@ def _whiten_over_tokens(columns: Columns, config: AlgorithmConfig) -> Columns:
     return list(whitened.split(lengths))
 
 
-def _attach(samples: Sequence[Sample], advantage: Columns, returns: Columns | None = None) -> list[Sample]:
+def _attach(
+    samples: Sequence[Sample], advantage: Columns, returns: Columns | None = None
+) -> list[Sample]:
     """Return the samples with per-token columns, 0 where a token is not trained on."""
     attached = []
     for i, sample in enumerate(samples):

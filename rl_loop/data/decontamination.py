@@ -47,7 +47,9 @@ def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool
     is_equal: list[bool] = []
     training_counts: Counter[WordRun] = Counter()
     for prompt in prompts:
-        shared = [(start, run) for start, run in _runs(_words(prompt), ends) if run in held_out_counts]
+        shared = [
+            (start, run) for start, run in _runs(_words(prompt), ends) if run in held_out_counts
+        ]
         training_counts.update({run for _, run in shared})
         shared_runs.append(shared)
         is_equal.append(prompt in held_out_prompts)
@@ -62,7 +64,10 @@ def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool
             held_out_prompts=len(held_out),
         ):
             forms.add(run)
-    return [equal or _gives_away(shared, forms) for equal, shared in zip(is_equal, shared_runs, strict=True)]
+    return [
+        equal or _gives_away(shared, forms)
+        for equal, shared in zip(is_equal, shared_runs, strict=True)
+    ]
 
 
 def _gives_away(shared: list[tuple[int, WordRun]], forms: set[WordRun]) -> bool:
@@ -78,7 +83,9 @@ def _gives_away(shared: list[tuple[int, WordRun]], forms: set[WordRun]) -> bool:
     return False
 
 
-def _is_form(*, in_training: int, training_prompts: int, in_held_out: int, held_out_prompts: int) -> bool:
+def _is_form(
+    *, in_training: int, training_prompts: int, in_held_out: int, held_out_prompts: int
+) -> bool:
     """Say whether a run of words is a form's, by how many of how many prompts have it."""
     if in_training <= max(FEW_PROMPTS, FEW_SHARE * training_prompts):
         return False

@@ -41,10 +41,16 @@ class TokenEstimates:
         """Return the samples with these columns."""
         attached = list(samples)
         if self.values is not None:
-            attached = [replace(sample, values=row) for sample, row in zip(attached, self.values, strict=True)]
+            attached = [
+                replace(sample, values=row)
+                for sample, row in zip(attached, self.values, strict=True)
+            ]
         if self.reference_log_probs is not None:
             rows = self.reference_log_probs
-            attached = [replace(sample, reference_log_probs=row) for sample, row in zip(attached, rows, strict=True)]
+            attached = [
+                replace(sample, reference_log_probs=row)
+                for sample, row in zip(attached, rows, strict=True)
+            ]
         return attached
 
 

@@ -12,7 +12,9 @@ class OffPolicyError(RuntimeError):
     with the current ones."""
 
 
-def to_samples(groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, version: int) -> list[Sample]:
+def to_samples(
+    groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, version: int
+) -> list[Sample]:
     """Make one sample of every trajectory, in order, without advantages.
 
     ``version``: of the trainer's weights. Raises OffPolicyError if the configuration says
@@ -33,7 +35,9 @@ def _to_sample(trajectory: Trajectory, config: AlgorithmConfig, version: int) ->
 
     replays_engine_routes = config.routing_replay == "R3"
     if replays_engine_routes and trajectory.routed_experts is None:
-        raise ValueError(f"task {trajectory.task_id}: routing_replay R3, and the episode has no routes")
+        raise ValueError(
+            f"task {trajectory.task_id}: routing_replay R3, and the episode has no routes"
+        )
 
     # An excluded episode stays in the batch, so that its group's mean counts it, but no token
     # learns.

@@ -128,7 +128,10 @@ class Trajectory:
             raise self._error(f"is invalid ({self.invalid.component}: {self.invalid.reason})")
 
         length = len(self.token_ids)
-        for name, column in (("loss_mask", self.loss_mask), ("rollout_log_probs", self.rollout_log_probs)):
+        for name, column in (
+            ("loss_mask", self.loss_mask),
+            ("rollout_log_probs", self.rollout_log_probs),
+        ):
             if len(column) != length:
                 raise self._error(f"{name} has {len(column)} entries, token_ids {length}")
 
@@ -148,9 +151,13 @@ class Trajectory:
         # Not every engine tells versions; one that does has to tell those of all tokens.
         covered = sum(span.end - span.start for span in self.weight_versions)
         if self.weight_versions and covered != self.sampled_tokens:
-            raise self._error(f"weight_versions cover {covered} tokens, {self.sampled_tokens} were sampled")
+            raise self._error(
+                f"weight_versions cover {covered} tokens, {self.sampled_tokens} were sampled"
+            )
         if self.routed_experts is not None and len(self.routed_experts) != length - 1:
-            raise self._error(f"routed_experts has {len(self.routed_experts)} rows, expected {length - 1}")
+            raise self._error(
+                f"routed_experts has {len(self.routed_experts)} rows, expected {length - 1}"
+            )
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"trajectory of task {self.task_id}: {what}")

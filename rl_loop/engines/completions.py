@@ -122,7 +122,9 @@ def _read_choice(
     """Read a choice; log-probs that the endpoint leaves out become 0."""
     ids = choice.get("token_ids")
     if not isinstance(ids, list):
-        raise EndpointError(f"{url} does not return token ids: it must know return_token_ids, as vLLM does")
+        raise EndpointError(
+            f"{url} does not return token ids: it must know return_token_ids, as vLLM does"
+        )
 
     token_log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
     log_probs = [float(value or 0.0) for value in token_log_probs][: len(ids)]

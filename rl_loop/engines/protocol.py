@@ -138,7 +138,9 @@ def _check_tokens(sampling: SamplingParams, result: GenerateResult, vocabulary_s
     if reason not in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
         raise _InvalidResult(f"it ended for the reason {reason!r}, which no sampling has")
     if len(ids) > sampling.max_new_tokens:
-        raise _InvalidResult(f"{len(ids)} tokens came back, {sampling.max_new_tokens} were asked for")
+        raise _InvalidResult(
+            f"{len(ids)} tokens came back, {sampling.max_new_tokens} were asked for"
+        )
     if len(log_probs) != len(ids):
         raise _InvalidResult(f"{len(log_probs)} log-probs came back for {len(ids)} tokens")
 
@@ -194,10 +196,14 @@ def _check_versions(result: GenerateResult) -> None:
     end = 0
     for span in result.weight_versions:
         if span.start != end or span.end <= span.start:
-            raise _InvalidResult(f"weight versions {result.weight_versions} are not one behind the other")
+            raise _InvalidResult(
+                f"weight versions {result.weight_versions} are not one behind the other"
+            )
         end = span.end
     if end != len(result.output_ids):
-        raise _InvalidResult(f"weight versions are of {end} tokens, {len(result.output_ids)} came back")
+        raise _InvalidResult(
+            f"weight versions are of {end} tokens, {len(result.output_ids)} came back"
+        )
 
 
 def _check_routes_shape(routes: Any, tokens: int, shape: ModelShape) -> None:

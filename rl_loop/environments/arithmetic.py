@@ -106,4 +106,6 @@ async def interpret(code: str, history: Sequence[str] = ()) -> ExecutionResult:
 
 def _syntax_error(code: str) -> str:
     """Write Python's message for a bracket that is not closed."""
-    return f"  File \"<sandbox>\", line 1\n    {code}\n         ^\nSyntaxError: '(' was never closed\n"
+    return (
+        f"  File \"<sandbox>\", line 1\n    {code}\n         ^\nSyntaxError: '(' was never closed\n"
+    )

@@ -42,7 +42,9 @@ class Gsm8kEnvironment(ReToolEnvironment):
         ground_truth = answer.rpartition("####")[2].strip().replace(",", "")
         if not ground_truth:
             raise ValueError("'answer' has nothing after ####")
-        return Task(name, prompt_of(question, options), ground_truth, "gsm8k", {"tools": options.tools})
+        return Task(
+            name, prompt_of(question, options), ground_truth, "gsm8k", {"tools": options.tools}
+        )
 
     @classmethod
     def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:

@@ -80,7 +80,9 @@ def _separate_paragraphs_by_stars(text: str, num_paragraphs: int) -> str:
 
 
 @solution("length_constraints:nth_paragraph_first_word")
-def _begin_paragraph_with(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> str:
+def _begin_paragraph_with(
+    text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> str:
     paragraphs = []
     for number in range(1, num_paragraphs + 1):
         # IFEval also asks for the paragraph behind the last one, which no text has.

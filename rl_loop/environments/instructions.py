@@ -30,7 +30,20 @@ from rl_loop.environments.instruction_checkers import (
 )
 from rl_loop.environments.instruction_solutions import SOLUTIONS, write_solution
 
-TOPICS = ("rivers", "bread", "trains", "clouds", "chess", "gardens", "winter", "maps", "owls", "tea", "boats", "stars")
+TOPICS = (
+    "rivers",
+    "bread",
+    "trains",
+    "clouds",
+    "chess",
+    "gardens",
+    "winter",
+    "maps",
+    "owls",
+    "tea",
+    "boats",
+    "stars",
+)
 
 ATTEMPTS = 1000
 """Draws of a prompt until its constraints can be met together."""
@@ -137,7 +150,9 @@ class InstructionEnvironment(Environment):
         turns = len(self.task.metadata["turns"])
         strict = sum(score.strict for score in self._scores) / turns
         loose = sum(score.loose for score in self._scores) / turns
-        return self.finished(strict, strict=float(strict >= 1), loose=float(loose >= 1), partial_loose=loose)
+        return self.finished(
+            strict, strict=float(strict >= 1), loose=float(loose >= 1), partial_loose=loose
+        )
 
 
 def _compose(task_id: str, rng: Random, options: InstructionOptions) -> Task | None:
@@ -180,7 +195,9 @@ def _draw_compatible(names: list[str], count: int, rng: Random) -> list[str]:
 
 def _script_meets(topic: str, constraints: list[Constraint]) -> bool:
     """Check that the script's text about ``topic`` meets all constraints together."""
-    text = write_solution(topic, [(constraint.name, constraint.arguments) for constraint in constraints])
+    text = write_solution(
+        topic, [(constraint.name, constraint.arguments) for constraint in constraints]
+    )
     return all(check(constraint, text, "").strict for constraint in constraints)
 
 

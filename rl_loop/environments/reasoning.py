@@ -79,7 +79,9 @@ def _dataset(generator: str, seed: int, settings: str) -> Any:
     """Make a data set of a generator; ``settings`` is JSON."""
     import reasoning_gym  # an extra: pip install 'megatron-gptoss[environments]'
 
-    return reasoning_gym.create_dataset(generator, seed=seed, size=DATASET_SIZE, **json.loads(settings))
+    return reasoning_gym.create_dataset(
+        generator, seed=seed, size=DATASET_SIZE, **json.loads(settings)
+    )
 
 
 def _score(place: list[Any], answer: str) -> float:

@@ -27,7 +27,9 @@ from rl_loop.harmony.codec import ParsedMessage, PythonTool
 from rl_loop.rewards.math_answer import is_number, judge, last_boxed, normalised
 from rl_loop.sandbox import ExecutionResult
 
-NEW_SESSION = "[The earlier session has ended, and its variables are gone. A new one began with this call.]\n"
+NEW_SESSION = (
+    "[The earlier session has ended, and its variables are gone. A new one began with this call.]\n"
+)
 """What the agent is told by the first answer of a new session."""
 
 INSTRUCTIONS = r"Use python. Answer in \boxed{}."
@@ -200,7 +202,9 @@ def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
     if isinstance(prompt, str):
         return prompt_of(prompt, options)
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"'prompt' must be text or a list of messages, not {type(prompt).__name__}")
+        raise ValueError(
+            f"'prompt' must be text or a list of messages, not {type(prompt).__name__}"
+        )
 
     messages = list(prompt)
     if options.instructions is None:

@@ -75,11 +75,15 @@ def engine_report(
         counts = trainer.route_agreement()
         compared = counts["routes_compared"]
         share = counts["routes_agreeing"] / compared
-        lines.append(f"the trainer would have chosen the same experts for {share:.2%} of {compared:.0f} routes")
+        lines.append(
+            f"the trainer would have chosen the same experts for {share:.2%} of {compared:.0f} routes"
+        )
     return "\n".join(lines)
 
 
-def gap_table(samples: Sequence[Sample], scores: Sequence[Sequence[float]], harmony: Harmony) -> list[str]:
+def gap_table(
+    samples: Sequence[Sample], scores: Sequence[Sequence[float]], harmony: Harmony
+) -> list[str]:
     """Format the distribution of |trainer's - engine's log-prob|, in nats, by
     position and class of token."""
     tokens = _token_gaps(samples, scores, harmony)
@@ -98,7 +102,9 @@ def gap_table(samples: Sequence[Sample], scores: Sequence[Sequence[float]], harm
     return lines
 
 
-def _token_gaps(samples: Sequence[Sample], scores: Sequence[Sequence[float]], harmony: Harmony) -> list[TokenGap]:
+def _token_gaps(
+    samples: Sequence[Sample], scores: Sequence[Sequence[float]], harmony: Harmony
+) -> list[TokenGap]:
     """Compare engine and trainer on every sampled token."""
     tokens = []
     for sample, log_probs in zip(samples, scores, strict=True):

@@ -76,7 +76,9 @@ def _run_with_own_engines(
     config: RlConfig, source: Path | None, requests: Sequence[GroupRequest]
 ) -> list[TrajectoryGroup]:
     if source is None:
-        raise ConversionError("nothing to evaluate: give --weights, initial_weights or evaluation.endpoint")
+        raise ConversionError(
+            "nothing to evaluate: give --weights, initial_weights or evaluation.endpoint"
+        )
     dtype = getattr(torch, config.dtype)
     named = {name: tensor.to(dtype) for name, tensor in hf_tensors(source)}
     with ExitStack() as stack:
@@ -88,11 +90,15 @@ def _run_with_own_engines(
         return rollouts.run(requests)
 
 
-async def _run_at_endpoint(config: RlConfig, url: str, requests: Sequence[GroupRequest]) -> list[TrajectoryGroup]:
+async def _run_at_endpoint(
+    config: RlConfig, url: str, requests: Sequence[GroupRequest]
+) -> list[TrajectoryGroup]:
     settings = config.evaluation
     engine = CompletionsEngine(url, settings.endpoint_model, settings.concurrency)
     worker = RolloutWorker(worker_settings(config), lambda: engine, torch.get_num_threads())
-    breaker = InfrastructureBreaker(config.rollout.max_invalid_share, config.rollout.max_invalid_streak)
+    breaker = InfrastructureBreaker(
+        config.rollout.max_invalid_share, config.rollout.max_invalid_streak
+    )
     # The endpoint takes so many episodes at a time, and a task brings several.
     slots = asyncio.Semaphore(max(1, settings.concurrency // settings.samples_per_task))
 
@@ -107,7 +113,9 @@ async def _run_at_endpoint(config: RlConfig, url: str, requests: Sequence[GroupR
         async with asyncio.TaskGroup() as running:
             groups = [running.create_task(run(request)) for request in requests]
     except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # one is enough: an endpoint that is away fails every episode
+        raise errors.exceptions[
+            0
+        ] from None  # one is enough: an endpoint that is away fails every episode
     finally:
         await worker.close()
 

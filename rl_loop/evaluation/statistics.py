@@ -102,7 +102,9 @@ def majority_at(answers: Sequence[str | None], correct: Sequence[bool], k: int) 
     return sum(shares) / len(shares)
 
 
-def _share_of_correct_winners(subset: Sequence[int], answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+def _share_of_correct_winners(
+    subset: Sequence[int], answers: Sequence[str | None], correct: Sequence[bool]
+) -> float:
     """Return the share of a subset's most frequent answers that are correct, 0 without answers."""
     votes = Counter(answers[i] for i in subset if answers[i] is not None)
     if not votes:
@@ -134,7 +136,9 @@ def scores(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]:
     return table
 
 
-def compare(records: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) -> Estimate | None:
+def compare(
+    records: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]
+) -> Estimate | None:
     """Estimate accuracy minus that of ``baseline``, task by task; None if no task is in both."""
     new = pass_rates(records)
     old = pass_rates(baseline)

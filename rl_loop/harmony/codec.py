@@ -252,7 +252,9 @@ class Harmony:
         if any("<|" in harmony_encoding().decode(header) for header in headers):
             return FormatError("header")
         try:
-            parsed = harmony_encoding().parse_messages_from_completion_tokens(harmony_ids, Role.ASSISTANT)
+            parsed = harmony_encoding().parse_messages_from_completion_tokens(
+                harmony_ids, Role.ASSISTANT
+            )
         except (HarmonyError, ValueError):
             return FormatError("header")
 

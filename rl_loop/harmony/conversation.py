@@ -133,7 +133,9 @@ def content_text(message: dict[str, Any]) -> str:
 def _to_harmony(message: dict[str, Any], open_calls: list[OpenCall]) -> list[Message]:
     """Turn one message into those of Harmony, and keep account of the open calls."""
     if not isinstance(message, dict):
-        raise ValueError(f"a message must be a mapping of keys to values, not {type(message).__name__}")
+        raise ValueError(
+            f"a message must be a mapping of keys to values, not {type(message).__name__}"
+        )
 
     role = message.get("role")
     if not isinstance(role, str) or role not in ALLOWED_KEYS:
@@ -226,7 +228,9 @@ def _function_call(tool_call: Any) -> _FunctionCall:
     if isinstance(tool_call, dict):
         function = tool_call.get("function") or tool_call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError('a tool call must be like {"id": ..., "function": {"name": ..., "arguments": ...}}')
+        raise ValueError(
+            'a tool call must be like {"id": ..., "function": {"name": ..., "arguments": ...}}'
+        )
 
     name = function["name"].removeprefix("functions.")
     if not HEADER_WORD.fullmatch(name):
@@ -274,7 +278,9 @@ def _answered_call(message: dict[str, Any], open_calls: list[OpenCall]) -> OpenC
 
     # Several calls of one function without ids are answered in their order.
     if call_id is None and len({call.recipient for call in candidates}) > 1:
-        raise ValueError("several calls are open: say by name or tool_call_id which one this answers")
+        raise ValueError(
+            "several calls are open: say by name or tool_call_id which one this answers"
+        )
     return candidates[0]
 
 
@@ -295,7 +301,9 @@ def _content(message: dict[str, Any]) -> str:
         if isinstance(part, dict):
             kind = part.get("type")
         if kind != "text":
-            raise ValueError(f"a part of its content is of type {kind!r}; only text can be rendered")
+            raise ValueError(
+                f"a part of its content is of type {kind!r}; only text can be rendered"
+            )
         texts.append(_text(part.get("text"), "content"))
     return "".join(texts)
 
@@ -307,7 +315,9 @@ def _text(value: Any, key: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{key!r} has half of a surrogate pair at place {error.start}, which is no text") from None
+        raise ValueError(
+            f"{key!r} has half of a surrogate pair at place {error.start}, which is no text"
+        ) from None
     return value
 
 
@@ -326,5 +336,7 @@ def _content_type(message: dict[str, Any]) -> str | None:
     if not value:
         return None
     if not isinstance(value, str) or not CONTENT_TYPE.fullmatch(value):
-        raise ValueError(f"content_type is {value!r}; it is one word, which {CONSTRAIN} may precede")
+        raise ValueError(
+            f"content_type is {value!r}; it is one word, which {CONSTRAIN} may precede"
+        )
     return value

@@ -28,7 +28,9 @@ class Tool:
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
-            raise ValueError(f"a tool is named {self.name!r}; a name has letters, digits and any of _ . - only")
+            raise ValueError(
+                f"a tool is named {self.name!r}; a name has letters, digits and any of _ . - only"
+            )
 
     def described(self) -> ToolDescription:
         """Return the description that openai-harmony renders."""

@@ -114,7 +114,9 @@ class TinyVocabulary:
         unused = size - first_special - len(SPECIAL_TOKENS)
         if unused < 0:
             needed = size - unused
-            raise ValueError(f"a tiny vocabulary of {size} ids is too small: the tasks need {needed}")
+            raise ValueError(
+                f"a tiny vocabulary of {size} ids is too small: the tasks need {needed}"
+            )
 
         names = [*SPECIAL_TOKENS, *(f"<|unused_{i}|>" for i in range(unused))]
         self._names = dict(enumerate(names, start=first_special))
@@ -216,7 +218,9 @@ def make_vocabulary(
 
     vocabulary = GptOssVocabulary()
     if size != vocabulary.size:
-        raise ValueError(f"model.vocab_size is {size}, but vocabulary 'gptoss' has {vocabulary.size} ids")
+        raise ValueError(
+            f"model.vocab_size is {size}, but vocabulary 'gptoss' has {vocabulary.size} ids"
+        )
     return vocabulary
 
 

@@ -43,22 +43,30 @@ def check_ray_address() -> None:
     try:
         is_ray = _speaks_http2(host, port)
     except OSError as error:
-        raise CannotStart(f"RAY_ADDRESS is {address}, where nothing answers ({_reason(error)}): {advice}") from None
+        raise CannotStart(
+            f"RAY_ADDRESS is {address}, where nothing answers ({_reason(error)}): {advice}"
+        ) from None
     if not is_ray:
-        raise CannotStart(f"RAY_ADDRESS is {address}, where something else than Ray answers: {advice}")
+        raise CannotStart(
+            f"RAY_ADDRESS is {address}, where something else than Ray answers: {advice}"
+        )
 
 
 def check_endpoint(url: str) -> None:
     """Raise CannotStart unless something listens where ``evaluation.endpoint`` says."""
     where = urlsplit(url)
     if where.scheme not in ("http", "https") or where.hostname is None:
-        raise CannotStart(f"evaluation.endpoint: {url} is not an address such as http://host:8000/v1")
+        raise CannotStart(
+            f"evaluation.endpoint: {url} is not an address such as http://host:8000/v1"
+        )
 
     port = where.port or (443 if where.scheme == "https" else 80)
     try:
         socket.create_connection((where.hostname, port), timeout=CONNECT_SECONDS).close()
     except OSError as error:
-        raise CannotStart(f"evaluation.endpoint: nothing answers at {url} ({_reason(error)})") from None
+        raise CannotStart(
+            f"evaluation.endpoint: nothing answers at {url} ({_reason(error)})"
+        ) from None
 
 
 def _host_and_port(address: str) -> tuple[str | None, int | None]:

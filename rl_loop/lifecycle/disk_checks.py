@@ -45,8 +45,8 @@ def check_disk(directory: Path, training: TrainingConfig, checkpoint: float) -> 
 
 
 def checkpoint_bytes(model: ModelConfig, dtype: str, *, has_critic: bool = False) -> float:
-    """Compute the size of one checkpoint: weights, two fp32 moments and fp32 master weights of every
-    model that learns."""
+    """Compute the size of one checkpoint: weights, two fp32 moments and fp32 master weights of
+    every model that learns."""
     weight_bytes = {"float32": 4, "bfloat16": 2}[dtype]
     master_bytes = 0 if dtype == "float32" else 4
     models = 2 if has_critic else 1

@@ -77,7 +77,11 @@ def find_cause(error: BaseException) -> Failure:
     # without Ray there are no actors, and its exceptions need not be imported
     ray: Any = sys.modules.get("ray.exceptions")
     if ray is not None:
-        while isinstance(cause, ray.RayTaskError) and isinstance(cause.cause, BaseException) and cause.cause != cause:
+        while (
+            isinstance(cause, ray.RayTaskError)
+            and isinstance(cause.cause, BaseException)
+            and cause.cause != cause
+        ):
             cause = cause.cause
 
         # of an actor that failed in its constructor Ray keeps the text only
@@ -160,7 +164,9 @@ def _write_traceback(error: BaseException, directory: Path | None) -> Path | Non
             pass  # such as a full disk: try the temporary directory
 
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="gptoss-error-", suffix=".log", delete=False) as scratch:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="gptoss-error-", suffix=".log", delete=False
+        ) as scratch:
             scratch.write(text)
         return Path(scratch.name)
     except OSError:

@@ -118,7 +118,10 @@ class Interrupt:
         elif first:
             # not from here: the main thread may be in the middle of writing to the same stream
             self._announcements.put(self._on_request)
-        elif number in (signal.SIGINT, signal.SIGTERM) and now - self._asked_at > SAME_REQUEST_SECONDS:
+        elif (
+            number in (signal.SIGINT, signal.SIGTERM)
+            and now - self._asked_at > SAME_REQUEST_SECONDS
+        ):
             # not SIGHUP, which a shell and the kernel both send when a terminal closes
             self._stop(now)
 

@@ -99,7 +99,9 @@ def differences(before: Any, now: Any, key: str = "") -> list[Change]:
     return [Change(key, before, now)]
 
 
-def write_config(run: RunDirectory, config: RunConfig, changes: Sequence[Change], step: int) -> None:
+def write_config(
+    run: RunDirectory, config: RunConfig, changes: Sequence[Change], step: int
+) -> None:
     """Write config.yaml as the run goes on with it. Comments on top say what changed, and from
     which step on."""
     history = []
@@ -120,7 +122,9 @@ def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
     raw: Any = OmegaConf.to_container(read_yaml(run.config))
     command = "rl" if "algorithm" in raw else "sft"
     if command != kind.command:
-        raise ConfigError(f"{run.path} is a run of `gptoss {command}`; `gptoss {kind.command}` cannot go on with it")
+        raise ConfigError(
+            f"{run.path} is a run of `gptoss {command}`; `gptoss {kind.command}` cannot go on with it"
+        )
 
     try:
         return kind.model_validate(raw).model_dump(mode="json")
@@ -128,7 +132,9 @@ def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
         return raw
 
 
-def _refusal(change: Change, before: dict[str, Any], config: RunConfig, run: RunDirectory) -> str | None:
+def _refusal(
+    change: Change, before: dict[str, Any], config: RunConfig, run: RunDirectory
+) -> str | None:
     """Say why this cannot change; None if it can."""
     for key, reason in FIXED.items():
         if key.startswith("rollout.") and not isinstance(config, RlConfig):

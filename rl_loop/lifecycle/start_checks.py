@@ -58,7 +58,9 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
     elif config.initial_weights is not None:
         check_weights("initial_weights", config.initial_weights, config.model)
     else:
-        raise CannotStart("nothing to evaluate: give --weights, initial_weights or evaluation.endpoint")
+        raise CannotStart(
+            "nothing to evaluate: give --weights, initial_weights or evaluation.endpoint"
+        )
 
     if endpoint is None:
         check_ray_address()
@@ -73,7 +75,10 @@ def check_data(config: RunConfig) -> None:
     are not read."""
     for name, source in config.tasks.sources.items():
         key = f"tasks.sources.{name}"
-        for field, path in (("train_path", source.train_path), ("held_out_path", source.held_out_path)):
+        for field, path in (
+            ("train_path", source.train_path),
+            ("held_out_path", source.held_out_path),
+        ):
             if path is not None and not path.startswith("hub:"):
                 _check_file(f"{key}.{field}", Path(path))
                 _read_rows(source, path)
@@ -95,7 +100,9 @@ def _read_rows(source: SourceConfig, path: str) -> None:
     if path.endswith(".parquet") or Path(path).stat().st_size > READ_NOW_BYTES:
         return  # what reads Parquet takes seconds to import
     environment = environment_class(source.environment)
-    TaskData(path, source.environment, environment, environment.Options.model_validate(source.options))
+    TaskData(
+        path, source.environment, environment, environment.Options.model_validate(source.options)
+    )
 
 
 def check_rollouts(config: RlConfig, uses_engine: bool = True) -> None:
@@ -115,4 +122,6 @@ def runs_here() -> bool:
 def check_tracking() -> None:
     """Check that Weights & Biases is installed if it is switched on."""
     if "WANDB_PROJECT" in os.environ and importlib.util.find_spec("wandb") is None:
-        raise CannotStart("WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it")
+        raise CannotStart(
+            "WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it"
+        )

@@ -38,7 +38,9 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
 
     described = checkpoint / "gptoss_config.json"
     if described.exists():
-        _compare_models(key, described, model, lambda file: ModelConfig.model_validate_json(file.read_bytes()))
+        _compare_models(
+            key, described, model, lambda file: ModelConfig.model_validate_json(file.read_bytes())
+        )
 
 
 def check_newest_checkpoint(run: RunDirectory) -> None:
@@ -49,7 +51,9 @@ def check_newest_checkpoint(run: RunDirectory) -> None:
             continue
         newest = pointer.read_text().strip()
         if not (root / newest / "metadata.json").exists():
-            raise CannotStart(f"{pointer} names {newest}, which is missing or incomplete; correct or delete the file")
+            raise CannotStart(
+                f"{pointer} names {newest}, which is missing or incomplete; correct or delete the file"
+            )
 
 
 def _check_safetensors(key: str, path: Path) -> None:
@@ -57,7 +61,9 @@ def _check_safetensors(key: str, path: Path) -> None:
     index = path / "model.safetensors.index.json"
     if not index.exists():
         if not any(path.glob("model*.safetensors")):
-            raise CannotStart(f"{key}: {path} has a config.json, but neither model.safetensors nor {index.name}")
+            raise CannotStart(
+                f"{key}: {path} has a config.json, but neither model.safetensors nor {index.name}"
+            )
         return
 
     try:
@@ -66,7 +72,9 @@ def _check_safetensors(key: str, path: Path) -> None:
         raise CannotStart(f"{key}: {index} cannot be read ({error!r})") from None
     missing = [file for file in files if not (path / file).exists()]
     if missing:
-        raise CannotStart(f"{key}: {path} lacks {missing[0]} ({len(missing)} of {len(files)} files); download it again")
+        raise CannotStart(
+            f"{key}: {path} lacks {missing[0]} ({len(missing)} of {len(files)} files); download it again"
+        )
 
 
 def _is_original_format(key: str, hf_config: Path) -> bool:
@@ -78,7 +86,9 @@ def _is_original_format(key: str, hf_config: Path) -> bool:
         raise _not_described(key, hf_config, error) from None
 
 
-def _compare_models(key: str, file: Path, model: ModelConfig, read: Callable[[Path], ModelConfig]) -> None:
+def _compare_models(
+    key: str, file: Path, model: ModelConfig, read: Callable[[Path], ModelConfig]
+) -> None:
     """Raise CannotStart if ``file`` describes another model than ``model``."""
     try:
         theirs = read(file).model_dump()
@@ -87,10 +97,14 @@ def _compare_models(key: str, file: Path, model: ModelConfig, read: Callable[[Pa
 
     ours = model.model_dump(exclude=NOT_COMPARED)
     different = [
-        f"{name} is {theirs[name]} there and {value} here" for name, value in ours.items() if theirs[name] != value
+        f"{name} is {theirs[name]} there and {value} here"
+        for name, value in ours.items()
+        if theirs[name] != value
     ]
     if different:
-        raise CannotStart(f"{key}: {file.parent} is another model than the configuration's: {', '.join(different)}")
+        raise CannotStart(
+            f"{key}: {file.parent} is another model than the configuration's: {', '.join(different)}"
+        )
 
 
 def _not_described(key: str, file: Path, error: Exception) -> CannotStart:

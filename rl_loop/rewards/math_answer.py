@@ -45,7 +45,8 @@ WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?: [A-Za-z'-]+)*")
 
 # math-verify reads the 5 in "not 5".
 DENIAL = re.compile(
-    r"\b(?:not|isn'?t|aren'?t|never|neither|nor|cannot|can'?t|except|unless|maybe|anything but)\b", re.IGNORECASE
+    r"\b(?:not|isn'?t|aren'?t|never|neither|nor|cannot|can'?t|except|unless|maybe|anything but)\b",
+    re.IGNORECASE,
 )
 INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ll|gg)(?![a-zA-Z])")
 # "1 2", which math-verify takes for a product.
@@ -59,7 +60,9 @@ CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
 NOT_A_POINT = re.compile(r"[<>=,\[\]]|\\(?:le|ge|ne|in|cup|cap|infty|text|\{)")
 
 # "2^{10}" and "2^9" of plain numbers, which math-verify computes before it compares.
-LITERAL_POWER = re.compile(r"(?<![0-9.])(?P<base>[0-9]+)\s*\^\s*(?:\{\s*(?P<braced>[0-9]+)\s*\}|(?P<digit>[0-9]))")
+LITERAL_POWER = re.compile(
+    r"(?<![0-9.])(?P<base>[0-9]+)\s*\^\s*(?:\{\s*(?P<braced>[0-9]+)\s*\}|(?P<digit>[0-9]))"
+)
 LITERAL_FACTORIAL = re.compile(r"(?<![0-9.])([0-9]+)\s*!")
 # "(3)!" and "{2}^3", whose brackets hide that they are numbers.
 BRACKETED_LITERAL = re.compile(r"[({]\s*([0-9]+)\s*[)}](?=\s*[!^])")

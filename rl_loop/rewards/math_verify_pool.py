@@ -71,7 +71,9 @@ class MathVerifyPool:
                 verdict = self._ask(worker or self._new_worker(), question)
                 if verdict is not None:
                     return verdict
-        raise CheckerFailure(f"the process of math-verify died twice over {answer!r} against {truth!r}")
+        raise CheckerFailure(
+            f"the process of math-verify died twice over {answer!r} against {truth!r}"
+        )
 
     def close(self) -> None:
         """End all processes; the next comparison starts new ones."""
@@ -90,7 +92,9 @@ class MathVerifyPool:
 
         worker.close()
         if reply is None:
-            raise CheckerFailure(f"math-verify did not answer within {REPLY_SECONDS:.0f} s; is the machine overloaded?")
+            raise CheckerFailure(
+                f"math-verify did not answer within {REPLY_SECONDS:.0f} s; is the machine overloaded?"
+            )
         # A process has at most one core: one that lived for less than the limit was not killed by
         # the limit.
         had_its_time = time.monotonic() - began >= self._seconds
@@ -130,7 +134,9 @@ class MathVerifyPool:
                 # Another thread may have started the next one.
                 if self._server is server:
                     self._stop_server()
-        raise CheckerFailure(f"math-verify does not start: {self._last_error or 'its process dies without a word'}")
+        raise CheckerFailure(
+            f"math-verify does not start: {self._last_error or 'its process dies without a word'}"
+        )
 
     # ---- the server; the caller holds the lock
 
@@ -152,7 +158,9 @@ class MathVerifyPool:
                 env=environment,
             )
         except OSError as error:
-            raise CheckerFailure(f"math-verify does not start: {' '.join(command)}: {error}") from None
+            raise CheckerFailure(
+                f"math-verify does not start: {' '.join(command)}: {error}"
+            ) from None
         finally:
             their_end.close()
 

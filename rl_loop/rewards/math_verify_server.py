@@ -33,7 +33,9 @@ PR_SET_PDEATHSIG = 1
 
 def serve(requests: socket.socket, seconds: float) -> None:
     """Fork a worker for every file descriptor that arrives, until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole process group
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C in a terminal reaches the whole process group
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     _compare("1/2", "0.5")  # imports and first use, which every worker then has
     workers: set[int] = set()

@@ -40,11 +40,45 @@ SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n",
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n", strict=True))
 
 SHOWN = (
-    *("boldsymbol", "bm", "pmb", "mathbf", "mathit", "mathsf", "mathtt", "mathnormal", "underline", "uline", "emph"),
-    *("ensuremath", "mathord", "mathopen", "mathclose", "mathpunct", "num", "strut", "smash", "cancel"),
+    *(
+        "boldsymbol",
+        "bm",
+        "pmb",
+        "mathbf",
+        "mathit",
+        "mathsf",
+        "mathtt",
+        "mathnormal",
+        "underline",
+        "uline",
+        "emph",
+    ),
+    *(
+        "ensuremath",
+        "mathord",
+        "mathopen",
+        "mathclose",
+        "mathpunct",
+        "num",
+        "strut",
+        "smash",
+        "cancel",
+    ),
 )
 """Commands that only change how their argument looks."""
-WORDS = ("mathrm", "textrm", "textbf", "textit", "textup", "textsf", "texttt", "textnormal", "mbox", "hbox", "text")
+WORDS = (
+    "mathrm",
+    "textrm",
+    "textbf",
+    "textit",
+    "textup",
+    "textsf",
+    "texttt",
+    "textnormal",
+    "mbox",
+    "hbox",
+    "text",
+)
 r"""Commands that become \text{}, if there are letters in their argument."""
 FRACTIONS = ("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac", "flatfrac", "frac")
 
@@ -53,7 +87,10 @@ REPLACEMENTS = [
     for pattern, replacement in (
         # Sizes, styles and spacing.
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?", ""),
-        (r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|bf|rm|it|sf|tt|large|Large)(?![a-zA-Z])", ""),
+        (
+            r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|bf|rm|it|sf|tt|large|Large)(?![a-zA-Z])",
+            "",
+        ),
         (r"\\!|\\\(|\\\)|\\\[|\\\]|\\/|\\hspace\*?\s*\{[^{}]*\}", ""),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\\(?:thin|med|thick)space(?![a-zA-Z])", " "),
         # 1{,}234 and 3{:}4
@@ -65,7 +102,10 @@ REPLACEMENTS = [
             r"\\degree ",
         ),
         (r"\\degree\s*(?:(?:C|F)(?![a-zA-Z])|\\text\s*\{\s*[CF]\s*\})?", " "),
-        (r"\\?\$|[€£¥₹₽₩¢₿]|\\(?:text)?(?:euro?|pounds?|sterling|yen|dollar|cent)(?![a-zA-Z])(?:\{\})?", " "),
+        (
+            r"\\?\$|[€£¥₹₽₩¢₿]|\\(?:text)?(?:euro?|pounds?|sterling|yen|dollar|cent)(?![a-zA-Z])(?:\{\})?",
+            " ",
+        ),
         # Relations.
         (r"\\(?:neq|ne|not\s*=)(?![a-zA-Z])|!=|\\not\s*=", r"\\ne "),
         (r"\\(?:leqslant|leqq|leq|le)(?![a-zA-Z])|<=", r"\\le "),
@@ -263,7 +303,12 @@ def _plain_character(character: str) -> str:
 
     # "GREEK SMALL LETTER ALPHA"; LaTeX has no commands for those that look like Latin letters.
     name = unicodedata.name(character, "").split()
-    if len(name) == 4 and name[0] == "GREEK" and name[2] == "LETTER" and character not in "ςΑΒΕΖΗΙΚΜΝΟΡΤΥΧο":
+    if (
+        len(name) == 4
+        and name[0] == "GREEK"
+        and name[2] == "LETTER"
+        and character not in "ςΑΒΕΖΗΙΚΜΝΟΡΤΥΧο"
+    ):
         letter = name[3].lower().replace("lamda", "lambda")
         if name[1] == "CAPITAL":
             letter = letter.capitalize()
@@ -293,6 +338,10 @@ def _without_box(text: str) -> str:
     """Remove boxes around all of it."""
     for command in (r"\boxed", r"\fbox"):
         inside = text.removeprefix(command).lstrip()
-        if text.startswith(command) and inside.startswith("{") and closing_brace(inside, 0) == len(inside) - 1:
+        if (
+            text.startswith(command)
+            and inside.startswith("{")
+            and closing_brace(inside, 0) == len(inside) - 1
+        ):
             return _without_box(without_punctuation(inside[1:-1]))
     return text

@@ -21,12 +21,16 @@ LARGEST_EXPONENT = 400
 # "12", "12.", ".5"; the empty text and "." match too, and are refused for want of a digit.
 PLAIN = re.compile(r"[0-9]*\.?[0-9]*")
 
-GROUPED = re.compile(r"[0-9]{1,3}(?P<separator>[, '_])[0-9]{3}(?:(?P=separator)[0-9]{3})*(?P<places>\.[0-9]*)?")
+GROUPED = re.compile(
+    r"[0-9]{1,3}(?P<separator>[, '_])[0-9]{3}(?:(?P=separator)[0-9]{3})*(?P<places>\.[0-9]*)?"
+)
 """1,234,567 with one and the same separator; spaces also stand for the thin spaces of LaTeX."""
 CONTINENTAL = re.compile(r"[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+")
 """1.234.567,8"""
 
-REPEATING = re.compile(r"(?P<start>[0-9]*\.[0-9]*)(?:\\overline\s*\{(?P<bar>[0-9]+)\}|\((?P<bracket>[0-9]+)\))")
+REPEATING = re.compile(
+    r"(?P<start>[0-9]*\.[0-9]*)(?:\\overline\s*\{(?P<bar>[0-9]+)\}|\((?P<bracket>[0-9]+)\))"
+)
 r"""0.1\overline{6} and 0.1(6)"""
 DOTTED = re.compile(
     r"(?P<start>[0-9]*\.[0-9]*)\\dot\s*\{?(?P<first>[0-9])\}?"

@@ -60,7 +60,14 @@ mol moles
 """Ways to write a unit, one unit a line."""
 UNITS = {name: line.split()[0] for line in SYNONYMS.strip().splitlines() for name in line.split()}
 """Way to write a unit -> the unit."""
-SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 
 NOT_UNITS = """
 or and not nor if when for while unless to of than less more least most

@@ -159,7 +159,9 @@ class EpisodeRunner:
             try:
                 result = await self.act(messages)
                 if result.tool_errors > 0 and not result.done:
-                    result = await self.retry_failed_call(number, turn.result, messages, result, before)
+                    result = await self.retry_failed_call(
+                        number, turn.result, messages, result, before
+                    )
             except OutOfTime:
                 return await self.cut_short(FinishReason.TIMEOUT)
 
@@ -327,7 +329,9 @@ class EpisodeRunner:
             return result
         return _checked_end(result)
 
-    async def _ask[**P, T](self, method: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    async def _ask[**P, T](
+        self, method: Callable[P, T], *arguments: P.args, **options: P.kwargs
+    ) -> T:
         """Call a method on a thread, so that one that hangs holds up no other episode.
 
         Raises InfrastructureFailure for whatever it raises."""

@@ -18,7 +18,9 @@ from rl_loop.rollout.pool import GroupRequest
 class EpisodeRunner(Protocol):
     """Runs episodes: a RolloutPool."""
 
-    def run(self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = ...) -> list[TrajectoryGroup]: ...
+    def run(
+        self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = ...
+    ) -> list[TrajectoryGroup]: ...
 
 
 class TrainingTasks(Protocol):
@@ -93,7 +95,9 @@ class RolloutCollector:
 
     # -- collecting -------------------------------------------------------------------------------
 
-    def collect(self, step: int, first_task: int, held_out: Sequence[GroupRequest] = ()) -> RolloutBatch:
+    def collect(
+        self, step: int, first_task: int, held_out: Sequence[GroupRequest] = ()
+    ) -> RolloutBatch:
         """Return the episodes of one training step, on tasks from position ``first_task`` on, and
         of ``held_out``."""
         if self._prefetched is None:
@@ -105,7 +109,9 @@ class RolloutCollector:
             batch = replace(batch, held_out=self._run(held_out))
         return batch
 
-    def _collect_now(self, step: int, first_task: int, held_out: Sequence[GroupRequest]) -> RolloutBatch:
+    def _collect_now(
+        self, step: int, first_task: int, held_out: Sequence[GroupRequest]
+    ) -> RolloutBatch:
         """Run rounds of ``tasks_per_step`` tasks until enough groups have a signal.
 
         Without dynamic sampling there is one round, and every group counts. With it, groups
@@ -136,12 +142,17 @@ class RolloutCollector:
             if len(with_signal) >= count:
                 break
 
-        # The position after the last task that was used: tasks behind it come again in the next step.
+        # The position after the last task that was used: tasks behind it come again in the next
+        # step.
         chosen = (with_signal + silent)[:count]
         if len(with_signal) >= count:
             next_task = chosen[-1].position + 1
         used = {placed.position for placed in chosen}
-        left_out = [placed for placed in silent if placed.position < next_task and placed.position not in used]
+        left_out = [
+            placed
+            for placed in silent
+            if placed.position < next_task and placed.position not in used
+        ]
         return RolloutBatch(
             train=[placed.group for placed in chosen],
             held_out=evaluated,

@@ -226,7 +226,10 @@ class RolloutPool:
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]`` from the engine of every
         worker. Backends call it."""
-        return [self._call(index, "score", token_ids, temperature) for index in range(len(self._workers))]
+        return [
+            self._call(index, "score", token_ids, temperature)
+            for index in range(len(self._workers))
+        ]
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]``, in nats, from every engine."""

@@ -131,7 +131,9 @@ class Purifier:
             return None
         return Attempt(turn.prefix, _graft(turn, sampled, ids, kept), merged, turn.result, kept)
 
-    def _split(self, ids: list[int], messages: Sequence[ParsedMessage]) -> tuple[list[int], list[int]]:
+    def _split(
+        self, ids: list[int], messages: Sequence[ParsedMessage]
+    ) -> tuple[list[int], list[int]]:
         """Split a turn into reasoning and calls, without the ``<|start|>assistant`` between
         them."""
         first_call = next(i for i, message in enumerate(messages) if message.recipient is not None)

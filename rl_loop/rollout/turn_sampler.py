@@ -66,7 +66,9 @@ class TurnSampler:
             if self.clock.is_over:
                 return replace(sampled, finish_reason=FinishReason.TIMEOUT)
 
-            rest = await self._sample_rest(f"{self.episode}/{turn}", prefix, sampled.output_ids, room)
+            rest = await self._sample_rest(
+                f"{self.episode}/{turn}", prefix, sampled.output_ids, room
+            )
             if rest.finish_reason is not FinishReason.ABORT or rest.output_ids:
                 idle_aborts = 0
             elif not self.clock.is_over:
@@ -104,7 +106,9 @@ class TurnSampler:
             if fault is not None:
                 raise EngineFault(name, fault)
 
-    async def _sample_rest(self, turn: str, prefix: list[int], done: list[int], room: int) -> GenerateResult:
+    async def _sample_rest(
+        self, turn: str, prefix: list[int], done: list[int], room: int
+    ) -> GenerateResult:
         """Sample at most ``room`` tokens after ``prefix`` and the tokens ``done`` of the turn."""
         name = f"{turn}/{len(done)}"
         # The name has the number of tokens in it: the rest of an aborted turn must not see the
@@ -152,7 +156,9 @@ class TurnSampler:
         beginning = asyncio.ensure_future(begun.wait())
         either: set[asyncio.Future[Any]] = {running, beginning}
         try:
-            await asyncio.wait(either, timeout=self.queue_seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                either, timeout=self.queue_seconds, return_when=asyncio.FIRST_COMPLETED
+            )
             if not running.done() and not begun.is_set():
                 raise EngineFault(request.request_id, f"not begun within {self.queue_seconds:g} s")
 

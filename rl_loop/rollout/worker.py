@@ -42,7 +42,9 @@ class WorkerSettings:
 class RolloutWorker:
     """Runs whole episodes. ``start`` must have returned before anything else is called."""
 
-    def __init__(self, settings: WorkerSettings, engine_factory: EngineFactory, threads: int) -> None:
+    def __init__(
+        self, settings: WorkerSettings, engine_factory: EngineFactory, threads: int
+    ) -> None:
         """``threads``: of torch in this process."""
         torch.set_num_threads(threads)
         self.settings = settings
@@ -79,7 +81,10 @@ class RolloutWorker:
         is of no use is skipped."""
         try:
             async with asyncio.TaskGroup() as running:
-                tasks = [running.create_task(self._run_episode(task, seed, temperature, purify)) for seed in seeds]
+                tasks = [
+                    running.create_task(self._run_episode(task, seed, temperature, purify))
+                    for seed in seeds
+                ]
         except ExceptionGroup as errors:
             error = errors.exceptions[0]  # the others are the same, or were cancelled for it
             if isinstance(error, UnusablePrompt):
@@ -92,7 +97,9 @@ class RolloutWorker:
         invalid = [episode for episode in episodes if episode.invalid is not None]
         return TrajectoryGroup(task.task_id, valid, invalid)
 
-    async def _run_episode(self, task: Task, seed: int, temperature: float, purify: bool) -> Trajectory:
+    async def _run_episode(
+        self, task: Task, seed: int, temperature: float, purify: bool
+    ) -> Trajectory:
         rollout = self.settings.rollout
         return await run_episode(
             task.task_id,

@@ -16,7 +16,15 @@ from pathlib import Path
 
 from rl_loop.sandbox.cgroup import ServerCgroup, find_base
 from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
-from rl_loop.sandbox.inside.messages import FAILED, READY, RESULT, STARTED, Call, CallResult, ServerSettings
+from rl_loop.sandbox.inside.messages import (
+    FAILED,
+    READY,
+    RESULT,
+    STARTED,
+    Call,
+    CallResult,
+    ServerSettings,
+)
 from rl_loop.sandbox.isolation import SERVER_FILES, SERVER_FOLDER, bubblewrap_command, hints
 from rl_loop.sandbox.seccomp import seccomp_filter
 
@@ -106,7 +114,10 @@ class ServerProcess:
         """Start the process and return the id that process 1 of the sandbox has on the host, None
         if there is none."""
         with contextlib.ExitStack() as stack:
-            sources = {name: stack.enter_context((SERVER_FOLDER / name).open("rb")).fileno() for name in SERVER_FILES}
+            sources = {
+                name: stack.enter_context((SERVER_FOLDER / name).open("rb")).fileno()
+                for name in SERVER_FILES
+            }
             info_read, info_write = os.pipe()
             info = stack.enter_context(open(info_read))
             inherited = [*sources.values(), info_write]
@@ -172,7 +183,9 @@ class ServerProcess:
         call = Call(code=programs[-1], history=programs[:-1])
         size = len(call.code.encode())
         if size > self._config.code_bytes:
-            reason = f"the program has {size} bytes, more than the limit of {self._config.code_bytes}"
+            reason = (
+                f"the program has {size} bytes, more than the limit of {self._config.code_bytes}"
+            )
             return ExecutionResult(output="", exit_code=1, error=reason)
 
         started = False
@@ -192,7 +205,9 @@ class ServerProcess:
         except TimeoutError as error:
             raise ServerLost(str(error), started) from None
         except (OSError, EOFError, ValueError, KeyError) as error:
-            raise ServerLost(f"the sandbox's server died: {self.close() or error}", started) from error
+            raise ServerLost(
+                f"the sandbox's server died: {self.close() or error}", started
+            ) from error
 
     def kill(self) -> None:
         """Kill the server and all that runs in it; from any thread."""

@@ -37,7 +37,9 @@ FORBIDDING_SYSCTLS = {
 }
 
 
-def bubblewrap_command(config: SandboxConfig, source_descriptors: dict[str, int], info_descriptor: int) -> list[str]:
+def bubblewrap_command(
+    config: SandboxConfig, source_descriptors: dict[str, int], info_descriptor: int
+) -> list[str]:
     """Build the command line of one server, whose descriptor 0 must be the control socket.
 
     Its files are read from ``source_descriptors``, by name; bubblewrap writes its process id, as
@@ -71,7 +73,13 @@ def _namespaces() -> list[str]:
     An ordinary user gets a user namespace in which it is nobody. Root gets none: the server itself
     becomes the real nobody (uid 65534), for which it keeps three capabilities until then, so that
     what escapes is not root."""
-    arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    arguments = [
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     if os.geteuid() == 0:
         arguments += ["--cap-drop", "ALL"]
         for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):
@@ -152,9 +160,15 @@ def find_interpreter(config: SandboxConfig) -> Interpreter:
     SandboxUnavailable where there is no interpreter or it is a virtual environment."""
     executable = config.interpreter
     if executable is None:
-        executable = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        executable = (
+            Path(sys.base_prefix)
+            / "bin"
+            / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        )
     elif (executable.parent.parent / "pyvenv.cfg").exists():
-        advice = "which the sandbox does not expose; name a base installation such as /usr/bin/python3"
+        advice = (
+            "which the sandbox does not expose; name a base installation such as /usr/bin/python3"
+        )
         raise SandboxUnavailable(f"interpreter {executable} is a virtual environment, {advice}")
     if not executable.exists():
         advice = "set interpreter in the sandbox's configuration"
@@ -167,7 +181,15 @@ def find_interpreter(config: SandboxConfig) -> Interpreter:
 
     inside = Path("/python/bin") / executable.name
     # by name, because the parents that bubblewrap makes unasked are closed to nobody
-    arguments = ["--dir", "/python", "--dir", "/python/bin", "--ro-bind", str(executable), str(inside)]
+    arguments = [
+        "--dir",
+        "/python",
+        "--dir",
+        "/python/bin",
+        "--ro-bind",
+        str(executable),
+        str(inside),
+    ]
     for name in ("lib", "lib64"):
         if (prefix / name).is_dir() and not (prefix / name).is_symlink():
             arguments += ["--ro-bind", str(prefix / name), f"/python/{name}"]

@@ -24,7 +24,9 @@ def check_isolation(config: SandboxConfig | None = None) -> None:
     It starts one server and runs one program in it, because only that proves it (about 0.2 s)."""
     server = ServerProcess(config or SandboxConfig())
     try:
-        result = server.execute("import os; print(os.getuid(), os.getgid(), os.getpid(), sorted(os.listdir('/tmp')))")
+        result = server.execute(
+            "import os; print(os.getuid(), os.getgid(), os.getpid(), sorted(os.listdir('/tmp')))"
+        )
     except ServerLost as error:
         raise SandboxUnavailable("; ".join([str(error), *hints()])) from error
     finally:
@@ -47,7 +49,9 @@ class PythonSandbox:
     def __init__(self, config: SandboxConfig | None = None) -> None:
         self.config = config or SandboxConfig()
         self._threads: ThreadPoolExecutor | None = None
-        self._servers: dict[int, ServerProcess] = {}  # by the thread that started it, with which it dies
+        self._servers: dict[
+            int, ServerProcess
+        ] = {}  # by the thread that started it, with which it dies
         self._closing = False
 
     async def start(self) -> None:
@@ -85,7 +89,9 @@ class PythonSandbox:
         Raises SandboxFailure when the call failed for a reason that is not the program's, and
         RuntimeError when the sandbox is not started."""
         if self._threads is None:
-            raise RuntimeError("the sandbox is not running: call start(), or use it as an async context manager")
+            raise RuntimeError(
+                "the sandbox is not running: call start(), or use it as an async context manager"
+            )
         future: Future[ExecutionResult] = Future()
         loop = asyncio.get_running_loop()
 
@@ -121,7 +127,11 @@ class PythonSandbox:
     # ---- in the threads, each of which has one server
 
     def _answer(
-        self, code: str, history: Sequence[str], future: Future[ExecutionResult], begin: Callable[[], None]
+        self,
+        code: str,
+        history: Sequence[str],
+        future: Future[ExecutionResult],
+        begin: Callable[[], None],
     ) -> None:
         if not future.set_running_or_notify_cancel():
             return
@@ -136,7 +146,9 @@ class PythonSandbox:
         # now, so that no call waits for it: after any call that was killed, and after
         # calls_per_server calls
         server = self._servers.get(threading.get_ident())
-        if result.error is not None or (server is not None and server.calls >= self.config.calls_per_server):
+        if result.error is not None or (
+            server is not None and server.calls >= self.config.calls_per_server
+        ):
             # the next call tries again and reports why
             with contextlib.suppress(SandboxUnavailable, OSError):
                 self._replace_server()

@@ -61,7 +61,11 @@ DENIED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
 
 # answered with success and not done: advice about shared files, and writes to disks that hold
 # nothing of a sandbox
-IGNORED_SYSCALLS: dict[str, tuple[int, int]] = {"fadvise64": (221, 223), "sync": (162, 81), "syncfs": (306, 267)}
+IGNORED_SYSCALLS: dict[str, tuple[int, int]] = {
+    "fadvise64": (221, 223),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+}
 
 
 @dataclass(frozen=True)
@@ -73,14 +77,24 @@ class ArgumentRule:
 
     numbers: tuple[int, int]  # on x86_64, on aarch64
     argument: int  # counted from 0
-    values: tuple[int, ...]  # the argument is one of these, or has every bit of one of them if ``bits``
+    values: tuple[
+        int, ...
+    ]  # the argument is one of these, or has every bit of one of them if ``bits``
     error: int  # errno of the refusal; 0 for a success that does nothing
     bits: bool = False
     others: bool = False  # refuse all values but these
 
 
 AF_UNIX = 1
-CLONE_NEW_NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+CLONE_NEW_NAMESPACES = (
+    0x20000,
+    0x2000000,
+    0x4000000,
+    0x8000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
 MAP_SHARED_ANONYMOUS, MAP_HUGETLB = 0x21, 0x40000
 F_GETLK, F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW = 5, 36, 37, 38
 F_SETLEASE, F_GETLEASE, F_NOTIFY, F_SETPIPE_SZ = 1024, 1025, 1026, 1031
@@ -174,8 +188,8 @@ def seccomp_filter(machine: str) -> bytes:
 def _verdicts_by_number(verdicts: dict[int, int]) -> list[Instruction]:
     """Instructions that return the verdict on a call's number, or go on after them if it has none.
 
-    In groups that are skipped as a whole: the kernel runs a filter for every number there is when it is installed,
-    which in one long list was half a millisecond of every call."""
+    In groups that are skipped as a whole: the kernel runs a filter for every number there is when
+    it is installed, which in one long list was half a millisecond of every call."""
     numbers = sorted(verdicts)
     groups = [numbers[first : first + GROUP_SIZE] for first in range(0, len(numbers), GROUP_SIZE)]
 

@@ -19,7 +19,14 @@ from rl_loop.environments import (
     make_offline_environment,
 )
 from rl_loop.environments.base import Environment
-from rl_loop.harmony.codec import BuiltinTool, Harmony, ParsedMessage, PromptConfig, PythonTool, Tool
+from rl_loop.harmony.codec import (
+    BuiltinTool,
+    Harmony,
+    ParsedMessage,
+    PromptConfig,
+    PythonTool,
+    Tool,
+)
 from rl_loop.harmony.vocabulary import GptOssVocabulary, make_vocabulary
 
 CORPUS_TASKS = 100
@@ -79,14 +86,18 @@ class Episode:
 # ---- making demonstrations
 
 
-def demonstrate(task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed: str) -> Demonstration:
+def demonstrate(
+    task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed: str
+) -> Demonstration:
     """Make one episode on ``task`` as a rollout would have it, a function of the arguments.
 
     No code runs: environments simulate the Python that their scripts call."""
     return render_as_sampled(_play_script(task, mixture, seed), harmony)
 
 
-def demonstrations_of(task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed: str) -> list[Demonstration]:
+def demonstrations_of(
+    task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed: str
+) -> list[Demonstration]:
     """Make the samples of one episode on ``task``, rendered as ``mixture.history`` says."""
     episode = _play_script(task, mixture, seed)
     if mixture.history == "harmony":
@@ -139,7 +150,9 @@ def render_as_sampled(episode: Episode, harmony: Harmony) -> Demonstration:
         end: Literal["<|call|>", "<|return|>"] = "<|call|>" if calls_tool else "<|return|>"
         shown.add(harmony.render_assistant(turn.messages, end), mask=1)
         if i < last:
-            shown.add(harmony.render_observation(turn.result.tool_outputs, turn.result.user), mask=0)
+            shown.add(
+                harmony.render_observation(turn.result.tool_outputs, turn.result.user), mask=0
+            )
 
     return shown
 
@@ -154,7 +167,9 @@ def render_by_user_turn(episode: Episode, harmony: Harmony) -> list[Demonstratio
     for turn in episode.turns:
         current.append(turn)
         if turn.result.done or turn.result.user is not None:
-            demonstrations.append(render_as_sampled(replace(episode, prompt=prompt, turns=current), harmony))
+            demonstrations.append(
+                render_as_sampled(replace(episode, prompt=prompt, turns=current), harmony)
+            )
             history = [message for earlier in current for message in _as_conversation(earlier)]
             # What was said becomes history, which the format renders shorter than it was sampled.
             prompt = prompt + history
@@ -178,7 +193,9 @@ def _as_conversation(turn: Turn) -> list[dict[str, Any]]:
         )
 
     for output in turn.result.tool_outputs:
-        messages.append({"role": "tool", "name": output.tool, "channel": output.channel, "content": output.text})
+        messages.append(
+            {"role": "tool", "name": output.tool, "channel": output.channel, "content": output.text}
+        )
     if turn.result.user is not None:
         messages.append({"role": "user", "content": turn.result.user})
     return messages

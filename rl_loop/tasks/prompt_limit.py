@@ -56,7 +56,9 @@ class PromptLimit:
         except UnusablePrompt:
             raise
         except Exception as error:
-            raise UnusablePrompt(f"the prompt of task {task_id} cannot be rendered: {describe(error)}") from error
+            raise UnusablePrompt(
+                f"the prompt of task {task_id} cannot be rendered: {describe(error)}"
+            ) from error
 
         if len(ids) >= self._max_tokens:
             raise self._too_long(task_id, str(len(ids)))

@@ -40,7 +40,9 @@ class TaskSource:
 
     Access is random, by position, so that a resumed run goes on where it was."""
 
-    def __init__(self, config: TaskConfig, harmony: Harmony, max_prompt_tokens: int | None = None) -> None:
+    def __init__(
+        self, config: TaskConfig, harmony: Harmony, max_prompt_tokens: int | None = None
+    ) -> None:
         """Read and check the data of all sources. Raises TaskFileError for data that cannot be
         used.
 
@@ -97,7 +99,9 @@ class TaskSource:
         answer = make_offline_environment(task).reference_answer()
         return self.prompt_ids(task) + self.harmony.vocabulary.encode_text(answer)
 
-    def demonstrations(self, position: int, count: int, mixture: DemonstrationConfig) -> "list[Sample]":
+    def demonstrations(
+        self, position: int, count: int, mixture: DemonstrationConfig
+    ) -> "list[Sample]":
         """Return demonstrations on ``count`` training tasks, as samples to learn from."""
         # Takes seconds to import, which a mistake in task data should not wait for.
         from megatron_gptoss.packing import Sample
@@ -231,7 +235,9 @@ class Source:
             task = self.environment.generate(split, self.seed, index, self.options)
         except NotImplementedError as error:
             raise TaskFileError(f"tasks.sources.{self.name}: {error}") from None
-        return replace(task, task_id=f"{self.name}-{split}-{index}", environment=self.config.environment)
+        return replace(
+            task, task_id=f"{self.name}-{split}-{index}", environment=self.config.environment
+        )
 
     def _is_instructive(self, data: TaskData, limits: PassRateConfig) -> list[bool]:
         """Say which training tasks have a pass rate within the limits, or were not evaluated.
@@ -273,7 +279,9 @@ def _unusable_reason(task: Task, limit: PromptLimit) -> str | None:
     try:
         prompt = prompt_of(make_offline_environment(task))
     except Exception as error:
-        raise TaskFileError(f"task {task.task_id}: its prompt cannot be made: {describe(error)}") from error
+        raise TaskFileError(
+            f"task {task.task_id}: its prompt cannot be made: {describe(error)}"
+        ) from error
 
     if limit.surely_fits(prompt):
         return None

@@ -67,7 +67,9 @@ class TaskData:
             row_id = task.task_id.removeprefix(self._prefix)
             if row_id in first_rows:
                 first = f"{self._unit()} {self._line(first_rows[row_id])} has it, too"
-                raise TaskFileError(f"{self._where(number)}: task_id {row_id!r} is there twice; {first}")
+                raise TaskFileError(
+                    f"{self._where(number)}: task_id {row_id!r} is there twice; {first}"
+                )
             first_rows[row_id] = number
             self.row_ids.append(row_id)
             self._kept.append(number)
@@ -82,7 +84,9 @@ class TaskData:
         self._kept = [number for number, kept in zip(self._kept, mask, strict=True) if kept]
         self.row_ids = [row_id for row_id, kept in zip(self.row_ids, mask, strict=True) if kept]
         if not self._kept:
-            raise TaskFileError(f"{self._place}: no task is left after filtering by pass rate and held-out prompts")
+            raise TaskFileError(
+                f"{self._place}: no task is left after filtering by pass rate and held-out prompts"
+            )
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -170,7 +174,9 @@ def checked_task(record: dict[str, Any], environment: str) -> Task:
     missing = [key for key in REQUIRED if key not in present]
     unknown = [str(key) for key in present if key not in KEYS]
     if missing:
-        raise ValueError(f"a task needs {', '.join(missing)}; the row has {', '.join(map(str, record))}")
+        raise ValueError(
+            f"a task needs {', '.join(missing)}; the row has {', '.join(map(str, record))}"
+        )
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: a task has no such key; it has {', '.join(KEYS)}")
 
@@ -182,7 +188,9 @@ def checked_task(record: dict[str, Any], environment: str) -> Task:
     if not isinstance(task.metadata, dict):
         raise ValueError(f"'metadata' must be an object, not {_kind(task.metadata)}")
     if not isinstance(task.messages, list) or not task.messages:
-        raise ValueError(f"'messages' must be a list of at least one message, not {_kind(task.messages)}")
+        raise ValueError(
+            f"'messages' must be a list of at least one message, not {_kind(task.messages)}"
+        )
 
     try:
         prompt_messages(task.messages)
@@ -239,7 +247,9 @@ def _check_text(key: str, value: Any) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         place = f"half of a surrogate pair at place {error.start}"
-        raise ValueError(f"{key!r} has {place}, which is no text (surrogates not allowed)") from None
+        raise ValueError(
+            f"{key!r} has {place}, which is no text (surrogates not allowed)"
+        ) from None
 
 
 def _kind(value: Any) -> str:
@@ -248,5 +258,11 @@ def _kind(value: Any) -> str:
         return "null"
     if isinstance(value, list):
         return "a list" if value else "an empty list"
-    names = {bool: "true or false", int: "a number", float: "a number", str: "text", dict: "an object"}
+    names = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        dict: "an object",
+    }
     return names.get(type(value), type(value).__name__)

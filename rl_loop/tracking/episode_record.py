@@ -19,7 +19,9 @@ def episode_record(
     turns   [{role: "prompt" | "assistant" | "tool", start, end, text}], token ranges [start, end)
     tokens  [{text, mask, logprob?}]; the log-prob (nats) only where mask is 1"""
     tokens = []
-    columns = zip(trajectory.token_ids, trajectory.loss_mask, trajectory.rollout_log_probs, strict=True)
+    columns = zip(
+        trajectory.token_ids, trajectory.loss_mask, trajectory.rollout_log_probs, strict=True
+    )
     for token_id, mask, log_prob in columns:
         token: dict[str, Any] = {"text": decode_token(token_id), "mask": mask}
         if mask:

@@ -1,5 +1,5 @@
-"""Where a run's numbers go besides its own directory: Prometheus, which finds them beside Ray's own metrics on every
-node, and Weights & Biases if asked for."""
+"""Where a run's numbers go besides its own directory: Prometheus, which finds them beside Ray's
+own metrics on every node, and Weights & Biases if asked for."""
 
 import os
 import re
@@ -13,7 +13,8 @@ from rl_loop.tracking.metrics import Listener
 
 
 class RolloutCounters:
-    """Totals per rollout worker: its engine's sampled tokens, its episodes, and its sandbox's calls and failures."""
+    """Totals per rollout worker: its engine's sampled tokens, its episodes, and its sandbox's
+    calls and failures."""
 
     def __init__(self) -> None:
         counted = {"sampled_tokens": "tokens that the engine sampled", "episodes": "finished episodes",
@@ -26,7 +27,9 @@ class RolloutCounters:
     def count(self, worker: int, group: TrajectoryGroup) -> None:
         for trajectory in group.trajectories:
             for name, counter in self._counters.items():
-                if value := getattr(trajectory, name, 1):  # every trajectory is one episode; Ray refuses a zero
+                if value := getattr(
+                    trajectory, name, 1
+                ):  # every trajectory is one episode; Ray refuses a zero
                     counter.inc(value, tags={"worker": str(worker)})
 
 
@@ -38,7 +41,9 @@ def prometheus_listener(run_name: str) -> Listener:
         for name, value in {"step": float(step), **values}.items():
             if name not in gauges:
                 metric = "gptoss_" + re.sub(r"\W", "_", name)
-                gauges[name] = Gauge(metric, description=f"{name} of the newest step", tag_keys=("run",))
+                gauges[name] = Gauge(
+                    metric, description=f"{name} of the newest step", tag_keys=("run",)
+                )
             gauges[name].set(value, tags={"run": run_name})
 
     return listen
@@ -49,13 +54,16 @@ def wandb_listener(run_name: str, config_yaml: str) -> Listener:
     try:
         import wandb
     except ImportError:
-        raise ConfigError("WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it") from None
+        raise ConfigError(
+            "WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it"
+        ) from None
     run: Any = wandb.init(name=run_name, id=run_name, resume="allow", config={"yaml": config_yaml})
     return lambda step, values: run.log(values, step=step)
 
 
 def step_listeners(run_name: str, config_yaml: str) -> list[Listener]:
-    """Make the listeners of a run. WANDB_PROJECT, wandb's own variable, switches Weights & Biases on."""
+    """Make the listeners of a run. WANDB_PROJECT, wandb's own variable, switches Weights & Biases
+    on."""
     listeners = [prometheus_listener(run_name)]
     if "WANDB_PROJECT" in os.environ:
         listeners.append(wandb_listener(run_name, config_yaml))

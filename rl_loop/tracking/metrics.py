@@ -29,14 +29,20 @@ class Name:
     TURNS = "turns"  # assistant turns, mean over sequences
     RESPONSE_TOKENS = "response_tokens"  # sampled tokens, mean over sequences
     LOSS = "loss"  # as aggregated; of several optimizer steps the mean
-    LOGPROB_GAP = "mismatch/logprob_gap"  # |log pi_train - log pi_rollout|, mean over sampled tokens, nats
+    LOGPROB_GAP = (
+        "mismatch/logprob_gap"  # |log pi_train - log pi_rollout|, mean over sampled tokens, nats
+    )
     KL = "mismatch/kl_k3"  # k3 estimate of KL(rollout || train), mean over sampled tokens, nats
     CLIP_FRACTION = "clip_fraction"  # share of sampled tokens whose ratio was clipped
-    GROUPS_WITHOUT_SIGNAL = "rollout/groups_without_signal"  # share of tasks in which every advantage is 0
+    GROUPS_WITHOUT_SIGNAL = (
+        "rollout/groups_without_signal"  # share of tasks in which every advantage is 0
+    )
     GRAD_NORM = "grad_norm"  # before clipping, last
     ENTROPY = "entropy"  # of the sampling distribution, mean over sampled tokens, nats
     LEARNING_RATE = "learning_rate"  # last
-    TOKENS_PER_SECOND = "tokens_per_second"  # sampled and trained tokens of the step per second of wall time
+    TOKENS_PER_SECOND = (
+        "tokens_per_second"  # sampled and trained tokens of the step per second of wall time
+    )
     STEP_SECONDS = "seconds/step"  # wall time of the step
 
 
@@ -62,7 +68,9 @@ class Scalar:
     def merged(self, other: "Scalar") -> "Scalar":
         """This and a later part of the same metric."""
         if self.reduction in ("mean", "sum"):
-            return Scalar(self.total + other.total, self.count + other.count, self.reduction, self.over)
+            return Scalar(
+                self.total + other.total, self.count + other.count, self.reduction, self.over
+            )
         if self.reduction == "last":
             return other
         # A NaN must survive: max(1.0, nan) is 1.0 in Python, and a hidden NaN is exactly what
@@ -83,7 +91,9 @@ class StepMetrics:
         "sequences"."""
         self._add(name, Scalar(float(total), float(count), "mean", over))
 
-    def add(self, name: str, value: float, reduction: Literal["sum", "max", "last"], over: str = "steps") -> None:
+    def add(
+        self, name: str, value: float, reduction: Literal["sum", "max", "last"], over: str = "steps"
+    ) -> None:
         """A value as it is. "last", the newest of several, is for what is the same on every
         rank."""
         self._add(name, Scalar(float(value), 1.0, reduction, over))
@@ -99,10 +109,14 @@ class StepMetrics:
 
     def _add(self, name: str, scalar: Scalar) -> None:
         if name in ("step", "time"):
-            raise ValueError(f"a metric cannot be called {name!r}: metrics.jsonl uses that key for itself")
+            raise ValueError(
+                f"a metric cannot be called {name!r}: metrics.jsonl uses that key for itself"
+            )
         before = self.scalars.get(name)
         if before and before.description != scalar.description:
-            raise ValueError(f"metric {name}: {scalar.description} cannot be merged with {before.description}")
+            raise ValueError(
+                f"metric {name}: {scalar.description} cannot be merged with {before.description}"
+            )
         self.scalars[name] = before.merged(scalar) if before else scalar
 
 
@@ -114,7 +128,9 @@ class MetricsWriter:
     (hidden in TensorBoard), and the curve continues; None starts anew. ``listeners`` get (step,
     values). NaN and infinity are null in JSON."""
 
-    def __init__(self, run: RunDirectory, resume_after: int | None = None, listeners: Iterable[Listener] = ()) -> None:
+    def __init__(
+        self, run: RunDirectory, resume_after: int | None = None, listeners: Iterable[Listener] = ()
+    ) -> None:
         # Here, because importing it takes seconds and the commands that only read metrics need
         # none of it.
         from torch.utils.tensorboard import SummaryWriter
@@ -127,7 +143,9 @@ class MetricsWriter:
             if run.metric_descriptions.exists():
                 self._descriptions = read_json(run.metric_descriptions)
         hidden_from = None if resume_after is None else resume_after + 1
-        self._tensorboard: SummaryWriter = SummaryWriter(str(run.tensorboard), purge_step=hidden_from)
+        self._tensorboard: SummaryWriter = SummaryWriter(
+            str(run.tensorboard), purge_step=hidden_from
+        )
 
     def write(self, metrics: StepMetrics) -> None:
         """Raises RunWriteError, naming the file, if the disk is full; what was written before

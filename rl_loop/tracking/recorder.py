@@ -73,7 +73,9 @@ class StepRecorder:
         self._writer = writer
         self._harmony = harmony
         self._episodes_in_report = episodes_in_report
-        self._first_gaps = metric_curve(read_json_lines(run.metrics), Name.LOGPROB_GAP)[1][:DRIFT_STEPS]
+        self._first_gaps = metric_curve(read_json_lines(run.metrics), Name.LOGPROB_GAP)[1][
+            :DRIFT_STEPS
+        ]
         self._watch = SignalWatch()
 
     def begin_step(self, step: int) -> StepRecord:
@@ -125,7 +127,9 @@ class StepRecorder:
         stride = max(1, len(episodes) // max(1, self._episodes_in_report))
         kept = episodes[::stride][: self._episodes_in_report]
         decode = self._harmony.decode_token
-        self.run.append_episodes([episode_record(episode, decode, step=step, split=split) for episode in kept])
+        self.run.append_episodes(
+            [episode_record(episode, decode, step=step, split=split) for episode in kept]
+        )
 
     def _add_drift(self, metrics: StepMetrics) -> None:
         """Add the mismatch of engine and trainer as a multiple of what it was in the

@@ -49,7 +49,9 @@ class Start(StrEnum):
     def chosen(cls, *, resume: bool, overwrite: bool, resume_or_new: bool = False) -> "Start":
         """Translate the options of a command. Raises RunDirectoryError for more than one."""
         if resume + overwrite + resume_or_new > 1:
-            raise RunDirectoryError("--resume, --resume-or-new and --overwrite exclude each other; give one of them")
+            raise RunDirectoryError(
+                "--resume, --resume-or-new and --overwrite exclude each other; give one of them"
+            )
 
         if resume:
             return cls.RESUME
@@ -167,13 +169,17 @@ def make_run_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunDirectoryError(f"cannot create the run directory {path}: {error.strerror}") from error
+        raise RunDirectoryError(
+            f"cannot create the run directory {path}: {error.strerror}"
+        ) from error
 
 
 def _runs_beside(path: Path) -> str:
     """Name the runs that a mistyped name may have meant."""
     try:
-        names = sorted(folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").exists())
+        names = sorted(
+            folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").exists()
+        )
     except OSError:
         names = []
     if not names:
@@ -239,7 +245,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             records.append(json.loads(line))
         except ValueError as error:
             if number < len(lines):
-                raise RunDirectoryError(f"{path}, line {number} is not JSON ({error}); delete that line") from error
+                raise RunDirectoryError(
+                    f"{path}, line {number} is not JSON ({error}); delete that line"
+                ) from error
     return records
 
 

@@ -44,7 +44,9 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
     for reason in FinishReason:
         sums[f"finish/{reason}"] = sum(episode.finish_reason is reason for episode in episodes)
     # Only kinds of errors that occurred have a curve; there are many.
-    sums |= Counter(f"format_error/{e.format_error}" for e in episodes if e.format_error is not None)
+    sums |= Counter(
+        f"format_error/{e.format_error}" for e in episodes if e.format_error is not None
+    )
     for name, total in sums.items():
         metrics.add_mean(name, total, len(episodes), "sequences")
 
@@ -52,7 +54,9 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
     known = {"correct", "format_error"}
     parts = {part for episode in episodes for part in episode.reward_parts} - known
     for part in parts:
-        rewards = [episode.reward_parts[part] for episode in episodes if part in episode.reward_parts]
+        rewards = [
+            episode.reward_parts[part] for episode in episodes if part in episode.reward_parts
+        ]
         metrics.add_mean(f"reward/{part}", sum(rewards), len(rewards), "sequences")
 
     reusable = sum(episode.reusable_tokens for episode in episodes)
@@ -85,7 +89,9 @@ def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], p
     metrics.add_mean(f"{prefix}/skipped_tasks", skipped, len(groups), "groups")
 
 
-def add_signal_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], samples: Sequence[Sample]) -> None:
+def add_signal_metrics(
+    metrics: StepMetrics, groups: Sequence[TrajectoryGroup], samples: Sequence[Sample]
+) -> None:
     """Add in how many groups no token that is trained on has an advantage: nothing is learned from
     them.
 
@@ -114,7 +120,9 @@ def add_mismatch_without_replay(
         is_sampled = torch.tensor(sample.loss_mask) > 0
         rollout = torch.tensor(sample.rollout_log_probs)[is_sampled]
         k3 = kl_estimate(rollout, torch.tensor(scored)[is_sampled], "k3")
-        metrics.add_mean("routing/kl_k3_without_replay", float(k3.sum()), int(is_sampled.sum()), "tokens")
+        metrics.add_mean(
+            "routing/kl_k3_without_replay", float(k3.sum()), int(is_sampled.sum()), "tokens"
+        )
 
 
 # -- updates --------------------------------------------------------------------------------------
@@ -141,7 +149,9 @@ def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
         elif name.startswith(PER_TOKEN):
             metrics.add_mean(name, total, sums["tokens"], "tokens")
     if "routes_compared" in sums:
-        metrics.add_mean("routing/agreement", sums["routes_agreeing"], sums["routes_compared"], "routes")
+        metrics.add_mean(
+            "routing/agreement", sums["routes_agreeing"], sums["routes_compared"], "routes"
+        )
 
     for name, value in update.maxima.items():
         metrics.add(name, value, "max", "tokens")

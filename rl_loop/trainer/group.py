@@ -107,7 +107,9 @@ class TrainerGroup:
 
         for rank, error in failures.items():
             if isinstance(error, RayActorError) and not error.actor_init_failed:
-                raise RankDied(f"trainer rank {rank} on {self._processes[rank]} died: {_reason(error)}") from error
+                raise RankDied(
+                    f"trainer rank {rank} on {self._processes[rank]} died: {_reason(error)}"
+                ) from error
         rank, error = next(iter(failures.items()))
         error.add_note(f"first on trainer rank {rank} on {self._processes[rank]}")
         raise error

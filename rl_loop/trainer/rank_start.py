@@ -63,7 +63,9 @@ def wait_for_processes(calls: Sequence[Any], limit: float) -> None:
     began = told = time.monotonic()
     waiting = list(calls)
     while waiting:
-        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(NEWS_SECONDS, limit) / 4)
+        _, waiting = ray.wait(
+            waiting, num_returns=len(waiting), timeout=min(NEWS_SECONDS, limit) / 4
+        )
         now = time.monotonic()
         started = len(calls) - len(waiting)
         if waiting and now - began > limit:
@@ -72,7 +74,9 @@ def wait_for_processes(calls: Sequence[Any], limit: float) -> None:
                 f"on {os.cpu_count()} cores): use fewer ranks (parallel.world_size), or end what else runs here"
             )
         if waiting and now - told >= NEWS_SECONDS:
-            logger.info("starting trainer ranks: %d of %d after %.0f s", started, len(calls), now - began)
+            logger.info(
+                "starting trainer ranks: %d of %d after %.0f s", started, len(calls), now - began
+            )
             told = now
     if told > began:
         logger.info("all %d trainer ranks have started; they load their weights", len(calls))

@@ -37,7 +37,9 @@ from rl_loop.trainer.settings import TrainerSettings
 class TrainerWorker:
     """Every method is collective: the driver calls it on all ranks with the same arguments."""
 
-    def __init__(self, settings: TrainerSettings, rank: int, master: str, port: int, threads: int) -> None:
+    def __init__(
+        self, settings: TrainerSettings, rank: int, master: str, port: int, threads: int
+    ) -> None:
         """``master``, ``port``: where rank 0 gathers the process group. ``threads``: of
         torch in this process."""
         torch.set_num_threads(threads)
@@ -56,7 +58,9 @@ class TrainerWorker:
             self.reference = Scorer(self._initial_model())
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
-            self.critic = ValueTrainer(make_critic(self._initial_model()), self.algorithm.critic.optimizer)
+            self.critic = ValueTrainer(
+                make_critic(self._initial_model()), self.algorithm.critic.optimizer
+            )
 
         self.run = RunDirectory(settings.directory)
         self._saved = self._checkpoint_writers()
@@ -105,7 +109,9 @@ class TrainerWorker:
     def compute_values_and_reference_log_probs(self, samples: list[Sample]) -> TokenEstimates:
         """Compute what advantages need, as far as the algorithm has a use for it."""
         values = self._score_with(self.critic, samples) if self.critic is not None else None
-        reference = self._score_with(self.reference, samples) if self.reference is not None else None
+        reference = (
+            self._score_with(self.reference, samples) if self.reference is not None else None
+        )
         return TokenEstimates(values=values, reference_log_probs=reference)
 
     def rl_step(self, samples: list[Sample], step: int) -> RlUpdates:
@@ -145,10 +151,16 @@ class TrainerWorker:
         if replay is not None and records_routes:
             replay.start_recording()
         log_probs = self.score(samples)
-        samples = [replace(sample, old_log_probs=row) for sample, row in zip(samples, log_probs, strict=True)]
+        samples = [
+            replace(sample, old_log_probs=row)
+            for sample, row in zip(samples, log_probs, strict=True)
+        ]
         if replay is not None and records_routes:
             routes = self._recorded_routes(replay, samples)
-            samples = [replace(sample, routed_experts=row) for sample, row in zip(samples, routes, strict=True)]
+            samples = [
+                replace(sample, routed_experts=row)
+                for sample, row in zip(samples, routes, strict=True)
+            ]
 
         if replay is not None:
             replay.agreement()  # start counting anew: what is reported is that of the updates
@@ -158,13 +170,19 @@ class TrainerWorker:
         # The routes are the policy's; the critic chooses its own experts.
         samples = [replace(sample, routed_experts=None) for sample in mini_batch]
         context = parallel_state.get_context_parallel_group()
-        objective = value_objective(self.algorithm, mini_batch, self.settings.max_episode_tokens, context)
+        objective = value_objective(
+            self.algorithm, mini_batch, self.settings.max_episode_tokens, context
+        )
         assert self.critic is not None
         return self._update(self.critic, samples, objective, step)
 
-    def _update_policy(self, mini_batch: list[Sample], step: int, first_step: int) -> StepStatistics:
+    def _update_policy(
+        self, mini_batch: list[Sample], step: int, first_step: int
+    ) -> StepStatistics:
         context = parallel_state.get_context_parallel_group()
-        objective = policy_objective(self.algorithm, mini_batch, self.settings.max_episode_tokens, context)
+        objective = policy_objective(
+            self.algorithm, mini_batch, self.settings.max_episode_tokens, context
+        )
         return self._update(self.trainer, mini_batch, objective, step, first_step)
 
     def _update(
@@ -184,7 +202,9 @@ class TrainerWorker:
         schedule_steps = self.settings.training.steps - first_step
         learning_rate = trainer.config.learning_rate_at(step - first_step, schedule_steps)
         with out_of_memory_explained(self.settings.memory_inputs):
-            statistics = trainer.train_step(self._pack(samples), loss, learning_rate, self.settings.temperature)
+            statistics = trainer.train_step(
+                self._pack(samples), loss, learning_rate, self.settings.temperature
+            )
         exempt_from_collection()
         return statistics
 
@@ -207,7 +227,9 @@ class TrainerWorker:
         assert self.trainer.replay is not None
         return self.trainer.replay.agreement()
 
-    def _score_with(self, scorer: Scorer, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:
+    def _score_with(
+        self, scorer: Scorer, samples: list[Sample], temperature: float | None = None
+    ) -> list[list[float]]:
         batches = self._pack(samples)
         with out_of_memory_explained(self.settings.memory_inputs):
             rows = scorer.score(batches, temperature or self.settings.temperature)
@@ -245,7 +267,9 @@ class TrainerWorker:
         return data_parallel_slice(batches)
 
     @staticmethod
-    def _merge_ranks(values: list[torch.Tensor], batches: Sequence[PackedBatch], count: int) -> list[list[float]]:
+    def _merge_ranks(
+        values: list[torch.Tensor], batches: Sequence[PackedBatch], count: int
+    ) -> list[list[float]]:
         """Gather per-token values of all ranks' micro-batches and return them by
         sample, 0 to ``count`` - 1."""
         local: dict[int, list[float]] = {}
@@ -265,7 +289,10 @@ class TrainerWorker:
         """Return all weights by Hugging Face name on rank 0, None elsewhere."""
         # The distributed optimizer leaves each rank with its share of the new weights.
         gather_parameters(self.trainer.model)
-        named = {name: tensor.detach().clone() for name, tensor in export_hf_weights(self.model, self.settings.model)}
+        named = {
+            name: tensor.detach().clone()
+            for name, tensor in export_hf_weights(self.model, self.settings.model)
+        }
         return named if dist.get_rank() == 0 else None
 
     def send_weights(self, sender: WeightSender) -> None:

@@ -19,7 +19,11 @@ def weights() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def reference(weights: dict[str, torch.Tensor]) -> GptOssForCausalLM:
-    model = GptOssForCausalLM(GptOssConfig(**TINY.to_hf_config(), attn_implementation="eager")).float().eval()
+    model = (
+        GptOssForCausalLM(GptOssConfig(**TINY.to_hf_config(), attn_implementation="eager"))
+        .float()
+        .eval()
+    )
     model.load_state_dict(weights, strict=True)
     return model
 

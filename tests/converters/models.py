@@ -35,10 +35,13 @@ def tiny_weights() -> dict[str, torch.Tensor]:
     }
 
 
-def save_hf(directory: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> Path:
+def save_hf(
+    directory: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> Path:
     directory.mkdir()
     save_file(
-        {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}, directory / "model.safetensors"
+        {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()},
+        directory / "model.safetensors",
     )
     (directory / "config.json").write_text(json.dumps(TINY.to_hf_config()))
     return directory

@@ -48,7 +48,9 @@ def edit_json(path: Path, **changes: object) -> None:
 def test_transformers_loads_what_was_written_with_the_same_logits(
     tmp_path: Path, weights: Weights, reference: GptOssForCausalLM, shard_bytes: int
 ) -> None:
-    write_hf_directory(tmp_path / "out", TINY, weights.items(), eos_token_ids=[7, 9], max_shard_bytes=shard_bytes)
+    write_hf_directory(
+        tmp_path / "out", TINY, weights.items(), eos_token_ids=[7, 9], max_shard_bytes=shard_bytes
+    )
     loaded, info = GptOssForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", output_loading_info=True
     )
@@ -88,13 +90,17 @@ def test_tokenizer_and_generation_settings_are_copied(tmp_path: Path, weights: W
     (source / "tokenizer.json").write_text("{}")
     (source / "generation_config.json").write_text('{"eos_token_id": [3], "pad_token_id": 5}')
     files, generation = tokenizer_and_generation(source)
-    write_hf_directory(tmp_path / "out", TINY, weights.items(), tokenizer_files=files, generation_config=generation)
+    write_hf_directory(
+        tmp_path / "out", TINY, weights.items(), tokenizer_files=files, generation_config=generation
+    )
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
     assert json.loads((tmp_path / "out/generation_config.json").read_text()) == generation
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [3]
 
 
-def test_an_existing_directory_is_replaced_only_when_asked(tmp_path: Path, weights: Weights) -> None:
+def test_an_existing_directory_is_replaced_only_when_asked(
+    tmp_path: Path, weights: Weights
+) -> None:
     out = save_hf(tmp_path / "out", weights)
     (out / "old_file").touch()
     with pytest.raises(ConversionError, match="out: exists already"):
@@ -105,7 +111,9 @@ def test_an_existing_directory_is_replaced_only_when_asked(tmp_path: Path, weigh
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_full_disk_keeps_the_old_directory_and_names_the_file(tmp_path: Path, weights: Weights) -> None:
+def test_a_full_disk_keeps_the_old_directory_and_names_the_file(
+    tmp_path: Path, weights: Weights
+) -> None:
     out = save_hf(tmp_path / "out", weights)
     changed = {name: tensor + 1 for name, tensor in weights.items()}
     with (
@@ -181,9 +189,13 @@ def test_an_unknown_tensor_is_not_dropped_silently(tmp_path: Path, weights: Weig
         HfDirectory(directory)
 
 
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path, weights: Weights) -> None:
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(
+    tmp_path: Path, weights: Weights
+) -> None:
     directory = save_hf(tmp_path / "hf", weights | {NORM: torch.ones(3)})
-    with pytest.raises(ConversionError, match=rf"{NORM} has shape \[3\], but config.json describes \[40\]"):
+    with pytest.raises(
+        ConversionError, match=rf"{NORM} has shape \[3\], but config.json describes \[40\]"
+    ):
         HfDirectory(directory)
 
 
@@ -191,7 +203,9 @@ def test_an_index_that_names_an_absent_file_is_refused(tmp_path: Path, weights: 
     directory = sharded(tmp_path / "hf", weights)
     gone = sorted(directory.glob("*.safetensors"))[1]
     gone.unlink()
-    with pytest.raises(ConversionError, match=f"index.json: names the file {gone.name}, which is not there"):
+    with pytest.raises(
+        ConversionError, match=f"index.json: names the file {gone.name}, which is not there"
+    ):
         HfDirectory(directory)
 
 

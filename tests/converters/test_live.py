@@ -37,7 +37,9 @@ def one_rank() -> Iterator[None]:
     distributed.shutdown()
 
 
-def load_and_export(rank: int, world_size: int, layouts: dict[str, Any], dtype: torch.dtype, ports: list[int]) -> Any:
+def load_and_export(
+    rank: int, world_size: int, layouts: dict[str, Any], dtype: torch.dtype, ports: list[int]
+) -> Any:
     torch.set_num_threads(1)
     weights = tiny_weights()
     result = {}
@@ -73,14 +75,23 @@ def check(ranks: list[Any], layout: str, expected: Weights) -> None:
 
 
 @pytest.mark.parametrize("layout", TWO)
-def test_export_of_two_ranks_is_bit_exact(layout: str, two_ranks: list[Any], weights: Weights) -> None:
+def test_export_of_two_ranks_is_bit_exact(
+    layout: str, two_ranks: list[Any], weights: Weights
+) -> None:
     check(two_ranks, layout, weights)
 
 
-def test_export_of_four_ranks_is_bit_exact_in_bf16_under_mixed_parallelism(weights: Weights) -> None:
-    ranks = run_distributed(load_and_export, 4, 4, FOUR, torch.bfloat16, [free_port() for _ in FOUR])
+def test_export_of_four_ranks_is_bit_exact_in_bf16_under_mixed_parallelism(
+    weights: Weights,
+) -> None:
+    ranks = run_distributed(
+        load_and_export, 4, 4, FOUR, torch.bfloat16, [free_port() for _ in FOUR]
+    )
     for layout in FOUR:
-        bf16 = {name: tensor if name.endswith("router.bias") else tensor.bfloat16() for name, tensor in weights.items()}
+        bf16 = {
+            name: tensor if name.endswith("router.bias") else tensor.bfloat16()
+            for name, tensor in weights.items()
+        }
         check(ranks, layout, bf16)  # the router's bias is an fp32 parameter
 
 
@@ -109,7 +120,9 @@ def test_a_missing_tensor_is_named(one_rank: None, weights: Weights) -> None:
         load_hf_weights(build_model(TINY, ParallelConfig()), TINY, incomplete.__getitem__)
 
 
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(one_rank: None, weights: Weights) -> None:
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(
+    one_rank: None, weights: Weights
+) -> None:
     name = "model.layers.0.mlp.experts.down_proj"
     untransposed = weights | {name: weights[name].transpose(1, 2)}
     with pytest.raises(ConversionError, match=rf"{name} has shape \[4, 40, 24\], .* \[4, 24, 40\]"):
@@ -119,13 +132,18 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(one_rank: None, wei
 def test_a_parameter_without_counterpart_is_named(one_rank: None, weights: Weights) -> None:
     model = build_model(TINY, ParallelConfig())
     model.decoder.layers[1].adapter = torch.nn.Linear(2, 2)
-    with pytest.raises(ConversionError, match=r"decoder\.layers\.1\.adapter\.weight .* has no counterpart"):
+    with pytest.raises(
+        ConversionError, match=r"decoder\.layers\.1\.adapter\.weight .* has no counterpart"
+    ):
         load_hf_weights(model, TINY, weights.__getitem__)
 
 
 def test_a_model_of_another_size_is_named(one_rank: None, weights: Weights) -> None:
     model = build_model(TINY.model_copy(update={"vocab_size": 48}), ParallelConfig())
-    with pytest.raises(ConversionError, match=r"embedding\.word_embeddings\.weight has shape \[48, 40\] on this rank"):
+    with pytest.raises(
+        ConversionError,
+        match=r"embedding\.word_embeddings\.weight has shape \[48, 40\] on this rank",
+    ):
         load_hf_weights(model, TINY, weights.__getitem__)
 
 

@@ -43,19 +43,25 @@ DOWN = "model.layers.1.mlp.experts.down_proj"
 EXPERT_MATRICES = ("gate_up_proj", "down_proj")
 
 
-def quantized_weights(config: ModelConfig, seed: int = 0, scales: tuple[int, int] = (110, 124)) -> Weights:
+def quantized_weights(
+    config: ModelConfig, seed: int = 0, scales: tuple[int, int] = (110, 124)
+) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in written_shapes(config, quantized=True).items():
         if name.endswith("_blocks"):
             weights[name] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
             weights[name].view(-1, 16)[0] = 0
-            for code in range(7):  # blocks that peak at this code, which a fresh choice of scale would not reproduce
+            for code in range(
+                7
+            ):  # blocks that peak at this code, which a fresh choice of scale would not reproduce
                 weights[name].view(-1, 16)[1 + code] = code
         elif name.endswith("_scales"):
             weights[name] = torch.randint(*scales, shape, dtype=torch.uint8, generator=generator)
         else:
-            weights[name] = (0.2 * torch.randn(shape, generator=generator) + ("norm" in name)).bfloat16()
+            weights[name] = (
+                0.2 * torch.randn(shape, generator=generator) + ("norm" in name)
+            ).bfloat16()
     return weights
 
 
@@ -82,7 +88,9 @@ def quantized(tmp_path: Path) -> Path:
     return save(tmp_path / "mxfp4", MODEL, quantized_weights(MODEL))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     layers=st.integers(1, 3),
     experts=st.integers(2, 5),
@@ -92,7 +100,13 @@ def quantized(tmp_path: Path) -> Path:
     seed=st.integers(0, 99),
 )
 def test_mxfp4_there_and_back_is_byte_identical(
-    tmp_path_factory: Any, layers: int, experts: int, hidden: int, intermediate: int, vocabulary: int, seed: int
+    tmp_path_factory: Any,
+    layers: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    vocabulary: int,
+    seed: int,
 ) -> None:
     config = MODEL.model_copy(
         update={
@@ -107,14 +121,18 @@ def test_mxfp4_there_and_back_is_byte_identical(
     weights = quantized_weights(config, seed, (0, 253))
     source = save(tmp / "hf", config, weights)
     import_checkpoint(source, tmp / "megatron")
-    report = export_checkpoint(tmp / "megatron", tmp / "back", "mxfp4", source, max_shard_bytes=40_000)
+    report = export_checkpoint(
+        tmp / "megatron", tmp / "back", "mxfp4", source, max_shard_bytes=40_000
+    )
     same_bytes(tmp / "back", weights)
     assert not any(loss.changed for loss in report.losses.values())
     export_checkpoint(tmp / "megatron", tmp / "bf16", "bf16")
     import_checkpoint(tmp / "bf16", tmp / "again")
     first, second = HfDirectory(source), MegatronCheckpoint(tmp / "again")
     for name, tensor in second.hf_tensors():
-        assert torch.equal(first.get(name).contiguous().view(torch.int16), tensor.view(torch.int16)), name
+        assert torch.equal(
+            first.get(name).contiguous().view(torch.int16), tensor.view(torch.int16)
+        ), name
 
 
 def test_values_are_those_of_transformers(quantized: Path) -> None:
@@ -125,7 +143,9 @@ def test_values_are_those_of_transformers(quantized: Path) -> None:
             assert torch.equal(source.get(name), convert_moe_packed_tensors(*packed))
 
 
-def test_transformers_loads_an_mxfp4_export_and_agrees_with_its_bf16_export(tmp_path: Path, quantized: Path) -> None:
+def test_transformers_loads_an_mxfp4_export_and_agrees_with_its_bf16_export(
+    tmp_path: Path, quantized: Path
+) -> None:
     import_checkpoint(quantized, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "mxfp4_back", "mxfp4", quantized)
     export_checkpoint(tmp_path / "megatron", tmp_path / "bf16", "bf16", quantized)
@@ -135,13 +155,17 @@ def test_transformers_loads_an_mxfp4_export_and_agrees_with_its_bf16_export(tmp_
         (tmp_path / "mxfp4_back", {"quantization_config": Mxfp4Config(dequantize=True)}),
         (tmp_path / "bf16", {}),
     ):
-        model: Any = GptOssForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype="auto", **options)
+        model: Any = GptOssForCausalLM.from_pretrained(
+            directory, attn_implementation="eager", dtype="auto", **options
+        )
         with torch.no_grad():
             logits.append(model(ids).logits)
     assert torch.equal(*logits)
 
 
-def test_a_changed_expert_is_reported_and_the_others_keep_their_bytes(tmp_path: Path, quantized: Path) -> None:
+def test_a_changed_expert_is_reported_and_the_others_keep_their_bytes(
+    tmp_path: Path, quantized: Path
+) -> None:
     import_checkpoint(quantized, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "bf16", "bf16")
     weights = load_file(tmp_path / "bf16/model.safetensors")
@@ -151,9 +175,16 @@ def test_a_changed_expert_is_reported_and_the_others_keep_their_bytes(tmp_path: 
     report = export_checkpoint(tmp_path / "trained", tmp_path / "out", "mxfp4", quantized)
     assert {name: loss.changed for name, loss in report.losses.items() if loss.changed} == {DOWN: 1}
     assert 0 < report.losses[DOWN].relative < 0.3
-    assert f"{DOWN}: 1 of 3 experts quantized" in str(report) and "11 of 12 expert matrices" in str(report)
-    before, after = load_file(quantized / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
-    assert [torch.equal(before[f"{DOWN}_blocks"][e], after[f"{DOWN}_blocks"][e]) for e in range(3)] == [1, 0, 1]
+    assert f"{DOWN}: 1 of 3 experts quantized" in str(report) and "11 of 12 expert matrices" in str(
+        report
+    )
+    before, after = (
+        load_file(quantized / "model.safetensors"),
+        load_file(tmp_path / "out/model.safetensors"),
+    )
+    assert [
+        torch.equal(before[f"{DOWN}_blocks"][e], after[f"{DOWN}_blocks"][e]) for e in range(3)
+    ] == [1, 0, 1]
 
 
 def test_openai_names_give_the_same_checkpoint(tmp_path: Path, quantized: Path) -> None:
@@ -168,7 +199,11 @@ def test_openai_names_give_the_same_checkpoint(tmp_path: Path, quantized: Path) 
             original[openai_name(name)] = torch.cat(qkv)
         elif "k_proj" not in name and "v_proj" not in name:
             original[openai_name(name)] = tensor
-    assert {"block.0.attn.qkv.bias", "block.1.mlp.mlp2_weight.scales", "unembedding.weight"} < original.keys()
+    assert {
+        "block.0.attn.qkv.bias",
+        "block.1.mlp.mlp2_weight.scales",
+        "unembedding.weight",
+    } < original.keys()
     directory = tmp_path / "original"
     directory.mkdir()
     names_in_order = list(original)
@@ -189,11 +224,15 @@ def test_openai_names_give_the_same_checkpoint(tmp_path: Path, quantized: Path) 
     assert verify(quantized, tmp_path / "megatron").equal
 
 
-def test_a_rank_reads_only_the_experts_that_it_asks_for(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_only_the_experts_that_it_asks_for(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = HfDirectory(quantized)
     read: list[int | None] = []
     original = source.get
-    monkeypatch.setattr(source, "get", lambda name, expert=None: (read.append(expert), original(name, expert))[1])
+    monkeypatch.setattr(
+        source, "get", lambda name, expert=None: (read.append(expert), original(name, expert))[1]
+    )
     stack = source.view(DOWN)
     assert isinstance(stack, ExpertStack) and stack.shape == (3, 32, 64) and not read
     assert torch.equal(stack[2], original(DOWN)[2])
@@ -220,7 +259,9 @@ def fill_from_mxfp4(rank: int, directory: Path, port: int) -> tuple[Weights, set
     return exported, read
 
 
-def test_a_model_starts_from_an_mxfp4_directory_and_each_rank_reads_its_own_experts(tmp_path: Path) -> None:
+def test_a_model_starts_from_an_mxfp4_directory_and_each_rank_reads_its_own_experts(
+    tmp_path: Path,
+) -> None:
     config = MODEL.model_copy(update={"num_experts": 4})
     directory = save(tmp_path / "mxfp4", config, quantized_weights(config))
     ranks = run_distributed(fill_from_mxfp4, 2, directory, free_port())
@@ -228,7 +269,9 @@ def test_a_model_starts_from_an_mxfp4_directory_and_each_rank_reads_its_own_expe
     exported, original = ranks[0][0], quantized_weights(config)
     for name in hf_shapes(config):
         if name.endswith(EXPERT_MATRICES):
-            expected = convert_moe_packed_tensors(original[f"{name}_blocks"], original[f"{name}_scales"])
+            expected = convert_moe_packed_tensors(
+                original[f"{name}_blocks"], original[f"{name}_scales"]
+            )
         else:
             expected = original[name]
         assert torch.equal(exported[name], expected.float()), name
@@ -240,15 +283,27 @@ def test_a_model_starts_from_an_mxfp4_directory_and_each_rank_reads_its_own_expe
     [
         ("linear_fc2.weight", names._same, names._single_part(names._same), "layer 0"),
         ("linear_fc1.weight", names._transpose, names._single_part(names._transpose), "layer 0"),
-        (".1.mlp.experts.local_experts.0.linear_fc1.bias", names._same, names._single_part(names._same), "layer 1"),
+        (
+            ".1.mlp.experts.local_experts.0.linear_fc1.bias",
+            names._same,
+            names._single_part(names._same),
+            "layer 1",
+        ),
     ],
 )
 def test_verify_sees_a_table_that_is_wrong_in_both_directions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, to_megatron: Any, to_hf: Any, stage: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    to_megatron: Any,
+    to_hf: Any,
+    stage: str,
 ) -> None:
     def mistaken(config: ModelConfig) -> dict[str, names.ParameterMapping]:
         return {
-            name: replace(mapping, to_megatron=to_megatron, to_hf=to_hf) if name.endswith(kind) else mapping
+            name: replace(mapping, to_megatron=to_megatron, to_hf=to_hf)
+            if name.endswith(kind)
+            else mapping
             for name, mapping in names.parameter_mappings(config).items()
         }
 
@@ -262,12 +317,16 @@ def test_verify_sees_a_table_that_is_wrong_in_both_directions(
     assert f"differ first in {stage}" in str(report)
 
 
-def test_the_outputs_verify_compares_are_those_of_transformers(tmp_path: Path, quantized: Path) -> None:
+def test_the_outputs_verify_compares_are_those_of_transformers(
+    tmp_path: Path, quantized: Path
+) -> None:
     from converters.forward import TOKENS, HuggingFaceModel, embed, layer_update, logits
 
     import_checkpoint(quantized, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "fp32", "fp32")
-    model: Any = GptOssForCausalLM.from_pretrained(tmp_path / "fp32", attn_implementation="eager", dtype="float32")
+    model: Any = GptOssForCausalLM.from_pretrained(
+        tmp_path / "fp32", attn_implementation="eager", dtype="float32"
+    )
     source = HfDirectory(quantized)
     weights = HuggingFaceModel(source.config, source.get)
     ids = torch.arange(TOKENS) * 7 % MODEL.vocab_size
@@ -282,12 +341,23 @@ def test_the_outputs_verify_compares_are_those_of_transformers(tmp_path: Path, q
     ("change", "message"),
     [
         (lambda w: w.pop(f"{DOWN}_scales"), rf"{DOWN}_scales is missing"),
-        (lambda w: w.update({f"{DOWN}_blocks": w[f"{DOWN}_blocks"][:, :, :, :8].contiguous()}), r"shape .*16\]"),
-        (lambda w: w.update({f"{DOWN}_scales": w[f"{DOWN}_scales"].bfloat16()}), "unsupported dtype BF16"),
-        (lambda w: w.update({f"{DOWN}_scales": torch.full_like(w[f"{DOWN}_scales"], 255)}), "scales above 252"),
+        (
+            lambda w: w.update({f"{DOWN}_blocks": w[f"{DOWN}_blocks"][:, :, :, :8].contiguous()}),
+            r"shape .*16\]",
+        ),
+        (
+            lambda w: w.update({f"{DOWN}_scales": w[f"{DOWN}_scales"].bfloat16()}),
+            "unsupported dtype BF16",
+        ),
+        (
+            lambda w: w.update({f"{DOWN}_scales": torch.full_like(w[f"{DOWN}_scales"], 255)}),
+            "scales above 252",
+        ),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_written(tmp_path: Path, change: Any, message: str) -> None:
+def test_what_does_not_fit_is_named_and_nothing_is_written(
+    tmp_path: Path, change: Any, message: str
+) -> None:
     weights = quantized_weights(MODEL)
     change(weights)
     source = save(tmp_path / "hf", MODEL, weights)
@@ -325,14 +395,21 @@ def test_names_and_checksums_of_a_checkpoint_are_as_ever(tmp_path: Path, quantiz
         start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         numbers = (torch.arange(torch.Size(shape).numel()) * 40503 + start) % 65521
         weights[name] = (
-            (numbers % 200).to(torch.uint8) if name.endswith(("_blocks", "_scales")) else (numbers / 65521).bfloat16()
+            (numbers % 200).to(torch.uint8)
+            if name.endswith(("_blocks", "_scales"))
+            else (numbers / 65521).bfloat16()
         ).view(shape)
     import_checkpoint(save(tmp_path / "golden", config, weights), tmp_path / "megatron")
     reader = TorchDistReader(tmp_path / "megatron")
     found = {}
     for mapping in names.parameter_mappings(config).values():
         tensor = reader.get(mapping.checkpoint_key, mapping.checkpoint_index, mapping.shape)
-        digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-        found[f"{mapping.checkpoint_key}{list(mapping.checkpoint_index)}"] = [list(tensor.shape), digest]
+        digest = hashlib.sha256(
+            tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        ).hexdigest()[:16]
+        found[f"{mapping.checkpoint_key}{list(mapping.checkpoint_index)}"] = [
+            list(tensor.shape),
+            digest,
+        ]
     golden = Path(__file__).with_name("golden.json")
     assert found == json.loads(golden.read_text())

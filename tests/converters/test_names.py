@@ -25,15 +25,23 @@ TABLE = parameter_mappings(TINY)
 
 def megatron_tensor(mapping: ParameterMapping, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     tensors = [weights[name] for name in mapping.hf_names]
-    return mapping.to_megatron(*(t if mapping.expert is None else t[mapping.expert] for t in tensors))
+    return mapping.to_megatron(
+        *(t if mapping.expert is None else t[mapping.expert] for t in tensors)
+    )
 
 
 def test_hf_shapes_are_those_of_transformers(reference: GptOssForCausalLM) -> None:
-    assert hf_shapes(TINY) == {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
+    assert hf_shapes(TINY) == {
+        name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()
+    }
 
 
-@pytest.mark.parametrize(("layers", "experts", "total"), [(24, 32, 20_914_757_184), (36, 128, 116_829_156_672)])
-def test_released_sizes_have_their_published_number_of_parameters(layers: int, experts: int, total: int) -> None:
+@pytest.mark.parametrize(
+    ("layers", "experts", "total"), [(24, 32, 20_914_757_184), (36, 128, 116_829_156_672)]
+)
+def test_released_sizes_have_their_published_number_of_parameters(
+    layers: int, experts: int, total: int
+) -> None:
     config = ModelConfig(num_layers=layers, num_experts=experts)
     assert sum(torch.Size(shape).numel() for shape in hf_shapes(config).values()) == total
     assert sum(torch.Size(m.shape).numel() for m in parameter_mappings(config).values()) == total
@@ -53,7 +61,8 @@ def test_there_and_back_is_bit_exact_and_complete(weights: dict[str, torch.Tenso
 def test_qkv_holds_per_group_its_query_heads_then_key_then_value() -> None:
     groups, per_group, size = 2, 4, 3
     rows = {
-        x: torch.arange(n * size).view(-1, 1) + 100 * i for i, (x, n) in enumerate({"q": 8, "k": 2, "v": 2}.items())
+        x: torch.arange(n * size).view(-1, 1) + 100 * i
+        for i, (x, n) in enumerate({"q": 8, "k": 2, "v": 2}.items())
     }
     merged = merge_qkv(rows["q"], rows["k"], rows["v"], groups=groups).flatten().tolist()
     expected = []
@@ -114,7 +123,10 @@ def test_expert_matrices_are_transposed(weights: dict[str, torch.Tensor]) -> Non
     ("local", "expected"),
     [
         ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
-        ("decoder.layers.1.input_layernorm.weight", "decoder.layers.13.self_attention.linear_qkv.layer_norm_weight"),
+        (
+            "decoder.layers.1.input_layernorm.weight",
+            "decoder.layers.13.self_attention.linear_qkv.layer_norm_weight",
+        ),
         (
             "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",
             "decoder.layers.13.self_attention.linear_qkv.layer_norm_weight",

@@ -61,7 +61,9 @@ def test_only_what_is_not_read_back_is_dropped(
     monkeypatch.setattr(torch_dist, "check_export", lambda *args, **options: None)
 
     torch_dist.import_checkpoint(source, tmp_path / "megatron", check=check)
-    torch_dist.export_checkpoint(tmp_path / "megatron", tmp_path / "back", "mxfp4", source, check=check)
+    torch_dist.export_checkpoint(
+        tmp_path / "megatron", tmp_path / "back", "mxfp4", source, check=check
+    )
 
     expected = set()
     for mapping in parameter_mappings(MODEL).values():

@@ -57,7 +57,9 @@ def quantized(tmp_path: Path) -> Path:
 def floats(tmp_path: Path, quantized: Path) -> Path:
     """The same in bf16."""
     source = HfDirectory(quantized)
-    write_hf_directory(tmp_path / "bf16", MODEL, ((name, source.get(name)) for name in source.names()))
+    write_hf_directory(
+        tmp_path / "bf16", MODEL, ((name, source.get(name)) for name in source.names())
+    )
     return tmp_path / "bf16"
 
 
@@ -95,7 +97,9 @@ class Conversion:
 
 
 @pytest.fixture(params=["import bf16", "import mxfp4", "export bf16", "export mxfp4"])
-def conversion(request: pytest.FixtureRequest, tmp_path: Path, quantized: Path, floats: Path) -> Conversion:
+def conversion(
+    request: pytest.FixtureRequest, tmp_path: Path, quantized: Path, floats: Path
+) -> Conversion:
     return Conversion(request.param, tmp_path, quantized, floats)
 
 
@@ -160,7 +164,9 @@ def an_expert_at_anothers_place(conversion: Conversion, monkeypatch: Patch) -> N
     monkeypatch.setattr(SafetensorsWriter, "add", misplacing_rows)
 
 
-def after_writing(conversion: Conversion, monkeypatch: Patch, damage: Callable[[Path], None]) -> None:
+def after_writing(
+    conversion: Conversion, monkeypatch: Patch, damage: Callable[[Path], None]
+) -> None:
     """``damage`` is done to the file of the weights when the writer has finished it."""
     writer: Any = TorchDistWriter if conversion.is_import else SafetensorsWriter
     close = writer.close
@@ -178,7 +184,9 @@ def a_flipped_bit(layer: int | None, conversion: Conversion, monkeypatch: Patch)
     def flip(path: Path) -> None:
         if conversion.is_import:
             reader = TorchDistReader(path.parent, unfinished=True)
-            key, index = (MEGATRON_NORM, (0,)) if layer is None else (MEGATRON_DOWN, (layer, EXPERT))
+            key, index = (
+                (MEGATRON_NORM, (0,)) if layer is None else (MEGATRON_DOWN, (layer, EXPERT))
+            )
             value = reader.get(key, index, reader.shape(key)[len(index) :])
         else:
             name = DOWN.replace("1", str(layer)) + ("_blocks" if conversion.quantized else "")
@@ -193,7 +201,9 @@ def a_flipped_bit(layer: int | None, conversion: Conversion, monkeypatch: Patch)
 
 
 def a_truncated_file(conversion: Conversion, monkeypatch: Patch) -> None:
-    after_writing(conversion, monkeypatch, lambda path: os.truncate(path, path.stat().st_size * 2 // 3))
+    after_writing(
+        conversion, monkeypatch, lambda path: os.truncate(path, path.stat().st_size * 2 // 3)
+    )
 
 
 OF_THE_EXPERT = rf"output/.*: tensor {re.escape(DOWN)}\w*, expert {EXPERT} "
@@ -204,7 +214,10 @@ FAULTS = {
         OF_THE_EXPERT.replace(f"expert {EXPERT}", "expert 1"),
     ),
     "a flipped bit in an expert": (partial(a_flipped_bit, LAYER), OF_THE_EXPERT),
-    "a flipped bit in a norm": (partial(a_flipped_bit, None), rf"output/.*: tensor {re.escape(NORM)} "),
+    "a flipped bit in a norm": (
+        partial(a_flipped_bit, None),
+        rf"output/.*: tensor {re.escape(NORM)} ",
+    ),
     "a truncated file": (
         a_truncated_file,
         r"output.*(distcp|shard-0|safetensors): truncated .*(where|ends in tensor) ",
@@ -244,7 +257,9 @@ def test_a_fault_in_a_layer_whose_turn_it_is_not_is_found_by_checking_all(
     monkeypatch: Patch, conversion: Conversion
 ) -> None:
     a_flipped_bit(0, conversion, monkeypatch)
-    with pytest.raises(ConversionError, match=rf"layers\.0\.mlp\.experts\.down_proj\w*, expert {EXPERT} holds"):
+    with pytest.raises(
+        ConversionError, match=rf"layers\.0\.mlp\.experts\.down_proj\w*, expert {EXPERT} holds"
+    ):
         conversion.run("all")
     conversion.run("sample")
     assert not conversion.output_is_right()
@@ -273,7 +288,9 @@ def test_a_report_that_claims_another_loss_is_refused(tmp_path: Path, monkeypatc
         return packed, loss
 
     monkeypatch.setattr(torch_dist, "quantize", claiming)
-    with pytest.raises(ConversionError, match=r"the loss of model\.layers\.1\.mlp.* was reported as"):
+    with pytest.raises(
+        ConversionError, match=r"the loss of model\.layers\.1\.mlp.* was reported as"
+    ):
         export_checkpoint(tmp_path / "megatron", tmp_path / "output", "mxfp4")
     assert not (tmp_path / "output").exists()
 
@@ -300,7 +317,10 @@ def test_weights_of_a_trainer_are_compared_with_what_its_export_holds(
     source = HfDirectory(floats)
     weights = {name: source.get(name) for name in source.names()}
     write = partial(
-        write_hf_directory, tmp_path / "output", MODEL, check=lambda made: check_weights(weights, made, "sample")
+        write_hf_directory,
+        tmp_path / "output",
+        MODEL,
+        check=lambda made: check_weights(weights, made, "sample"),
     )
     changed = {name: tensor.clone() for name, tensor in weights.items()}
     changed[DOWN][EXPERT, 0, 0] += 1
@@ -340,7 +360,9 @@ def test_bits_are_compared_and_not_numbers() -> None:
 # -- turns and progress -----------------------------------------------------------------------------------------------
 
 
-def test_every_layer_has_its_turn_run_after_run(tmp_path: Path, monkeypatch: Patch, quantized: Path) -> None:
+def test_every_layer_has_its_turn_run_after_run(
+    tmp_path: Path, monkeypatch: Patch, quantized: Path
+) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(sample, "cache_directory", lambda: tmp_path)
     many = MODEL.model_copy(update={"num_layers": 24})
@@ -356,10 +378,14 @@ def test_every_layer_has_its_turn_run_after_run(tmp_path: Path, monkeypatch: Pat
     result = import_checkpoint(quantized, tmp_path / "once_more")
     assert f"experts of layer {result.layer} (next time: layer {1 - result.layer})" in str(result)
     everything = import_checkpoint(quantized, tmp_path / "everything", check="all")
-    assert everything.layer is None and everything.compared == everything.parameters > result.compared
+    assert (
+        everything.layer is None and everything.compared == everything.parameters > result.compared
+    )
 
 
-def test_a_layer_that_was_found_wrong_is_looked_at_again(tmp_path: Path, monkeypatch: Patch, quantized: Path) -> None:
+def test_a_layer_that_was_found_wrong_is_looked_at_again(
+    tmp_path: Path, monkeypatch: Patch, quantized: Path
+) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(sample, "cache_directory", lambda: tmp_path)
     remember_layer("import", MODEL, LAYER - 1)
@@ -371,7 +397,9 @@ def test_a_layer_that_was_found_wrong_is_looked_at_again(tmp_path: Path, monkeyp
                 conversion.run()
 
 
-def test_without_a_cache_to_remember_in_all_layers_can_have_their_turn(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_without_a_cache_to_remember_in_all_layers_can_have_their_turn(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(sample, "cache_directory", lambda: tmp_path / "file" / "below")
     (tmp_path / "file").touch()
@@ -382,7 +410,11 @@ def test_without_a_cache_to_remember_in_all_layers_can_have_their_turn(tmp_path:
 
 def test_the_check_reports_its_progress(tmp_path: Path, quantized: Path) -> None:
     calls: list[tuple[int, int]] = []
-    import_checkpoint(quantized, tmp_path / "output", check_progress=lambda done, total: calls.append((done, total)))
+    import_checkpoint(
+        quantized,
+        tmp_path / "output",
+        check_progress=lambda done, total: calls.append((done, total)),
+    )
     assert calls == sorted(calls) and calls[-1][0] == calls[-1][1]
 
 
@@ -425,4 +457,6 @@ def test_a_directory_is_on_the_disk_before_it_has_its_name(
 
 
 def test_shapes_of_the_tests_are_those_of_the_model() -> None:
-    assert {DOWN, NORM} < set(hf_shapes(MODEL)) and hf_directory.written_shapes(MODEL, quantized=True)
+    assert {DOWN, NORM} < set(hf_shapes(MODEL)) and hf_directory.written_shapes(
+        MODEL, quantized=True
+    )

@@ -67,14 +67,18 @@ def test_round_trip_is_bit_exact(tmp_path: Path, weights: Weights, precision: An
     assert back.config == TINY
 
 
-def test_import_converts_to_the_precision_asked_for(tmp_path: Path, hf_dir: Path, weights: Weights) -> None:
+def test_import_converts_to_the_precision_asked_for(
+    tmp_path: Path, hf_dir: Path, weights: Weights
+) -> None:
     import_checkpoint(hf_dir, tmp_path / "megatron", "bf16")
     report = verify(save_hf(tmp_path / "bf16", weights, torch.bfloat16), tmp_path / "megatron")
     assert report.equal and report.tensors == len(weights)
     assert not verify(hf_dir, tmp_path / "megatron").equal  # fp32 values do not survive
 
 
-def test_export_converts_to_the_precision_asked_for(tmp_path: Path, megatron_dir: Path, weights: Weights) -> None:
+def test_export_converts_to_the_precision_asked_for(
+    tmp_path: Path, megatron_dir: Path, weights: Weights
+) -> None:
     export_checkpoint(megatron_dir, tmp_path / "back", "bf16")
     back = HfDirectory(tmp_path / "back")
     assert all(torch.equal(back.get(name), tensor.bfloat16()) for name, tensor in weights.items())
@@ -82,7 +86,9 @@ def test_export_converts_to_the_precision_asked_for(tmp_path: Path, megatron_dir
 
 def test_import_reports_its_progress(tmp_path: Path, hf_dir: Path) -> None:
     calls: list[tuple[int, int]] = []
-    import_checkpoint(hf_dir, tmp_path / "megatron", progress=lambda done, total: calls.append((done, total)))
+    import_checkpoint(
+        hf_dir, tmp_path / "megatron", progress=lambda done, total: calls.append((done, total))
+    )
     assert len(calls) == len(names.parameter_mappings(TINY))
     assert calls == sorted(calls)
     assert calls[-1] == (4 * sum(tensor.numel() for tensor in tiny_weights().values()),) * 2
@@ -96,7 +102,9 @@ def test_megatron_loads_an_import_strictly_with_the_logits_of_transformers(
 ) -> None:
     model = build_model(TINY, ParallelConfig()).eval()
     state, missing, unexpected = dist_checkpointing.load(
-        {"model": model.sharded_state_dict(metadata=sharding_metadata())}, str(megatron_dir), strict="return_all"
+        {"model": model.sharded_state_dict(metadata=sharding_metadata())},
+        str(megatron_dir),
+        strict="return_all",
     )
     model.load_state_dict(state["model"], strict=True)
     # a model key that the checkpoint lacks is "unexpected" to Megatron, "missing" are checkpoint keys nobody asked for
@@ -106,12 +114,17 @@ def test_megatron_loads_an_import_strictly_with_the_logits_of_transformers(
     batch = build_batch(samples, 1)
     with torch.no_grad():
         logits = model(
-            batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=batch.packed_seq_params()
+            batch.input_ids[None],
+            batch.position_ids[None],
+            None,
+            packed_seq_params=batch.packed_seq_params(),
         )
         assert (logits[0, :57] - hf_logits(reference, samples)).abs().max() <= 2e-5
 
 
-def test_export_reads_what_the_trainer_saved(one_rank: None, tmp_path: Path, megatron_dir: Path, hf_dir: Path) -> None:
+def test_export_reads_what_the_trainer_saved(
+    one_rank: None, tmp_path: Path, megatron_dir: Path, hf_dir: Path
+) -> None:
     model = build_model(TINY, ParallelConfig())
     load_model_weights(megatron_dir, model)
     saved = save_checkpoint(tmp_path / "run", PolicyTrainer(model, OptimizerConfig()), 3, {})
@@ -136,7 +149,9 @@ def load_and_save(rank: int, megatron_dir: Path, out: Path, ports: list[int]) ->
 def test_an_import_loads_at_any_layout_and_a_save_of_any_layout_exports(
     tmp_path: Path, megatron_dir: Path, hf_dir: Path
 ) -> None:
-    run_distributed(load_and_save, 2, megatron_dir, tmp_path / "saved", [free_port() for _ in LAYOUTS])
+    run_distributed(
+        load_and_save, 2, megatron_dir, tmp_path / "saved", [free_port() for _ in LAYOUTS]
+    )
     for name in LAYOUTS:
         assert verify(hf_dir, tmp_path / "saved" / name / "step_000001").equal, name
 
@@ -144,7 +159,9 @@ def test_an_import_loads_at_any_layout_and_a_save_of_any_layout_exports(
 # -- verify sees mistakes ---------------------------------------------------------------------------------------------
 
 
-def test_verify_names_a_changed_tensor_and_how_far_it_is(tmp_path: Path, weights: Weights, megatron_dir: Path) -> None:
+def test_verify_names_a_changed_tensor_and_how_far_it_is(
+    tmp_path: Path, weights: Weights, megatron_dir: Path
+) -> None:
     changed = weights[DOWN_PROJ].clone()
     changed[3, 2, 7] += 0.5
     report = verify(save_hf(tmp_path / "other", weights | {DOWN_PROJ: changed}), megatron_dir)
@@ -184,7 +201,12 @@ def mistaken_table(kind: str, to_megatron: Any) -> Any:
     ],
 )
 def test_verify_sees_a_missed_transform(
-    tmp_path: Path, hf_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str, mistake: Any, tensor: str
+    tmp_path: Path,
+    hf_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    mistake: Any,
+    tensor: str,
 ) -> None:
     monkeypatch.setattr(torch_dist, "parameter_mappings", mistaken_table(kind, mistake))
     import_checkpoint(hf_dir, tmp_path / "megatron")
@@ -196,15 +218,21 @@ def test_verify_sees_a_missed_transform(
 def test_a_missed_transpose_changes_the_shape_where_hidden_and_intermediate_differ(
     tmp_path: Path, hf_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_dist, "parameter_mappings", mistaken_table("linear_fc2.weight", lambda down: down))
+    monkeypatch.setattr(
+        torch_dist, "parameter_mappings", mistaken_table("linear_fc2.weight", lambda down: down)
+    )
     import_checkpoint(hf_dir, tmp_path / "megatron")
     with pytest.raises(ConversionError, match=r"linear_fc2\.weight has shape"):
         verify(hf_dir, tmp_path / "megatron")
 
 
-def test_verify_refuses_models_of_different_architecture(tmp_path: Path, megatron_dir: Path, weights: Weights) -> None:
+def test_verify_refuses_models_of_different_architecture(
+    tmp_path: Path, megatron_dir: Path, weights: Weights
+) -> None:
     other = save_hf(tmp_path / "other", weights)
-    config = (other / "config.json").read_text().replace('"swiglu_limit": 7.0', '"swiglu_limit": 6.0')
+    config = (
+        (other / "config.json").read_text().replace('"swiglu_limit": 7.0', '"swiglu_limit": 6.0')
+    )
     (other / "config.json").write_text(config)
     with pytest.raises(ConversionError, match=r"swiglu_limit is 6\.0 in .*other but 7\.0"):
         verify(other, megatron_dir)
@@ -214,7 +242,10 @@ def test_verify_refuses_models_of_different_architecture(tmp_path: Path, megatro
 
 
 def test_a_full_disk_leaves_no_checkpoint(tmp_path: Path, hf_dir: Path) -> None:
-    with files_limited_to(50_000), pytest.raises(ConversionError, match=r"distcp: cannot be written .*MiB are free"):
+    with (
+        files_limited_to(50_000),
+        pytest.raises(ConversionError, match=r"distcp: cannot be written .*MiB are free"),
+    ):
         import_checkpoint(hf_dir, tmp_path / "megatron")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -234,7 +265,9 @@ def test_import_does_not_replace_a_checkpoint(hf_dir: Path, megatron_dir: Path) 
         import_checkpoint(hf_dir, megatron_dir)
 
 
-def test_mixed_dtypes_under_one_key_are_refused_with_the_remedy(tmp_path: Path, weights: Weights) -> None:
+def test_mixed_dtypes_under_one_key_are_refused_with_the_remedy(
+    tmp_path: Path, weights: Weights
+) -> None:
     name = "model.layers.1.input_layernorm.weight"
     hf_dir = save_hf(tmp_path / "hf", weights)
     from safetensors.torch import save_file
@@ -245,8 +278,12 @@ def test_mixed_dtypes_under_one_key_are_refused_with_the_remedy(tmp_path: Path, 
     import_checkpoint(hf_dir, tmp_path / "megatron", "fp32")
 
 
-@pytest.mark.parametrize("name", [".metadata", "metadata.json", "gptoss_config.json", "__0_0.distcp"])
-def test_a_missing_file_of_the_checkpoint_is_named(tmp_path: Path, megatron_dir: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [".metadata", "metadata.json", "gptoss_config.json", "__0_0.distcp"]
+)
+def test_a_missing_file_of_the_checkpoint_is_named(
+    tmp_path: Path, megatron_dir: Path, name: str
+) -> None:
     (megatron_dir / name).unlink()
     with pytest.raises(ConversionError, match=name.replace(".", r"\.")):
         export_checkpoint(megatron_dir, tmp_path / "back")
@@ -254,7 +291,9 @@ def test_a_missing_file_of_the_checkpoint_is_named(tmp_path: Path, megatron_dir:
 
 
 @pytest.mark.parametrize("name", [".metadata", "gptoss_config.json", "__0_0.distcp"])
-def test_a_truncated_file_of_the_checkpoint_is_named(tmp_path: Path, megatron_dir: Path, name: str) -> None:
+def test_a_truncated_file_of_the_checkpoint_is_named(
+    tmp_path: Path, megatron_dir: Path, name: str
+) -> None:
     os.truncate(megatron_dir / name, (megatron_dir / name).stat().st_size // 2)
     with pytest.raises(ConversionError, match=name.replace(".", r"\.")):
         export_checkpoint(megatron_dir, tmp_path / "back")
@@ -262,7 +301,13 @@ def test_a_truncated_file_of_the_checkpoint_is_named(tmp_path: Path, megatron_di
 
 
 def test_a_checkpoint_of_another_size_is_named(tmp_path: Path, megatron_dir: Path) -> None:
-    config = (megatron_dir / "gptoss_config.json").read_text().replace('"num_experts": 4', '"num_experts": 5')
+    config = (
+        (megatron_dir / "gptoss_config.json")
+        .read_text()
+        .replace('"num_experts": 4', '"num_experts": 5')
+    )
     (megatron_dir / "gptoss_config.json").write_text(config)
-    with pytest.raises(ConversionError, match=r"does gptoss_config\.json belong to this checkpoint"):
+    with pytest.raises(
+        ConversionError, match=r"does gptoss_config\.json belong to this checkpoint"
+    ):
         export_checkpoint(megatron_dir, tmp_path / "back")

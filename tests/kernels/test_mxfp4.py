@@ -29,7 +29,9 @@ def independent_quantize(x):
     nearest = distance == distance.amin(-1, keepdim=True)
     even_first = torch.where(nearest, torch.arange(8) % 2 + torch.arange(8) * 1e-3, 9.0)
     code = even_first.argmin(-1) | (torch.signbit(x).long() << 3)
-    return (code[..., 0::2] | code[..., 1::2] << 4).to(torch.uint8), (exponent + 127).to(torch.uint8)
+    return (code[..., 0::2] | code[..., 1::2] << 4).to(torch.uint8), (exponent + 127).to(
+        torch.uint8
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -50,9 +52,13 @@ def test_every_byte_at_every_scale_equals_hugging_face_bit_for_bit(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_quantize_equals_an_exhaustive_search(device):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 320, generator=generator) * torch.exp2(torch.randint(-20, 20, (64, 1), generator=generator))
+    x = torch.randn(64, 320, generator=generator) * torch.exp2(
+        torch.randint(-20, 20, (64, 1), generator=generator)
+    )
     x[3], x[4, :32], x[5] = 0, -0.0, x[5] * 2.0**-120
-    x[6, :7] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # ties, once the block's largest is 6
+    x[6, :7] = torch.tensor(
+        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    )  # ties, once the block's largest is 6
     x[6, 7:32] = 6.0
     x = x.bfloat16()
     blocks, scales = quantize(x.to(device))
@@ -132,5 +138,7 @@ def test_wrong_arguments_are_named():
 @pytest.mark.parametrize("processes", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_threads_that_use_the_codec_first_at_the_same_time_get_the_right_values(processes):
     script = Path(__file__).with_name("mxfp4_first_use.py")
-    result = subprocess.run([sys.executable, str(script), str(processes)], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, str(script), str(processes)], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -8,14 +8,20 @@ import pytest
 import torch
 
 from gptoss_kernels.sink_attention.dispatch import ShapeClass, unsupported_reason
-from gptoss_kernels.sink_attention.functional import AttentionSettings, attention_backward, attention_forward
+from gptoss_kernels.sink_attention.functional import (
+    AttentionSettings,
+    attention_backward,
+    attention_forward,
+)
 from gptoss_kernels.sink_attention.layout import Segments
 
 QUERIES, KEYS = [5, 40, 1, 7, 3], [9, 40, 33, 7, 100]
 FULL = AttentionSettings(window=None, scale=0.3)
 
 
-def dense(leaves: list[torch.Tensor], queries: list[int], keys: list[int], scale: float) -> torch.Tensor:
+def dense(
+    leaves: list[torch.Tensor], queries: list[int], keys: list[int], scale: float
+) -> torch.Tensor:
     """Segment by segment, with the whole matrix of scores and autograd."""
     q, k, v, sinks = leaves
     group = q.shape[1] // k.shape[1]
@@ -23,19 +29,35 @@ def dense(leaves: list[torch.Tensor], queries: list[int], keys: list[int], scale
     for x, key, value in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", x, key) * scale
-        hidden = torch.ones(len(x), len(key), dtype=torch.bool, device=x.device).triu(len(key) - len(x) + 1)
+        hidden = torch.ones(len(x), len(key), dtype=torch.bool, device=x.device).triu(
+            len(key) - len(x) + 1
+        )
         scores = scores.masked_fill(hidden, -torch.inf)
-        with_sink = torch.cat((scores, sinks[:, None, None].expand(-1, len(x), 1)), dim=-1).softmax(-1)
+        with_sink = torch.cat((scores, sinks[:, None, None].expand(-1, len(x), 1)), dim=-1).softmax(
+            -1
+        )
         out.append(torch.einsum("hqk,khd->qhd", with_sink[..., :-1], value))
     return torch.cat(out)
 
 
 def inputs(
-    heads: int, kv_heads: int, head_size: int, queries: list[int], keys: list[int], device: str = "cpu"
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    queries: list[int],
+    keys: list[int],
+    device: str = "cpu",
 ) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    shapes = (sum(queries), heads), (sum(keys), kv_heads), (sum(keys), kv_heads), (sum(queries), heads)
-    q, k, v, grad_o = (torch.randn(*shape, head_size, dtype=torch.float64, device=device) for shape in shapes)
+    shapes = (
+        (sum(queries), heads),
+        (sum(keys), kv_heads),
+        (sum(keys), kv_heads),
+        (sum(queries), heads),
+    )
+    q, k, v, grad_o = (
+        torch.randn(*shape, head_size, dtype=torch.float64, device=device) for shape in shapes
+    )
     return [q, k, v, torch.randn(heads, dtype=torch.float64, device=device), grad_o]
 
 
@@ -60,10 +82,14 @@ def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_grad
     # the last `near` tokens among themselves: exact shares of dQ, and all of their own dK and dV
     last = slice(length - near, None)
     part = Segments.from_lengths([near], [near], q.device)
-    shares = attention_backward((q[last], k[last], v[last], sinks, o[last], lse[last]), grad_o[last], part, FULL)
+    shares = attention_backward(
+        (q[last], k[last], v[last], sinks, o[last], lse[last]), grad_o[last], part, FULL
+    )
     torch.testing.assert_close(shares[1], dk[last])
     torch.testing.assert_close(shares[2], dv[last])
-    assert not torch.allclose(shares[0], dq[last])  # the earlier keys' share is missing, as it should
+    assert not torch.allclose(
+        shares[0], dq[last]
+    )  # the earlier keys' share is missing, as it should
     # the sink's gradient comes from the rows, whichever keys they were given
     first = slice(0, length - near)
     rest = Segments.from_lengths([length - near], [length - near], q.device)
@@ -76,7 +102,9 @@ def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_grad
 @pytest.mark.parametrize("backend", ["flash4", "window"])
 def test_gpu_backends_are_within_bf16_of_the_reference(backend: str) -> None:
     window = 128 if backend == "window" else None
-    reason = unsupported_reason(backend, ShapeClass(torch.device("cuda", 0), torch.bfloat16, 64, 8, 64, window))
+    reason = unsupported_reason(
+        backend, ShapeClass(torch.device("cuda", 0), torch.bfloat16, 64, 8, 64, window)
+    )
     if reason:
         pytest.skip(reason)
     keys = [1000, 129, 2048, 77]
@@ -90,13 +118,17 @@ def test_gpu_backends_are_within_bf16_of_the_reference(backend: str) -> None:
     exact = [x.double() for x in (q, k, v, sinks)]
     o, lse = attention_forward(*exact, segments, reference)
     want = o, lse, *attention_backward((*exact, o, lse), grad_o.double(), segments, reference)
-    for name, bound, x, y in zip(("o", "lse", "q", "k", "v", "s"), [3e-3] * 5 + [1e-2], got, want, strict=True):
+    for name, bound, x, y in zip(
+        ("o", "lse", "q", "k", "v", "s"), [3e-3] * 5 + [1e-2], got, want, strict=True
+    ):
         assert (x.double() - y).norm() / y.norm() < bound, name
 
 
 @pytest.mark.gpu
 def test_a_slice_of_the_heads_needs_no_copy_first() -> None:
-    reason = unsupported_reason("flash4", ShapeClass(torch.device("cuda", 0), torch.bfloat16, 64, 8, 64, None))
+    reason = unsupported_reason(
+        "flash4", ShapeClass(torch.device("cuda", 0), torch.bfloat16, 64, 8, 64, None)
+    )
     if reason:
         pytest.skip(reason)
     queries, keys = [300, 64], [1000, 64]
@@ -110,5 +142,7 @@ def test_a_slice_of_the_heads_needs_no_copy_first() -> None:
     assert torch.equal(part_o, o[:, heads])
     whole = attention_backward((q, k, v, sinks, o, lse), grad_o, segments, settings)
     grads = attention_backward((*part, part_o, part_lse), grad_o[:, heads], segments, settings)
-    for x, y in zip(grads, (whole[0][:, heads], whole[1][:, kv_heads], whole[2][:, kv_heads]), strict=False):
+    for x, y in zip(
+        grads, (whole[0][:, heads], whole[1][:, kv_heads], whole[2][:, kv_heads]), strict=False
+    ):
         assert (x.double() - y.double()).norm() / y.double().norm() < 3e-3

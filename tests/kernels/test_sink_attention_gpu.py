@@ -26,10 +26,21 @@ def random_inputs(lengths, heads=64, kv_heads=8, seed=0):
     def normal(*shape):
         return torch.randn(*shape, device="cuda", generator=generator)
 
-    q, k, v = normal(tokens, heads, head_size), normal(tokens, kv_heads, head_size), normal(tokens, kv_heads, head_size)
+    q, k, v = (
+        normal(tokens, heads, head_size),
+        normal(tokens, kv_heads, head_size),
+        normal(tokens, kv_heads, head_size),
+    )
     sinks = normal(heads) * 1.5 + 1
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-    return q.bfloat16(), k.bfloat16(), v.bfloat16(), sinks, normal(tokens, heads, head_size).bfloat16(), cu_seqlens
+    return (
+        q.bfloat16(),
+        k.bfloat16(),
+        v.bfloat16(),
+        sinks,
+        normal(tokens, heads, head_size).bfloat16(),
+        cu_seqlens,
+    )
 
 
 def run(backend, q, k, v, sinks, grad_o, cu_seqlens, window):
@@ -41,7 +52,9 @@ def run(backend, q, k, v, sinks, grad_o, cu_seqlens, window):
         out, lse = SinkAttention.apply(*leaves, passes)
     else:
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
-        out, lse = sink_attention(*leaves, **packing, window=window, backend=backend, return_lse=True)
+        out, lse = sink_attention(
+            *leaves, **packing, window=window, backend=backend, return_lse=True
+        )
     return out.detach(), lse, *torch.autograd.grad(out, leaves, grad_o)
 
 
@@ -81,7 +94,8 @@ def test_our_kernels_are_within_bf16_of_fp64(window):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "window"), [(32, 8, 128), (16, 1, 128), (12, 1, 128), (6, 3, 100), (8, 8, 64)]
+    ("heads", "kv_heads", "window"),
+    [(32, 8, 128), (16, 1, 128), (12, 1, 128), (6, 3, 100), (8, 8, 64)],
 )
 def test_our_kernels_take_any_grouping_of_heads(heads, kv_heads, window):
     inputs = random_inputs(UNEVEN, heads, kv_heads)
@@ -98,7 +112,9 @@ def test_rows_may_have_the_o_and_lse_of_more_keys_than_are_given():
     part = [x[cut:].contiguous() for x in (q, k, v, o, lse, grad_o)]
     grads = window_backward((*part[:3], sinks, *part[3:5]), part[5], layout, window, 0.125)
     exact = [x.double() for x in part]
-    expected = reference_backward((*exact[:3], sinks.double(), *exact[3:5]), exact[5], layout, window, 0.125)
+    expected = reference_backward(
+        (*exact[:3], sinks.double(), *exact[3:5]), exact[5], layout, window, 0.125
+    )
     for bound, x, y in zip((3e-3, 3e-3, 3e-3, 4e-3), grads, expected, strict=True):
         assert error(x, y) <= bound
 
@@ -160,7 +176,9 @@ def test_our_kernels_give_the_same_bits_every_time(backend, window):
     inputs = random_inputs(UNEVEN)
     first = run(backend, *inputs, window)
     for _ in range(5):
-        assert all(torch.equal(x, y) for x, y in zip(first, run(backend, *inputs, window), strict=True))
+        assert all(
+            torch.equal(x, y) for x, y in zip(first, run(backend, *inputs, window), strict=True)
+        )
 
 
 @OURS
@@ -200,7 +218,9 @@ def test_inputs_may_start_at_any_element_of_their_memory(backend, window):
         return memory[1:].view(x.shape).copy_(x)
 
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs([200, 56])
-    odd = run(backend, moved(q), moved(k), moved(v), moved(sinks), moved(grad_o), cu_seqlens, window)
+    odd = run(
+        backend, moved(q), moved(k), moved(v), moved(sinks), moved(grad_o), cu_seqlens, window
+    )
     for x, y in zip(odd, run(backend, q, k, v, sinks, grad_o, cu_seqlens, window), strict=True):
         assert torch.equal(x, y)
 

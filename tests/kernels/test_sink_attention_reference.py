@@ -22,7 +22,9 @@ def written_out(q, k, v, sinks, lengths, window, scale=None):
         if window is not None:
             hidden |= column <= row - window
         scores = scores.masked_fill(hidden, -torch.inf)
-        scores = torch.cat((scores, sinks[:, None, None].to(scores.dtype).expand(-1, length, 1)), -1)
+        scores = torch.cat(
+            (scores, sinks[:, None, None].to(scores.dtype).expand(-1, length, 1)), -1
+        )
         outputs.append((scores.softmax(-1)[..., :-1] @ value).transpose(0, 1))
         lses.append(scores.logsumexp(-1).t())
     return torch.cat(outputs), torch.cat(lses)
@@ -33,11 +35,19 @@ def random_inputs(lengths, heads=4, kv_heads=2, head_size=8, dtype=torch.float64
     tokens = sum(lengths)
 
     def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        return (
+            torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        )
 
-    leaves = normal(tokens, heads, head_size), normal(tokens, kv_heads, head_size), normal(tokens, kv_heads, head_size)
+    leaves = (
+        normal(tokens, heads, head_size),
+        normal(tokens, kv_heads, head_size),
+        normal(tokens, kv_heads, head_size),
+    )
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    grad_o = torch.randn(tokens, heads, head_size, generator=generator, dtype=torch.float64).to(dtype)
+    grad_o = torch.randn(tokens, heads, head_size, generator=generator, dtype=torch.float64).to(
+        dtype
+    )
     return (*leaves, normal(heads)), grad_o, {"cu_seqlens": cu_seqlens, "max_seqlen": max(lengths)}
 
 
@@ -118,7 +128,9 @@ def test_a_sequence_does_not_see_its_neighbours(window):
     leaves, _, packing = random_inputs([50, 60])
     out = sink_attention(*leaves, **packing, window=window)
     alone = [x[50:] if x.dim() == 3 else x for x in leaves]
-    expected = sink_attention(*alone, cu_seqlens=torch.tensor([0, 60]), max_seqlen=60, window=window)
+    expected = sink_attention(
+        *alone, cu_seqlens=torch.tensor([0, 60]), max_seqlen=60, window=window
+    )
     torch.testing.assert_close(out[50:], expected, rtol=0, atol=1e-13)
 
 
@@ -141,7 +153,11 @@ def test_an_empty_pack_gives_empty_outputs():
 def test_a_sequence_of_8192_tokens_fits_in_a_laptop():
     import resource
 
-    leaves, grad_o, packing = random_inputs([8192], heads=8, kv_heads=1, head_size=64, dtype=torch.float32)
+    leaves, grad_o, packing = random_inputs(
+        [8192], heads=8, kv_heads=1, head_size=64, dtype=torch.float32
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     torch.autograd.grad(sink_attention(*leaves, **packing), leaves, grad_o)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 * 1024  # KiB; the scores alone are 2 GiB
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 * 1024
+    )  # KiB; the scores alone are 2 GiB

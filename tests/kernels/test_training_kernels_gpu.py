@@ -34,7 +34,9 @@ def test_the_expert_activation_and_its_gradients(rows: int, width: int) -> None:
     torch.manual_seed(0)
     x = (5 * torch.randn(rows, 2 * width, device="cuda")).bfloat16()  # many values beyond the clamp
     probs = torch.rand(rows, device="cuda")
-    compare(lambda x, p: clamped_swiglu(x, p, 7.0), lambda x, p: clamped_swiglu(x, p, 7.0), [x, probs])
+    compare(
+        lambda x, p: clamped_swiglu(x, p, 7.0), lambda x, p: clamped_swiglu(x, p, 7.0), [x, probs]
+    )
 
 
 def test_an_expert_without_tokens_is_no_error() -> None:

@@ -14,7 +14,9 @@ from gptoss_kernels.sink_attention import window
 from gptoss_kernels.sink_attention.layout import PackedLayout
 from gptoss_kernels.sink_attention.window import SOURCES, KernelShape, _items, macros
 
-pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA has no NVRTC")
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is None, reason="torch without CUDA has no NVRTC"
+)
 
 
 KERNELS = ["window_forward", "window_backward_q", "backward_kv"]
@@ -24,11 +26,17 @@ FULL_KERNELS = ["full_forward", "full_backward_q", "backward_kv"]
 @pytest.mark.parametrize(
     ("name", "heads_per_kv", "window"),
     [
-        *((name, heads, window) for name in KERNELS for heads, window in ((1, 64), (4, 128), (8, 128))),
+        *(
+            (name, heads, window)
+            for name in KERNELS
+            for heads, window in ((1, 64), (4, 128), (8, 128))
+        ),
         *((name, heads, None) for name in FULL_KERNELS for heads in (1, 2, 3, 4, 8, 12)),
     ],
 )
-def test_a_kernel_compiles_for_every_group_of_heads_and_is_cached(name, heads_per_kv, window, monkeypatch, tmp_path):
+def test_a_kernel_compiles_for_every_group_of_heads_and_is_cached(
+    name, heads_per_kv, window, monkeypatch, tmp_path
+):
     monkeypatch.setenv("GPTOSS_KERNELS_CACHE", str(tmp_path))
     source = SOURCES / f"{name}.cu"
     defines = macros(name, KernelShape(heads_per_kv, window))
@@ -59,7 +67,13 @@ def test_items_of_the_longest_sequence_come_first_and_stay_together():
     layout = PackedLayout(torch.tensor([0, 10, 40, 70]), 30)
     items, count = _items(layout, 16, torch.device("cpu"), "sequence")
     assert count == 5
-    assert items.tolist() == [[40, 70, 56, 0], [40, 70, 40, 0], [10, 40, 26, 0], [10, 40, 10, 0], [0, 10, 0, 0]]
+    assert items.tolist() == [
+        [40, 70, 56, 0],
+        [40, 70, 40, 0],
+        [10, 40, 26, 0],
+        [10, 40, 10, 0],
+        [0, 10, 0, 0],
+    ]
 
 
 @pytest.fixture
@@ -107,7 +121,9 @@ def test_a_tensor_map_is_encoded_once_and_holds_its_tensor(encoding_calls):
 def test_a_tensor_map_that_the_driver_refuses_is_described(encoding_calls):
     encoding_calls.status = 1
     tensor = torch.empty(1000, 16, 64, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"describe \[1000, 16, 64\] at 0x[0-9a-f]+ for boxes of \[8, 8\]"):
+    with pytest.raises(
+        RuntimeError, match=r"describe \[1000, 16, 64\] at 0x[0-9a-f]+ for boxes of \[8, 8\]"
+    ):
         nvrtc.tensor_map(tensor, (8, 8))
 
 

@@ -44,8 +44,12 @@ class Terminal:
         """Read until the program has said ``pattern``."""
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.said):
-            assert time.monotonic() < deadline, f"{pattern!r} was not said within {seconds} s, but: {self.said[-3000:]}"
-            assert self._read(), f"the program ended before it said {pattern!r}: {self.said[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"{pattern!r} was not said within {seconds} s, but: {self.said[-3000:]}"
+            )
+            assert self._read(), (
+                f"the program ended before it said {pattern!r}: {self.said[-3000:]}"
+            )
 
     def press_ctrl_c(self) -> None:
         """The terminal's driver sends SIGINT to every process in its foreground."""
@@ -63,7 +67,9 @@ class Terminal:
         """Exit status."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
-            assert time.monotonic() < deadline, f"still running after {seconds} s: {self.said[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"still running after {seconds} s: {self.said[-3000:]}"
+            )
             if self._open:
                 self._read()
             else:
@@ -98,7 +104,9 @@ class Terminal:
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
                 if entry.name.isdigit() and self._mark.encode() in (entry / "environ").read_bytes():
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found[int(entry.name)] = (
+                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    )
         return {pid: line for pid, line in found.items() if line}
 
     def __enter__(self) -> Terminal:

@@ -78,7 +78,10 @@ def test_a_wrong_value_is_named_in_under_two_seconds(
     assert list(tmp_path.iterdir()) == []
     # processor time, for other tests run beside this one; 2 where they do not, and the next test
     # holds the reason
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 4
+    assert (
+        after.children_user + after.children_system - before.children_user - before.children_system
+        < 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,9 @@ def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
 
 def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
-    good = '{"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}'
+    good = (
+        '{"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}'
+    )
     tasks.write_text(good + '\n{"task_id": \n')
     (tmp_path / "x").mkdir()
     (tmp_path / "x/metrics.jsonl").write_text('{"step": 0}\n')
@@ -141,7 +146,9 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "tasks.jsonl, line 2" in result.stderr
     assert "loading the policy" not in result.stdout + result.stderr
-    assert (tmp_path / "x/metrics.jsonl").exists(), "nothing is overwritten by a run that does not begin"
+    assert (tmp_path / "x/metrics.jsonl").exists(), (
+        "nothing is overwritten by a run that does not begin"
+    )
 
 
 def test_an_error_of_an_actor_is_one_line_and_leaves_the_earlier_run_as_it_is(

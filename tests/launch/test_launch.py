@@ -79,7 +79,11 @@ def no_launch_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     ends."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     yield
-    processes = [psutil.Process(int(run.job)) for run in jobs.known_launches() if psutil.pid_exists(int(run.job))]
+    processes = [
+        psutil.Process(int(run.job))
+        for run in jobs.known_launches()
+        if psutil.pid_exists(int(run.job))
+    ]
     for launched in processes:
         for process in [*launched.children(recursive=True), launched]:
             with suppress(psutil.NoSuchProcess):

@@ -157,7 +157,9 @@ def test_any_context_size_has_a_plan(context: str) -> None:
     assert len(taken(lines)) == (0 if context == "1" else 2)
 
 
-def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_as_micro_batches_and_a_shorter_bubble() -> None:
+def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_as_micro_batches_and_a_shorter_bubble() -> (
+    None
+):
     def step(chunks: int) -> tuple[int, float]:
         overrides = [
             "model=gpt-oss-20b",

@@ -82,9 +82,16 @@ def test_the_page_shows_the_run_and_loads_nothing(tmp_path: Path) -> None:
     report = build_report(run.path)
     page, text = parse(report), report.read_text()
     assert page.spans[-4:] == [("g", "question"), ("s", "print"), ("g", "4\n"), ("s", "done")]
-    assert "0.9375" in text and "held out accuracy rl" in text and "lr: 0.001" in text and "finished" in text
+    assert (
+        "0.9375" in text
+        and "held out accuracy rl" in text
+        and "lr: 0.001" in text
+        and "finished" in text
+    )
     sources = [value or "" for name, value in page.attributes if name in ("src", "href")]
-    assert len(sources) == 2 and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert len(sources) == 2 and all(
+        source.startswith("data:image/png;base64,") for source in sources
+    )
     assert run.curve.read_bytes().startswith(b"\x89PNG")
 
 
@@ -93,7 +100,9 @@ def test_nothing_a_model_wrote_becomes_markup(tmp_path: Path) -> None:
     write_steps(run, steps=1)
     run.append_episodes([episode(0, [ATTACK] * 4)])
     page = parse(build_report(run.path))
-    assert page.tags.isdisjoint({"script", "i"}) and not any(name.startswith("on") for name, _ in page.attributes)
+    assert page.tags.isdisjoint({"script", "i"}) and not any(
+        name.startswith("on") for name, _ in page.attributes
+    )
     # The text itself is still there to read, its NUL made visible.
     assert page.spans[-1] == ("s", ATTACK[:-2] + "?" + "\N{SYMBOL FOR NULL}")
 

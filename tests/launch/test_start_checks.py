@@ -93,7 +93,9 @@ def data(path: Path | str) -> list[str]:
     ]
 
 
-GOOD_ROW = '{"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}\n'
+GOOD_ROW = (
+    '{"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}\n'
+)
 SGLANG = ["rl", RL, RANDOM, "rollout.engine.type=sglang"]
 PATH = os.environ["PATH"]
 
@@ -220,7 +222,9 @@ def test_a_resume_names_the_run_that_a_mistyped_name_may_mean(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["tiny_retool"]
 
 
-def test_rows_that_name_no_environment_are_of_the_one_that_their_source_names(tmp_path: Path) -> None:
+def test_rows_that_name_no_environment_are_of_the_one_that_their_source_names(
+    tmp_path: Path,
+) -> None:
     row = {"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}
     path = write(tmp_path / "tasks.jsonl", json.dumps(row))
     source = f"{{environment: retool, held_out_path: '{path}', weight: 0}}"
@@ -239,7 +243,9 @@ def test_the_predicted_checkpoint_is_that_of_the_model(tmp_path: Path) -> None:
     config = load_config(ROOT / RL, RlConfig, ["training.steps=5", "training.checkpoint_every=3"])
     parameters = sum(math.prod(shape) for shape in hf_shapes(config.model).values())
     assert config.model.num_parameters == parameters
-    assert checkpoint_bytes(config.model, config.dtype) == 12 * parameters  # fp32 weights and two moments
+    assert (
+        checkpoint_bytes(config.model, config.dtype) == 12 * parameters
+    )  # fp32 weights and two moments
     assert checkpoints_at_a_time(config.training) == 2
     # bf16 weights, fp32 master weights, two moments
     assert checkpoint_bytes(config.model, "bfloat16") == 14 * parameters

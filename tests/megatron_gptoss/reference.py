@@ -37,7 +37,11 @@ def hf_model(config: ModelConfig = TINY, std: float = 0.2, seed: int = 0) -> Gpt
     """fp32, eager attention, all parameters random: biases and sinks too, or parity could not
     see them."""
     torch.manual_seed(seed)
-    model = GptOssForCausalLM(GptOssConfig(**config.to_hf_config(), attn_implementation="eager")).float().eval()
+    model = (
+        GptOssForCausalLM(GptOssConfig(**config.to_hf_config(), attn_implementation="eager"))
+        .float()
+        .eval()
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0, std)
@@ -50,7 +54,10 @@ def documents(lengths: list[int], vocab_size: int = 128, seed: int = 1) -> list[
     """Random samples; all tokens but the first are in the loss."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        Sample(torch.randint(0, vocab_size, (n,), generator=generator).tolist(), [0] + [1] * (n - 1)) for n in lengths
+        Sample(
+            torch.randint(0, vocab_size, (n,), generator=generator).tolist(), [0] + [1] * (n - 1)
+        )
+        for n in lengths
     ]
 
 
@@ -82,7 +89,9 @@ def hf_norms_in_full_precision() -> Iterator[None]:
     original = modeling_gpt_oss.GptOssRMSNorm.forward
 
     def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+        return self.weight * (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        )
 
     modeling_gpt_oss.GptOssRMSNorm.forward = forward
     try:
@@ -91,7 +100,9 @@ def hf_norms_in_full_precision() -> Iterator[None]:
         modeling_gpt_oss.GptOssRMSNorm.forward = original
 
 
-def save_checkpoint(root: Path, trainer: PolicyTrainer, step: int, state: dict[str, Any], keep: int = 2) -> Path:
+def save_checkpoint(
+    root: Path, trainer: PolicyTrainer, step: int, state: dict[str, Any], keep: int = 2
+) -> Path:
     """Begin a checkpoint and wait for it."""
     writer = CheckpointWriter(root, keep)
     path = writer.start(trainer, step, state)

@@ -57,11 +57,15 @@ def trainer(
 
 
 def steps(policy: PolicyTrainer, count: int) -> list[float]:
-    return [policy.train_step([BATCH], mean_cross_entropy(31), 1e-2).sums["loss"] for _ in range(count)]
+    return [
+        policy.train_step([BATCH], mean_cross_entropy(31), 1e-2).sums["loss"] for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_trainer_continues_the_same_curve_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_resumed_trainer_continues_the_same_curve_to_the_bit(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     policy = trainer(dtype=dtype)
     steps(policy, 2)
     save_checkpoint(tmp_path, policy, 2, {"step": 2, "position": 128})
@@ -73,7 +77,9 @@ def test_a_resumed_trainer_continues_the_same_curve_to_the_bit(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_trainer_goes_on_with_the_settings_that_it_is_given_now(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_resumed_trainer_goes_on_with_the_settings_that_it_is_given_now(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     policy = trainer(dtype=dtype)
     steps(policy, 2)
     save_checkpoint(tmp_path, policy, 2, {})
@@ -89,10 +95,14 @@ def test_a_resumed_trainer_goes_on_with_the_settings_that_it_is_given_now(dtype:
 
 
 def test_a_master_weight_is_put_together_from_its_halves() -> None:
-    master = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-38, 38, 10_000)
+    master = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(
+        -38, 38, 10_000
+    )
     bits = master.numpy().view(np.uint32)
     lower = bits.astype(np.uint16).view(np.int16)
-    upper = (bits >> 16).astype(np.uint16) + (lower < 0)  # as the optimizer rounds: up where the upper bit is lost
+    upper = (bits >> 16).astype(np.uint16) + (
+        lower < 0
+    )  # as the optimizer rounds: up where the upper bit is lost
     weight = torch.from_numpy(upper.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
     assert torch.equal(lower_half(master), torch.from_numpy(lower))
     assert torch.equal(master_weight(weight, torch.from_numpy(lower)), master)
@@ -153,7 +163,9 @@ def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = trainer()
     steps(policy, 1)
     save_checkpoint(tmp_path, policy, 1, {"step": 1})
@@ -163,7 +175,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint_writer.dist_checkpointing, "save", full)
-    with pytest.raises(CheckpointError, match=r"step_000002 could not be written.*No space left.*MiB are free"):
+    with pytest.raises(
+        CheckpointError, match=r"step_000002 could not be written.*No space left.*MiB are free"
+    ):
         save_checkpoint(tmp_path, policy, 2, {"step": 2})
     assert latest_checkpoint(tmp_path).name == "step_000001"
     assert not list(tmp_path.glob("*.partial"))
@@ -276,7 +290,9 @@ def test_a_step_saved_again_leaves_a_complete_checkpoint_whenever_the_process_en
         survived = calls.number < number
         calls.disarm()
         newest = latest_checkpoint(root)
-        found.append(next(attempt for attempt, files in attempts.items() if content(newest) == files))
+        found.append(
+            next(attempt for attempt, files in attempts.items() if content(newest) == files)
+        )
 
         # the next process saves that step again over whatever it finds
         clean_up_after_crash(root)
@@ -342,7 +358,9 @@ def test_results_of_a_save_that_failed_are_not_taken_for_those_of_the_next(
     assert get_write_results_queue().empty()
 
 
-def test_an_error_of_the_writing_thread_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_writing_thread_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submit = checkpoint_writer.WRITER.submit
 
     def fail() -> None:
@@ -350,12 +368,16 @@ def test_an_error_of_the_writing_thread_is_named(tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_writer.WRITER, "submit", lambda *_: submit(fail))
-        with pytest.raises(CheckpointError, match=r"step_000001 could not be written .*no room for a buffer"):
+        with pytest.raises(
+            CheckpointError, match=r"step_000001 could not be written .*no room for a buffer"
+        ):
             save_checkpoint(tmp_path, trainer(), 1, {})
     assert latest_checkpoint(tmp_path) is None
 
 
-def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: set[tuple[int, int]] = set()
     fsync = os.fsync
     rename = Path.rename
@@ -367,7 +389,9 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkey
     def checking(self: Path, target: Path) -> Path:
         if self.suffix == ".partial":
             for path in (self, *self.rglob("*")):
-                assert (path.stat().st_dev, path.stat().st_ino) in synced, f"{path.name} is not on the disk"
+                assert (path.stat().st_dev, path.stat().st_ino) in synced, (
+                    f"{path.name} is not on the disk"
+                )
         return rename(self, target)
 
     monkeypatch.setattr(os, "fsync", recording)

@@ -40,19 +40,30 @@ def layout_of(lengths: list[int], ranks: int) -> Any:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(2, 9))
-def test_every_token_is_on_one_rank_and_every_rank_has_equally_many(lengths: list[int], ranks: int) -> None:
+def test_every_token_is_on_one_rank_and_every_rank_has_equally_many(
+    lengths: list[int], ranks: int
+) -> None:
     layout = layout_of(lengths, ranks)
     tokens = layout.offsets[-1]
     assert all(len(layout.rank_tokens(rank)) == tokens // ranks for rank in range(ranks))
     assert torch.equal(layout.order.sort().values, torch.arange(tokens))
     assert torch.equal(layout.order[layout.inverse], torch.arange(tokens))
     for rank, spans in enumerate(layout.spans):
-        assert torch.equal(torch.cat([layout.row_indices(span) for span in spans]), layout.rank_tokens(rank))
+        assert torch.equal(
+            torch.cat([layout.row_indices(span) for span in spans]), layout.rank_tokens(rank)
+        )
         for before, after in pairwise(spans):
-            assert before.sequence != after.sequence or before.end < after.start, "in order, and not adjacent"
-        whole = [s.end - s.start == layout.offsets[s.sequence + 1] - layout.offsets[s.sequence] for s in spans]
+            assert before.sequence != after.sequence or before.end < after.start, (
+                "in order, and not adjacent"
+            )
+        whole = [
+            s.end - s.start == layout.offsets[s.sequence + 1] - layout.offsets[s.sequence]
+            for s in spans
+        ]
         assert whole == sorted(whole), "shared sequences come first"
-        assert layout.shared[rank] == sum(s.end - s.start for s, alone in zip(spans, whole, strict=True) if not alone)
+        assert layout.shared[rank] == sum(
+            s.end - s.start for s, alone in zip(spans, whole, strict=True) if not alone
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -63,7 +74,9 @@ def test_ranks_get_equal_attention_work(ranks: int, tokens: int) -> None:
         lengths = []
         left = tokens
         while left:  # agent episodes: most short, some very long
-            lengths.append(min(int(draw.lognormvariate(draw.choice([5.5, 6.5, 7.5]), 1)) + 20, left))
+            lengths.append(
+                min(int(draw.lognormvariate(draw.choice([5.5, 6.5, 7.5]), 1)) + 20, left)
+            )
             left -= lengths[-1]
         layout = layout_of(lengths, ranks)
         for window, bound in ((None, 1.03), (128, 1.08)):
@@ -82,7 +95,9 @@ def test_short_sequences_stay_whole_and_need_no_communication() -> None:
 def test_work_in_a_window_counts_the_keys_that_it_shows() -> None:
     layout = layout_of([50, 3, 47], 2)
     for rank in range(2):
-        pairs = sum(min(p + 1, 8) for span in layout.spans[rank] for p in range(span.start, span.end))
+        pairs = sum(
+            min(p + 1, 8) for span in layout.spans[rank] for p in range(span.start, span.end)
+        )
         assert layout.pairs(rank, 8) == pairs
 
 
@@ -111,7 +126,9 @@ CASES = [
 
 def compare_and_count(rank: int, ranks: int, port: int) -> tuple[dict[str, float], dict[int, int]]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+    )
     result = compare_schemes(rank, ranks), count_bytes(rank, ranks)
     dist.destroy_process_group()
     return result
@@ -142,12 +159,16 @@ def compare_schemes(rank: int, ranks: int) -> dict[str, float]:
         part = layout.rank_tokens(rank)
         for window, scheme in CASES:
             whole = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
-            out = sink_attention(*whole, cu_seqlens=cu_seqlens, max_seqlen=layout.longest, window=window)
+            out = sink_attention(
+                *whole, cu_seqlens=cu_seqlens, max_seqlen=layout.longest, window=window
+            )
             grads = torch.autograd.grad(out, whole, grad_o)
             want = [out[part], *(grad[part] for grad in grads[:3]), grads[3]]
 
             local = [x[part].requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
-            out = context_parallel_attention(*local, layout, dist.group.WORLD, window, HEAD_SIZE**-0.5, scheme=scheme)
+            out = context_parallel_attention(
+                *local, layout, dist.group.WORLD, window, HEAD_SIZE**-0.5, scheme=scheme
+            )
             got = [out, *torch.autograd.grad(out, local, grad_o[part])]
             dist.all_reduce(got[-1])  # each rank has its share of the sinks' gradient
 
@@ -206,14 +227,19 @@ def count_bytes(rank: int, ranks: int) -> dict[int, int]:
         for length in LENGTHS:
             sent.clear()
             q = torch.randn(length // ranks, HEADS, HEAD_SIZE, requires_grad=True)
-            k, v = (torch.randn(length // ranks, KV_HEADS, HEAD_SIZE, requires_grad=True) for _ in range(2))
+            k, v = (
+                torch.randn(length // ranks, KV_HEADS, HEAD_SIZE, requires_grad=True)
+                for _ in range(2)
+            )
             inputs = q, k, v, torch.zeros(HEADS), layout_of([length], ranks), dist.group.WORLD
             context_parallel_attention(*inputs, WINDOW, 0.25).sum().backward()
             result[length] = sum(sent)
     return result
 
 
-def test_a_window_layer_sends_its_window_however_long_the_sequence(two_ranks: list[Any], four_ranks: list[Any]) -> None:
+def test_a_window_layer_sends_its_window_however_long_the_sequence(
+    two_ranks: list[Any], four_ranks: list[Any]
+) -> None:
     token = 2 * KV_HEADS * HEAD_SIZE * 4  # a key and a value in fp32
     border = (WINDOW - 1) * token
     for ranks in (two_ranks, four_ranks):
@@ -224,7 +250,9 @@ def test_a_window_layer_sends_its_window_however_long_the_sequence(two_ranks: li
     assert [counts[8192] for _, counts in two_ranks] == [2 * border] * 2
     # four ranks: seven borders, one of them between chunks 3 and 4 of the same rank
     assert sum(counts[8192] for _, counts in four_ranks) == 2 * 6 * border
-    predicted = candidates(layout_of([8192], 4), AttentionShape(HEADS, KV_HEADS, HEAD_SIZE, 4), WINDOW, H200)[0]
+    predicted = candidates(
+        layout_of([8192], 4), AttentionShape(HEADS, KV_HEADS, HEAD_SIZE, 4), WINDOW, H200
+    )[0]
     assert predicted.scheme == "halo"
     assert predicted.bytes_sent == max(counts[8192] for _, counts in four_ranks)
 
@@ -270,12 +298,16 @@ def test_a_scheme_that_cannot_serve_a_layer_is_an_error_that_names_one_that_can(
         ({"world_size": 6, "context": 4}, r"world_size \(6\).*\(1 x 1 x 4 = 4\): use 4 ranks"),
     ],
 )
-def test_a_layout_that_cannot_be_split_is_named_with_one_that_can(parallel: dict[str, Any], message: str) -> None:
+def test_a_layout_that_cannot_be_split_is_named_with_one_that_can(
+    parallel: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelConfig(**parallel).check_layout(MODEL)
     ParallelConfig(world_size=3, context=3).check_layout(MODEL)
 
 
 def test_a_row_that_does_not_divide_names_the_padding_it_needs() -> None:
-    with pytest.raises(ValueError, match=r"19 packed tokens .* 4 context-parallel ranks; pad the row to 20 tokens"):
+    with pytest.raises(
+        ValueError, match=r"19 packed tokens .* 4 context-parallel ranks; pad the row to 20 tokens"
+    ):
         balanced_layout((0, 10, 19), 4)

@@ -8,7 +8,9 @@ import torch
 from megatron_gptoss import cpu_runtime
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is inactive where CUDA is available")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the shim is inactive where CUDA is available"
+)
 class TestShim:
     def test_every_patched_module_exists_and_sees_the_proxy(self) -> None:
         cpu_runtime.enable_cpu_runtime()

@@ -49,20 +49,30 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_dtype: Any = None, exp_avg_sq_dtype: Any = None, use_decoupled_grad: bool = True,
         store_param_remainders: bool = False, **_: Any,
     ) -> None:  # fmt: skip
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         self.store_param_remainders = store_param_remainders
 
     def _halved(self, parameter: torch.Tensor, name: str) -> bool:
-        return self.store_param_remainders and name == "master_param" and parameter.dtype == torch.bfloat16
+        return (
+            self.store_param_remainders
+            and name == "master_param"
+            and parameter.dtype == torch.bfloat16
+        )
 
     def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        assert self.state[parameter][name].dtype == (torch.int16 if self._halved(parameter, name) else torch.float32)
+        assert self.state[parameter][name].dtype == (
+            torch.int16 if self._halved(parameter, name) else torch.float32
+        )
         return self.state[parameter][name]
 
     def set_scaled_state(self, parameter: torch.Tensor, name: str, state: torch.Tensor) -> None:
         dtype = torch.int16 if self._halved(parameter, name) else torch.float32
         assert state.dtype == dtype
-        self.state[parameter].setdefault(name, torch.empty_like(parameter, dtype=dtype)).copy_(state)
+        self.state[parameter].setdefault(name, torch.empty_like(parameter, dtype=dtype)).copy_(
+            state
+        )
 
     def state_dict(self) -> dict[str, Any]:
         assert not self.state, "the real one makes a copy of all state here"
@@ -86,7 +96,9 @@ class FusedAdam(torch.optim.Optimizer):
                     state |= {name: torch.zeros_like(grad) for name in ("exp_avg", "exp_avg_sq")}
                     halved = self._halved(parameter, "master_param")
                     state["master_param"] = (
-                        torch.zeros_like(parameter, dtype=torch.int16) if halved else parameter.float()
+                        torch.zeros_like(parameter, dtype=torch.int16)
+                        if halved
+                        else parameter.float()
                     )
 
                 mean = state["exp_avg"].lerp_(grad, 1 - b1) / (1 - b1**step)
@@ -125,7 +137,9 @@ def as_on_a_gpu() -> None:
     data_parallel = gptoss_optimizer.DistributedDataParallelConfig
     optimizer = gptoss_optimizer.MegatronOptimizerConfig
     buckets = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 8000}
-    gptoss_optimizer.DistributedDataParallelConfig = lambda **given: data_parallel(**given | buckets)  # type: ignore
+    gptoss_optimizer.DistributedDataParallelConfig = lambda **given: data_parallel(
+        **given | buckets
+    )  # type: ignore
     precision = {
         "use_distributed_optimizer": True,
         **gptoss_optimizer.precision_settings(OptimizerConfig()),

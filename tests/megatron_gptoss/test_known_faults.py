@@ -42,7 +42,9 @@ def one_rank() -> Iterator[None]:
 
 def down_projection(linear: type[RowParallelLinear]) -> RowParallelLinear:
     config = build_transformer_config(TINY, ParallelConfig(), torch.float32)
-    config.sequence_parallel = True  # as with tensor parallelism; the group itself has one rank here
+    config.sequence_parallel = (
+        True  # as with tensor parallelism; the group itself has one rank here
+    )
     return linear(
         8, 4, config=config, init_method=torch.nn.init.zeros_, bias=True, input_is_parallel=True, skip_bias_add=True,
         is_expert=True, tp_group=torch.distributed.group.WORLD,
@@ -93,5 +95,9 @@ def test_the_fused_bias_activation_that_clamps_before_the_bias_is_off() -> None:
 def test_deepep_is_refused_where_it_cannot_run() -> None:
     with pytest.raises(ValueError, match=r"deepep has nobody to send to: parallel\.expert is 1"):
         ParallelConfig(expert_dispatcher="deepep").check_layout(TINY)
-    with pytest.raises(RuntimeError, match="deepep: install DeepEP on a machine with GPUs, or use alltoall"):
-        build_transformer_config(TINY, ParallelConfig(world_size=2, expert=2, expert_dispatcher="deepep"))
+    with pytest.raises(
+        RuntimeError, match="deepep: install DeepEP on a machine with GPUs, or use alltoall"
+    ):
+        build_transformer_config(
+            TINY, ParallelConfig(world_size=2, expert=2, expert_dispatcher="deepep")
+        )

@@ -31,7 +31,9 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-def expected(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     distribution = torch.distributions.Categorical(logits=hidden @ weight.t() / TEMPERATURE)
     return distribution.log_prob(labels), distribution.entropy()
 
@@ -54,7 +56,9 @@ def test_values_and_gradients_equal_those_of_a_categorical_distribution() -> Non
 def test_gradcheck() -> None:
     hidden, weight, labels = inputs()
     leaves = (hidden[:5] / 10).requires_grad_(), weight[:200].clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda h, w: log_probs_and_entropy(h, w, labels[:5] % 200, TEMPERATURE), leaves)
+    assert torch.autograd.gradcheck(
+        lambda h, w: log_probs_and_entropy(h, w, labels[:5] % 200, TEMPERATURE), leaves
+    )
 
 
 def test_bf16_inputs_are_multiplied_and_reduced_in_fp32() -> None:
@@ -62,7 +66,9 @@ def test_bf16_inputs_are_multiplied_and_reduced_in_fp32() -> None:
     low = hidden.bfloat16(), weight.bfloat16()
     values, _ = log_probs_and_entropy(*low, labels, TEMPERATURE)
     assert values.dtype == torch.float32
-    torch.testing.assert_close(values.double(), expected(*(x.double() for x in low), labels)[0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        values.double(), expected(*(x.double() for x in low), labels)[0], atol=2e-5, rtol=0
+    )
 
 
 def test_the_weight_gradient_goes_to_megatrons_buffer_once_per_backward_pass() -> None:

@@ -41,7 +41,9 @@ def test_measured_peaks_of_one_gpu_are_predicted_within_two_percent(
 ) -> None:
     monkeypatch.setattr(memory, "EXPERT_LOAD", 1.0)  # no expert parallelism
     model = ModelConfig(num_layers=layers, num_experts=experts)
-    total = predict(MemoryInputs(model, ParallelConfig(recompute=recompute), OptimizerConfig(), tokens)).total
+    total = predict(
+        MemoryInputs(model, ParallelConfig(recompute=recompute), OptimizerConfig(), tokens)
+    ).total
     assert total / 1e9 == pytest.approx(measured, rel=0.02)
 
 
@@ -58,7 +60,9 @@ def test_measured_peaks_of_four_gpus_are_predicted_within_four_percent(
 ) -> None:
     model = ModelConfig(num_layers=layers, num_experts=32)
     parallel = ParallelConfig(world_size=4, expert=4, context=context, recompute=recompute)
-    assert predict(MemoryInputs(model, parallel, BF16_MOMENTS, tokens)).total / 1e9 == pytest.approx(measured, rel=0.04)
+    assert predict(
+        MemoryInputs(model, parallel, BF16_MOMENTS, tokens)
+    ).total / 1e9 == pytest.approx(measured, rel=0.04)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +120,17 @@ def test_a_pipeline_holds_no_more_micro_batches_than_there_are(
 ) -> None:
     monkeypatch.setattr(memory, "EXPERT_LOAD", 1.0)
     layout = ParallelConfig(world_size=4, pipeline=4, virtual_pipeline=chunks)
-    training = MemoryInputs(ModelConfig(num_layers=16, num_experts=32), layout, BF16_MOMENTS, 16_384)
-    assert worst_stage(replace(training, micro_batches=micro_batches)).total / 1e9 == pytest.approx(measured, rel=0.02)
+    training = MemoryInputs(
+        ModelConfig(num_layers=16, num_experts=32), layout, BF16_MOMENTS, 16_384
+    )
+    assert worst_stage(replace(training, micro_batches=micro_batches)).total / 1e9 == pytest.approx(
+        measured, rel=0.02
+    )
 
 
-@pytest.mark.parametrize(("model", "total"), [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)])
+@pytest.mark.parametrize(
+    ("model", "total"), [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)]
+)
 def test_parameters_are_those_of_the_published_models(model: ModelConfig, total: int) -> None:
     assert sum(parameters_per_gpu(model, ParallelConfig())) == total
 
@@ -137,7 +147,9 @@ def test_parameters_are_those_of_the_published_models(model: ModelConfig, total:
     ],
 )
 def test_both_models_fit_where_they_should(model: ModelConfig, gpus: int) -> None:
-    training = MemoryInputs(model, THRIFTY.model_copy(update={"world_size": gpus}), BF16_MOMENTS, 16_384)
+    training = MemoryInputs(
+        model, THRIFTY.model_copy(update={"world_size": gpus}), BF16_MOMENTS, 16_384
+    )
     layouts = layouts_that_fit(training, 135)
     assert layouts
     for layout, needed in layouts:
@@ -154,7 +166,8 @@ def test_interleaving_keeps_the_activations_that_its_paper_says() -> None:
     plain = ParallelConfig(world_size=8, pipeline=4)
     chunks = plain.model_copy(update={"virtual_pipeline": 3})
     before, after = (
-        predict(MemoryInputs(GPT_OSS_120B, layout, BF16_MOMENTS, 16_384)).activations for layout in (plain, chunks)
+        predict(MemoryInputs(GPT_OSS_120B, layout, BF16_MOMENTS, 16_384)).activations
+        for layout in (plain, chunks)
     )
     assert after / before == pytest.approx(1 + (4 - 1) / (4 * 3))  # arXiv 2205.05198, section 4.2.3
 
@@ -180,12 +193,19 @@ def test_each_suggestion_takes_less_than_the_one_before() -> None:
         "optimizer.offload=1",
     )
     some = again.model_copy(update={"recompute_layers": 9})
-    assert smaller_settings(MemoryInputs(GPT_OSS_20B, some, bf16, 32_768))[0][0] == "parallel.recompute_layers=null"
+    assert (
+        smaller_settings(MemoryInputs(GPT_OSS_20B, some, bf16, 32_768))[0][0]
+        == "parallel.recompute_layers=null"
+    )
 
 
 def test_layers_that_keep_their_activations_count_as_without_recomputation() -> None:
-    def activations(layers: int | None, recompute: tuple[str, ...] = ("moe",), **sizes: int) -> float:
-        parallel = ParallelConfig(world_size=8, expert=4, recompute=recompute, recompute_layers=layers, **sizes)
+    def activations(
+        layers: int | None, recompute: tuple[str, ...] = ("moe",), **sizes: int
+    ) -> float:
+        parallel = ParallelConfig(
+            world_size=8, expert=4, recompute=recompute, recompute_layers=layers, **sizes
+        )
         return predict(MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)).activations
 
     none = activations(None, ())
@@ -202,7 +222,8 @@ def test_layers_that_keep_their_activations_count_as_without_recomputation() -> 
 def test_offloaded_state_makes_room_for_activations_and_no_more(tokens: int, room: bool) -> None:
     parallel = ParallelConfig(world_size=4, expert=4)
     plain, offloaded = (
-        predict(MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(offload=share), tokens)) for share in (0.0, 1.0)
+        predict(MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(offload=share), tokens))
+        for share in (0.0, 1.0)
     )
     assert offloaded.optimizer == 0 and (offloaded.fetched == 0) == room
     saved = plain.optimizer if room else plain.activations + plain.working
@@ -214,7 +235,9 @@ def test_a_critic_and_a_reference_policy_take_room_beside_the_policy() -> None:
     training = MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 16_384)
     alone = predict(training)
     reference = predict(replace(training, auxiliary_models=[None]))
-    critic = predict(replace(training, auxiliary_models=[OptimizerConfig(gradient_dtype="bf16", offload=1)]))
+    critic = predict(
+        replace(training, auxiliary_models=[OptimizerConfig(gradient_dtype="bf16", offload=1)])
+    )
     vocabulary = 201_088 * 2880
     assert reference.total - alone.total == alone.weights
     assert critic.weights - alone.weights == alone.weights - 2 * vocabulary
@@ -234,7 +257,9 @@ def test_running_out_of_memory_prints_the_plan_and_what_to_set_next() -> None:
         ),
         out_of_memory_explained(training),
     ):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5 GiB\nlong advice about fragmentation")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 5 GiB\nlong advice about fragmentation"
+        )
     assert "no layout of 4 GPUs fits; most goes to the" in memory_plan(training, 60)
     assert "tensor 1, pipeline 1, context 4, expert 4" in memory_plan(training, 141)
 
@@ -243,7 +268,9 @@ def test_a_layer_that_keeps_its_activations_leaves_the_others_configuration_alon
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = []
-    monkeypatch.setattr(NoRecomputeLayer.__mro__[1], "__init__", lambda self, config, *_, **__: seen.append(config))
+    monkeypatch.setattr(
+        NoRecomputeLayer.__mro__[1], "__init__", lambda self, config, *_, **__: seen.append(config)
+    )
     config = build_transformer_config(GPT_OSS_20B, ParallelConfig(), torch.bfloat16)
     config.recompute_granularity = "selective"
     config.recompute_modules = ["moe"]

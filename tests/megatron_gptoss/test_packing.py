@@ -94,7 +94,9 @@ def test_a_long_tail_is_shared_out_by_work_at_every_micro_batch() -> None:
 
     def imbalance(per_rank: list[list[PackedBatch]]) -> float:
         """Of the time that ranks take which wait for the slowest at every micro-batch."""
-        work = np.array([[sum(map(flops, b.cu_seqlens.diff().tolist())) for b in rank] for rank in per_rank])
+        work = np.array(
+            [[sum(map(flops, b.cu_seqlens.diff().tolist())) for b in rank] for rank in per_rank]
+        )
         return work.max(0).sum() / work.mean(0).sum() - 1
 
     by_work = pack(samples, 65_536, 8, align=8, work=flops)
@@ -105,7 +107,9 @@ def test_a_long_tail_is_shared_out_by_work_at_every_micro_batch() -> None:
 
 
 @given(lengths, st.sampled_from([2, 3, 4, 8]))
-def test_context_parallel_shards_come_back_into_the_order_of_the_row(sizes: list[int], ranks: int) -> None:
+def test_context_parallel_shards_come_back_into_the_order_of_the_row(
+    sizes: list[int], ranks: int
+) -> None:
     batch = build_batch(samples_of(sizes), align=ranks)
     shards = [batch.context_parallel_shard(rank, ranks) for rank in range(ranks)]
     inverse = batch.context_layout_over(ranks).inverse
@@ -138,6 +142,8 @@ def test_context_parallel_shards_come_back_into_the_order_of_the_row(sizes: list
         ([Sample([1, 2, 3], [0, 1])], 10, 1, "loss_mask has 2 entries for 3 tokens"),
     ],
 )
-def test_what_cannot_be_packed_is_named(samples: list[Sample], limit: int, data_parallel: int, message: str) -> None:
+def test_what_cannot_be_packed_is_named(
+    samples: list[Sample], limit: int, data_parallel: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         pack(samples, limit, data_parallel)

@@ -52,7 +52,9 @@ def packed(samples: list[Sample], parallel: ParallelConfig) -> Sequence[PackedBa
     return data_parallel_slice(pack(samples, limit, parallel.data, alignment(), multiple=multiple))
 
 
-def scores_of(trainer: PolicyTrainer, samples: list[Sample], parallel: ParallelConfig) -> dict[int, list[float]]:
+def scores_of(
+    trainer: PolicyTrainer, samples: list[Sample], parallel: ParallelConfig
+) -> dict[int, list[float]]:
     batches = packed(samples, parallel)
     scores = zip(trainer.score(batches), batches, strict=True)
     return {i: row for values, batch in scores for i, row in unpack(values, batch).items()}
@@ -69,7 +71,9 @@ def gradients(trainer: PolicyTrainer, config: ModelConfig) -> dict[str, torch.Te
     return exported
 
 
-def step_with_nan_behind_layer(number: int, trainer: PolicyTrainer, batches: Sequence[PackedBatch]) -> StepStatistics:
+def step_with_nan_behind_layer(
+    number: int, trainer: PolicyTrainer, batches: Sequence[PackedBatch]
+) -> StepStatistics:
     def poison(module: object, inputs: object, output: tuple[torch.Tensor, ...]) -> None:
         output[0].register_hook(lambda gradient: gradient * torch.nan)
 
@@ -174,7 +178,9 @@ def test_every_gradient_equals_that_of_one_process(
 ) -> None:
     for name, wanted in one_rank["gradients"].items():
         scale = wanted.abs().max().item()
-        torch.testing.assert_close(two_ranks[0][layout]["gradients"][name], wanted, atol=2e-3 * scale, rtol=0)
+        torch.testing.assert_close(
+            two_ranks[0][layout]["gradients"][name], wanted, atol=2e-3 * scale, rtol=0
+        )
 
 
 @pytest.mark.parametrize("samples", ["scores", "alone"])
@@ -188,8 +194,12 @@ def test_every_sample_is_scored_however_many_there_are(
         assert row == pytest.approx(one_rank[samples][i], abs=2e-3)
 
 
-@pytest.mark.parametrize(("layout", "place"), [("pipeline", "rank 1, chunk 0"), ("interleaved", "rank 0, chunk 1")])
-def test_the_layer_where_nan_begins_is_named_last(layout: str, place: str, two_ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "place"), [("pipeline", "rank 1, chunk 0"), ("interleaved", "rank 0, chunk 1")]
+)
+def test_the_layer_where_nan_begins_is_named_last(
+    layout: str, place: str, two_ranks: list[dict[str, Any]]
+) -> None:
     for rank in two_ranks:
         message = rf"from embedding.\S+ \(rank 0, chunk 0\) to decoder.layers.0.\S+ \({place}\);"
         assert re.search(message, rank[layout]["not finite"]), rank[layout]["not finite"]
@@ -200,7 +210,9 @@ DEEP = TINY.model_copy(update={"num_layers": 6})
 
 
 def train_deep(rank: int, port: int) -> dict[str, Any]:
-    return train(ParallelConfig(world_size=3, pipeline=3, virtual_pipeline=2), rank, port, config=DEEP)
+    return train(
+        ParallelConfig(world_size=3, pipeline=3, virtual_pipeline=2), rank, port, config=DEEP
+    )
 
 
 def test_messages_between_three_stages_arrive_as_what_they_are() -> None:
@@ -220,14 +232,18 @@ RESUMED = {
 }
 
 
-def resume_in_other_layouts(rank: int, ports: list[int], checkpoints: Path) -> list[tuple[str, str, list[float]]]:
+def resume_in_other_layouts(
+    rank: int, ports: list[int], checkpoints: Path
+) -> list[tuple[str, str, list[float]]]:
     torch.set_num_threads(1)
     results = []
     port = iter(ports)
     for saved, others in RESUMED.items():
         for name in others:
             checkpoint = latest_checkpoint(checkpoints / saved)
-            run = train(ParallelConfig(world_size=2, **LAYOUTS[name]), rank, next(port), resume=checkpoint)
+            run = train(
+                ParallelConfig(world_size=2, **LAYOUTS[name]), rank, next(port), resume=checkpoint
+            )
             results.append((saved, name, run["losses"]))
     return results
 
@@ -281,7 +297,9 @@ RESUMED_ON_GPUS = {
 }
 
 
-def train_on_a_gpu(parallel: ParallelConfig, rank: int, port: int, *, save: Path | None, resume: Path | None) -> Any:
+def train_on_a_gpu(
+    parallel: ParallelConfig, rank: int, port: int, *, save: Path | None, resume: Path | None
+) -> Any:
     """Losses and gradient norms, in bf16."""
     os.environ["LOCAL_RANK"] = str(rank)
     if rank == 0:  # with -s one sees how far it is
@@ -300,7 +318,9 @@ def train_on_a_gpu(parallel: ParallelConfig, rank: int, port: int, *, save: Path
         for step in range(STEPS // 2 if resume else 0, STEPS):
             if save and step == STEPS // 2:
                 save_checkpoint(save, trainer, step, {})
-            steps.append(trainer.train_step(batches, mean_cross_entropy(1232), 1e-4))  # not to where it knows all
+            steps.append(
+                trainer.train_step(batches, mean_cross_entropy(1232), 1e-4)
+            )  # not to where it knows all
         return [step.sums["loss"] for step in steps], [step.grad_norm for step in steps]
     finally:
         distributed.shutdown()
@@ -311,11 +331,15 @@ def train_on_gpus(rank: int, gpus: int, ports: list[int], checkpoints: Path) -> 
     port = iter(ports)
     for name, layout in LAYOUTS_ON_GPUS[gpus].items():
         parallel = ParallelConfig(world_size=gpus, **layout)
-        results[name] = train_on_a_gpu(parallel, rank, next(port), save=checkpoints / name, resume=None)
+        results[name] = train_on_a_gpu(
+            parallel, rank, next(port), save=checkpoints / name, resume=None
+        )
     for saved, name in RESUMED_ON_GPUS[gpus]:
         parallel = ParallelConfig(world_size=gpus, **LAYOUTS_ON_GPUS[gpus][name])
         checkpoint = latest_checkpoint(checkpoints / saved)
-        results[f"{saved} -> {name}"] = train_on_a_gpu(parallel, rank, next(port), save=None, resume=checkpoint)
+        results[f"{saved} -> {name}"] = train_on_a_gpu(
+            parallel, rank, next(port), save=None, resume=checkpoint
+        )
     return results
 
 

@@ -62,7 +62,9 @@ def use_after_a_step(rank: int, port: int) -> dict[str, Any]:
 
         forget_the_others_shares(wrapped)
         scores = [scorer.score([BATCH])[0] for _ in range(2)]
-        waiting = [group for group in wrapped.bucket_groups if group.param_gather_handle is not None]
+        waiting = [
+            group for group in wrapped.bucket_groups if group.param_gather_handle is not None
+        ]
 
         forget_the_others_shares(wrapped)
         gather_parameters(scorer.model)
@@ -90,7 +92,9 @@ def test_scores_right_after_a_step_are_those_of_the_whole_weights(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     for rank in two_ranks:
-        assert rank["buckets"] > 2  # the output layer's is not the one that everything else waits for
+        assert (
+            rank["buckets"] > 2
+        )  # the output layer's is not the one that everything else waits for
         assert rank["scores"] == [0, 0]
         assert rank["never_waited_for"] == 0
 

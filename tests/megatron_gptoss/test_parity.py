@@ -87,7 +87,9 @@ def test_bf16_is_about_as_close_to_fp32_as_transformers_own_bf16() -> None:
     reference = hf_model(config)
     with torch.no_grad():
         exact = hf_logits(reference, SAMPLES)
-        theirs = (hf_logits(hf_model(config).to(torch.bfloat16), SAMPLES).float() - exact).abs().mean()
+        theirs = (
+            (hf_logits(hf_model(config).to(torch.bfloat16), SAMPLES).float() - exact).abs().mean()
+        )
     ours = (logits(megatron(reference, torch.bfloat16, config)).float() - exact).abs().mean()
     assert ours < 1.5 * theirs
 
@@ -106,8 +108,12 @@ def test_gradients_match_transformers() -> None:
     batches = [build_batch(SAMPLES[:2]), build_batch(SAMPLES[2:])]
     trainer.train_step(batches, mean_cross_entropy(tokens), learning_rate=1e-9)
     expected = build_model(TINY, ParallelConfig(), torch.float32)
-    load_hf_weights(expected, TINY, {n: p.grad for n, p in reference.named_parameters()}.__getitem__)
-    for (name, parameter), want in zip(model.named_parameters(), expected.parameters(), strict=True):
+    load_hf_weights(
+        expected, TINY, {n: p.grad for n, p in reference.named_parameters()}.__getitem__
+    )
+    for (name, parameter), want in zip(
+        model.named_parameters(), expected.parameters(), strict=True
+    ):
         error = (parameter.main_grad - want).abs().max() / want.abs().max()
         assert error < 2e-5, f"gradient of {name} is off by {error:.1e}"
         assert want.abs().max() > 0, f"the reference has no gradient for {name}"
@@ -204,7 +210,8 @@ def test_parity_fails_without(part: str, reference: torch.nn.Module) -> None:
         {"gptoss": TINY.model_copy(update={"rope_theta": 10_000.0})},
     ],
     ids=lambda change: (
-        ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in change.items() if k != "gptoss") or "rope"
+        ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in change.items() if k != "gptoss")
+        or "rope"
     ),
 )
 def test_parity_fails_with(change: dict[str, object], reference: torch.nn.Module) -> None:
@@ -221,7 +228,9 @@ def test_parity_fails_when_the_yarn_ramp_is_rounded(
     reference: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = rotary.yarn_inverse_frequencies
-    monkeypatch.setattr(rotary, "yarn_inverse_frequencies", lambda config: exact(config, truncate=True))
+    monkeypatch.setattr(
+        rotary, "yarn_inverse_frequencies", lambda config: exact(config, truncate=True)
+    )
     assert distance(megatron(reference), reference) > 1e-3
 
 

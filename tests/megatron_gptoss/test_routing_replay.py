@@ -49,11 +49,15 @@ TOKENS = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
 
 def square_error(values: torch.Tensor, batch: PackedBatch) -> LossOutput:
     on = batch.loss_mask > 0
-    loss = torch.where(on, (values - batch.labels.to(values.dtype) / 64).square(), 0.0).sum() / TOKENS
+    loss = (
+        torch.where(on, (values - batch.labels.to(values.dtype) / 64).square(), 0.0).sum() / TOKENS
+    )
     return LossOutput(loss, {"loss": loss, "tokens": on.sum()})
 
 
-def recorded_routes(trainer: PolicyTrainer, batches: list[PackedBatch], parallel: ParallelConfig) -> dict[int, Any]:
+def recorded_routes(
+    trainer: PolicyTrainer, batches: list[PackedBatch], parallel: ParallelConfig
+) -> dict[int, Any]:
     assert trainer.replay is not None
     trainer.replay.start_recording()
     trainer.score(batches)
@@ -74,7 +78,9 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
         trainer.replay = RoutingReplay(model)
         limit = 32 if parallel.virtual_pipeline > 1 else 64
         multiple = parallel.micro_batch_multiple
-        batches = list(data_parallel_slice(pack(SAMPLES, limit, parallel.data, alignment(), multiple=multiple)))
+        batches = list(
+            data_parallel_slice(pack(SAMPLES, limit, parallel.data, alignment(), multiple=multiple))
+        )
         steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3) for _ in range(3)]
         recorded = recorded_routes(trainer, batches, parallel)
 
@@ -85,7 +91,9 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
         return {
             "losses": [step.sums["loss"] for step in steps],
             "norms": [step.grad_norm for step in steps],
-            "agreement": [(step.sums["routes_agreeing"], step.sums["routes_compared"]) for step in steps],
+            "agreement": [
+                (step.sums["routes_agreeing"], step.sums["routes_compared"]) for step in steps
+            ],
             "recorded": recorded,
             "critic": [(step.sums["loss"], step.grad_norm) for step in fitted],
             "values": {
@@ -156,7 +164,9 @@ class Router:
     def __init__(self, recompute: bool) -> None:
         self.training = True
         granularity, modules = ("selective", ["moe"]) if recompute else (None, None)
-        self.config = type("Config", (), {"recompute_granularity": granularity, "recompute_modules": modules})()
+        self.config = type(
+            "Config", (), {"recompute_granularity": granularity, "recompute_modules": modules}
+        )()
 
 
 def test_a_recomputed_layer_gets_the_routes_of_its_micro_batch_again() -> None:

@@ -109,7 +109,9 @@ def test_measured_steps_are_predicted_within_ten_percent(
 
 def test_experts_spread_over_nodes_cost_more_than_within_one() -> None:
     within, beyond = (
-        predict_step(GPT_OSS_120B, ParallelConfig(world_size=32, expert=expert), BF16_MOMENTS, [4096] * 4, 8).experts
+        predict_step(
+            GPT_OSS_120B, ParallelConfig(world_size=32, expert=expert), BF16_MOMENTS, [4096] * 4, 8
+        ).experts
         for expert in (8, 16)
     )
     assert beyond > 2 * within
@@ -119,7 +121,8 @@ def test_offloaded_state_crosses_the_bus_twice_in_every_step() -> None:
     model = ModelConfig(num_layers=24, num_experts=32)
     parallel = ParallelConfig(world_size=4, expert=4)
     here, away = (
-        predict_step(model, parallel, OptimizerConfig(offload=share), [4096], 1).optimizer for share in (0.0, 1.0)
+        predict_step(model, parallel, OptimizerConfig(offload=share), [4096], 1).optimizer
+        for share in (0.0, 1.0)
     )
     dense, expert = parameters_per_gpu(model, parallel)
     assert away - here == pytest.approx(2 * 10 * (dense / 4 + expert) / HOST_BANDWIDTH)
@@ -128,7 +131,9 @@ def test_offloaded_state_crosses_the_bus_twice_in_every_step() -> None:
 def test_a_last_stage_with_fewer_layers_makes_up_for_the_output_layer() -> None:
     even = ParallelConfig(world_size=32, expert=8, pipeline=4)
     fewer = even.model_copy(update={"last_stage_layers": 6})
-    steps = [predict_step(GPT_OSS_120B, layout, BF16_MOMENTS, [16_384], 64) for layout in (even, fewer)]
+    steps = [
+        predict_step(GPT_OSS_120B, layout, BF16_MOMENTS, [16_384], 64) for layout in (even, fewer)
+    ]
     assert [fewer.layers_of_stage(stage, GPT_OSS_120B) for stage in range(4)] == [10, 10, 10, 6]
     assert steps[1].arithmetic < 0.9 * steps[0].arithmetic
 

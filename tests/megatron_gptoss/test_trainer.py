@@ -40,7 +40,9 @@ def policy(**settings: object) -> PolicyTrainer:
         ("cosine", 99, 0.1), ("constant", 1, 0.5), ("constant", 4, 1.0), ("constant", 99, 1.0),
     ],
 )  # fmt: skip
-def test_the_learning_rate_rises_and_then_stays_or_falls_to_a_tenth(schedule: str, step: int, share: float) -> None:
+def test_the_learning_rate_rises_and_then_stays_or_falls_to_a_tenth(
+    schedule: str, step: int, share: float
+) -> None:
     config = OptimizerConfig(lr=2e-5, warmup_steps=4, schedule=schedule)
     assert config.learning_rate_at(step, total_steps=14) == pytest.approx(share * 2e-5)
 
@@ -56,9 +58,14 @@ def test_attended_pairs_are_those_of_the_mask(length: int, window: int | None) -
 def test_flops_of_the_20b_model_are_two_per_active_parameter_and_the_attention() -> None:
     model = ModelConfig(num_layers=24, num_experts=32)
     active = 3_608_307_264  # published, the embedding table left out
-    parameters_that_do_not_multiply = 24 * (2 * 2880 + 64 + 5120 + 2880 + 32 + 4 * (5760 + 2880)) + 2880
+    parameters_that_do_not_multiply = (
+        24 * (2 * 2880 + 64 + 5120 + 2880 + 32 + 4 * (5760 + 2880)) + 2880
+    )
     attention = 4 * 4096 * sum(attended_pairs(1000, w) for w in [128, None] * 12)
-    assert forward_flops(model, [1000]) == 1000 * 2 * (active - parameters_that_do_not_multiply) + attention
+    assert (
+        forward_flops(model, [1000])
+        == 1000 * 2 * (active - parameters_that_do_not_multiply) + attention
+    )
 
 
 def test_a_step_reports_its_speed() -> None:
@@ -66,7 +73,9 @@ def test_a_step_reports_its_speed() -> None:
     step = policy().train_step([batch], mean_cross_entropy(31), 1e-3)
     assert step.seconds > 0
     assert step.tokens_per_second_per_gpu == pytest.approx(31 / step.seconds)
-    assert step.tflops_per_gpu == pytest.approx(3 * forward_flops(TINY, [19, 12]) / step.seconds / 1e12)
+    assert step.tflops_per_gpu == pytest.approx(
+        3 * forward_flops(TINY, [19, 12]) / step.seconds / 1e12
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,7 +85,9 @@ def test_weight_decay_shrinks_matrices_and_nothing_else(dtype: torch.dtype) -> N
         parameter.data.fill_(1.0)
     policy = PolicyTrainer(model, OptimizerConfig(weight_decay=0.5, warmup_steps=0))
 
-    def loss_without_gradient(log_probs: torch.Tensor, entropy: torch.Tensor, batch: object) -> LossOutput:
+    def loss_without_gradient(
+        log_probs: torch.Tensor, entropy: torch.Tensor, batch: object
+    ) -> LossOutput:
         return LossOutput(0.0 * log_probs.sum())
 
     policy.train_step([build_batch(documents([31]))], loss_without_gradient, learning_rate=0.1)
@@ -84,7 +95,9 @@ def test_weight_decay_shrinks_matrices_and_nothing_else(dtype: torch.dtype) -> N
     for name, parameter in model.named_parameters():
         is_matrix = parameter.dim() > 1 and not name.endswith("bias")
         expected = torch.full_like(parameter, decayed if is_matrix else 1.0)
-        assert torch.allclose(parameter, expected, rtol=4e-3 if dtype == torch.bfloat16 else 1e-6), name
+        assert torch.allclose(
+            parameter, expected, rtol=4e-3 if dtype == torch.bfloat16 else 1e-6
+        ), name
 
 
 def test_a_gradient_that_is_not_finite_is_named_and_skipped_or_stops_the_run() -> None:
@@ -127,11 +140,15 @@ def test_norm_and_scaling_of_gradients_never_mix_dtypes() -> None:
     exact = torch.cat([gradient.double() for gradient in gradients]).norm().item()
     seen = []
 
-    def norm(_chunk: int, _overflow: object, lists: list[list[torch.Tensor]], _each: bool) -> tuple[torch.Tensor, None]:
+    def norm(
+        _chunk: int, _overflow: object, lists: list[list[torch.Tensor]], _each: bool
+    ) -> tuple[torch.Tensor, None]:
         seen.append({gradient.dtype for gradient in lists[0]})
         return torch.cat([gradient.float() for gradient in lists[0]]).norm().view(1), None
 
-    def scale(_chunk: int, _overflow: object, lists: list[list[torch.Tensor]], factor: float) -> None:
+    def scale(
+        _chunk: int, _overflow: object, lists: list[list[torch.Tensor]], factor: float
+    ) -> None:
         seen.append({gradient.dtype for part in lists for gradient in part})
         for source, target in zip(*lists, strict=True):
             target.copy_(source * factor)
@@ -141,5 +158,7 @@ def test_norm_and_scaling_of_gradients_never_mix_dtypes() -> None:
     assert total.shape == (1,)
     assert total.item() == pytest.approx(exact, rel=1e-6)
     one_dtype_at_a_time(scale, overflow, [gradients, gradients], 0.5)
-    assert torch.cat([g.double() for g in gradients]).norm().item() == pytest.approx(exact / 2, rel=1e-6)
+    assert torch.cat([g.double() for g in gradients]).norm().item() == pytest.approx(
+        exact / 2, rel=1e-6
+    )
     assert seen == [{torch.bfloat16}, {torch.float32}] * 2

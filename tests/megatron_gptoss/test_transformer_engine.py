@@ -50,13 +50,19 @@ def one_rank() -> Iterator[None]:
 def reference(dtype: torch.dtype) -> torch.nn.Module:
     with torch.device("cuda"):
         model = hf_model(WIDE, std=0.02)
-    for parameter in model.parameters():  # not the rotary frequencies, which transformers keeps in fp32
+    for (
+        parameter
+    ) in model.parameters():  # not the rotary frequencies, which transformers keeps in fp32
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def policy(recompute: tuple[str, ...] = (), attention: type | None = None, **settings: object) -> PolicyTrainer:
-    model = build_model(WIDE, ParallelConfig(recompute=recompute), torch.bfloat16, core_attention=attention)
+def policy(
+    recompute: tuple[str, ...] = (), attention: type | None = None, **settings: object
+) -> PolicyTrainer:
+    model = build_model(
+        WIDE, ParallelConfig(recompute=recompute), torch.bfloat16, core_attention=attention
+    )
     load_hf_weights(model, WIDE, reference(torch.float32).state_dict().__getitem__)
     return PolicyTrainer(model, OptimizerConfig(**{"clip_grad": 1e9, **settings}))
 
@@ -68,7 +74,9 @@ def relative(x: torch.Tensor, exact: torch.Tensor) -> float:
 def test_the_router_bias_is_fp32_and_counts() -> None:
     model = build_model(WIDE, ParallelConfig(), torch.bfloat16)
     router = next(module for module in model.modules() if isinstance(module, GptOssRouter))
-    assert {p.dtype for n, p in model.named_parameters() if "router.bias" not in n} == {torch.bfloat16}
+    assert {p.dtype for n, p in model.named_parameters() if "router.bias" not in n} == {
+        torch.bfloat16
+    }
     assert router.bias.dtype == torch.float32
     x = torch.randn(256, WIDE.hidden_size, device="cuda", dtype=torch.bfloat16)
     router.weight.data.normal_(0, 0.02)
@@ -113,7 +121,9 @@ def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(recompute: tuple[str,
     load_hf_weights(expected, WIDE, {n: p.grad for n, p in exact.named_parameters()}.__getitem__)
     ours = []
     want = []
-    for (name, parameter), grad in zip(trainer.module.named_parameters(), expected.parameters(), strict=True):
+    for (name, parameter), grad in zip(
+        trainer.module.named_parameters(), expected.parameters(), strict=True
+    ):
         assert torch.isfinite(parameter.main_grad).all(), name
         ours.append((relative(parameter.main_grad, grad), name, parameter.main_grad.float() - grad))
         want.append(grad.detach().float().norm())
@@ -122,7 +132,9 @@ def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(recompute: tuple[str,
     total = torch.stack(want).norm()
     our_error = torch.stack([x[2].norm() for x in ours]).norm() / total
     their_error = (
-        torch.stack([(p.grad.float() - exact_grads[n].grad).norm() for n, p in theirs.named_parameters()]).norm()
+        torch.stack(
+            [(p.grad.float() - exact_grads[n].grad).norm() for n, p in theirs.named_parameters()]
+        ).norm()
         / total
     )
     worst = sorted(ours, key=lambda x: -x[0])[:3]
@@ -148,11 +160,15 @@ def test_scores_are_those_of_the_logits() -> None:
             packed_seq_params=batch.packed_seq_params(),
         )[0]
     want = logits.float().log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]
-    assert (trainer.score([batch])[0] - want).abs().max() < 0.05  # the logits above are rounded to bf16
+    assert (
+        trainer.score([batch])[0] - want
+    ).abs().max() < 0.05  # the logits above are rounded to bf16
 
 
 @pytest.mark.parametrize("length", [256, None])
-def test_transformer_engines_attention_is_as_exact_as_ours(length: int | None, tmp_path: Path) -> None:
+def test_transformer_engines_attention_is_as_exact_as_ours(
+    length: int | None, tmp_path: Path
+) -> None:
     from benchmarks.transformer_engine_attention import TransformerEngineAttention
 
     # uneven rows are packed, which Transformer Engine fuses from cuDNN 9.26 on
@@ -162,11 +178,21 @@ def test_transformer_engines_attention_is_as_exact_as_ours(length: int | None, t
     batch = build_batch(samples).to("cuda")
     tokens = sum(len(sample.token_ids) - 1 for sample in samples)
     with torch.device("cuda"), torch.no_grad():
-        exact = hf_logits(reference(torch.float32), samples).log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]
+        exact = (
+            hf_logits(reference(torch.float32), samples)
+            .log_softmax(-1)
+            .gather(1, batch.labels[:, None])[:, 0]
+        )
     ours = policy()
     theirs = policy(attention=TransformerEngineAttention)
-    assert type(theirs.module.decoder.layers[0].self_attention.core_attention) is TransformerEngineAttention
-    kinds = [[(name, p.dtype, p.shape) for name, p in trainer.module.named_parameters()] for trainer in (ours, theirs)]
+    assert (
+        type(theirs.module.decoder.layers[0].self_attention.core_attention)
+        is TransformerEngineAttention
+    )
+    kinds = [
+        [(name, p.dtype, p.shape) for name, p in trainer.module.named_parameters()]
+        for trainer in (ours, theirs)
+    ]
     assert kinds[0] == kinds[1]
 
     errors = [relative(trainer.score([batch])[0], exact) for trainer in (ours, theirs)]
@@ -176,7 +202,11 @@ def test_transformer_engines_attention_is_as_exact_as_ours(length: int | None, t
     sinks = []
     for trainer in (ours, theirs):
         trainer.train_step([batch], mean_cross_entropy(tokens), learning_rate=1e-9)
-        sinks.append(torch.cat([p.main_grad for n, p in trainer.module.named_parameters() if "softmax_offset" in n]))
+        sinks.append(
+            torch.cat(
+                [p.main_grad for n, p in trainer.module.named_parameters() if "softmax_offset" in n]
+            )
+        )
     print("gradients of the sinks differ by", relative(sinks[1], sinks[0]))
     assert relative(sinks[1], sinks[0]) < 0.05
     save_checkpoint(tmp_path, theirs, 1, {})
@@ -187,7 +217,9 @@ def test_gradients_of_any_dtype_are_clipped_to_the_norm_that_is_reported() -> No
     norms = []
     for dtype in ("fp32", "bf16"):
         trainer = policy(gradient_dtype=dtype, clip_grad=0.25)
-        norms.append(trainer.train_step([build_batch(SAMPLES)], mean_cross_entropy(TOKENS), 1e-9).grad_norm)
+        norms.append(
+            trainer.train_step([build_batch(SAMPLES)], mean_cross_entropy(TOKENS), 1e-9).grad_norm
+        )
         gradients = [parameter.main_grad for parameter in trainer.module.parameters()]
         assert (torch.bfloat16 in {gradient.dtype for gradient in gradients}) == (dtype == "bf16")
         clipped = torch.stack([gradient.float().norm() for gradient in gradients]).norm().item()
@@ -217,7 +249,9 @@ def test_layers_that_are_computed_again_replay_their_routes_again() -> None:
         steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 1e-4) for _ in range(2)]
         trainer.replay.check_consumed()
         assert all(step.sums["routes_compared"] == TOKENS * config.num_layers for step in steps)
-        assert all(step.sums["routes_agreeing"] < 0.5 * TOKENS * config.num_layers for step in steps)
+        assert all(
+            step.sums["routes_agreeing"] < 0.5 * TOKENS * config.num_layers for step in steps
+        )
         found.append([(step.sums["loss"], step.grad_norm) for step in steps])
 
     for again in found[1:]:
@@ -254,8 +288,17 @@ def test_offloaded_state_leaves_the_gpu_between_steps() -> None:
     held = []
     for offload in (0.0, 1.0):
         trainer = policy(offload=offload)
-        losses.append([trainer.train_step([batch], mean_cross_entropy(TOKENS), 1e-4).sums["loss"] for _ in range(3)])
-        states = [x for part in trainer.optimizer.chained_optimizers for x in part.optimizer.state.values()]
+        losses.append(
+            [
+                trainer.train_step([batch], mean_cross_entropy(TOKENS), 1e-4).sums["loss"]
+                for _ in range(3)
+            ]
+        )
+        states = [
+            x
+            for part in trainer.optimizer.chained_optimizers
+            for x in part.optimizer.state.values()
+        ]
         held.append(sum(x.nbytes for state in states for x in state.values() if x.is_cuda))
         parameters = sum(parameter.numel() for parameter in trainer.module.parameters())
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
@@ -278,7 +321,9 @@ def test_a_step_says_where_its_time_went_and_does_not_get_slower(
             step = trainer.train_step([batch], mean_cross_entropy(TOKENS), 1e-9)
         if number >= 4:
             seconds[timed].append(step.seconds)
-            assert sum(step.seconds_of.values()) == pytest.approx(step.seconds if timed else 0, rel=0.05)
+            assert sum(step.seconds_of.values()) == pytest.approx(
+                step.seconds if timed else 0, rel=0.05
+            )
         if timed:
             assert min(step.seconds_of.values()) > 0
     ratio = np.median(seconds[True]) / np.median(seconds[False])
@@ -295,7 +340,11 @@ def test_every_module_with_weights_but_the_output_layer_is_called() -> None:
     for name, part in trainer.module.named_modules():
         part.register_forward_pre_hook(lambda *_, name=name: called.add(name))
     trainer.score([build_batch(SAMPLES)])
-    owners = {n for n, part in trainer.module.named_modules() if any(True for _ in part.parameters(recurse=False))}
+    owners = {
+        n
+        for n, part in trainer.module.named_modules()
+        if any(True for _ in part.parameters(recurse=False))
+    }
     assert owners - called == {"output_layer"}
 
 
@@ -309,13 +358,16 @@ def test_every_module_with_weights_but_the_output_layer_is_called() -> None:
     ],
     ids=str,
 )
-def test_training_lowers_the_loss_and_a_resumed_trainer_continues_it(settings: dict[str, str], tmp_path: Path) -> None:
+def test_training_lowers_the_loss_and_a_resumed_trainer_continues_it(
+    settings: dict[str, str], tmp_path: Path
+) -> None:
     trainer = policy(**settings)
     batch = build_batch(SAMPLES)
 
     def steps(trainer: PolicyTrainer, count: int) -> list[float]:
         return [
-            trainer.train_step([batch, batch], mean_cross_entropy(2 * TOKENS), 1e-4).sums["loss"] for _ in range(count)
+            trainer.train_step([batch, batch], mean_cross_entropy(2 * TOKENS), 1e-4).sums["loss"]
+            for _ in range(count)
         ]
 
     losses = steps(trainer, 3)
@@ -339,7 +391,9 @@ RUNS = {
 }
 
 
-def train_a_pipeline_of_two(rank: int, ports: list[int], root: Path) -> dict[str, list[tuple[float, float]]]:
+def train_a_pipeline_of_two(
+    rank: int, ports: list[int], root: Path
+) -> dict[str, list[tuple[float, float]]]:
     """Losses and gradient norms of RUNS: chunks per rank, and whose checkpoint before the last
     step to go on from."""
     os.environ["LOCAL_RANK"] = str(rank)

@@ -9,7 +9,11 @@ from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import GptOssVocabulary, TinyVocabulary
 
 SHORT_PROMPT = PromptConfig(
-    model_identity=None, knowledge_cutoff=None, reasoning_effort=None, channels=False, python_tool=False
+    model_identity=None,
+    knowledge_cutoff=None,
+    reasoning_effort=None,
+    channels=False,
+    python_tool=False,
 )
 
 

@@ -19,7 +19,12 @@ from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import ENVIRONMENTS, RewardConfig, Task, arithmetic, make_environment
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.turn_headers import FIRST_SPECIAL_ID
-from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, GptOssVocabulary, TinyVocabulary, harmony_encoding
+from rl_loop.harmony.vocabulary import (
+    SPECIAL_TOKENS,
+    GptOssVocabulary,
+    TinyVocabulary,
+    harmony_encoding,
+)
 from rl_loop.rollout.agent import run_episode
 from tests.rl_loop import harmony_reference as reference
 from tests.rl_loop.scripted_engine import ScriptedEngine
@@ -32,7 +37,9 @@ PIECES = [
 TOOLS = [
     "python", "functions.python", "functions.fetch_email", "functions.query_logs", "browser.open", "nothing",
 ]  # fmt: skip
-LIMITS = EpisodeLimits(max_turns=4, max_tokens=3000, episode_seconds=60, max_tool_calls=5, max_sampled_tokens=400)
+LIMITS = EpisodeLimits(
+    max_turns=4, max_tokens=3000, episode_seconds=60, max_tool_calls=5, max_sampled_tokens=400
+)
 
 
 def sampled_turn(harmony: Harmony, rng: random.Random) -> list[int]:
@@ -50,15 +57,21 @@ def sampled_turn(harmony: Harmony, rng: random.Random) -> list[int]:
             channel = rng.choice(["analysis", "commentary"])
             content_type = rng.choice([None, "code", "json", "<|constrain|>json"])
             arguments = rng.choice(["print(2)", "{", "[[", '{"email": "m1"}', ""])
-            messages.append(reference.assistant(arguments, channel, rng.choice(TOOLS), content_type))
+            messages.append(
+                reference.assistant(arguments, channel, rng.choice(TOOLS), content_type)
+            )
         else:
             content_type = rng.choice([None, None, "<|constrain|>json"])
-            messages.append(reference.assistant(rng.choice([r"\boxed{1}", ""]), "final", None, content_type))
+            messages.append(
+                reference.assistant(rng.choice([r"\boxed{1}", ""]), "final", None, content_type)
+            )
         place: reference.RecipientPlace = rng.choice(["role", "channel"])
         ids = vocabulary.from_harmony(reference.sampled_turn(messages, place))
         for _ in range(rng.choice([0, 0, 1, 3])):
             place = rng.randrange(len(ids))
-            ids[place : place + rng.randrange(2)] = [rng.randrange(vocabulary.size)] * rng.randrange(2)
+            ids[place : place + rng.randrange(2)] = [
+                rng.randrange(vocabulary.size)
+            ] * rng.randrange(2)
     ids = ids[:390] or [0]
     stops = [i for i, token in enumerate(ids) if token in harmony.stop_token_ids]
     return ids[: stops[0] + 1] if stops else [*ids, rng.choice(harmony.stop_token_ids)]
@@ -73,11 +86,15 @@ def play(harmony: Harmony, rng: random.Random) -> FinishReason:
     turns = [sampled_turn(harmony, rng) for _ in range(5)]
     engine = ScriptedEngine(turns)
     environment = make_environment(task, arithmetic.interpret, RewardConfig())
-    episode = asyncio.run(run_episode("t", environment, engine, harmony, LIMITS, SamplingParams(300), seed=1))
+    episode = asyncio.run(
+        run_episode("t", environment, engine, harmony, LIMITS, SamplingParams(300), seed=1)
+    )
     expected = [token for result in engine.results for token in result.output_ids]
     kept = [token for token, mask in zip(episode.token_ids, episode.loss_mask, strict=True) if mask]
     assert kept == expected, "an episode holds other tokens than were sampled"
-    prompt = harmony.render_prompt(environment.prompt(), environment.tools(), environment.builtin_tools())
+    prompt = harmony.render_prompt(
+        environment.prompt(), environment.tools(), environment.builtin_tools()
+    )
     assert episode.token_ids[: len(prompt)] == prompt
     for turn in episode.turns:
         if turn.role == "tool":
@@ -85,14 +102,20 @@ def play(harmony: Harmony, rng: random.Random) -> FinishReason:
             special = sum(token >= FIRST_SPECIAL_ID for token in ids)
             assert special % 4 == 1, "a tool's answer holds a special token"
     assert episode.finish_reason in FinishReason
-    assert (episode.format_error is not None) == (episode.finish_reason is FinishReason.FORMAT_ERROR)
+    assert (episode.format_error is not None) == (
+        episode.finish_reason is FinishReason.FORMAT_ERROR
+    )
     return episode.finish_reason
 
 
 def fuzz(seconds: float, seed: int = 0, rounds: int | None = None) -> Counter[FinishReason]:
     """Rounds until the time is over or ``rounds`` are done; how the episodes ended."""
     short = PromptConfig(
-        model_identity=None, knowledge_cutoff=None, reasoning_effort=None, channels=False, python_tool=False
+        model_identity=None,
+        knowledge_cutoff=None,
+        reasoning_effort=None,
+        channels=False,
+        python_tool=False,
     )
     harmonies = [
         Harmony(TinyVocabulary(640, arithmetic.vocabulary_text()), short), Harmony(GptOssVocabulary(), PromptConfig())

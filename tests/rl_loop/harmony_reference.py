@@ -35,7 +35,9 @@ def encode(text: str) -> list[int]:
     return harmony_encoding().encode(text, allowed_special="all")
 
 
-def assistant(text: str, channel: str, recipient: str | None = None, content_type: str | None = None) -> Message:
+def assistant(
+    text: str, channel: str, recipient: str | None = None, content_type: str | None = None
+) -> Message:
     message = Message.from_role_and_content(Role.ASSISTANT, text).with_channel(channel)
     message.recipient = recipient
     message.content_type = content_type
@@ -53,12 +55,16 @@ def user(text: str) -> Message:
 
 def render(messages: Sequence[Message]) -> list[int]:
     """A conversation as openai-harmony renders it, nothing dropped."""
-    return harmony_encoding().render_conversation(Conversation.from_messages(messages), KEEP_ANALYSIS)
+    return harmony_encoding().render_conversation(
+        Conversation.from_messages(messages), KEEP_ANALYSIS
+    )
 
 
 def render_for_completion(messages: Sequence[Message]) -> list[int]:
     conversation = Conversation.from_messages(messages)
-    return harmony_encoding().render_conversation_for_completion(conversation, Role.ASSISTANT, KEEP_ANALYSIS)
+    return harmony_encoding().render_conversation_for_completion(
+        conversation, Role.ASSISTANT, KEEP_ANALYSIS
+    )
 
 
 def render_for_training(messages: Sequence[Message]) -> list[int]:
@@ -152,9 +158,15 @@ def meaning(ids: Sequence[int]) -> list[ParsedMessage] | None:
         recipient, content_type = message.recipient, message.content_type
         if recipient is not None and recipient.startswith("<|constrain|>"):
             recipient, content_type = None, recipient
-        if message.author.role is not Role.ASSISTANT or message.channel not in ("analysis", "commentary", "final"):
+        if message.author.role is not Role.ASSISTANT or message.channel not in (
+            "analysis",
+            "commentary",
+            "final",
+        ):
             return None
-        messages.append(ParsedMessage(message.channel, recipient, content_type, message.content[0].text))
+        messages.append(
+            ParsedMessage(message.channel, recipient, content_type, message.content[0].text)
+        )
 
     called = [message.recipient is not None for message in messages]
     if called[-1] != (ids[-1] == CALL):

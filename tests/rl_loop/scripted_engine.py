@@ -24,7 +24,9 @@ class ScriptedEngine:
     ``hang``: a request waits for ``abort`` once it has sampled its tokens.
     """
 
-    def __init__(self, turns: Sequence[list[int]], aborts: Iterable[int | None] = (), *, hang: bool = False) -> None:
+    def __init__(
+        self, turns: Sequence[list[int]], aborts: Iterable[int | None] = (), *, hang: bool = False
+    ) -> None:
         self._turns, self._aborts, self._hang = [list(turn) for turn in turns], list(aborts), hang
         self._aborted = asyncio.Event()
         self._processed: list[int] = []
@@ -65,7 +67,9 @@ class ScriptedEngine:
             reason,
             [WeightVersionSpan(0, n, version)] if n else [],
             routes,
-            cached_tokens=max(0, len(self._processed) - 1),  # the last token was sampled and not an input yet
+            cached_tokens=max(
+                0, len(self._processed) - 1
+            ),  # the last token was sampled and not an input yet
         )
         self._processed = request.input_ids + output
         self.results.append(result)
@@ -79,4 +83,6 @@ class ScriptedEngine:
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         return [log_prob_at(i) for i in range(1, len(input_ids))]
 
-    async def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
+    async def sync_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None: ...

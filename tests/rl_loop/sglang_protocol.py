@@ -40,7 +40,9 @@ RANDOM_WEIGHTS = "random"
 def digest(weights: dict[str, torch.Tensor]) -> str:
     whole = 0
     for name in sorted(weights):
-        whole = zlib.crc32(weights[name].float().numpy().tobytes(), zlib.crc32(name.encode(), whole))
+        whole = zlib.crc32(
+            weights[name].float().numpy().tobytes(), zlib.crc32(name.encode(), whole)
+        )
     return str(whole)
 
 
@@ -63,11 +65,20 @@ def log_prob(state: int) -> float:
 class LocalServer:
     """``faults``: share of generate requests that meet one; ``token_seconds``: time per token."""
 
-    def __init__(self, *, faults: float = 0.0, seed: int = 0, token_seconds: float = 0.0, chunk: int = 8) -> None:
-        self.faults, self.random, self.token_seconds, self.chunk = faults, random.Random(seed), token_seconds, chunk
+    def __init__(
+        self, *, faults: float = 0.0, seed: int = 0, token_seconds: float = 0.0, chunk: int = 8
+    ) -> None:
+        self.faults, self.random, self.token_seconds, self.chunk = (
+            faults,
+            random.Random(seed),
+            token_seconds,
+            chunk,
+        )
         self.weights: dict[str, torch.Tensor] = {}
         self.version = "default"
-        self.drops = self.transposes = ""  # a tensor that is not loaded, or loaded wrongly, with "success"
+        self.drops = self.transposes = (
+            ""  # a tensor that is not loaded, or loaded wrongly, with "success"
+        )
         self.ranks = 1
         self.zero_routes = self.hangs = self.rejects = False
         self.always = ""  # the fault of every answer
@@ -135,9 +146,16 @@ class LocalServer:
         return web.json_response({"weight_version": self.version, "model_type": "gpt_oss"})
 
     async def server_info(self, request: web.Request) -> web.Response:
-        info = {"device": "cpu", "dtype": "bfloat16", "attention_backend": "intel_amx", "tp_size": self.ranks}
+        info = {
+            "device": "cpu",
+            "dtype": "bfloat16",
+            "attention_backend": "intel_amx",
+            "tp_size": self.ranks,
+        }
         info |= {"groups": len(self.groups)}  # SGLang does not say
-        return web.json_response(info | {"ep_size": 1, "enable_dp_attention": False, "version": "0.5.17"})
+        return web.json_response(
+            info | {"ep_size": 1, "enable_dp_attention": False, "version": "0.5.17"}
+        )
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -165,9 +183,14 @@ class LocalServer:
         for token in ids[1:]:
             state = prefix_state([token], "", state)
             entries.append([log_prob(state), token, None])
-        return {"output_ids": [], "meta_info": {"input_token_logprobs": entries, "weight_version": self.version}}
+        return {
+            "output_ids": [],
+            "meta_info": {"input_token_logprobs": entries, "weight_version": self.version},
+        }
 
-    async def _stream(self, request: web.Request, body: dict[str, Any], fault: str) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], fault: str
+    ) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         rid, params, ids = body["rid"], body["sampling_params"], list(body["input_ids"])
@@ -196,7 +219,9 @@ class LocalServer:
                     break
                 if len(pending) == self.chunk:
                     sent += len(pending)
-                    await self._send(answer, self._chunk(body, pending, sent, cached, None, ids), fault)
+                    await self._send(
+                        answer, self._chunk(body, pending, sent, cached, None, ids), fault
+                    )
                     pending = []
                     if fault == "broken":
                         request.transport.close()
@@ -225,7 +250,13 @@ class LocalServer:
         return state, cached
 
     def _chunk(
-        self, body: dict[str, Any], tokens: list[Any], sent: int, cached: int, finish: Any, ids: list[int]
+        self,
+        body: dict[str, Any],
+        tokens: list[Any],
+        sent: int,
+        cached: int,
+        finish: Any,
+        ids: list[int],
     ) -> dict[str, Any]:
         meta = {
             "id": body["rid"],
@@ -296,9 +327,12 @@ class LocalServer:
 
         def receive() -> list[torch.Tensor]:
             tensors = [
-                torch.empty(s, dtype=getattr(torch, d)) for s, d in zip(body["shapes"], body["dtypes"], strict=True)
+                torch.empty(s, dtype=getattr(torch, d))
+                for s, d in zip(body["shapes"], body["dtypes"], strict=True)
             ]
-            for work in [self.groups[body["group_name"]].broadcast(tensor, 0) for tensor in tensors]:
+            for work in [
+                self.groups[body["group_name"]].broadcast(tensor, 0) for tensor in tensors
+            ]:
                 work.wait()
             return tensors
 
@@ -306,35 +340,62 @@ class LocalServer:
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
         payload = (await request.json())["serialized_named_tensors"][0]
-        return self._load({name: tensor.clone() for name, tensor in pickle.loads(base64.b64decode(payload))})
+        return self._load(
+            {name: tensor.clone() for name, tensor in pickle.loads(base64.b64decode(payload))}
+        )
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         from converters.hf_directory import HfDirectory
 
         body = await request.json()
         if body.get("load_format") != "auto":
-            return web.json_response({"success": False, "message": "Failed to get model loader: dummy"}, status=400)
+            return web.json_response(
+                {"success": False, "message": "Failed to get model loader: dummy"}, status=400
+            )
         directory = HfDirectory(body["model_path"])
         return self._load({name: directory.get(name) for name in directory.names()})
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> web.Response:
         """Names that the model does not have are ignored, as by SGLang."""
         tensors.pop(self.drops, None)
-        self.weights |= {n: t.mT.contiguous() if n == self.transposes else t for n, t in tensors.items()}
+        self.weights |= {
+            n: t.mT.contiguous() if n == self.transposes else t for n, t in tensors.items()
+        }
         self._digest = None
-        return web.json_response({"success": True, "message": "Succeeded to update parameter online."})
+        return web.json_response(
+            {"success": True, "message": "Succeeded to update parameter online."}
+        )
 
     async def weights_checker(self, request: web.Request) -> web.Response:
         assert (await request.json()) == {"action": "checksum"}
         ranks = [self._checksums(rank) for rank in range(self.ranks)]
-        whole = hashlib.sha256("".join(rank["per_gpu_checksum"] for rank in ranks).encode()).hexdigest()
-        body = {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": whole}
+        whole = hashlib.sha256(
+            "".join(rank["per_gpu_checksum"] for rank in ranks).encode()
+        ).hexdigest()
+        body = {
+            "success": True,
+            "message": "Success.",
+            "ranks": ranks,
+            "per_engine_checksum": whole,
+        }
         return web.json_response(body)
 
     def _checksums(self, rank: int) -> dict[str, Any]:
-        held = {name: _bytes_hash(tensor) for name, tensor in server_parameters(self.weights, rank, self.ranks).items()}
-        whole = hashlib.sha256("".join(name + held[name] for name in sorted(held)).encode()).hexdigest()
-        sizes = {"tp_size": self.ranks, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "size": self.ranks}
+        held = {
+            name: _bytes_hash(tensor)
+            for name, tensor in server_parameters(self.weights, rank, self.ranks).items()
+        }
+        whole = hashlib.sha256(
+            "".join(name + held[name] for name in sorted(held)).encode()
+        ).hexdigest()
+        sizes = {
+            "tp_size": self.ranks,
+            "dp_rank": 0,
+            "dp_size": 1,
+            "pp_rank": 0,
+            "pp_size": 1,
+            "size": self.ranks,
+        }
         return {
             "checksums": held,
             "per_gpu_checksum": whole,
@@ -350,7 +411,9 @@ class LocalServer:
         return web.Response()
 
 
-def server_parameters(weights: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, torch.Tensor]:
+def server_parameters(
+    weights: dict[str, torch.Tensor], rank: int, ranks: int
+) -> dict[str, torch.Tensor]:
     """What SGLang's GptOssForCausalLM makes of Hugging Face tensors in bfloat16 on one of ``ranks``."""
 
     def shard(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -366,9 +429,13 @@ def server_parameters(weights: dict[str, torch.Tensor], rank: int, ranks: int) -
                 fused = torch.cat([shard(part.bfloat16(), 0) for part in parts])
                 parameters[name.replace(".q_proj.", ".qkv_proj.")] = fused
         elif name.endswith("gate_up_proj"):
-            parameters[name.replace("gate_up_proj", "w13_weight")] = shard(tensor.transpose(-2, -1), 1)
+            parameters[name.replace("gate_up_proj", "w13_weight")] = shard(
+                tensor.transpose(-2, -1), 1
+            )
         elif name.endswith("gate_up_proj_bias"):
-            parameters[name.replace("gate_up_proj_bias", "w13_weight_bias")] = shard(tensor.float(), 1)
+            parameters[name.replace("gate_up_proj_bias", "w13_weight_bias")] = shard(
+                tensor.float(), 1
+            )
         elif name.endswith("down_proj"):
             parameters[name.replace("down_proj", "w2_weight")] = shard(tensor.transpose(-2, -1), 2)
         elif name.endswith("down_proj_bias"):
@@ -431,17 +498,23 @@ FAULTS = ("500", "drop", "broken", "nonsense", "slow", "latency", *LIES)
 def _join(body: dict[str, Any]) -> Any:
     timeout = timedelta(seconds=120)
     rank, world, name = body["rank_offset"], body["world_size"], body["group_name"]
-    store = dist.TCPStore(body["master_address"], body["master_port"], world, is_master=False, timeout=timeout)
+    store = dist.TCPStore(
+        body["master_address"], body["master_port"], world, is_master=False, timeout=timeout
+    )
     prefixed = dist.PrefixStore(name, store)
     helper: Any = dist.distributed_c10d._new_process_group_helper
-    group, _ = helper(world, rank, [], dist.Backend("gloo"), prefixed, group_name=name, timeout=timeout)
+    group, _ = helper(
+        world, rank, [], dist.Backend("gloo"), prefixed, group_name=name, timeout=timeout
+    )
     return group
 
 
 async def _main(arguments: argparse.Namespace) -> None:
     server = LocalServer()
     server.is_process = True
-    flag = Path(os.environ.get("DIE_AT", ""))  # a file that says at which call one process dies; it takes the file
+    flag = Path(
+        os.environ.get("DIE_AT", "")
+    )  # a file that says at which call one process dies; it takes the file
     with suppress(OSError):
         server.die_at = flag.read_text()
         flag.unlink()

@@ -49,7 +49,11 @@ def test_the_tolerance_is_that_of_the_precision_unless_it_is_given(
     trainer: Any = Trainer()
     engines: Any = Engines(gap)
     if agrees:
-        assert check_canary(trainer, engines, [5, 6, 7], tolerance=tolerance, version=3) == pytest.approx(gap)
+        assert check_canary(
+            trainer, engines, [5, 6, 7], tolerance=tolerance, version=3
+        ) == pytest.approx(gap)
     else:
-        with pytest.raises(CanaryError, match="syncing weights 3, rollout worker 1 and the trainer differ"):
+        with pytest.raises(
+            CanaryError, match="syncing weights 3, rollout worker 1 and the trainer differ"
+        ):
             check_canary(trainer, engines, [5, 6, 7], tolerance=tolerance, version=3)

@@ -30,11 +30,15 @@ def test_plain_lines_have_time_level_module_and_message(capsys: pytest.CaptureFi
     configure_logging(LogSettings())
     logging.getLogger("rl_loop.canary").info("gap %.1e", 0.02)
     printed = capsys.readouterr()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO rl_loop\.canary: gap 2\.0e-02\n", printed.err)
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO rl_loop\.canary: gap 2\.0e-02\n", printed.err
+    )
     assert printed.out == ""
 
 
-def test_json_lines_can_be_read_back_with_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_can_be_read_back_with_their_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     configure_logging(LogSettings(format="json"))
     try:
         raise ValueError("two\nlines")
@@ -43,16 +47,24 @@ def test_json_lines_can_be_read_back_with_their_traceback(capsys: pytest.Capture
     (line,) = capsys.readouterr().err.splitlines()
     record = json.loads(line)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", record["time"])
-    assert (record["level"], record["module"], record["message"]) == ("ERROR", "launch.node", "a node is lost")
+    assert (record["level"], record["module"], record["message"]) == (
+        "ERROR",
+        "launch.node",
+        "a node is lost",
+    )
     assert record["traceback"].endswith("ValueError: two\nlines")
 
 
-def test_the_level_is_that_of_our_packages_and_libraries_only_warn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_level_is_that_of_our_packages_and_libraries_only_warn(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     configure_logging(LogSettings(level="DEBUG"))
     for name in ("rl_loop.loop", "converters.live", "some.library"):
         logging.getLogger(name).debug("detail")
         logging.getLogger(name).warning("trouble")
-    lines = [line.partition(" ")[2].partition(" ")[2] for line in capsys.readouterr().err.splitlines()]
+    lines = [
+        line.partition(" ")[2].partition(" ")[2] for line in capsys.readouterr().err.splitlines()
+    ]
     assert lines == [
         "DEBUG rl_loop.loop: detail",
         "WARNING rl_loop.loop: trouble",
@@ -70,7 +82,9 @@ def test_configuring_twice_says_everything_once(capsys: pytest.CaptureFixture[st
     assert json.loads(line)["message"] == "once"
 
 
-def test_lines_go_to_the_stream_that_is_standard_error_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_go_to_the_stream_that_is_standard_error_by_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As the progress display replaces it."""
     configure_logging(LogSettings())
     later = io.StringIO()
@@ -95,7 +109,9 @@ def test_an_actor_logs_as_its_driver_did_when_it_was_made(monkeypatch: pytest.Mo
     class Worker:
         def __init__(self, size: int) -> None:
             self.size = size
-            self.handlers = [h for h in logging.getLogger().handlers if isinstance(h, StderrHandler)]
+            self.handlers = [
+                h for h in logging.getLogger().handlers if isinstance(h, StderrHandler)
+            ]
 
     monkeypatch.setenv("GPTOSS_LOG", "json")
     actor = with_logging(Worker)

@@ -32,7 +32,12 @@ from rl_loop.tracking.run_directory import read_json_lines
 from tests.waiting import wait_until
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SMALL = ["model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48", "model.head_size=16"]
+SMALL = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.intermediate_size=48",
+    "model.head_size=16",
+]
 RL = [
     *SMALL,
     "initial_weights=null",
@@ -76,7 +81,9 @@ def one_ray() -> Iterator[None]:
 
 
 def rl_config(tmp_path: Path, *overrides: str) -> RlConfig:
-    return load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [*RL, f"output_dir={tmp_path}", *overrides])
+    return load_config(
+        CONFIGS / "rl/tiny_retool.yaml", RlConfig, [*RL, f"output_dir={tmp_path}", *overrides]
+    )
 
 
 def curve(path: Path) -> list[float]:
@@ -89,7 +96,12 @@ def curve(path: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a few steps of supervised fine-tuning."""
-    options = [*SMALL, f"output_dir={tmp_path_factory.mktemp('sft')}", "training.steps=3", "sequences_per_step=8"]
+    options = [
+        *SMALL,
+        f"output_dir={tmp_path_factory.mktemp('sft')}",
+        "training.steps=3",
+        "sequences_per_step=8",
+    ]
     return run_sft(load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, options), Quiet())
 
 
@@ -109,7 +121,13 @@ def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(whole:
     assert summary["max_clip_fraction"] == 0
     assert summary["max_ratio_deviation"] == 0
     assert summary["mean_logprob_gap"] < 1e-4
-    assert {"held_out_accuracy_sft", "held_out_accuracy_rl", "seconds", "tool_call_rate", "mean_turns"} <= set(summary)
+    assert {
+        "held_out_accuracy_sft",
+        "held_out_accuracy_rl",
+        "seconds",
+        "tool_call_rate",
+        "mean_turns",
+    } <= set(summary)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(run / "export")
@@ -120,13 +138,19 @@ def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(whole:
 
 
 def test_an_engines_report_compares_log_probs_and_routes(tmp_path: Path) -> None:
-    replayed = ["rollout.routed_experts=true", "algorithm.routing_replay=R3", "tasks.held_out_tasks=2"]
+    replayed = [
+        "rollout.routed_experts=true",
+        "algorithm.routing_replay=R3",
+        "tasks.held_out_tasks=2",
+    ]
     report = run_engine_report(rl_config(tmp_path, *replayed))
     free, given = (part.splitlines() for part in report.split("|d log p|, the trainer ")[1:])
     assert (free[0], given[0]) == ("routes freely", "takes the engine's routes")
     for table in (free, given):
         assert float(table[2].split()[2]) < 1e-5, "the mean gap of all tokens"
-    assert re.fullmatch(r"the trainer would have chosen the same experts for 100.00% of \d\d+ routes", given[-1])
+    assert re.fullmatch(
+        r"the trainer would have chosen the same experts for 100.00% of \d\d+ routes", given[-1]
+    )
 
 
 EVERYTHING = [
@@ -142,18 +166,27 @@ EVERYTHING = [
 @pytest.mark.slow  # tests/slurm runs two ranks over Ray, tests/megatron_gptoss compares every layout with one process
 @pytest.mark.parametrize(
     ("algorithm", "layout"),
-    [([], ["parallel.expert=2"]), (EVERYTHING, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"])],
+    [
+        ([], ["parallel.expert=2"]),
+        (EVERYTHING, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
+    ],
 )
-def test_two_trainer_ranks_give_the_curve_of_one(algorithm: list[str], layout: list[str], tmp_path: Path) -> None:
+def test_two_trainer_ranks_give_the_curve_of_one(
+    algorithm: list[str], layout: list[str], tmp_path: Path
+) -> None:
     settings = ["training.steps=2", *algorithm]
     one = run_rl(rl_config(tmp_path / "one", *settings), Quiet())
     two = run_rl(rl_config(tmp_path / "two", *settings, "parallel.world_size=2", *layout), Quiet())
     assert curve(two) == pytest.approx(curve(one), rel=1e-3, abs=1e-5)
 
 
-def test_an_interrupted_run_saves_and_continues_the_same_curve(trained: Path, whole: RlConfig, tmp_path: Path) -> None:
+def test_an_interrupted_run_saves_and_continues_the_same_curve(
+    trained: Path, whole: RlConfig, tmp_path: Path
+) -> None:
     config = rl_config(tmp_path, f"initial_weights={trained}", "training.steps=3")
-    stopping = Quiet(on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 0 else None)
+    stopping = Quiet(
+        on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 0 else None
+    )
     with pytest.raises(Interrupted, match="saved after step 1 of 3"):
         run_rl(config, stopping)
     assert stopping.notes
@@ -161,7 +194,9 @@ def test_an_interrupted_run_saves_and_continues_the_same_curve(trained: Path, wh
     assert curve(resumed) == pytest.approx(curve(whole.directory), rel=1e-4, abs=1e-6)
 
 
-def test_a_resume_trains_with_what_it_was_given_and_the_configuration_says_so(tmp_path: Path) -> None:
+def test_a_resume_trains_with_what_it_was_given_and_the_configuration_says_so(
+    tmp_path: Path,
+) -> None:
     def config(*overrides: str) -> SftConfig:
         options = [*SMALL, f"output_dir={tmp_path}", "sequences_per_step=4", *overrides]
         options += ["optimizer.warmup_steps=0", "optimizer.schedule=constant"]
@@ -172,7 +207,9 @@ def test_a_resume_trains_with_what_it_was_given_and_the_configuration_says_so(tm
     with pytest.raises(ConfigError, match=r"--resume cannot change model.num_layers: 2 -> 4"):
         run_sft(config("training.steps=2", "model.num_layers=4"), Quiet(), resume=True)
     assert (run / "config.yaml").read_text() == kept
-    run_sft(config("training.steps=2", "optimizer.lr=1e-4", "optimizer.beta1=0.5"), Quiet(), resume=True)
+    run_sft(
+        config("training.steps=2", "optimizer.lr=1e-4", "optimizer.beta1=0.5"), Quiet(), resume=True
+    )
     rates = [record["learning_rate"] for record in read_json_lines(run / "metrics.jsonl")]
     assert rates == [1e-3, 1e-4]
     assert (run / "config.yaml").read_text().splitlines()[0] == (
@@ -183,18 +220,32 @@ def test_a_resume_trains_with_what_it_was_given_and_the_configuration_says_so(tm
 def test_an_interrupt_ends_the_rollouts_that_overlap_training(tmp_path: Path) -> None:
     config = rl_config(tmp_path, "algorithm.max_staleness=1", "training.steps=40")
     with pytest.raises(Interrupted, match="saved after step 2 of 40"):
-        run_rl(config, Quiet(on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 1 else None))
-    assert [step["rollout/staleness_max"] for step in read_json_lines(config.directory / "metrics.jsonl")] == [0, 1]
+        run_rl(
+            config,
+            Quiet(on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 1 else None),
+        )
+    assert [
+        step["rollout/staleness_max"]
+        for step in read_json_lines(config.directory / "metrics.jsonl")
+    ] == [0, 1]
     assert (config.directory / "checkpoints/latest").read_text() == "step_000002"
 
 
 def test_after_its_first_update_a_rank_searches_little_for_garbage(tmp_path: Path) -> None:
-    config = load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*SMALL, f"output_dir={tmp_path}"])
-    trainer, samples = build_trainer(config), build_tasks(config).demonstrations(0, 8, config.demonstrations)
+    config = load_config(
+        CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*SMALL, f"output_dir={tmp_path}"]
+    )
+    trainer, samples = (
+        build_trainer(config),
+        build_tasks(config).demonstrations(0, 8, config.demonstrations),
+    )
 
     def searched() -> int:
         return trainer._join(
-            [rank.__ray_call__.remote(lambda worker: len(gc.get_objects())) for rank in trainer._ranks]
+            [
+                rank.__ray_call__.remote(lambda worker: len(gc.get_objects()))
+                for rank in trainer._ranks
+            ]
         )[0]
 
     try:
@@ -229,7 +280,9 @@ def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
         assert [[t.token_ids for t in g.trajectories] for g in groups] == [
             [t.token_ids for t in g.trajectories] for g in expected
         ]
-        assert all(span.version == 7 for g in groups for t in g.trajectories for span in t.weight_versions)
+        assert all(
+            span.version == 7 for g in groups for t in g.trajectories for span in t.weight_versions
+        )
     finally:
         pool.close()
         trainer.close()
@@ -259,19 +312,29 @@ UNRELIABLE = "tests.rl_loop.unreliable_tools:UnreliableEnvironment"
 
 def test_a_tool_server_that_is_away_ends_training_in_one_line(tmp_path: Path) -> None:
     only_tools = [f"tasks.sources.tools.environment={UNRELIABLE}", "tasks.sources.retool.weight=0"]
-    config = rl_config(tmp_path, *only_tools, "tasks.held_out_tasks=2", "rollout.max_invalid_share=0.05")
+    config = rl_config(
+        tmp_path, *only_tools, "tasks.held_out_tasks=2", "rollout.max_invalid_share=0.05"
+    )
     with pytest.raises(InfrastructureOutage) as outage:
         run_rl(config, Quiet())
     message = str(outage.value)
     assert "\n" not in message
     assert len(message) < 500
-    assert re.search(r"ended \d+ of \d+ episodes .*: environment in \d+, such as: .*Connection refused", message)
+    assert re.search(
+        r"ended \d+ of \d+ episodes .*: environment in \d+, such as: .*Connection refused", message
+    )
     assert isinstance(outage.value, UserError)
 
 
-def test_a_run_goes_on_without_the_episodes_that_infrastructure_failures_ended(tmp_path: Path) -> None:
+def test_a_run_goes_on_without_the_episodes_that_infrastructure_failures_ended(
+    tmp_path: Path,
+) -> None:
     source = f"{{environment: '{UNRELIABLE}', options: {{failing: 0.5, long_prompts: 0.3}}}}"
-    only_tools = [f"tasks.sources.tools={source}", "tasks.sources.retool.weight=0", "tasks.held_out_tasks=8"]
+    only_tools = [
+        f"tasks.sources.tools={source}",
+        "tasks.sources.retool.weight=0",
+        "tasks.held_out_tasks=8",
+    ]
     limits = ["rollout.max_invalid_share=0.95", "training.steps=3", "evaluate_every=1"]
     config = rl_config(tmp_path, *only_tools, *limits)
     run_rl(config, Quiet())

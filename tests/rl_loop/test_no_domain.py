@@ -31,14 +31,22 @@ ENVIRONMENT_MODULES = {
 def test_no_environment_is_named_outside_of_their_room(path: Path) -> None:
     text = path.read_text()
     named = set(re.findall(rf"\b({'|'.join(WORDS)})\b", text, flags=re.IGNORECASE))
-    assert not named, f"{path} names {named}: ask the environment instead, see rl_loop/environments/base.py"
+    assert not named, (
+        f"{path} names {named}: ask the environment instead, see rl_loop/environments/base.py"
+    )
 
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant):
-            assert node.value not in ENVIRONMENTS.entries, f"{path}:{node.lineno} names an environment"
+            assert node.value not in ENVIRONMENTS.entries, (
+                f"{path}:{node.lineno} names an environment"
+            )
         if isinstance(node, ast.Import):
             imported = {alias.name for alias in node.names}
-            assert not imported & ENVIRONMENT_MODULES, f"{path}:{node.lineno} imports an environment"
+            assert not imported & ENVIRONMENT_MODULES, (
+                f"{path}:{node.lineno} imports an environment"
+            )
         if isinstance(node, ast.ImportFrom):
             imported = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-            assert not imported & ENVIRONMENT_MODULES, f"{path}:{node.lineno} imports an environment"
+            assert not imported & ENVIRONMENT_MODULES, (
+                f"{path}:{node.lineno} imports an environment"
+            )

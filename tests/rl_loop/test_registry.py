@@ -32,12 +32,24 @@ def test_other_modules_are_named_by_module_and_name() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("windows", "there is no path 'windows'; known: misfiled, on_demand, plain, or give MODULE:NAME"),
-        ("nowhere:X", r"path 'nowhere:X' cannot be imported: No module named 'nowhere'; is its folder in PYTHONPATH"),
-        ("pathlib:Nothing", "path 'pathlib:Nothing' cannot be imported: module 'pathlib' has no 'Nothing'"),
+        (
+            "windows",
+            "there is no path 'windows'; known: misfiled, on_demand, plain, or give MODULE:NAME",
+        ),
+        (
+            "nowhere:X",
+            r"path 'nowhere:X' cannot be imported: No module named 'nowhere'; is its folder in PYTHONPATH",
+        ),
+        (
+            "pathlib:Nothing",
+            "path 'pathlib:Nothing' cannot be imported: module 'pathlib' has no 'Nothing'",
+        ),
         ("pathlib:", "path 'pathlib:' cannot be imported: module 'pathlib' has no ''"),
         (":Path", "path ':Path' cannot be imported: ValueError: Empty module name"),
-        ("decimal:Decimal", "'decimal:Decimal': decimal:Decimal is the class Decimal, expected a subclass of PurePath"),
+        (
+            "decimal:Decimal",
+            "'decimal:Decimal': decimal:Decimal is the class Decimal, expected a subclass of PurePath",
+        ),
         ("os.path:join", "os.path:join is the function join, expected a subclass of PurePath"),
         ("os:sep", "os:sep is of type str, expected a subclass of PurePath"),
         ("misfiled", "there is no path 'misfiled': decimal:Decimal is the class Decimal"),
@@ -55,7 +67,9 @@ def test_a_module_that_fails_while_it_is_imported_gives_its_own_reason(
     (tmp_path / "needs_another.py").write_text("import nowhere_to_be_found\n")
     (tmp_path / "does_not_parse.py").write_text("def f(:\n")
 
-    with pytest.raises(ValueError, match=r"cannot be imported: No module named 'nowhere_to_be_found'$"):
+    with pytest.raises(
+        ValueError, match=r"cannot be imported: No module named 'nowhere_to_be_found'$"
+    ):
         FUNCTIONS.resolve("needs_another:f")
     with pytest.raises(ValueError, match="cannot be imported: SyntaxError: "):
         FUNCTIONS.resolve("does_not_parse:f")

@@ -43,8 +43,14 @@ def stop_at_once(step: int) -> None:
     [
         pytest.param(lambda step: None, nullcontext(), id="success"),
         pytest.param(fail, pytest.raises(RuntimeError, match="the display is broken"), id="error"),
-        pytest.param(press_ctrl_c, pytest.raises(Interrupted, match="saved after step 1 of 2"), id="interrupt"),
-        pytest.param(stop_at_once, pytest.raises(Interrupted, match="stopped at once"), id="second interrupt"),
+        pytest.param(
+            press_ctrl_c,
+            pytest.raises(Interrupted, match="saved after step 1 of 2"),
+            id="interrupt",
+        ),
+        pytest.param(
+            stop_at_once, pytest.raises(Interrupted, match="stopped at once"), id="second interrupt"
+        ),
     ],
 )
 def test_nothing_that_a_run_has_started_is_left_after_it(
@@ -66,7 +72,9 @@ def test_nothing_that_a_run_has_started_is_left_after_it(
     wait_until(lambda: not processes_left())
     assert not ray.is_initialized()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    ours = [thread.name for thread in set(threading.enumerate()) - threads if "rollouts" in thread.name]
+    ours = [
+        thread.name for thread in set(threading.enumerate()) - threads if "rollouts" in thread.name
+    ]
     assert ours == []
     with locked_run(config.directory):
         assert len(read_json_lines(config.directory / "metrics.jsonl")) >= 1

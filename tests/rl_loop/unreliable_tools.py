@@ -5,7 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rl_loop.environments.base import Environment, EnvironmentOptions, Script, Split, StepResult, Task, final
+from rl_loop.environments.base import (
+    Environment,
+    EnvironmentOptions,
+    Script,
+    Split,
+    StepResult,
+    Task,
+    final,
+)
 
 
 class UnreliableOptions(EnvironmentOptions):

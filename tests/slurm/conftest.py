@@ -111,7 +111,9 @@ class Lab:
         attempt of ``run`` that fails meanwhile ends the wait."""
         deadline = time.monotonic() + seconds
         while not done():
-            failed = run and any(outcome["result"] in ("failed", "bad nodes") for outcome in self.outcomes(run))
+            failed = run and any(
+                outcome["result"] in ("failed", "bad nodes") for outcome in self.outcomes(run)
+            )
             if failed or time.monotonic() > deadline:
                 tails = [f"not within {seconds:.0f} s: {what}", self.queue()]
                 if run:
@@ -148,7 +150,9 @@ class Lab:
         return self.cluster.run("squeue", "-h", "-o", "%i %j %T %N %R", check=False)
 
     def state(self, name: str) -> str:
-        names = ",".join(f"gptoss.{name}{part}" for part in ("", "-0", "-1"))  # heterogeneous jobs have parts
+        names = ",".join(
+            f"gptoss.{name}{part}" for part in ("", "-0", "-1")
+        )  # heterogeneous jobs have parts
         return self.cluster.run("squeue", "-h", "-n", names, "-o", "%T", check=False)
 
 
@@ -159,15 +163,19 @@ def ray_actors(kind: str, run: RunDirectory, node: str | None = None) -> list[ps
         with suppress(psutil.NoSuchProcess):
             if process.info["cmdline"] and process.info["cmdline"][0].startswith(f"ray::{kind}"):
                 environment = process.environ()
-                if environment.get("GPTOSS_RUN_DIR") == str(run.path) and environment["SLURMD_NODENAME"] == (
-                    node or environment["SLURMD_NODENAME"]
-                ):
+                if environment.get("GPTOSS_RUN_DIR") == str(run.path) and environment[
+                    "SLURMD_NODENAME"
+                ] == (node or environment["SLURMD_NODENAME"]):
                     found.append(process)
     return found
 
 
 def steps_done(run: RunDirectory) -> int:
-    return len([record for record in read_json_lines(run.metrics) if "reward" in record]) if run.metrics.exists() else 0
+    return (
+        len([record for record in read_json_lines(run.metrics) if "reward" in record])
+        if run.metrics.exists()
+        else 0
+    )
 
 
 @pytest.fixture(scope="session")

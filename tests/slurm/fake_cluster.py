@@ -94,7 +94,11 @@ def missing_parts() -> str:
     """What keeps this machine from running the cluster; empty if nothing does."""
     if os.getuid() != 0:
         return "needs root"
-    absent = [name for name in ("slurmctld", "slurmd", "slurmdbd", "mariadbd", "munged") if shutil.which(name) is None]
+    absent = [
+        name
+        for name in ("slurmctld", "slurmd", "slurmdbd", "mariadbd", "munged")
+        if shutil.which(name) is None
+    ]
     return f"not installed: {', '.join(absent)} (tests/slurm/install.sh)" if absent else ""
 
 
@@ -280,7 +284,10 @@ class FakeCluster:
         etc = self.root / "etc"
         for i in range(8):
             (self.root / f"dev/nvidia{i}").touch()
-        gres = [f"NodeName={name} Name=gpu Type=h200 File={self.root}/dev/nvidia[0-7]\n" for name in self.nodes]
+        gres = [
+            f"NodeName={name} Name=gpu Type=h200 File={self.root}/dev/nvidia[0-7]\n"
+            for name in self.nodes
+        ]
         (etc / "gres.conf").write_text("".join(gres))
         (etc / "cgroup.conf").write_text(
             "CgroupPlugin=autodetect\nConstrainCores=no\nConstrainRAMSpace=no\n",

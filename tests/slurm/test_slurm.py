@@ -27,7 +27,10 @@ STEPS = "training.steps=6"
 def curve(run: RunDirectory) -> list[tuple[float, ...]]:
     records = [record for record in read_json_lines(run.metrics) if "reward" in record]
     assert any(record["grad_norm"] > 0 for record in records), "no step had anything to learn from"
-    return [tuple(record[name] for name in ("step", "reward", "loss", "grad_norm")) for record in records]
+    return [
+        tuple(record[name] for name in ("step", "reward", "loss", "grad_norm"))
+        for record in records
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +167,9 @@ def test_a_node_that_never_comes_up_is_named_and_left_out_of_the_next_attempt(
     tmp_path: Path,
 ) -> None:
     hanging = lab.shared / "python-that-hangs-on-n2"
-    hanging.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" = n2 ] && exec sleep 1000\nexec {sys.executable} "$@"\n')
+    hanging.write_text(
+        f'#!/bin/bash\n[ "$SLURMD_NODENAME" = n2 ] && exec sleep 1000\nexec {sys.executable} "$@"\n'
+    )
     hanging.chmod(0o755)
 
     began = time.monotonic()
@@ -197,7 +202,10 @@ def test_two_nodes_in_containers_measure_their_bandwidth_before_training(lab: La
     assert "n1: all-reduce between nodes at" in str(outcome["error"])
     measured = read_json(next((run.path / "attempts").iterdir()) / "bandwidth.json")
     assert measured.keys() == {"n1", "n2"}
-    assert measured["n1"]["between"] == measured["n2"]["between"] or min(m["between"] for m in measured.values()) > 0
+    assert (
+        measured["n1"]["between"] == measured["n2"]["between"]
+        or min(m["between"] for m in measured.values()) > 0
+    )
 
 
 def test_cancel_ends_the_run_and_what_is_chained_to_it(lab: Lab) -> None:

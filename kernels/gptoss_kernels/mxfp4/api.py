@@ -29,7 +29,9 @@ def dequantize(blocks: Tensor, scales: Tensor, out: Tensor | None = None) -> Ten
         ValueError: naming the argument whose dtype, shape or device does not fit.
     """
     if blocks.dtype != torch.uint8 or blocks.dim() < 2 or blocks.shape[-1] != BLOCK // 2:
-        raise ValueError(f"blocks must be uint8 [..., n, 16], got {blocks.dtype} {list(blocks.shape)}")
+        raise ValueError(
+            f"blocks must be uint8 [..., n, 16], got {blocks.dtype} {list(blocks.shape)}"
+        )
     _check_scales("scales", scales, blocks.shape[:-1], blocks.device)
 
     shape = torch.Size((*blocks.shape[:-2], blocks.shape[-2] * BLOCK))
@@ -71,7 +73,9 @@ def quantize(x: Tensor, scale_hint: Tensor | None = None) -> tuple[Tensor, Tenso
             GPTOSS_KERNELS_DEBUG=1, as looking would wait for the stream).
     """
     if x.dtype != torch.bfloat16 or x.dim() < 1 or x.shape[-1] % BLOCK:
-        raise ValueError(f"x must be bf16 with a last dimension divisible by 32, got {x.dtype} {list(x.shape)}")
+        raise ValueError(
+            f"x must be bf16 with a last dimension divisible by 32, got {x.dtype} {list(x.shape)}"
+        )
     shape = torch.Size((*x.shape[:-1], x.shape[-1] // BLOCK))
     if scale_hint is not None:
         _check_scales("scale_hint", scale_hint, shape, x.device)

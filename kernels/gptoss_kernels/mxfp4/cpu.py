@@ -86,10 +86,14 @@ def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tenso
     Raises:
         ValueError: when x holds NaN or Inf.
     """
-    bad_block = _library().mxfp4_quantize(x, scale_hint, LIMIT_TABLE, VALUE_TABLE, blocks, scales, scales.numel())
+    bad_block = _library().mxfp4_quantize(
+        x, scale_hint, LIMIT_TABLE, VALUE_TABLE, blocks, scales, scales.numel()
+    )
     if bad_block >= 0:
         first = bad_block * 32
-        raise ValueError(f"x holds NaN or Inf in block {bad_block} (values {first} to {first + 31} in memory order)")
+        raise ValueError(
+            f"x holds NaN or Inf in block {bad_block} (values {first} to {first + 31} in memory order)"
+        )
 
 
 class TensorPointer(ctypes.c_void_p):
@@ -154,7 +158,9 @@ def _build(command: list[str], path: Path) -> None:
                 text=True,
             )
         except FileNotFoundError:
-            raise RuntimeError(f"MXFP4 on the CPU needs a C compiler: {compiler!r} not found, set CC") from None
+            raise RuntimeError(
+                f"MXFP4 on the CPU needs a C compiler: {compiler!r} not found, set CC"
+            ) from None
         except subprocess.CalledProcessError as error:
             message = f"{compiler} could not build {SOURCE.name}:\n{error.stderr}"
             raise RuntimeError(message) from None

@@ -56,9 +56,8 @@ def _encode(magnitudes, scale):
     With e the exponent of the scaled magnitude x, clamped to 0..2, the e2m1 numbers near x are
     2^(e - 1) apart. Adding 1.5 * 2^(e + 6), the anchor, in bf16 rounds x to a multiple of that,
     ties to even: bf16's mantissa of 7 bits ends there. The multiple is in the sum's low bits, and
-    the code is that plus 2e. Subtracting the anchor again gives the rounded number, and scaled back
-    the value that the code stands for.
-    """
+    the code is that plus 2e. Subtracting the anchor again gives the rounded number, and scaled
+    back the value that the code stands for."""
     # 2^(127 - scale) and its inverse, subnormal at the ends, in both halves
     factor = tl.where(scale >= 254, 0x0040, (254 - scale) << 7) * 0x10001
     inverse = tl.where(scale == 0, 0x0040, scale << 7) * 0x10001

@@ -99,7 +99,9 @@ def _resolve_backend(backend: str, shape: ShapeClass, layout: PackedLayout) -> s
     return backend
 
 
-def _bound_passes(backend: str, layout: PackedLayout, window: int | None, scale: float) -> AttentionPasses:
+def _bound_passes(
+    backend: str, layout: PackedLayout, window: int | None, scale: float
+) -> AttentionPasses:
     """Return the passes of a backend of this package for one packing, window and scale."""
     if backend in ("window", "short"):
         forward = window_forward

@@ -81,7 +81,9 @@ def unsupported_reason(backend: str, shape: ShapeClass) -> str | None:
         takes_windows = backend == "window"
         has_window = shape.window is not None
         if takes_windows != has_window:
-            return f"window is {shape.window}: backend window takes windows, backend short takes None"
+            return (
+                f"window is {shape.window}: backend window takes windows, backend short takes None"
+            )
         heads_per_kv = shape.heads // shape.kv_heads
         return window.unsupported_reason(shape.device, heads_per_kv, shape.head_size, shape.window)
 
@@ -98,14 +100,22 @@ def unsupported_reason(backend: str, shape: ShapeClass) -> str | None:
 
 def describe() -> str:
     """Describe what is available here, one line per backend: for a diagnosis command."""
-    lines = ["sink attention backends, in the order auto tries them for 64/8 heads of size 64 in bf16:"]
+    lines = [
+        "sink attention backends, in the order auto tries them for 64/8 heads of size 64 in bf16:"
+    ]
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     windowed = ShapeClass(device, torch.bfloat16, heads=64, kv_heads=8, head_size=64, window=128)
     full = windowed._replace(window=None)
 
-    backends = {"window": windowed, "short": full, "flash4": full, "flash3": full, "reference": full}
+    backends = {
+        "window": windowed,
+        "short": full,
+        "flash4": full,
+        "flash3": full,
+        "reference": full,
+    }
     for backend, shape in backends.items():
         reason = unsupported_reason(backend, shape)
         status = "available" if reason is None else f"no: {reason}"
@@ -113,7 +123,9 @@ def describe() -> str:
 
     choices = {
         "window 128 layers": choose_backend(windowed, short=True),
-        f"full layers, sequences averaging up to {SHORT_MEAN} tokens,": choose_backend(full, short=True),
+        f"full layers, sequences averaging up to {SHORT_MEAN} tokens,": choose_backend(
+            full, short=True
+        ),
         "full layers, longer sequences,": choose_backend(full, short=False),
     }
     lines += [f"  {layers} take {backend}" for layers, backend in choices.items()]

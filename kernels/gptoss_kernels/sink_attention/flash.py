@@ -30,9 +30,16 @@ class PlainKernels:
     """How the package spells a window without a bound."""
 
 
-def folded_passes(kernels: PlainKernels, segments: Segments, window: int | None, scale: float) -> AttentionPasses:
+def folded_passes(
+    kernels: PlainKernels, segments: Segments, window: int | None, scale: float
+) -> AttentionPasses:
     """Bind ``folded_forward`` and ``folded_backward`` to one packing, window and scale."""
-    bound: dict[str, Any] = {"kernels": kernels, "segments": segments, "window": window, "scale": scale}
+    bound: dict[str, Any] = {
+        "kernels": kernels,
+        "segments": segments,
+        "window": window,
+        "scale": scale,
+    }
     return AttentionPasses(
         forward=functools.partial(folded_forward, **bound),
         backward=functools.partial(folded_backward, **bound),
@@ -78,7 +85,9 @@ def folded_backward(
     grad_o = grad_o.contiguous()
     options = packing_options(segments, window, kernels.unbounded)
 
-    dq, dk, dv = kernels.backward(grad_o, (q, k, v, o, lse_by_head), window is None, softmax_scale=scale, **options)
+    dq, dk, dv = kernels.backward(
+        grad_o, (q, k, v, o, lse_by_head), window is None, softmax_scale=scale, **options
+    )
     dsinks = sink_gradient(o, grad_o, lse_by_head, sinks)
     return dq, dk, dv, dsinks
 
@@ -116,7 +125,9 @@ def flash3_kernels() -> PlainKernels:
     """Return FlashAttention-3's stock kernels, from its flash_attn_interface module."""
     import flash_attn_interface as interface
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         o, lse = interface._flash_attn_forward(q, k, v, causal=causal, **options)[:2]
         return o, lse
 
@@ -124,13 +135,17 @@ def flash3_kernels() -> PlainKernels:
         grad_o: Tensor, saved: tuple[Tensor, ...], causal: bool, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty_like(x) for x in saved[:3])
-        interface._flash_attn_backward(grad_o, *saved, dq=dq, dk=dk, dv=dv, is_causal=causal, **options)
+        interface._flash_attn_backward(
+            grad_o, *saved, dq=dq, dk=dk, dv=dv, is_causal=causal, **options
+        )
         return dq, dk, dv
 
     return PlainKernels(forward, backward, unbounded=-1)
 
 
-def packing_options(segments: Segments, window: int | None, unbounded: int | None = None) -> dict[str, Any]:
+def packing_options(
+    segments: Segments, window: int | None, unbounded: int | None = None
+) -> dict[str, Any]:
     """Spell packing and window as both packages take them.
 
     ``unbounded`` is how the package writes a window without a bound.

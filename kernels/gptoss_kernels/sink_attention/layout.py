@@ -72,7 +72,9 @@ class Segments:
         return self.cu_seqlens_k is self.cu_seqlens_q
 
     @classmethod
-    def from_lengths(cls, query_lengths: list[int], key_lengths: list[int], device: torch.device) -> "Segments":
+    def from_lengths(
+        cls, query_lengths: list[int], key_lengths: list[int], device: torch.device
+    ) -> "Segments":
         """Make segments of so many queries and keys each, with their offsets on ``device``."""
         cu_seqlens_q = _offsets(query_lengths, device)
         cu_seqlens_k = cu_seqlens_q
@@ -129,7 +131,9 @@ def _read(cu_seqlens: Tensor) -> PackedLayout:
 
     # The copy below waits for the stream, which a capture does not allow.
     if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError("cu_seqlens is new to this process: call once with this tensor before capturing a CUDA graph")
+        raise ValueError(
+            "cu_seqlens is new to this process: call once with this tensor before capturing a CUDA graph"
+        )
 
     offsets = cu_seqlens.detach().to("cpu", torch.int64)
     lengths = offsets.diff()

@@ -195,7 +195,8 @@ def _gather(x: Tensor, index: Tensor, dtype: torch.dtype, kv_heads: int) -> Tens
 
 
 def _scatter(target: Tensor, batch: TileBatch, values: Tensor) -> None:
-    """Write [tiles, kv_heads, group, QUERY_BLOCK, d] to valid rows of target [tokens, heads, d]."""
+    """Write [tiles, kv_heads, group, QUERY_BLOCK, d] to valid rows of target [tokens, heads,
+    d]."""
     rows = batch.rows.reshape(-1)
     values = values.permute(0, 3, 1, 2, 4).reshape(len(rows), target.shape[1], -1)
     values = values.to(target.dtype)
@@ -213,7 +214,9 @@ def _add_at(target: Tensor, columns: Tensor, values: Tensor) -> None:
     target.index_add_(0, columns.reshape(-1), values.transpose(1, 2).reshape(-1, kv_heads, d))
 
 
-def _tile_batches(layout: PackedLayout, window: int | None, heads: int, device: torch.device) -> Iterator[TileBatch]:
+def _tile_batches(
+    layout: PackedLayout, window: int | None, heads: int, device: torch.device
+) -> Iterator[TileBatch]:
     """Group the packing's tiles by extent; yield batches of at most SCORES_PER_BATCH scores."""
     if window is not None and window >= layout.longest:
         window = None

@@ -36,18 +36,24 @@ def check_arguments(
     if layout.tokens != tokens:
         raise ValueError(f"cu_seqlens ends at {layout.tokens}, q has {tokens} tokens")
     if max_seqlen < layout.longest:
-        raise ValueError(f"max_seqlen is {max_seqlen}, the longest sequence in cu_seqlens has {layout.longest} tokens")
+        raise ValueError(
+            f"max_seqlen is {max_seqlen}, the longest sequence in cu_seqlens has {layout.longest} tokens"
+        )
     return layout
 
 
 def _check_queries_and_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() != 3 or q.dtype not in FLOATING:
-        raise ValueError(f"q must be a floating point [tokens, heads, head_size], got {q.dtype} {list(q.shape)}")
+        raise ValueError(
+            f"q must be a floating point [tokens, heads, head_size], got {q.dtype} {list(q.shape)}"
+        )
     tokens, heads, head_size = q.shape
 
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 3 or x.shape[0] != tokens or x.shape[2] != head_size:
-            raise ValueError(f"{name} must be [{tokens}, kv_heads, {head_size}] like q, got {list(x.shape)}")
+            raise ValueError(
+                f"{name} must be [{tokens}, kv_heads, {head_size}] like q, got {list(x.shape)}"
+            )
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
 
@@ -61,7 +67,9 @@ def _check_queries_and_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_sinks(sinks: Tensor, q: Tensor) -> None:
     heads = q.shape[1]
     if sinks.dim() != 1 or sinks.shape[0] != heads or sinks.dtype not in FLOATING:
-        raise ValueError(f"sinks must be a floating point [{heads}], got {sinks.dtype} {list(sinks.shape)}")
+        raise ValueError(
+            f"sinks must be a floating point [{heads}], got {sinks.dtype} {list(sinks.shape)}"
+        )
     if sinks.device != q.device:
         raise ValueError(f"sinks are on {sinks.device}, q on {q.device}")
 
@@ -73,7 +81,9 @@ def _check_window(window: int | None) -> None:
     # bool is an int to Python, but True as a window is a mistake.
     is_int = isinstance(window, int) and not isinstance(window, bool)
     if not is_int or window < 1:
-        raise ValueError(f"window must be None or a positive int (it counts the query itself), got {window!r}")
+        raise ValueError(
+            f"window must be None or a positive int (it counts the query itself), got {window!r}"
+        )
 
 
 def check_finite(**tensors: Tensor) -> None:
@@ -86,4 +96,6 @@ def check_finite(**tensors: Tensor) -> None:
         bad = ~torch.isfinite(x)
         if bool(bad.any()):
             where = [int(i) for i in bad.nonzero()[0]]
-            raise ValueError(f"{name} holds {int(bad.sum())} non-finite values, the first at index {where}")
+            raise ValueError(
+                f"{name} holds {int(bad.sum())} non-finite values, the first at index {where}"
+            )

@@ -2,10 +2,11 @@
 
 For sliding-window layers, and for full attention over short packed sequences. Query heads that
 share a kv head are packed into one tile: with 8 heads a tile is 8 positions, so little work is
-lost where the causal triangle or the window ends. For O and dQ of a window, a block holds every key
-that its tiles see in shared memory; in full attention the keys pass. The backward pass runs as two
-kernels that each own what they write (dQ; dK and dV): no atomics, so the result is deterministic,
-and every tile is aligned to its sequence's start, so a sequence has the same bits in every pack.
+lost where the causal triangle or the window ends. For O and dQ of a window, a block holds every
+key that its tiles see in shared memory; in full attention the keys pass. The backward pass runs as
+two kernels that each own what they write (dQ; dK and dV): no atomics, so the result is
+deterministic, and every tile is aligned to its sequence's start, so a sequence has the same bits
+in every pack.
 
 The kernels are in cuda/; each .cu file says at its top who owns what and what waits for what. This
 module computes the same sizes (``KernelShape``), makes their tables of work (``_items``) and
@@ -107,7 +108,9 @@ class KernelShape:
         return key_bytes + tiles * TILE_BYTES + 256
 
 
-def unsupported_reason(device: torch.device, heads_per_kv: int, head_size: int, window: int | None) -> str | None:
+def unsupported_reason(
+    device: torch.device, heads_per_kv: int, head_size: int, window: int | None
+) -> str | None:
     """Say why our kernels cannot take these bf16 shapes on this GPU; None when they can."""
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
@@ -231,7 +234,9 @@ def _tensor_map(x: Tensor, heads: int) -> nvrtc.TensorMap:
     return nvrtc.tensor_map(x, (TILE_ROWS // heads, heads))
 
 
-def _items(layout: PackedLayout, length: int, device: torch.device, order: str | None) -> tuple[Tensor, int]:
+def _items(
+    layout: PackedLayout, length: int, device: torch.device, order: str | None
+) -> tuple[Tensor, int]:
     """Make the table of a kernel's items, ``length`` positions of one sequence each.
 
     Items of unequal work are sorted, so that the longest start first and the multiprocessors end

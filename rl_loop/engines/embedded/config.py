@@ -8,7 +8,8 @@ from rl_loop.engines.backend import EngineConfig
 
 
 class EmbeddedConfig(EngineConfig):
-    """transformers' model with continuous batching, one in the process of each rollout worker, on the CPU."""
+    """transformers' model with continuous batching, one in the process of each rollout worker, on
+    the CPU."""
 
     type: Literal["transformers"] = "transformers"
     """This engine."""

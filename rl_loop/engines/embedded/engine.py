@@ -82,7 +82,9 @@ class TransformersEngine:
         total = len(request.input_ids) + request.sampling.max_new_tokens
         limit = self._model.config.max_position_embeddings
         if total > limit:
-            raise ValueError(f"{name}: prompt and max_new_tokens make {total} tokens, the model has {limit} positions")
+            raise ValueError(
+                f"{name}: prompt and max_new_tokens make {total} tokens, the model has {limit} positions"
+            )
 
         # on_begin belongs to the event loop; the sequence leaves the queue on the engine's thread.
         loop = asyncio.get_running_loop()
@@ -155,7 +157,9 @@ class TransformersEngine:
             shown = "; ".join(faults[:MAX_REPORTED_FAULTS])
             if len(faults) > MAX_REPORTED_FAULTS:
                 shown += f"; and {len(faults) - MAX_REPORTED_FAULTS} more"
-            raise ValueError(f"weights {version} do not fit the rollout engine's model, nothing was changed: {shown}")
+            raise ValueError(
+                f"weights {version} do not fit the rollout engine's model, nothing was changed: {shown}"
+            )
 
         self._scheduler.abort(None)
         self._scheduler.drop_cache()

@@ -332,7 +332,9 @@ class Scheduler:
         for sequence in (*self._running, *self._waiting):
             if sequence.future.set_running_or_notify_cancel():
                 request_id = sequence.request.request_id
-                failure = RuntimeError(f"request {request_id}: the rollout engine failed: {error!r}")
+                failure = RuntimeError(
+                    f"request {request_id}: the rollout engine failed: {error!r}"
+                )
                 failure.__cause__ = error
                 sequence.future.set_exception(failure)
         self._running.clear()

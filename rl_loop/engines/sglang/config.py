@@ -33,23 +33,24 @@ class SglangConfig(EngineConfig):
     python: str = sys.executable
     """The interpreter that has SGLang installed. Its pins need not agree with the trainer's."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the servers, besides those of this process (PYTHONPATH is not passed
-    on)."""
+    """Environment variables of the servers, besides those of this process (PYTHONPATH is not
+    passed on)."""
     arguments: list[str] = Field(default_factory=list)
     """Further arguments of ``sglang.launch_server``; of an option given twice the last counts."""
     attention_backend: Literal["fa3", "triton", "fa4", "trtllm_mha", "intel_amx"] = "fa3"
-    """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton anywhere,
-    with a plugin that mends its window."""
+    """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton
+    anywhere, with a plugin that mends its window."""
     memory_fraction: float = Field(0.85, gt=0, lt=1)
     """Share of GPU memory for weights and key/value cache; with colocated about half of it."""
     deterministic: bool = False
     """The same tokens for the same seed whatever a request is batched with; slower, without prefix
     cache."""
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
-    """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on CPUs,
-    disk if the trainer can reach the servers by nothing but the run's directory."""
+    """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on
+    CPUs, disk if the trainer can reach the servers by nothing but the run's directory."""
     bucket_bytes: int = Field(1 << 30, gt=0)
-    """Weights under way at a time: what a server holds besides its model, and the trainer twice."""
+    """Weights under way at a time: what a server holds besides its model, and the trainer
+    twice."""
     colocated: bool = False
     """Servers on the trainer's GPUs: they give their memory back while the trainer works."""
     start_seconds: float = Field(1200.0, gt=0)
@@ -62,7 +63,9 @@ class SglangConfig(EngineConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.colocated and self.weight_sync == "nccl":
-            raise ValueError("colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU")
+            raise ValueError(
+                "colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU"
+            )
         return self
 
     @property

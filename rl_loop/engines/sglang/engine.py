@@ -52,7 +52,9 @@ class _Turn:
     """A request under way, and what it has so far."""
 
     request: GenerateRequest
-    result: GenerateResult = field(default_factory=lambda: GenerateResult([], [], FinishReason.ABORT))
+    result: GenerateResult = field(
+        default_factory=lambda: GenerateResult([], [], FinishReason.ABORT)
+    )
     aborted: bool = False
     limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     """Ends the turn some time after an abort, whatever its server does."""
@@ -215,7 +217,8 @@ class SglangEngine:
 
             if loop.time() > deadline:
                 states = "; ".join(
-                    f"{status.url or 'a server'} is {status.state} {status.fault}" for status in self._statuses
+                    f"{status.url or 'a server'} is {status.state} {status.fault}"
+                    for status in self._statuses
                 )
                 raise RuntimeError(
                     f"no SGLang server held policy weights {self.oldest_version} or later "
@@ -312,7 +315,9 @@ class SglangEngine:
         # Checked in every chunk, also in one without tokens: _end looks the reason up.
         finish = meta.get("finish_reason")
         if finish is not None and finish["type"] not in FINISH_REASONS:
-            raise ServerFailed(f"{server.url}: the answer ended by {finish['type']!r}, which is no reason")
+            raise ServerFailed(
+                f"{server.url}: the answer ended by {finish['type']!r}, which is no reason"
+            )
 
         ids = content["output_ids"]
         total = meta["completion_tokens"]
@@ -321,8 +326,8 @@ class SglangEngine:
             # A request that is aborted while it waits repeats its last token.
             return _Chunk([], [], int(version), finish, meta)
 
-        # With --incremental-streaming-output a chunk has the new tokens only, and completion_tokens
-        # counts those of all chunks: a lost or repeated chunk shows here.
+        # With --incremental-streaming-output a chunk has the new tokens only, and
+        # completion_tokens counts those of all chunks: a lost or repeated chunk shows here.
         entries = meta["output_token_logprobs"]
         log_probs = [entry[0] for entry in entries]
         if received + len(ids) != total or [entry[1] for entry in entries] != ids:
@@ -377,7 +382,9 @@ class SglangEngine:
         except (TypeError, ValueError) as error:
             raise ServerFailed(f"routed experts cannot be read: {describe(error)}") from error
         if len(routes) != tokens:
-            raise ServerFailed(f"routed experts of {len(routes)} tokens came back, expected {tokens}")
+            raise ServerFailed(
+                f"routed experts of {len(routes)} tokens came back, expected {tokens}"
+            )
         return check_routes(routes.astype(np.int16), self._num_experts)
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:

@@ -89,7 +89,9 @@ class Canary:
 
 async def statuses(actors: list[Any]) -> list[ServerStatus]:
     """Ask all servers for their status; one whose actor is being restarted counts as dead."""
-    answers = await asyncio.gather(*(actor.status.remote() for actor in actors), return_exceptions=True)
+    answers = await asyncio.gather(
+        *(actor.status.remote() for actor in actors), return_exceptions=True
+    )
 
     known = []
     for answer in answers:
@@ -131,9 +133,13 @@ class SglangFleet:
 
         # Without GPUs in the cluster (tests, SGLang on CPUs) there is nothing to reserve; on the
         # trainer's GPUs the ranks have reserved them already.
-        has_gpus = ray.cluster_resources().get("GPU", 0) >= settings.servers * settings.tensor_parallel
+        has_gpus = (
+            ray.cluster_resources().get("GPU", 0) >= settings.servers * settings.tensor_parallel
+        )
         gpus = settings.tensor_parallel if has_gpus and not settings.colocated else 0
-        actor_class = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=-1)(with_logging(SglangServer))
+        actor_class = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=-1)(
+            with_logging(SglangServer)
+        )
 
         actors = []
         for index in range(settings.servers):
@@ -217,7 +223,11 @@ class SglangFleet:
             return
         try:
             healthy = self._healthy()
-            stale = {actor: status for actor, status in healthy.items() if status.state is ServerState.STALE}
+            stale = {
+                actor: status
+                for actor, status in healthy.items()
+                if status.state is ServerState.STALE
+            }
             if not stale:
                 return
             try:
@@ -279,7 +289,9 @@ class SglangFleet:
 
         self._compare_with_canary(urls)
 
-    def _send(self, urls: tuple[str, ...], *, compare: bool, transport: TransportName | None = None) -> None:
+    def _send(
+        self, urls: tuple[str, ...], *, compare: bool, transport: TransportName | None = None
+    ) -> None:
         assert self._held is not None
         plan = SyncPlan(
             urls=urls,
@@ -309,7 +321,9 @@ class SglangFleet:
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]`` from every server that holds the policy;
         raises as ``score_on`` does. The text is the canary of servers that are restarted later."""
-        scores = self._at_all(self._synced_urls(), lambda client: score_on(client, token_ids, temperature))
+        scores = self._at_all(
+            self._synced_urls(), lambda client: score_on(client, token_ids, temperature)
+        )
         self._canary = Canary(token_ids, scores[0])
         return scores
 
@@ -323,7 +337,9 @@ class SglangFleet:
             gaps = [abs(a - b) for a, b in zip(log_probs, canary.log_probs, strict=True)]
             gap = sum(gaps) / len(canary.log_probs)
             if not gap <= SAME_WEIGHTS:  # also true for NaN
-                raise SyncFailed(f"{url} was given the weights again, but differs by {gap:.2e} nats from the others")
+                raise SyncFailed(
+                    f"{url} was given the weights again, but differs by {gap:.2e} nats from the others"
+                )
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -339,7 +355,9 @@ class SglangFleet:
         # A server that restarts from now on is given the next version, not this one.
         self._held = None
         self._at_all(urls, lambda client: client.call("/pause_generation", {"mode": "abort"}))
-        self._change_memory(urls, "/release_memory_occupation", ["kv_cache", "weights", "cuda_graph"])
+        self._change_memory(
+            urls, "/release_memory_occupation", ["kv_cache", "weights", "cuda_graph"]
+        )
 
     def _change_memory(self, urls: tuple[str, ...], path: str, tags: list[str]) -> None:
         seconds = self._settings.sync_seconds

@@ -178,12 +178,17 @@ class SglangServer:
                 given_up=given_up,
             )
             if given_up:
-                logger.error("SGLang server %s is given up: %s", self._status.url, self._status.fault)
+                logger.error(
+                    "SGLang server %s is given up: %s", self._status.url, self._status.fault
+                )
                 return
 
             back_off = min(MAX_BACK_OFF, 2.0 ** (failures - 1))
             logger.warning(
-                "SGLang server %s failed and starts again in %.0f s: %s", self._status.url, back_off, self._status.fault
+                "SGLang server %s failed and starts again in %.0f s: %s",
+                self._status.url,
+                back_off,
+                self._status.fault,
             )
             await asyncio.sleep(back_off)
 

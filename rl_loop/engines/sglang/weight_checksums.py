@@ -175,7 +175,8 @@ class WeightSample:
         if parameter.endswith("w2_weight_bias"):
             return [torch.zeros_like(part) if rank else part]
 
-        # Hugging Face's experts are [experts, inputs, outputs], SGLang's [experts, outputs, inputs].
+        # Hugging Face's experts are [experts, inputs, outputs], SGLang's [experts, outputs,
+        # inputs].
         if parameter.endswith(("w13_weight", "w2_weight")):
             part = part.mT
         for suffix, dimension in SHARDED_DIMENSIONS.items():

@@ -166,7 +166,9 @@ async def _compare(sample: WeightSample, servers: "Servers") -> None:
     answers = await servers.call("/weights_checker", {"action": "checksum"})
     for url, answer in zip(plan.urls, answers, strict=True):
         if tensors := sample.first_difference(answer):
-            raise WeightMismatch(f"{url} was sent weights {plan.version} and holds something else in {tensors}")
+            raise WeightMismatch(
+                f"{url} was sent weights {plan.version} and holds something else in {tensors}"
+            )
 
 
 class Servers:
@@ -227,12 +229,16 @@ def _check_names_and_shapes(
     known = set(missing)
     for name, tensor in named:
         if name not in known:
-            raise WeightMismatch(f"tensor {name} is none of GPT-OSS with {config.num_layers} layers")
+            raise WeightMismatch(
+                f"tensor {name} is none of GPT-OSS with {config.num_layers} layers"
+            )
         expected = missing.pop(name, None)
         if expected is None:
             raise WeightMismatch(f"tensor {name} came twice")
         if tuple(tensor.shape) != tuple(expected):
-            raise WeightMismatch(f"tensor {name} has shape {list(tensor.shape)}, the engine expects {list(expected)}")
+            raise WeightMismatch(
+                f"tensor {name} has shape {list(tensor.shape)}, the engine expects {list(expected)}"
+            )
         yield name, tensor
 
     if missing:

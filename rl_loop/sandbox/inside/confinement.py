@@ -54,7 +54,9 @@ def check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+def mount(
+    source: str, target: str, kind: str | None, flags: int, options: str | None = None
+) -> None:
     """Call mount(2). Raises OSError naming the target."""
     result = libc.mount(
         source.encode(),
@@ -92,7 +94,9 @@ def drop_root() -> None:
         check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
     if os.getresuid() != (NOBODY,) * 3 or os.getresgid() != (NOBODY,) * 3:
-        raise PermissionError(f"the sandbox server runs as {os.getresuid()}/{os.getresgid()}, not as nobody")
+        raise PermissionError(
+            f"the sandbox server runs as {os.getresuid()}/{os.getresgid()}, not as nobody"
+        )
 
 
 def enter_namespaces() -> None:

@@ -33,7 +33,9 @@ LOOKS_PER_EXACT_LOOK = 10
 # before killing
 CONFIRM_SECONDS = 0.02
 
-MAPPING_BYTES = 1024  # struct vm_area_struct with its share of trees and reverse mappings, rounded up
+MAPPING_BYTES = (
+    1024  # struct vm_area_struct with its share of trees and reverse mappings, rounded up
+)
 LARGEST_OPTION_MEMORY = 1 << 17  # filters and the like attached to one socket (net.core.optmem_max)
 LOCKS = 1000  # of files, by all processes of the call; each is memory of the kernel that not even a cgroup counts
 READ_BYTES = 1 << 16
@@ -54,7 +56,11 @@ class ProcessWatch:
     mounts its /proc."""
 
     def __init__(
-        self, memory_bytes: int, socket_buffer_bytes: int, memory_events: int | None, has_cpu_weight: bool
+        self,
+        memory_bytes: int,
+        socket_buffer_bytes: int,
+        memory_events: int | None,
+        has_cpu_weight: bool,
     ) -> None:
         """
         memory_bytes: most that the call may hold, if there is no cgroup.
@@ -227,7 +233,11 @@ class ProcessWatch:
     # ---- /proc
 
     def _processes(self) -> list[str]:
-        return [name for name in os.listdir(self._proc) if name.isdigit() and name not in self._outsiders]
+        return [
+            name
+            for name in os.listdir(self._proc)
+            if name.isdigit() and name not in self._outsiders
+        ]
 
     def _list(self, path: str) -> list[str]:
         try:

@@ -141,7 +141,12 @@ def run_code(source: str, main: types.ModuleType) -> int:
     traceback of an exception.
 
     Returns 0, or 1 after an exception. SystemExit goes through: it ends the interpreter."""
-    linecache.cache[PROGRAM_NAME] = (len(source), None, source.splitlines(keepends=True), PROGRAM_NAME)
+    linecache.cache[PROGRAM_NAME] = (
+        len(source),
+        None,
+        source.splitlines(keepends=True),
+        PROGRAM_NAME,
+    )
     try:
         tree = ast.parse(source, PROGRAM_NAME)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None

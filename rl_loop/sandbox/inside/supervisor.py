@@ -10,7 +10,15 @@ import time
 from dataclasses import dataclass
 
 from rl_loop.sandbox.inside.confinement import SeccompProgram, die_with_parent, enter_namespaces
-from rl_loop.sandbox.inside.messages import FAILED, STARTED, Call, CallResult, ServerSettings, receive, send
+from rl_loop.sandbox.inside.messages import (
+    FAILED,
+    STARTED,
+    Call,
+    CallResult,
+    ServerSettings,
+    receive,
+    send,
+)
 from rl_loop.sandbox.inside.process_watch import LOOK_SECONDS, ProcessWatch
 from rl_loop.sandbox.inside.program import SET_UP, run_program
 from rl_loop.sandbox.inside.progress import Deadline, Progress
@@ -34,7 +42,9 @@ def supervise(settings: ServerSettings, seccomp: SeccompProgram) -> None:
     send(result.to_message(output))
 
 
-def run_call(call: Call, settings: ServerSettings, seccomp: SeccompProgram) -> tuple[CallResult, bytes]:
+def run_call(
+    call: Call, settings: ServerSettings, seccomp: SeccompProgram
+) -> tuple[CallResult, bytes]:
     """Run the programs of a call. Returns what the last one did, and its output. Raises
     CallFailed."""
     progress = Progress()
@@ -80,7 +90,9 @@ def run_call(call: Call, settings: ServerSettings, seccomp: SeccompProgram) -> t
     return result, bytes(output[: settings.output_bytes])
 
 
-def start_program(call: Call, settings: ServerSettings, seccomp: SeccompProgram, progress: Progress) -> tuple[int, int]:
+def start_program(
+    call: Call, settings: ServerSettings, seccomp: SeccompProgram, progress: Progress
+) -> tuple[int, int]:
     """Fork the program and wait until its world is set up.
 
     Returns its process id and the end of the pipe that its output is read from. Raises
@@ -98,7 +110,9 @@ def start_program(call: Call, settings: ServerSettings, seccomp: SeccompProgram,
     setup = b"".join(iter(lambda: os.read(setup_read, 4096), b""))
     if setup != SET_UP:
         os.waitpid(program, 0)
-        reason = setup.decode("utf-8", "replace") or "the program's process ended before it was set up"
+        reason = (
+            setup.decode("utf-8", "replace") or "the program's process ended before it was set up"
+        )
         raise CallFailed(reason)
     return program, output_read
 
@@ -126,7 +140,11 @@ def end_program(program: int) -> Ending:
 
 
 def watch(
-    program: int, output_read: int, deadline: Deadline, process_watch: ProcessWatch, output_bytes: int
+    program: int,
+    output_read: int,
+    deadline: Deadline,
+    process_watch: ProcessWatch,
+    output_bytes: int,
 ) -> tuple[bytearray, str | None]:
     """Read the program's output until it ends or must be killed.
 

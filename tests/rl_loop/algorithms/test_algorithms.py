@@ -60,7 +60,9 @@ def test_group_advantages_are_those_of_the_papers(deviation: str, values: list[f
     assert got["grpo"] == pytest.approx([(v - mean) / (spread + 1e-6) for v in values], **EXACT)
     assert got["dr_grpo"] == pytest.approx([v - mean for v in values], **EXACT)
     others = [statistics.fmean(values[:i] + values[i + 1 :]) for i in range(n)]
-    assert got["leave_one_out"] == pytest.approx([v - o for v, o in zip(values, others, strict=True)], **EXACT)
+    assert got["leave_one_out"] == pytest.approx(
+        [v - o for v, o in zip(values, others, strict=True)], **EXACT
+    )
 
 
 def test_a_group_of_one_or_of_equal_rewards_has_no_advantage() -> None:
@@ -69,28 +71,46 @@ def test_a_group_of_one_or_of_equal_rewards_has_no_advantage() -> None:
 
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)
-@given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.5, 2.0])), min_size=2, max_size=8))
-def test_gdpo_normalises_every_reward_by_itself(deviation: str, parts: list[tuple[float, float]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.5, 2.0])),
+        min_size=2,
+        max_size=8,
+    )
+)
+def test_gdpo_normalises_every_reward_by_itself(
+    deviation: str, parts: list[tuple[float, float]]
+) -> None:
     weights = [1.0, -0.3]
     want = [0.0] * len(parts)
     for k, weight in enumerate(weights):
         column = [p[k] for p in parts]
         mean, spread = statistics.fmean(column), DEVIATIONS[deviation](column)
-        want = [w + weight * (c - mean) / (spread + 1e-6) for w, c in zip(want, column, strict=True)]
-    assert gdpo_advantages(tensor(parts), weights, deviation).tolist() == pytest.approx(want, **EXACT)
+        want = [
+            w + weight * (c - mean) / (spread + 1e-6) for w, c in zip(want, column, strict=True)
+        ]
+    assert gdpo_advantages(tensor(parts), weights, deviation).tolist() == pytest.approx(
+        want, **EXACT
+    )
 
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)
 @given(rewards)
-def test_reinforce_subtracts_the_mean_and_whitening_gives_unit_spread(deviation: str, values: list[float]) -> None:
+def test_reinforce_subtracts_the_mean_and_whitening_gives_unit_spread(
+    deviation: str, values: list[float]
+) -> None:
     mean, spread = statistics.fmean(values), DEVIATIONS[deviation](values)
-    assert reinforce_advantages(tensor(values)).tolist() == pytest.approx([v - mean for v in values], **EXACT)
+    assert reinforce_advantages(tensor(values)).tolist() == pytest.approx(
+        [v - mean for v in values], **EXACT
+    )
     want = [(v - mean) / math.sqrt(spread**2 + 1e-8) for v in values]
     assert whiten(tensor(values), deviation).tolist() == pytest.approx(want, **EXACT)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
-def test_generalized_advantages_are_the_discounted_sum_of_residuals(gamma: float, lam: float) -> None:
+def test_generalized_advantages_are_the_discounted_sum_of_residuals(
+    gamma: float, lam: float
+) -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = [5, 2, 7]
     reward, value = torch.zeros(2, 3, 7, dtype=torch.float64)
@@ -164,19 +184,29 @@ def plain_reinforce(lp: list[float]) -> list[float]:
 MASK = torch.ones(7, dtype=torch.bool)
 
 
-def inputs(log_probs: torch.Tensor, advantages: list[float], old: list[float] | None = OLD) -> LossInputs:
+def inputs(
+    log_probs: torch.Tensor, advantages: list[float], old: list[float] | None = OLD
+) -> LossInputs:
     old_log_probs = None if old is None else tensor(old)
     return LossInputs(log_probs, old_log_probs, tensor(advantages), MASK, SEQUENCES)
 
 
-LOSSES: dict[str, tuple[Callable[[list[float]], list[float]], Callable[[torch.Tensor], PolicyLoss]]] = {
+LOSSES: dict[
+    str, tuple[Callable[[list[float]], list[float]], Callable[[torch.Tensor], PolicyLoss]]
+] = {
     "ppo": (plain_ppo, lambda lp: ppo_loss(inputs(lp, ADVANTAGES), clip_low=0.2, clip_high=0.28)),
     "ppo with dual clip": (
         lambda lp: plain_ppo(lp, 3.0),
         lambda lp: ppo_loss(inputs(lp, ADVANTAGES), clip_low=0.2, clip_high=0.28, dual_clip=3.0),
     ),
-    "gspo": (plain_gspo, lambda lp: gspo_loss(inputs(lp, SEQUENCE_ADVANTAGES), clip_low=0.6, clip_high=0.6)),
-    "cispo": (plain_cispo, lambda lp: cispo_loss(inputs(lp, ADVANTAGES), clip_low=1.0, clip_high=0.28)),
+    "gspo": (
+        plain_gspo,
+        lambda lp: gspo_loss(inputs(lp, SEQUENCE_ADVANTAGES), clip_low=0.6, clip_high=0.6),
+    ),
+    "cispo": (
+        plain_cispo,
+        lambda lp: cispo_loss(inputs(lp, ADVANTAGES), clip_low=1.0, clip_high=0.28),
+    ),
     "reinforce": (plain_reinforce, lambda lp: reinforce_loss(inputs(lp, ADVANTAGES))),
 }
 
@@ -207,7 +237,10 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce_and_clips_nothing(na
 
 def test_the_value_loss_is_clipped_around_the_old_values() -> None:
     new, old, returns = [0.0, 1.0, 3.0, -2.0], [0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 1.0, -3.0]
-    want = [max((v - r) ** 2, (clip(v, o - 0.5, o + 0.5) - r) ** 2) / 2 for v, o, r in zip(new, old, returns)]  # noqa: B905
+    want = [
+        max((v - r) ** 2, (clip(v, o - 0.5, o + 0.5) - r) ** 2) / 2
+        for v, o, r in zip(new, old, returns, strict=True)
+    ]
     loss, clipped = value_loss(tensor(new), tensor(old), tensor(returns), 0.5)
     assert loss.tolist() == pytest.approx(want, **EXACT)
     assert clipped.tolist() == [False, True, False, True]
@@ -231,7 +264,9 @@ def test_k1_and_k3_average_to_the_divergence() -> None:
     p, q = tensor([0.5, 0.3, 0.2]), tensor([0.2, 0.5, 0.3])
     divergence = (p * (p / q).log()).sum()
     for estimator in ("k1", "k3"):
-        assert (p * kl_estimate(p.log(), q.log(), estimator)).sum() == pytest.approx(float(divergence))
+        assert (p * kl_estimate(p.log(), q.log(), estimator)).sum() == pytest.approx(
+            float(divergence)
+        )
 
 
 # ---- aggregation and objectives
@@ -278,14 +313,20 @@ def samples(lengths: tuple[int, ...] = (5, 9, 3, 6), seed: int = 0) -> list[Samp
 
 def in_fp64(batch: PackedBatch) -> PackedBatch:
     columns = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    floats = {k: v.double() for k, v in columns.items() if torch.is_tensor(v) and v.is_floating_point()}
+    floats = {
+        k: v.double() for k, v in columns.items() if torch.is_tensor(v) and v.is_floating_point()
+    }
     return replace(batch, **floats)
 
 
 CONFIGS = {
-    "ppo": AlgorithmConfig(mini_batches=2, dual_clip=3.0, max_staleness=1, kl=KlConfig(), entropy_bonus=0.01),
+    "ppo": AlgorithmConfig(
+        mini_batches=2, dual_clip=3.0, max_staleness=1, kl=KlConfig(), entropy_bonus=0.01
+    ),
     "gspo": AlgorithmConfig(mini_batches=2, policy_loss="gspo", aggregation="seq-mean-token-mean"),
-    "cispo": AlgorithmConfig(mini_batches=2, policy_loss="cispo", aggregation="seq-mean-token-sum-norm"),
+    "cispo": AlgorithmConfig(
+        mini_batches=2, policy_loss="cispo", aggregation="seq-mean-token-sum-norm"
+    ),
     "sequence mis": AlgorithmConfig.model_validate(
         {
             "mini_batches": 2,
@@ -303,7 +344,9 @@ CONFIGS = {
 }
 
 
-def evaluate(config: AlgorithmConfig, everyone: list[Sample], parts: list[list[int]]) -> tuple[float, dict[str, float]]:
+def evaluate(
+    config: AlgorithmConfig, everyone: list[Sample], parts: list[list[int]]
+) -> tuple[float, dict[str, float]]:
     objective = policy_objective(config, everyone, 50)
     if config.critic:
         objective = value_objective(config, everyone, 50)
@@ -311,7 +354,9 @@ def evaluate(config: AlgorithmConfig, everyone: list[Sample], parts: list[list[i
     for part in parts:
         batch = in_fp64(build_batch([replace(everyone[i], sample_id=i) for i in part], align=4))
         log_probs = -0.1 * (batch.labels.double() + 1)
-        output = objective(*((log_probs,) if config.critic else (log_probs, log_probs.abs())), batch)
+        output = objective(
+            *((log_probs,) if config.critic else (log_probs, log_probs.abs())), batch
+        )
         total += float(output.loss)
         sums = {key: sums.get(key, 0.0) + float(value) for key, value in output.sums.items()}
     return total, sums
@@ -319,10 +364,14 @@ def evaluate(config: AlgorithmConfig, everyone: list[Sample], parts: list[list[i
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-def test_a_batch_without_loss_tokens_has_a_loss_and_a_gradient_of_zero(name: str, aggregation: str) -> None:
+def test_a_batch_without_loss_tokens_has_a_loss_and_a_gradient_of_zero(
+    name: str, aggregation: str
+) -> None:
     config = CONFIGS[name].model_copy(update={"aggregation": aggregation})
     masked = [replace(sample, loss_mask=[0] * len(sample.token_ids)) for sample in samples()]
-    batch = in_fp64(build_batch([replace(sample, sample_id=i) for i, sample in enumerate(masked)], align=4))
+    batch = in_fp64(
+        build_batch([replace(sample, sample_id=i) for i, sample in enumerate(masked)], align=4)
+    )
     predicted = (-0.1 * (batch.labels.double() + 1)).requires_grad_()
     if config.critic:
         output = value_objective(config, masked, 50)(predicted, batch)
@@ -346,7 +395,9 @@ def test_cutting_a_batch_into_micro_batches_does_not_change_loss_or_sums(name: s
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(list(CONFIGS)), st.integers(0, 22), st.floats(-30, 30))
-def test_nothing_outside_the_mask_changes_a_gradient(name: str, position: int, change: float) -> None:
+def test_nothing_outside_the_mask_changes_a_gradient(
+    name: str, position: int, change: float
+) -> None:
     config, everyone = CONFIGS[name], samples()
     objective = (value_objective if config.critic else policy_objective)(config, everyone, 50)
     batch = in_fp64(build_batch([replace(s, sample_id=i) for i, s in enumerate(everyone)], align=4))
@@ -356,7 +407,14 @@ def test_nothing_outside_the_mask_changes_a_gradient(name: str, position: int, c
     touched[position] = bool(off[position])
     generator = torch.Generator().manual_seed(2)
     log_probs = -torch.rand(batch.tokens, generator=generator, dtype=torch.float64)
-    columns = ["advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "values", "returns"]
+    columns = [
+        "advantages",
+        "rollout_log_probs",
+        "old_log_probs",
+        "reference_log_probs",
+        "values",
+        "returns",
+    ]
     altered = replace(batch, **{c: getattr(batch, c) + change * touched for c in columns})
     gradients = []
     for b, lp in ((batch, log_probs), (altered, log_probs + change * touched)):
@@ -371,7 +429,9 @@ def test_on_policy_the_objective_reports_ratio_one_and_no_clipping() -> None:
     everyone = [replace(s, old_log_probs=None) for s in samples()]
     config = AlgorithmConfig()
     batch = build_batch([replace(s, sample_id=i) for i, s in enumerate(everyone)])
-    output = policy_objective(config, everyone)(batch.rollout_log_probs + 0.1, batch.loss_mask, batch)
+    output = policy_objective(config, everyone)(
+        batch.rollout_log_probs + 0.1, batch.loss_mask, batch
+    )
     assert output.sums["clip_fraction"] == 0
     assert output.sums["ratio/mean"] == output.sums["tokens"]
     assert output.maxima["ratio/deviation_max"] == 0

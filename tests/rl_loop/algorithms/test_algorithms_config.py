@@ -16,7 +16,11 @@ TINY = CONFIGS / "rl/tiny_retool.yaml"
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("algorithm/*.yaml")), ids=lambda p: p.stem)
 def test_every_named_algorithm_loads(path: Path) -> None:
-    room = ["training.steps=30", "model.max_length=8192", "training.max_tokens_per_micro_batch=8192"]
+    room = [
+        "training.steps=30",
+        "model.max_length=8192",
+        "training.max_tokens_per_micro_batch=8192",
+    ]
     room += ["rollout.max_tokens=8192", "rollout.max_new_tokens_per_turn=2048"]
     config = load_config(TINY, RlConfig, [f"algorithm={path.stem}", "algorithm.gamma=0.99", *room])
     assert config.algorithm.gamma == 0.99
@@ -41,18 +45,27 @@ def test_every_named_algorithm_loads(path: Path) -> None:
         (["correction.bounds=[0.5,2]"], "bounds belong to sequence_mis and icepop"),
         (["correction.weight=icepop", "correction.bounds=[2,3]"], "must hold 1"),
         (["policy_loss=gspo", "dual_clip=3"], "dual_clip belongs to policy_loss ppo"),
-        (["advantage=gdpo", "reward_weights={correct: 1.0}", "kl={place: reward}"], "would undo kl.coefficient"),
+        (
+            ["advantage=gdpo", "reward_weights={correct: 1.0}", "kl={place: reward}"],
+            "would undo kl.coefficient",
+        ),
         (
             ["advantage=reinforce", "dynamic_sampling_rounds=2"],
             "drops groups of equal rewards, and advantage reinforce",
         ),
-        (["advantage=gae", "critic={}", "dynamic_sampling_rounds=2"], "advantage gae learns from them"),
+        (
+            ["advantage=gae", "critic={}", "dynamic_sampling_rounds=2"],
+            "advantage gae learns from them",
+        ),
         (["whiten_over=samples"], "whiten_over belongs to whiten_advantages"),
         (
             ["advantage=gae", "critic={}", "whiten_advantages=true", "whiten_over=samples"],
             "one advantage per token: use tokens",
         ),
-        (["advantage=gae", "critic={}", "correction.weight=sequence_mis"], "must reject for the critic too"),
+        (
+            ["advantage=gae", "critic={}", "correction.weight=sequence_mis"],
+            "must reject for the critic too",
+        ),
     ],
 )
 def test_wrong_combinations_are_refused_with_the_reason(overrides: list[str], reason: str) -> None:
@@ -70,7 +83,11 @@ def test_servers_on_the_trainer_s_gpus_cannot_generate_while_it_learns() -> None
     overlap = ["algorithm.max_staleness=1", "rollout.engine.type=sglang"]
     assert load_config(TINY, RlConfig, overlap).algorithm.old_log_probs_from == "forward"
     with pytest.raises(ConfigError, match="gives its GPUs to one of them at a time"):
-        load_config(TINY, RlConfig, [*overlap, "rollout.engine.colocated=true", "rollout.engine.weight_sync=cuda_ipc"])
+        load_config(
+            TINY,
+            RlConfig,
+            [*overlap, "rollout.engine.colocated=true", "rollout.engine.weight_sync=cuda_ipc"],
+        )
 
 
 def test_a_critic_that_warms_up_for_the_whole_run_is_refused() -> None:

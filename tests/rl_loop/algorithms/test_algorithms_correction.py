@@ -21,7 +21,9 @@ MASK = [True, True, True, True, False, True, True]
 log_ratios = st.lists(st.floats(-3, 3), min_size=7, max_size=7)
 
 
-def plain(config: CorrectionConfig, log_rho: list[float], advantages: list[float], drift: list[float]) -> list[float]:
+def plain(
+    config: CorrectionConfig, log_rho: list[float], advantages: list[float], drift: list[float]
+) -> list[float]:
     """Weights of the masked tokens, one by one."""
     out = []
     for t, own in enumerate(SEQUENCE):
@@ -102,7 +104,9 @@ def sample(staleness: list[int] | None = None) -> Sample:
     )
 
 
-def run(config: AlgorithmConfig, one: Sample, log_probs: list[float]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run(
+    config: AlgorithmConfig, one: Sample, log_probs: list[float]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     values = torch.tensor(log_probs).requires_grad_()
     output = policy_objective(config, [one])(values, torch.zeros(3), build_batch([one]))
     output.loss.backward()
@@ -111,7 +115,9 @@ def run(config: AlgorithmConfig, one: Sample, log_probs: list[float]) -> tuple[t
 
 
 def test_rho_is_the_trainers_probability_over_the_engines() -> None:
-    config = AlgorithmConfig.model_validate({"correction": {"weight": "icepop", "bounds": (0.5, 10.0)}})
+    config = AlgorithmConfig.model_validate(
+        {"correction": {"weight": "icepop", "bounds": (0.5, 10.0)}}
+    )
     weights, sums = run(config, sample(), [-1.0, -1.0 + math.log(8), -1.0 - math.log(8)])
     # 8 lies within, 1/8 does not: the other way round the verdicts would change places
     assert weights.tolist() == pytest.approx([1.0, 8.0, 0.0])
@@ -138,7 +144,9 @@ def test_tokens_older_than_allowed_are_left_out() -> None:
 
 
 def test_grafted_tokens_learn_but_enter_neither_weights_nor_mismatch() -> None:
-    weights, sums = run(AlgorithmConfig(), sample([0, 0, GRAFTED, 0]), [-1.0, -3.0, -1.0 + math.log(1.5)])
+    weights, sums = run(
+        AlgorithmConfig(), sample([0, 0, GRAFTED, 0]), [-1.0, -3.0, -1.0 + math.log(1.5)]
+    )
     assert weights.tolist() == pytest.approx([1.0, 1.0, 1.5])
     assert sums["comparable"] == 2
     assert sums["mismatch/logprob_gap"].item() == pytest.approx(math.log(1.5))

@@ -44,16 +44,26 @@ ALGORITHMS: dict[str, list[str]] = {
     "grpo": ["algorithm.kl.coefficient=0.01", "algorithm.correction.weight=sequence_mis"],
     "dr_grpo": ["algorithm.correction.weight=icepop", "algorithm.correction.veto=1e-4"],
     "dapo": ["algorithm.overlong_buffer=100", "algorithm.mini_batches=2"],
-    "rloo": ["algorithm.kl.coefficient=0.01", "algorithm.kl.place=reward", "algorithm.kl.estimator=k1"],
+    "rloo": [
+        "algorithm.kl.coefficient=0.01",
+        "algorithm.kl.place=reward",
+        "algorithm.kl.estimator=k1",
+    ],
     "gspo": ["algorithm.mini_batches=2", "algorithm.routing_replay=R2"],
     "cispo": ["algorithm.routing_replay=R3", "ablation.engine_noise=0.02", "canary_tolerance=9"],
-    "reinforce": ["rollout.samples_per_task=1", "rollout.tasks_per_step=8", "algorithm.entropy_bonus=0.01"],
+    "reinforce": [
+        "rollout.samples_per_task=1",
+        "rollout.tasks_per_step=8",
+        "algorithm.entropy_bonus=0.01",
+    ],
     "gdpo": ["algorithm.old_log_probs=rollout", "algorithm.correction.weight=none"],
 }
 
 
 def config(directory: Path, *overrides: str) -> RlConfig:
-    return load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [*SMALL, f"output_dir={directory}", *overrides])
+    return load_config(
+        CONFIGS / "rl/tiny_retool.yaml", RlConfig, [*SMALL, f"output_dir={directory}", *overrides]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +73,9 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRollouts
     shared.close()
 
 
-def train(settings: RlConfig, rollouts: LocalRollouts | None, resume: bool = False) -> list[dict[str, Any]]:
+def train(
+    settings: RlConfig, rollouts: LocalRollouts | None, resume: bool = False
+) -> list[dict[str, Any]]:
     with local_loop(settings, rollouts, resume) as loop:
         loop.train()
     return read_json_lines(settings.directory / "metrics.jsonl")
@@ -74,7 +86,9 @@ def test_every_named_algorithm_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_algorithm_trains_without_nan(name: str, tmp_path: Path, rollouts: LocalRollouts) -> None:
+def test_an_algorithm_trains_without_nan(
+    name: str, tmp_path: Path, rollouts: LocalRollouts
+) -> None:
     settings = config(tmp_path, f"algorithm={name}", *ALGORITHMS[name], "training.steps=20")
     steps = train(settings, rollouts)
     assert len(steps) == 20
@@ -97,14 +111,26 @@ def test_an_algorithm_trains_without_nan(name: str, tmp_path: Path, rollouts: Lo
         assert trained[0]["mismatch/kl_k3"] < trained[0]["routing/kl_k3_without_replay"]
 
 
-NOTHING_ENDS = ["rollout.max_new_tokens_per_turn=1", "training.steps=2", "training.checkpoint_every=1", "seed=1"]
+NOTHING_ENDS = [
+    "rollout.max_new_tokens_per_turn=1",
+    "training.steps=2",
+    "training.checkpoint_every=1",
+    "seed=1",
+]
 """No episode gets as far as a stop token, with this seed."""
 EXTRA = {"dapo": ["algorithm.overlong_buffer=2"], "ppo": ["algorithm.critic.warmup_steps=1"]}
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "ppo", "gdpo"])
-def test_a_step_whose_every_token_is_masked_changes_nothing_and_the_run_goes_on(name: str, tmp_path: Path) -> None:
-    options = [f"algorithm={name}", "algorithm.mini_batches=2", "rollout.truncated_episodes=mask", *NOTHING_ENDS]
+def test_a_step_whose_every_token_is_masked_changes_nothing_and_the_run_goes_on(
+    name: str, tmp_path: Path
+) -> None:
+    options = [
+        f"algorithm={name}",
+        "algorithm.mini_batches=2",
+        "rollout.truncated_episodes=mask",
+        *NOTHING_ENDS,
+    ]
     options += ["algorithm.old_log_probs=forward", *EXTRA.get(name, [])]
     with local_loop(config(tmp_path, *options)) as loop:
         before = loop.trainer.weights()
@@ -120,7 +146,9 @@ def test_a_step_whose_every_token_is_masked_changes_nothing_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gdpo"])
-def test_groups_without_signal_give_a_gradient_of_zero_and_no_nan(name: str, tmp_path: Path) -> None:
+def test_groups_without_signal_give_a_gradient_of_zero_and_no_nan(
+    name: str, tmp_path: Path
+) -> None:
     steps = train(config(tmp_path, f"algorithm={name}", *NOTHING_ENDS, *EXTRA.get(name, [])), None)
     for step in steps:
         assert all(value is not None and math.isfinite(value) for value in step.values())
@@ -129,7 +157,11 @@ def test_groups_without_signal_give_a_gradient_of_zero_and_no_nan(name: str, tmp
 
 
 def test_a_resumed_critic_continues_the_same_curve(tmp_path: Path, rollouts: LocalRollouts) -> None:
-    options = ["algorithm=ppo", "algorithm.critic.warmup_steps=1", "algorithm.critic.optimizer.lr=1e-3"]
+    options = [
+        "algorithm=ppo",
+        "algorithm.critic.warmup_steps=1",
+        "algorithm.critic.optimizer.lr=1e-3",
+    ]
     once = ["optimizer.schedule=constant", *options]
     whole = train(config(tmp_path / "whole", *once, "training.steps=4"), rollouts)
     train(config(tmp_path / "cut", *once, "training.steps=2"), rollouts)
@@ -146,16 +178,27 @@ def test_stale_tokens_are_not_taken_for_on_policy(tmp_path: Path, rollouts: Loca
         loop.sync_weights(3, metrics)
         groups = loop.collector.collect(0, first_task=0).train
         assert all(sample.staleness is None for sample in to_samples(groups, settings.algorithm, 3))
-        with pytest.raises(OffPolicyError, match="sampled 1 weight versions ago would count as on-policy"):
+        with pytest.raises(
+            OffPolicyError, match="sampled 1 weight versions ago would count as on-policy"
+        ):
             to_samples(groups, settings.algorithm, 4)
         groups[0].trajectories[0] = replace(groups[0].trajectories[0], excluded=True)
         assert sum(to_samples(groups, settings.algorithm, 3)[0].loss_mask) == 0
 
 
 def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> None:
-    options = ["algorithm.max_staleness=1", "training.steps=4", "evaluate_every=2", "optimizer.lr=1e-2"]
+    options = [
+        "algorithm.max_staleness=1",
+        "training.steps=4",
+        "evaluate_every=2",
+        "optimizer.lr=1e-2",
+    ]
     with local_loop(config(tmp_path, *options)) as loop:
-        generating, generate, learn = threading.Semaphore(0), loop.rollouts.run, loop.trainer.rl_step
+        generating, generate, learn = (
+            threading.Semaphore(0),
+            loop.rollouts.run,
+            loop.trainer.rl_step,
+        )
 
         def run(*arguments: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
@@ -164,7 +207,9 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
 
         def rl_step(samples: Any, step: int) -> Any:
             if step < 3:  # the last step has none after it
-                assert generating.acquire(timeout=PATIENCE_SECONDS), "nothing is generated while the trainer learns"
+                assert generating.acquire(timeout=PATIENCE_SECONDS), (
+                    "nothing is generated while the trainer learns"
+                )
             return learn(samples, step)
 
         loop.rollouts.run, loop.trainer.rl_step = run, rl_step

@@ -64,7 +64,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(workplace: Path, *overrides: str) -> AlgorithmConfig:
-    config = load_config(workplace / "configs/rl/tiny_retool.yaml", RlConfig, ["algorithm=sapo", *overrides])
+    config = load_config(
+        workplace / "configs/rl/tiny_retool.yaml", RlConfig, ["algorithm=sapo", *overrides]
+    )
     return config.algorithm
 
 
@@ -89,10 +91,14 @@ def test_the_guides_loss_is_its_formula_and_on_policy_that_of_reinforce(workplac
 
     def inputs(new: torch.Tensor, old: torch.Tensor | None) -> LossInputs:
         mask = torch.ones(3, dtype=torch.bool)
-        return LossInputs(new, old, vector(advantages), mask, Sequences(torch.tensor([0, 0, 1]), count=2))
+        return LossInputs(
+            new, old, vector(advantages), mask, Sequences(torch.tensor([0, 0, 1]), count=2)
+        )
 
     got = loss(inputs(vector(log_probs), vector(old_log_probs)), **options).loss
-    for i, (new, old, advantage) in enumerate(zip(log_probs, old_log_probs, advantages, strict=True)):
+    for i, (new, old, advantage) in enumerate(
+        zip(log_probs, old_log_probs, advantages, strict=True)
+    ):
         tau = 1.0 if advantage > 0 else 1.1
         gate = 4 / tau / (1 + math.exp(-tau * (math.exp(new - old) - 1)))
         assert float(got[i]) == pytest.approx(-gate * advantage, rel=1e-6)
@@ -120,12 +126,27 @@ def test_the_guides_advantage_compares_with_a_quantile_of_the_group(workplace: P
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("policy_loss=my_algorithms:spao", "policy loss 'my_algorithms:spao' cannot be imported: .* has no 'spao'"),
-        ("policy_loss=my_algorithm:sapo", "No module named 'my_algorithm'; is its folder in PYTHONPATH"),
-        ("policy_loss=sapo", "there is no policy loss 'sapo'; known: cispo, gspo, ppo, reinforce, or give MODULE:NAME"),
-        ("policy_loss=my_algorithms:PolicyLoss", "is the class PolicyLoss, expected a function of LossInputs"),
+        (
+            "policy_loss=my_algorithms:spao",
+            "policy loss 'my_algorithms:spao' cannot be imported: .* has no 'spao'",
+        ),
+        (
+            "policy_loss=my_algorithm:sapo",
+            "No module named 'my_algorithm'; is its folder in PYTHONPATH",
+        ),
+        (
+            "policy_loss=sapo",
+            "there is no policy loss 'sapo'; known: cispo, gspo, ppo, reinforce, or give MODULE:NAME",
+        ),
+        (
+            "policy_loss=my_algorithms:PolicyLoss",
+            "is the class PolicyLoss, expected a function of LossInputs",
+        ),
         ("policy_loss_options={tau: 1}", "unexpected keyword argument 'tau'; it is .*tau_positive"),
-        ("advantage=quantile", "there is no advantage 'quantile'; known: dr_grpo, gae, gdpo, grpo, "),
+        (
+            "advantage=quantile",
+            "there is no advantage 'quantile'; known: dr_grpo, gae, gdpo, grpo, ",
+        ),
         ("advantage_options={shares: 1}", "unexpected keyword argument 'shares'"),
         ("advantage=grpo", "advantage grpo takes no options"),
         ("dual_clip=3", "dual_clip belongs to policy_loss ppo"),
@@ -160,12 +181,21 @@ def test_an_advantage_of_the_wrong_form_stops_the_run(
     ("change", "message"),
     [
         (lambda result: result.loss, "returned Tensor, expected PolicyLoss"),
-        (lambda result: replace(result, loss=result.loss.mean()), r"returned loss \[\], expected \[\d+\]"),
-        (lambda result: replace(result, loss=result.loss.detach()), "returned a loss without a gradient"),
+        (
+            lambda result: replace(result, loss=result.loss.mean()),
+            r"returned loss \[\], expected \[\d+\]",
+        ),
+        (
+            lambda result: replace(result, loss=result.loss.detach()),
+            "returned a loss without a gradient",
+        ),
     ],
 )
 def test_a_loss_of_the_wrong_form_stops_the_run(
-    change: Callable[[PolicyLoss], Any], message: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[PolicyLoss], Any],
+    message: str,
+    workplace: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = load(workplace)
     everyone = samples()
@@ -182,7 +212,9 @@ def test_a_loss_of_the_wrong_form_stops_the_run(
 
 
 def test_the_guide_pasted_as_it_is_trains_in_processes_that_import_it_anew(workplace: Path) -> None:
-    commands = re.search(r"```bash\n(export PYTHONPATH=\.\n.*?)```", GUIDE.read_text(), flags=re.S)[1]
+    commands = re.search(r"```bash\n(export PYTHONPATH=\.\n.*?)```", GUIDE.read_text(), flags=re.S)[
+        1
+    ]
     assert commands.count("gptoss ") == 1
     # Only what makes it short is added: an untrained model of one layer, and this checkout's code.
     pasted = commands.replace("PYTHONPATH=.", "PYTHONPATH=.:$PYTHONPATH")

@@ -47,5 +47,7 @@ def test_sharing_sequences_over_ranks_changes_no_sum_and_no_gradient() -> None:
         whole_sums, whole_maxima, whole_gradients = evaluate(name, 0, 1)
         together = {key: sums[key] + other[0][key] for key in sums}
         assert together == pytest.approx(whole_sums, rel=1e-6, abs=1e-6), name
-        assert {k: max(maxima[k], other[1][k]) for k in maxima} == pytest.approx(whole_maxima, rel=1e-6), name
+        assert {k: max(maxima[k], other[1][k]) for k in maxima} == pytest.approx(
+            whole_maxima, rel=1e-6
+        ), name
         assert gradients | other[2] == pytest.approx(whole_gradients, rel=1e-6, abs=1e-9), name

@@ -80,10 +80,14 @@ def episode(reward: float, tokens: int = 5, task: str = "t", **fields: Any) -> T
 
 
 def group(rewards: list[float], task: str = "t") -> TrajectoryGroup:
-    return TrajectoryGroup(task, [episode(reward, 3 + i % 4, task) for i, reward in enumerate(rewards)])
+    return TrajectoryGroup(
+        task, [episode(reward, 3 + i % 4, task) for i, reward in enumerate(rewards)]
+    )
 
 
-def credited(groups: list[TrajectoryGroup], config: AlgorithmConfig, limit: int = 100) -> list[Sample]:
+def credited(
+    groups: list[TrajectoryGroup], config: AlgorithmConfig, limit: int = 100
+) -> list[Sample]:
     """Samples with advantages; a critic's values are 0."""
     samples = to_samples(groups, config, version=0)
     if config.advantage == "gae":
@@ -100,7 +104,9 @@ def every_advantage() -> Iterator[AlgorithmConfig]:
         yield algorithm(name, standard_deviation=deviation)
         for over in ("tokens", "samples"):
             if (name, over) != ("gae", "samples"):
-                yield algorithm(name, standard_deviation=deviation, whiten_advantages=True, whiten_over=over)
+                yield algorithm(
+                    name, standard_deviation=deviation, whiten_advantages=True, whiten_over=over
+                )
 
 
 finite = st.floats(-1e30, 1e30)
@@ -111,7 +117,9 @@ finite = st.floats(-1e30, 1e30)
 @example(reward=-0.8, sizes=[8])
 @example(reward=10.1, sizes=[8])
 @example(reward=0.1, sizes=[3, 5])
-def test_a_batch_of_equal_rewards_has_advantages_of_exactly_zero(reward: float, sizes: list[int]) -> None:
+def test_a_batch_of_equal_rewards_has_advantages_of_exactly_zero(
+    reward: float, sizes: list[int]
+) -> None:
     groups = [group([reward] * size, f"t{i}") for i, size in enumerate(sizes)]
     for config in every_advantage():
         if config.advantage == "gae" and not config.whiten_advantages:
@@ -236,7 +244,10 @@ def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[Sample], np.n
         first.old_log_probs, out = [5.0] * 6, np.array([1] * 6, dtype=bool)
     else:
         # one token that the trainer finds impossible drops its sequence
-        first.rollout_log_probs, out = [-0.5, -0.5, -0.7, 9.0, 9.0, -1.3], np.array([1] * 6, dtype=bool)
+        first.rollout_log_probs, out = (
+            [-0.5, -0.5, -0.7, 9.0, 9.0, -1.3],
+            np.array([1] * 6, dtype=bool),
+        )
     return config, samples, out
 
 
@@ -245,7 +256,11 @@ def packed(samples: list[Sample]) -> PackedBatch:
 
 
 def gradients(
-    config: AlgorithmConfig, samples: list[Sample], batch: PackedBatch, log_probs: torch.Tensor, entropy: torch.Tensor
+    config: AlgorithmConfig,
+    samples: list[Sample],
+    batch: PackedBatch,
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Loss and its gradients by log-probs and entropies, of the policy."""
     log_probs, entropy = log_probs.clone().requires_grad_(), entropy.clone().requires_grad_()
@@ -267,7 +282,9 @@ GARBAGE = [math.nan, math.inf, -math.inf, -1e30, -77.0, 0.0]
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 @pytest.mark.parametrize("kind", EXCLUSIONS)
-def test_a_token_that_is_left_out_has_no_gradient_from_any_term_and_no_influence(kind: str, loss: str) -> None:
+def test_a_token_that_is_left_out_has_no_gradient_from_any_term_and_no_influence(
+    kind: str, loss: str
+) -> None:
     config, samples, out = exclusion(kind, loss)
     batch = packed(samples)
     mask = label_mask(out, batch)
@@ -314,8 +331,12 @@ def test_the_critic_leaves_out_what_the_policy_leaves_out(kind: str) -> None:
     assert want.any() and not want[mask].any()
     for garbage in GARBAGE:
         noise = torch.full_like(values, garbage)
-        columns = {name: torch.where(mask, noise, getattr(batch, name)) for name in ("values", "returns")}
-        assert torch.equal(gradient(replace(batch, **columns), torch.where(mask, noise, values)), want)
+        columns = {
+            name: torch.where(mask, noise, getattr(batch, name)) for name in ("values", "returns")
+        }
+        assert torch.equal(
+            gradient(replace(batch, **columns), torch.where(mask, noise, values)), want
+        )
 
 
 def combinations() -> Iterator[tuple[str, str, str]]:
@@ -323,15 +344,21 @@ def combinations() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("advantage", "loss", "correction"), list(combinations()))
-def test_equal_rewards_move_no_policy_whatever_loss_and_correction(advantage: str, loss: str, correction: str) -> None:
-    config = algorithm(advantage, policy_loss=loss, mini_batches=2, correction={"weight": correction, "veto": 1e-4})
+def test_equal_rewards_move_no_policy_whatever_loss_and_correction(
+    advantage: str, loss: str, correction: str
+) -> None:
+    config = algorithm(
+        advantage, policy_loss=loss, mini_batches=2, correction={"weight": correction, "veto": 1e-4}
+    )
     samples = [
         replace(sample, old_log_probs=[x + 0.1 for x in sample.rollout_log_probs])
         for sample in credited([group([-0.8] * 8, "a"), group([-0.8] * 8, "b")], config)
     ]
     batch = packed(samples)
     log_probs = batch.rollout_log_probs + 0.3
-    loss_value, gradient, _ = gradients(config, samples, batch, log_probs, torch.zeros_like(log_probs))
+    loss_value, gradient, _ = gradients(
+        config, samples, batch, log_probs, torch.zeros_like(log_probs)
+    )
     assert loss_value == 0
     assert not gradient.any()
 
@@ -339,10 +366,15 @@ def test_equal_rewards_move_no_policy_whatever_loss_and_correction(advantage: st
 # ---- grafted tokens
 
 
-def correction_of(rule: dict[str, Any], log_rho: list[list[float]], grafted: list[int]) -> list[list[float]]:
+def correction_of(
+    rule: dict[str, Any], log_rho: list[list[float]], grafted: list[int]
+) -> list[list[float]]:
     """Weights of sequences of sampled tokens to each of which as many grafted ones are added."""
     rows = [torch.tensor(row + [0.0] * n) for row, n in zip(log_rho, grafted, strict=True)]
-    masks = [torch.tensor([True] * len(row) + [False] * n) for row, n in zip(log_rho, grafted, strict=True)]
+    masks = [
+        torch.tensor([True] * len(row) + [False] * n)
+        for row, n in zip(log_rho, grafted, strict=True)
+    ]
     index = torch.cat([torch.full((len(row),), i) for i, row in enumerate(rows)])
     values = torch.cat(rows)
     advantages = -torch.ones_like(values)
@@ -365,7 +397,10 @@ SEQUENCE_RULES = {name: rule for name, rule in REJECTIONS.items() if name != "ic
 
 @pytest.mark.parametrize("name", SEQUENCE_RULES)
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.floats(-6, 6, width=16), min_size=1, max_size=4), min_size=1, max_size=4), st.data())
+@given(
+    st.lists(st.lists(st.floats(-6, 6, width=16), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.data(),
+)
 def test_neither_grafted_tokens_nor_other_sequences_change_the_verdict_on_a_sequence(
     name: str, log_rho: list[list[float]], data: st.DataObject
 ) -> None:
@@ -382,7 +417,9 @@ def test_a_sequence_that_is_dropped_alone_is_dropped_with_two_grafted_tokens() -
     one = Sample([1, 2, 3, 4], [0, 1, 1, 1], [1.0] * 4, rollout_log_probs=[0.0, -1.0, 0.0, 0.0])
     one.staleness, one.sample_id = [0, 0, GRAFTED, GRAFTED], 0
     config = AlgorithmConfig.model_validate({"correction": {"geometric_bounds": (0.8, 1.25)}})
-    log_probs = torch.tensor([-1.3, -0.1, -0.1], requires_grad=True)  # rho is exp(-0.3), over three tokens exp(-0.1)
+    log_probs = torch.tensor(
+        [-1.3, -0.1, -0.1], requires_grad=True
+    )  # rho is exp(-0.3), over three tokens exp(-0.1)
     output = policy_objective(config, [one])(log_probs, torch.zeros(3), build_batch([one]))
     output.loss.backward()
     assert not log_probs.grad.any()  # type: ignore[union-attr]
@@ -398,8 +435,12 @@ def test_grafted_tokens_learn_whatever_the_engine_said_of_them() -> None:
     want = gradients(config, samples, batch, log_probs, entropy)
     assert want[1][grafted].all()
     for garbage in GARBAGE:
-        other = replace(batch, rollout_log_probs=torch.where(grafted, garbage, batch.rollout_log_probs))
-        for value, expected in zip(gradients(config, samples, other, log_probs, entropy), want, strict=True):
+        other = replace(
+            batch, rollout_log_probs=torch.where(grafted, garbage, batch.rollout_log_probs)
+        )
+        for value, expected in zip(
+            gradients(config, samples, other, log_probs, entropy), want, strict=True
+        ):
             assert torch.equal(value, expected)
 
 
@@ -410,7 +451,9 @@ def test_sequence_products_are_clamped_as_a_whole_and_not_token_by_token() -> No
     # 30 - 25 - 4.5 = 0.5: a clamp of each token at 20 nats would make it -4.5 and drop the sequence
     weights = correction_of({"weight": "sequence_mis"}, [[30.0, -25.0, -4.5]], [0])
     assert weights[0] == pytest.approx([math.exp(0.5)] * 3, rel=1e-5)
-    weights = correction_of({"weight": "none", "geometric_bounds": (0.8, 1.25)}, [[30.0, -30.0]], [0])
+    weights = correction_of(
+        {"weight": "none", "geometric_bounds": (0.8, 1.25)}, [[30.0, -30.0]], [0]
+    )
     assert weights[0] == [1.0, 1.0]
 
 
@@ -441,23 +484,38 @@ def test_gdpo_takes_the_penalty_on_length_as_one_more_reward() -> None:
     lengths = [3, 3, 9, 11]
     episodes = [episode(1.0, n, reward_parts={"score": 1.0}) for n in lengths]
     config = AlgorithmConfig(
-        advantage="gdpo", reward_weights={"score": 1.0}, overlong_buffer=4, overlong_penalty=0.5, whiten_over="samples"
+        advantage="gdpo",
+        reward_weights={"score": 1.0},
+        overlong_buffer=4,
+        overlong_penalty=0.5,
+        whiten_over="samples",
     )
-    got = [float(max(s.advantages, key=abs)) for s in credited([TrajectoryGroup("t", episodes)], config, limit=10)]  # type: ignore[arg-type]
+    got = [
+        float(max(s.advantages, key=abs))
+        for s in credited([TrajectoryGroup("t", episodes)], config, limit=10)
+    ]  # type: ignore[arg-type]
     penalties = torch.tensor([0.0, 0.0, -0.5, -1.0], dtype=torch.float64)
     assert got == pytest.approx(whiten(0.5 * group_advantages(penalties)).tolist())
     assert got[0] > got[2] > got[3]
 
 
 def test_a_reward_part_that_an_episode_does_not_have_counts_as_zero() -> None:
-    episodes = [episode(1.0, reward_parts={"score": 1.0}), episode(-1.0, reward_parts={}), episode(0.0)]
-    got = credited([TrajectoryGroup("t", episodes)], algorithm("gdpo", reward_weights={"score": 1.0}))
+    episodes = [
+        episode(1.0, reward_parts={"score": 1.0}),
+        episode(-1.0, reward_parts={}),
+        episode(0.0),
+    ]
+    got = credited(
+        [TrajectoryGroup("t", episodes)], algorithm("gdpo", reward_weights={"score": 1.0})
+    )
     assert [np.sign(sample.advantages[-1]) for sample in got] == [1, -1, -1]  # type: ignore[index]
 
 
 def test_the_penalty_on_length_counts_what_the_policy_sampled() -> None:
     config = algorithm("dr_grpo", overlong_buffer=4)
-    terse = Trajectory("t", list(range(90)), [0] * 85 + [1] * 5, [0.0] * 90)  # a long prompt, or much tool output
+    terse = Trajectory(
+        "t", list(range(90)), [0] * 85 + [1] * 5, [0.0] * 90
+    )  # a long prompt, or much tool output
     wordy = Trajectory("t", list(range(12)), [0] * 2 + [1] * 10, [0.0] * 12)
     got = credited([TrajectoryGroup("t", [terse, wordy])], config, limit=10)
     assert [sample.advantages[-1] for sample in got] == [0.5, -0.5]  # type: ignore[index]
@@ -468,12 +526,20 @@ def test_the_penalty_on_length_counts_what_the_policy_sampled() -> None:
 
 def test_dynamic_sampling_judges_what_the_advantage_compares() -> None:
     parts = TrajectoryGroup(
-        "t", [episode(0.0, reward_parts={"score": s, "style": t}) for s, t in ((1.0, -1.0), (-1.0, 1.0))]
+        "t",
+        [
+            episode(0.0, reward_parts={"score": s, "style": t})
+            for s, t in ((1.0, -1.0), (-1.0, 1.0))
+        ],
     )
     assert has_signal(parts, algorithm("gdpo"))
     assert not has_signal(parts, algorithm("grpo"))
-    unweighted = TrajectoryGroup("t", [episode(r, reward_parts={"score": 1.0, "style": r}) for r in (0.0, 1.0)])
-    assert not has_signal(unweighted, algorithm("gdpo", reward_weights={"score": 1.0, "style": 0.0}))
+    unweighted = TrajectoryGroup(
+        "t", [episode(r, reward_parts={"score": 1.0, "style": r}) for r in (0.0, 1.0)]
+    )
+    assert not has_signal(
+        unweighted, algorithm("gdpo", reward_weights={"score": 1.0, "style": 0.0})
+    )
     assert has_signal(unweighted, algorithm("grpo"))
     rounded = TrajectoryGroup("t", [episode(r) for r in (0.3, 0.1 + 0.2)])
     assert not has_signal(rounded, algorithm("grpo"))
@@ -496,8 +562,12 @@ def test_a_stale_token_is_no_part_of_a_kl_penalty_in_the_reward(estimator: str) 
     )  # fmt: skip
     groups = [group([0.0, 1.0])]
     samples = to_samples(groups, config, version=0)
-    samples = [replace(s, reference_log_probs=[x - 0.3 for x in s.rollout_log_probs]) for s in samples]  # type: ignore[union-attr]
+    samples = [
+        replace(s, reference_log_probs=[x - 0.3 for x in s.rollout_log_probs]) for s in samples
+    ]  # type: ignore[union-attr]
     samples[0].staleness = [0, 1, 0]
     first = assign_advantages(samples, groups, config, 10)
     samples[0].rollout_log_probs = [0.0, -50.0, -0.5]
-    assert np.array_equal(assign_advantages(samples, groups, config, 10)[1].advantages, first[1].advantages)
+    assert np.array_equal(
+        assign_advantages(samples, groups, config, 10)[1].advantages, first[1].advantages
+    )

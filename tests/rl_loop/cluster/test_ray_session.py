@@ -101,7 +101,9 @@ def test_a_raylet_that_needs_longer_than_ray_waits_is_waited_for(tmp_path: Path)
     assert run_program(program, tmp_path, RAY_raylet_start_wait_time_s="1").strip() == "up True"
 
 
-def test_a_raylet_that_never_comes_is_an_error_in_one_sentence_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_raylet_that_never_comes_is_an_error_in_one_sentence_and_leaves_no_process(
+    tmp_path: Path,
+) -> None:
     program = """
         from rl_loop.cluster.ray_session import RayStartError, start_local_ray
         hold_raylet()
@@ -112,8 +114,12 @@ def test_a_raylet_that_never_comes_is_an_error_in_one_sentence_and_leaves_no_pro
         children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
         print([child.name() for child in psutil.wait_procs(children, timeout=30)[1]])
     """
-    error, left = run_program(program, tmp_path, RAY_raylet_start_wait_time_s="1").strip().split("\n")
-    assert re.fullmatch(r"Ray did not start within 1 s \(load \d+ on \d+ processors\); its logs: /.*/logs", error)
+    error, left = (
+        run_program(program, tmp_path, RAY_raylet_start_wait_time_s="1").strip().split("\n")
+    )
+    assert re.fullmatch(
+        r"Ray did not start within 1 s \(load \d+ on \d+ processors\); its logs: /.*/logs", error
+    )
     assert left == "[]"
 
 
@@ -141,12 +147,18 @@ def test_workers_of_a_local_ray_run_at_the_priority_of_who_started_them(tmp_path
 def test_nothing_starts_a_ray_but_ray_session() -> None:
     """Elsewhere it would have Ray's own limits and priority."""
     own = {"rl_loop/cluster/ray_session.py", "tests/rl_loop/cluster/test_ray_session.py"}
-    files = [path for folder in ("rl_loop", "launch", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    files = [
+        path
+        for folder in ("rl_loop", "launch", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     starting = {str(path.relative_to(ROOT)) for path in files if "ray.init(" in path.read_text()}
     assert starting - own == set()
 
 
-def test_threads_of_a_local_ray_do_not_spin_for_long_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_a_local_ray_do_not_spin_for_long_unless_the_user_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With libgomp's default, a busy loop beside two threads made the demo's SFT nine times as slow."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)

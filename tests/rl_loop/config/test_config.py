@@ -27,12 +27,16 @@ def test_every_sft_configuration_loads(path: Path) -> None:
     ("name", "parameters"),
     [("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672)],
 )
-def test_model_configurations_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
+def test_model_configurations_have_the_published_number_of_parameters(
+    name: str, parameters: int
+) -> None:
     import yaml
 
     from converters.names import hf_shapes
 
-    model = ModelConfig.model_validate(yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text()))
+    model = ModelConfig.model_validate(
+        yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text())
+    )
     total = 0
     for shape in hf_shapes(model).values():
         count = 1
@@ -43,7 +47,9 @@ def test_model_configurations_have_the_published_number_of_parameters(name: str,
 
 
 def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:
-    config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["optimizer.lr=1e-5", "model.num_layers=2"])
+    config = load_config(
+        CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["optimizer.lr=1e-5", "model.num_layers=2"]
+    )
     file = tmp_path / "resolved.yaml"
     file.write_text(dump_config(config))
     assert load_config(file, RlConfig) == config
@@ -52,7 +58,9 @@ def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:
 
 
 def test_the_last_of_several_model_overrides_wins() -> None:
-    config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["model=gpt-oss-20b", "vocabulary=gptoss"])
+    config = load_config(
+        CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["model=gpt-oss-20b", "vocabulary=gptoss"]
+    )
     assert config.model.num_experts == 32
 
 
@@ -69,10 +77,19 @@ def test_all_mistakes_are_listed_at_once() -> None:
         ({"world_size": 2, "tensor": 2}, None),
         ({"world_size": 4, "tensor": 4}, "parallel.tensor (4) must divide num_key_value_heads"),
         ({"world_size": 3, "pipeline": 3}, "parallel.pipeline (3) must divide num_layers"),
-        ({"world_size": 2, "pipeline": 2, "virtual_pipeline": 4}, "pipeline x virtual_pipeline (8) must divide num_l"),
+        (
+            {"world_size": 2, "pipeline": 2, "virtual_pipeline": 4},
+            "pipeline x virtual_pipeline (8) must divide num_l",
+        ),
         ({"virtual_pipeline": 2}, "parallel.virtual_pipeline (2) needs parallel.pipeline above 1"),
-        ({"last_stage_layers": 2}, "parallel.last_stage_layers (2) needs parallel.pipeline above 1"),
-        ({"recompute_layers": 2}, "parallel.recompute_layers has no effect: parallel.recompute does not say"),
+        (
+            {"last_stage_layers": 2},
+            "parallel.last_stage_layers (2) needs parallel.pipeline above 1",
+        ),
+        (
+            {"recompute_layers": 2},
+            "parallel.recompute_layers has no effect: parallel.recompute does not say",
+        ),
         (
             {"world_size": 3, "pipeline": 3, "last_stage_layers": 1},
             "parallel.pipeline less the last stage (2) must divide num_layers - last_stage_layers",
@@ -84,7 +101,12 @@ def test_all_mistakes_are_listed_at_once() -> None:
 )
 def test_impossible_layouts_name_the_key(layout: dict[str, int], named: str | None) -> None:
     model = ModelConfig(
-        num_layers=4, num_experts=8, num_key_value_heads=2, num_attention_heads=8, hidden_size=64, vocab_size=128
+        num_layers=4,
+        num_experts=8,
+        num_key_value_heads=2,
+        num_attention_heads=8,
+        hidden_size=64,
+        vocab_size=128,
     )
     parallel = ParallelConfig(**layout)
     if named is None:
@@ -113,7 +135,9 @@ def test_purification_with_sglang_needs_temperature_one() -> None:
         ("rollout.max_batch_size=8", "rollout.max_batch_size is now rollout.engine.max_batch_size"),
     ],
 )
-def test_keys_of_earlier_versions_are_answered_with_their_new_names(override: str, answer: str) -> None:
+def test_keys_of_earlier_versions_are_answered_with_their_new_names(
+    override: str, answer: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(answer)):
         load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [override])
 
@@ -122,19 +146,38 @@ def test_keys_of_earlier_versions_are_answered_with_their_new_names(override: st
     ("overrides", "message"),
     [
         (["rollout.engine.servers=2"], "rollout.engine.servers: unknown key"),
-        (["rollout.engine.type=sglang", "rollout.engine.max_batch_size=2"], "rollout.engine.max_batch_size: unknown"),
-        (["rollout.engine.type=sglang", "rollout.engine.servers=0"], "rollout.engine.servers: Input should be greater"),
-        (["rollout.engine.type=vllm"], "there is no rollout backend 'vllm'; known: sglang, transformers, or give MOD"),
-        (["rollout.engine.type=nowhere:Backend"], "rollout backend 'nowhere:Backend' cannot be imported"),
-        (["rollout.engine.type=pathlib:Path"], "expected a subclass of rl_loop.engines.backend.RolloutBackend"),
+        (
+            ["rollout.engine.type=sglang", "rollout.engine.max_batch_size=2"],
+            "rollout.engine.max_batch_size: unknown",
+        ),
+        (
+            ["rollout.engine.type=sglang", "rollout.engine.servers=0"],
+            "rollout.engine.servers: Input should be greater",
+        ),
+        (
+            ["rollout.engine.type=vllm"],
+            "there is no rollout backend 'vllm'; known: sglang, transformers, or give MOD",
+        ),
+        (
+            ["rollout.engine.type=nowhere:Backend"],
+            "rollout backend 'nowhere:Backend' cannot be imported",
+        ),
+        (
+            ["rollout.engine.type=pathlib:Path"],
+            "expected a subclass of rl_loop.engines.backend.RolloutBackend",
+        ),
     ],
 )
-def test_what_one_engine_knows_is_out_of_reach_of_the_others(overrides: list[str], message: str) -> None:
+def test_what_one_engine_knows_is_out_of_reach_of_the_others(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
 
 
-@pytest.mark.parametrize("engine", ["{type: transformers, max_batch_size: 3}", "{type: sglang, servers: 2}"])
+@pytest.mark.parametrize(
+    "engine", ["{type: transformers, max_batch_size: 3}", "{type: sglang, servers: 2}"]
+)
 def test_a_dumped_engine_is_the_same_engine(engine: str, tmp_path: Path) -> None:
     config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [f"rollout.engine={engine}"])
     file = tmp_path / "resolved.yaml"

@@ -62,21 +62,31 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 _ids = itertools.count()
 
 
-def request(tokens: list[int], new: int, *, routes: bool = False, **sampling: object) -> GenerateRequest:
+def request(
+    tokens: list[int], new: int, *, routes: bool = False, **sampling: object
+) -> GenerateRequest:
     return GenerateRequest(f"r{next(_ids)}", tokens, SamplingParams(new, **sampling), routes)  # type: ignore[arg-type]
 
 
-def plain_log_probs(model: GptOssForCausalLM, tokens: list[int], temperature: float = 1.0) -> list[float]:
+def plain_log_probs(
+    model: GptOssForCausalLM, tokens: list[int], temperature: float = 1.0
+) -> list[float]:
     """Of tokens[1:], by one forward without any cache."""
     logits = model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0].double()
-    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+    return (
+        torch.log_softmax(logits / temperature, -1)
+        .gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        .tolist()
+    )
 
 
 def plain_routes(model: GptOssForCausalLM, tokens: list[int]) -> np.ndarray:
     """[len(tokens) - 1, layers, top_k], recorded from one forward without any cache."""
     seen: list[torch.Tensor] = []
     hooks = [
-        layer.mlp.router.register_forward_hook(lambda _module, _input, output: seen.append(output[2]))
+        layer.mlp.router.register_forward_hook(
+            lambda _module, _input, output: seen.append(output[2])
+        )
         for layer in model.model.layers
     ]
     model(torch.tensor([tokens[:-1]]), use_cache=False)

@@ -55,7 +55,9 @@ def test_abort_returns_partial_tokens_of_that_request_only() -> None:
         result = await answer(first_task)
         assert result.finish_reason == FinishReason.ABORT
         assert len(result.output_ids) == len(result.output_log_probs) >= 4
-        np.testing.assert_array_equal(result.routed_experts, plain_routes(MODEL, first.input_ids + result.output_ids))
+        np.testing.assert_array_equal(
+            result.routed_experts, plain_routes(MODEL, first.input_ids + result.output_ids)
+        )
         assert not second_task.done()
         before = engine._scheduler.steps
         await started(engine)
@@ -76,7 +78,11 @@ def test_abort_all_also_answers_requests_that_wait_for_a_place() -> None:
         await engine.abort()
         assert (await answer(running)).output_ids
         result = await answer(waiting)
-        assert (result.output_ids, result.finish_reason, result.routed_experts) == ([], FinishReason.ABORT, None)
+        assert (result.output_ids, result.finish_reason, result.routed_experts) == (
+            [],
+            FinishReason.ABORT,
+            None,
+        )
 
     asyncio.run(main())
 
@@ -139,7 +145,10 @@ def test_weight_sync_ends_what_runs_and_the_rest_is_sampled_with_the_new_weights
         assert engine._scheduler.weight_version == 2
         part = await answer(running)
         n = len(part.output_ids)
-        assert (part.finish_reason, part.weight_versions) == (FinishReason.ABORT, [WeightVersionSpan(0, n, 1)])
+        assert (part.finish_reason, part.weight_versions) == (
+            FinishReason.ABORT,
+            [WeightVersionSpan(0, n, 1)],
+        )
         tokens = r.input_ids + part.output_ids
         rest = await engine.generate(request(tokens, 5, routes=True))
         assert rest.weight_versions == [WeightVersionSpan(0, 5, 2)]
@@ -191,7 +200,9 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(fault: s
         after = await engine.generate(request(prompt(20), 5, temperature=0.0))
         assert after.cached_tokens == 19  # not even the cache was dropped
         assert after.output_ids == before.output_ids
-        np.testing.assert_allclose(await engine.score(prompt(40)), plain_log_probs(MODEL, prompt(40)), atol=1e-5)
+        np.testing.assert_allclose(
+            await engine.score(prompt(40)), plain_log_probs(MODEL, prompt(40)), atol=1e-5
+        )
 
     asyncio.run(main())
 
@@ -245,9 +256,15 @@ def test_values_that_overflowed_in_one_request_do_not_reach_later_ones() -> None
         await engine.sync_weights(weights.items(), 2)
         with pytest.raises(RuntimeError, match="not finite"):
             await engine.generate(request([7] * 30, 3))
-        prompts = [[1, 2, 3], [token for token in prompt(40) if token != 7]]  # the short one takes the row that failed
+        prompts = [
+            [1, 2, 3],
+            [token for token in prompt(40) if token != 7],
+        ]  # the short one takes the row that failed
         with held(engine):
-            tasks = [asyncio.create_task(engine.generate(request(p, 2, temperature=0.0))) for p in prompts]
+            tasks = [
+                asyncio.create_task(engine.generate(request(p, 2, temperature=0.0)))
+                for p in prompts
+            ]
             await asyncio.sleep(0)
         for p, task in zip(prompts, tasks, strict=True):
             result = await answer(task)
@@ -305,7 +322,9 @@ def test_a_request_begins_when_it_leaves_the_queue() -> None:
             await asyncio.sleep(0.05)
             assert order == []
         await running
-        assert order.index("first begins") < order.index("second begins") < order.index("second ends")
+        assert (
+            order.index("first begins") < order.index("second begins") < order.index("second ends")
+        )
         assert order[0] == "first begins"
         assert sorted(order) == ["first begins", "first ends", "second begins", "second ends"]
         await engine.close()

@@ -39,7 +39,9 @@ def gather(engine: TransformersEngine, requests: list) -> list[GenerateResult]:
     return asyncio.run(all_of_them())
 
 
-def assert_log_probs_are_those_of_a_plain_forward(tokens: list[int], result: GenerateResult, t: float = 1.0) -> None:
+def assert_log_probs_are_those_of_a_plain_forward(
+    tokens: list[int], result: GenerateResult, t: float = 1.0
+) -> None:
     expected = plain_log_probs(MODEL, tokens + result.output_ids, t)[len(tokens) - 1 :]
     np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-5, rtol=0)
 
@@ -49,21 +51,28 @@ def test_greedy_decoding_of_ragged_batch_equals_transformers_generate() -> None:
     prompts = [prompt(n, seed=n) for n in (1, 2, 5, 7, 8, 9, 13, 30, 47)]
     results = gather(engine, [request(p, 25, temperature=0.0) for p in prompts])
     for p, result in zip(prompts, results, strict=True):
-        expected = MODEL.generate(torch.tensor([p]), max_new_tokens=25, do_sample=False)[0, len(p) :].tolist()
+        expected = MODEL.generate(torch.tensor([p]), max_new_tokens=25, do_sample=False)[
+            0, len(p) :
+        ].tolist()
         assert result.output_ids == expected
         assert result.finish_reason == FinishReason.LENGTH
         assert_log_probs_are_those_of_a_plain_forward(p, result)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_of_sampled_tokens_equal_a_plain_forward_alone_and_batched(temperature: float) -> None:
+def test_log_probs_of_sampled_tokens_equal_a_plain_forward_alone_and_batched(
+    temperature: float,
+) -> None:
     engine = engine_of(MODEL, max_batch_size=5)  # fewer places than requests
     prompts = [prompt(3 + 4 * i, seed=i) for i in range(12)]
     results = gather(
-        engine, [request(p, 5 + 3 * i, temperature=temperature, seed=i) for i, p in enumerate(prompts)]
+        engine,
+        [request(p, 5 + 3 * i, temperature=temperature, seed=i) for i, p in enumerate(prompts)],
     ) + gather(engine, [request(prompts[3], 20, temperature=temperature, seed=99)])
     for i, (p, result) in enumerate(zip([*prompts, prompts[3]], results, strict=True)):
-        assert len(result.output_ids) == len(result.output_log_probs) == (5 + 3 * i if i < 12 else 20)
+        assert (
+            len(result.output_ids) == len(result.output_log_probs) == (5 + 3 * i if i < 12 else 20)
+        )
         assert result.weight_versions == [WeightVersionSpan(0, len(result.output_ids), 1)]
         assert_log_probs_are_those_of_a_plain_forward(p, result, temperature)
 
@@ -74,13 +83,21 @@ def test_multi_turn_episodes_reuse_their_prefix_and_stay_exact() -> None:
     async def episode(seed: int) -> None:
         rng, tokens, cached = random.Random(seed), prompt(20 + seed, seed=seed), 0
         for turn in range(4):
-            result = await engine.generate(request(tokens, rng.randint(3, 30), seed=seed * 10 + turn, routes=True))
+            result = await engine.generate(
+                request(tokens, rng.randint(3, 30), seed=seed * 10 + turn, routes=True)
+            )
             assert result.cached_tokens >= cached
             assert_log_probs_are_those_of_a_plain_forward(tokens, result)
             assert result.routed_experts is not None
-            np.testing.assert_array_equal(result.routed_experts, plain_routes(MODEL, tokens + result.output_ids))
+            np.testing.assert_array_equal(
+                result.routed_experts, plain_routes(MODEL, tokens + result.output_ids)
+            )
             cached = len(tokens) + len(result.output_ids) - 1
-            tokens = tokens + result.output_ids + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 15))]
+            tokens = (
+                tokens
+                + result.output_ids
+                + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 15))]
+            )
 
     async def all_of_them() -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -95,7 +112,9 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
 
     async def all_at_once() -> list[GenerateResult]:
         with held(engine):  # or the first would have started before the second comes
-            samples = [asyncio.create_task(engine.generate(request(tokens, 6, seed=i))) for i in range(8)]
+            samples = [
+                asyncio.create_task(engine.generate(request(tokens, 6, seed=i))) for i in range(8)
+            ]
             await asyncio.sleep(0)
         return await asyncio.wait_for(asyncio.gather(*samples), 20)
 
@@ -110,14 +129,19 @@ def test_finished_sequences_are_kept_until_newer_ones_need_their_rows() -> None:
     engine = engine_of(MODEL, max_batch_size=1)  # two rows: one to run in, one to keep
     for seed in (0, 1, 2):
         gather(engine, [request(prompt(30, seed), 2, temperature=0.0)])
-    again = [gather(engine, [request(prompt(30, seed), 1, temperature=0.0)])[0].cached_tokens for seed in (2, 0)]
+    again = [
+        gather(engine, [request(prompt(30, seed), 1, temperature=0.0)])[0].cached_tokens
+        for seed in (2, 0)
+    ]
     assert again == [29, 0]
 
 
 def test_routes_equal_those_of_a_plain_forward_in_a_ragged_batch() -> None:
     engine = engine_of(MODEL, max_batch_size=3)
     prompts = [prompt(5 + 6 * i, seed=i) for i in range(7)]
-    results = gather(engine, [request(p, 4 + 5 * (i % 3), seed=i, routes=i != 2) for i, p in enumerate(prompts)])
+    results = gather(
+        engine, [request(p, 4 + 5 * (i % 3), seed=i, routes=i != 2) for i, p in enumerate(prompts)]
+    )
     for i, (p, result) in enumerate(zip(prompts, results, strict=True)):
         if i == 2:
             assert result.routed_experts is None
@@ -132,7 +156,9 @@ def test_routes_that_are_all_zero_are_refused_naming_the_layer() -> None:
     model = reference_model()
     engine = TransformersEngine(model)
 
-    def no_choice(_module: object, _input: object, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def no_choice(
+        _module: object, _input: object, output: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         return output[0], output[1], torch.zeros_like(output[2])
 
     # runs before the engine's hook, as a router would that never filled its buffer
@@ -147,7 +173,9 @@ def test_same_seed_gives_same_tokens_whatever_it_is_batched_with() -> None:
     tokens = prompt(17)
     (alone,) = gather(engine, [request(tokens, 40, seed=7, top_p=0.9, temperature=1.2)])
     others = [request(prompt(3 + 2 * i, seed=50 + i), 2 + 5 * i, seed=i) for i in range(9)]
-    batched = gather(engine, [*others[:4], request(tokens, 40, seed=7, top_p=0.9, temperature=1.2), *others[4:]])[4]
+    batched = gather(
+        engine, [*others[:4], request(tokens, 40, seed=7, top_p=0.9, temperature=1.2), *others[4:]]
+    )[4]
     assert batched.output_ids == alone.output_ids
     np.testing.assert_allclose(batched.output_log_probs, alone.output_log_probs, atol=1e-12)
     (other_seed,) = gather(engine, [request(tokens, 40, seed=8, top_p=0.9, temperature=1.2)])
@@ -177,14 +205,18 @@ def test_score_equals_a_plain_forward_over_more_tokens_than_one_chunk() -> None:
     tokens = prompt(1100)
     for temperature in (1.0, 0.5):
         scores = asyncio.run(engine.score(tokens, temperature))
-        np.testing.assert_allclose(scores, plain_log_probs(MODEL, tokens, temperature), atol=1e-5, rtol=0)
+        np.testing.assert_allclose(
+            scores, plain_log_probs(MODEL, tokens, temperature), atol=1e-5, rtol=0
+        )
     assert asyncio.run(engine.score([5])) == []
 
 
 def test_long_prompts_grow_the_cache_and_stay_exact() -> None:
     engine = engine_of(MODEL)
     prompts = [prompt(600), prompt(600)[:555] + prompt(100, seed=9), prompt(120)]
-    for result, p in zip(gather(engine, [request(p, 12, seed=1) for p in prompts]), prompts, strict=True):
+    for result, p in zip(
+        gather(engine, [request(p, 12, seed=1) for p in prompts]), prompts, strict=True
+    ):
         assert_log_probs_are_those_of_a_plain_forward(p, result)
 
 
@@ -198,7 +230,9 @@ def test_random_arrivals_lengths_and_cancellations_stay_exact(seed: int) -> None
         await asyncio.sleep(rng.random() * 0.1)
         stem = rng.choice(stems)
         tokens = stem[: rng.randint(1, len(stem))] + prompt(rng.randint(0, 20), seed=i)
-        task = asyncio.create_task(engine.generate(request(tokens, rng.randint(1, 25), seed=i, routes=True)))
+        task = asyncio.create_task(
+            engine.generate(request(tokens, rng.randint(1, 25), seed=i, routes=True))
+        )
         if rng.random() < 0.2:
             await asyncio.sleep(rng.random() * 0.05)
             task.cancel()
@@ -207,7 +241,9 @@ def test_random_arrivals_lengths_and_cancellations_stay_exact(seed: int) -> None
                 return
         result = await task
         assert_log_probs_are_those_of_a_plain_forward(tokens, result)
-        np.testing.assert_array_equal(result.routed_experts, plain_routes(MODEL, tokens + result.output_ids))
+        np.testing.assert_array_equal(
+            result.routed_experts, plain_routes(MODEL, tokens + result.output_ids)
+        )
 
     async def all_of_them() -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -229,14 +265,19 @@ def test_bfloat16_engine_agrees_with_its_own_score() -> None:
 def test_generation_on_a_gpu_equals_a_plain_forward_on_the_cpu() -> None:
     engine = TransformersEngine(copy.deepcopy(MODEL).to("cuda"), max_batch_size=4)
     prompts = [prompt(5 + 9 * i, seed=i) for i in range(6)]
-    for p, result in zip(prompts, gather(engine, [request(p, 20, seed=1, top_p=0.9) for p in prompts]), strict=True):
+    for p, result in zip(
+        prompts, gather(engine, [request(p, 20, seed=1, top_p=0.9) for p in prompts]), strict=True
+    ):
         expected = plain_log_probs(MODEL, p + result.output_ids)[len(p) - 1 :]
         np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-4, rtol=0)
 
 
 def test_rotary_frequencies_are_the_same_in_every_dtype_and_the_config_is_left_alone() -> None:
     config = tiny_config()
-    engines = [TransformersEngine.from_config(config, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    engines = [
+        TransformersEngine.from_config(config, dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
     low, full = (engine._model.model.rotary_emb.inv_freq for engine in engines)
     assert torch.equal(low.float(), full) and low.dtype == torch.float32
     assert engines[0]._model.lm_head.weight.dtype == torch.bfloat16

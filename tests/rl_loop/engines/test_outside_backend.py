@@ -120,7 +120,12 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_three_steps_with_a_backend_from_outside_the_project(outside: Path) -> None:
     def config(script: list[int]) -> RlConfig:
         engine = f"{{type: 'my_engine:ScriptedBackend', options: {{script: {script}, log: {outside}/log}}}}"
-        options = ["training.steps=3", "evaluate_every=3", f"output_dir={outside}", f"rollout.engine={engine}"]
+        options = [
+            "training.steps=3",
+            "evaluate_every=3",
+            f"output_dir={outside}",
+            f"rollout.engine={engine}",
+        ]
         return load_config(CONFIG, RlConfig, [*RL, *options])
 
     # not a legal message, which is punished: the two kinds of episodes earn differently
@@ -137,6 +142,8 @@ def test_three_steps_with_a_backend_from_outside_the_project(outside: Path) -> N
     assert log == ["sync 0", "pause", "sync 1", "pause", "sync 2", "pause", "sync 3", "close"]
 
 
-def test_options_of_a_backend_from_outside_are_checked_with_the_configuration(outside: Path) -> None:
+def test_options_of_a_backend_from_outside_are_checked_with_the_configuration(
+    outside: Path,
+) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine\.script: Field required"):
         load_config(CONFIG, RlConfig, ["rollout.engine.type=my_engine:ScriptedBackend"])

@@ -16,7 +16,12 @@ def draw(temperature: float, top_p: float) -> torch.Tensor:
     """Counts of DRAWS tokens, [vocab_size]."""
     uniforms = torch.rand(DRAWS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     log_probs = sampling_log_probs(LOGITS.expand(DRAWS, -1), torch.full((DRAWS,), temperature))
-    tokens = sample(log_probs, uniforms, NOT_GREEDY.expand(DRAWS), torch.full((DRAWS,), top_p, dtype=torch.float64))
+    tokens = sample(
+        log_probs,
+        uniforms,
+        NOT_GREEDY.expand(DRAWS),
+        torch.full((DRAWS,), top_p, dtype=torch.float64),
+    )
     return torch.bincount(tokens, minlength=len(LOGITS))
 
 
@@ -30,14 +35,18 @@ def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_counts_follow_the_softmax_at_the_temperature(temperature: float) -> None:
     probs = torch.softmax(LOGITS.double() / temperature, 0)
-    assert chi_square(draw(temperature, 1.0), probs) < 24.3  # 99.9 % quantile for 7 degrees of freedom
+    assert (
+        chi_square(draw(temperature, 1.0), probs) < 24.3
+    )  # 99.9 % quantile for 7 degrees of freedom
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.9, 5), (0.65, 2), (0.1, 1)])
 def test_top_p_keeps_the_smallest_set_that_reaches_its_mass(top_p: float, kept: int) -> None:
     probs = torch.softmax(LOGITS.double(), 0)
     order = probs.argsort(descending=True)
-    assert probs[order[: kept - 1]].sum() < top_p <= probs[order[:kept]].sum()  # the case is what it says
+    assert (
+        probs[order[: kept - 1]].sum() < top_p <= probs[order[:kept]].sum()
+    )  # the case is what it says
     nucleus = torch.zeros_like(probs)
     nucleus[order[:kept]] = probs[order[:kept]]
     assert chi_square(draw(1.0, top_p), nucleus / nucleus.sum()) < 24.3
@@ -66,8 +75,13 @@ def test_half_precision_logits_are_normalised_in_fp32() -> None:
 
 
 def test_a_token_of_no_probability_is_never_drawn() -> None:
-    log_probs = sampling_log_probs(torch.tensor([[float("-inf"), 0.0, 0.0, float("-inf")]]), torch.ones(1))
+    log_probs = sampling_log_probs(
+        torch.tensor([[float("-inf"), 0.0, 0.0, float("-inf")]]), torch.ones(1)
+    )
     for uniform, token in ((0.0, 1), (0.5, 2), (1 - 2**-53, 2)):
         assert (
-            sample(log_probs, torch.tensor([uniform], dtype=torch.float64), NOT_GREEDY, torch.ones(1)).item() == token
+            sample(
+                log_probs, torch.tensor([uniform], dtype=torch.float64), NOT_GREEDY, torch.ones(1)
+            ).item()
+            == token
         )

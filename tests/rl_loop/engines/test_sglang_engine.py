@@ -65,7 +65,9 @@ class Servers:
 
 
 @asynccontextmanager
-async def engine_over(*servers: LocalServer, **options: float) -> AsyncIterator[tuple[SglangEngine, Servers]]:
+async def engine_over(
+    *servers: LocalServer, **options: float
+) -> AsyncIterator[tuple[SglangEngine, Servers]]:
     fleet = Servers(servers)
     for server in servers:
         server.version = "3"
@@ -81,11 +83,15 @@ async def engine_over(*servers: LocalServer, **options: float) -> AsyncIterator[
             await server.stop()
 
 
-def request(tokens: list[int], new: int = 30, name: str = "e/0/0/0", routes: bool = False) -> GenerateRequest:
+def request(
+    tokens: list[int], new: int = 30, name: str = "e/0/0/0", routes: bool = False
+) -> GenerateRequest:
     return GenerateRequest(name, tokens, SamplingParams(new, stop_token_ids=(5,)), routes)
 
 
-def continuation(tokens: list[int], count: int, weights: str = RANDOM_WEIGHTS) -> tuple[list[int], list[float]]:
+def continuation(
+    tokens: list[int], count: int, weights: str = RANDOM_WEIGHTS
+) -> tuple[list[int], list[float]]:
     """What the servers' model says."""
     state = prefix_state(tokens, weights)
     ids, log_probs = [], []
@@ -114,7 +120,11 @@ async def test_tokens_log_probs_routes_and_versions_arrive_as_sampled() -> None:
         stop = result.output_ids[11]
         stopping = GenerateRequest("s/0/0/0", PROMPT, SamplingParams(30, stop_token_ids=(stop,)))
         result = await engine.generate(stopping)
-        assert (result.finish_reason, result.output_ids[-1], len(result.output_ids)) == (FinishReason.STOP, stop, 12)
+        assert (result.finish_reason, result.output_ids[-1], len(result.output_ids)) == (
+            FinishReason.STOP,
+            stop,
+            12,
+        )
 
 
 async def test_turns_of_an_episode_find_their_prefix_and_new_episodes_the_idle_server() -> None:
@@ -147,8 +157,12 @@ async def test_an_aborted_turn_keeps_its_tokens_and_goes_on_from_them() -> None:
         assert part.finish_reason is FinishReason.ABORT
         assert 0 < len(part.output_ids) < 500
         check(part, PROMPT)
-        rest = await engine.generate(request(PROMPT + part.output_ids, 10, f"e/0/0/{len(part.output_ids)}"))
-        assert part.output_ids + rest.output_ids == continuation(PROMPT, len(part.output_ids) + 10)[0]
+        rest = await engine.generate(
+            request(PROMPT + part.output_ids, 10, f"e/0/0/{len(part.output_ids)}")
+        )
+        assert (
+            part.output_ids + rest.output_ids == continuation(PROMPT, len(part.output_ids) + 10)[0]
+        )
 
 
 async def test_an_abort_ends_even_at_a_server_that_hangs() -> None:
@@ -182,13 +196,17 @@ async def test_only_servers_that_hold_the_policy_answer() -> None:
     restarted, good = LocalServer(), LocalServer()
     async with engine_over(restarted, good) as (engine, fleet):
         restarted.version = "default"  # came back behind the state that is still believed
-        results = await asyncio.gather(*(engine.generate(request(PROMPT, 5, f"{i}/0/0/0")) for i in range(20)))
+        results = await asyncio.gather(
+            *(engine.generate(request(PROMPT, 5, f"{i}/0/0/0")) for i in range(20))
+        )
         assert len(good.served) == len(results) == 20
         for result in results:
             check(result, PROMPT)
         fleet.states = {restarted.url: ServerState.STARTING, good.url: ServerState.STALE}
         engine._wait_seconds, engine._refreshed_at = 0.3, 0.0
-        with pytest.raises(RuntimeError, match=r"no SGLang server held policy weights 3 .* is stale"):
+        with pytest.raises(
+            RuntimeError, match=r"no SGLang server held policy weights 3 .* is stale"
+        ):
             await engine.generate(request(PROMPT, 5, "late/0/0/0"))
 
 
@@ -244,11 +262,15 @@ async def test_what_a_server_cannot_mean_is_its_fault_and_is_named(lie: str) -> 
     liar, honest = LocalServer(), LocalServer()
     liar.always = lie
     async with engine_over(liar) as (engine, _):
-        with pytest.raises(EngineFault, match=rf"request e/0/0/0: met 20 faults, the last: {liar.url}"):
+        with pytest.raises(
+            EngineFault, match=rf"request e/0/0/0: met 20 faults, the last: {liar.url}"
+        ):
             await engine.generate(request(PROMPT, 30))
         assert len(liar.served) == 20
     async with engine_over(liar, honest) as (engine, _):
-        results = await asyncio.gather(*(engine.generate(request(PROMPT, 30, f"e/{i}/0/0")) for i in range(4)))
+        results = await asyncio.gather(
+            *(engine.generate(request(PROMPT, 30, f"e/{i}/0/0")) for i in range(4))
+        )
         for result in results:
             check(result, PROMPT)
 
@@ -258,7 +280,9 @@ async def test_a_request_begins_with_its_first_tokens() -> None:
     async with engine_over(server) as (engine, _):
         begun = asyncio.Event()
         server.hangs = True
-        running = asyncio.ensure_future(engine.generate(replace(request(PROMPT, 5), on_begin=begun.set)))
+        running = asyncio.ensure_future(
+            engine.generate(replace(request(PROMPT, 5), on_begin=begun.set))
+        )
         await asyncio.sleep(0.1)
         assert not begun.is_set()
         server.hangs = False

@@ -23,7 +23,10 @@ def test_servers_are_told_where_the_files_are_and_a_user_may_say_otherwise():
 def test_there_are_files_for_the_20b_on_the_gpus_that_were_measured():
     names = {path.name for path in FILES}
     for gpu in ("NVIDIA_H200", "NVIDIA_H100_80GB_HBM3"):
-        assert {f"E=32,N=2880,device_name={gpu}.json", f"E=32,N=2880,device_name={gpu}_down.json"} <= names
+        assert {
+            f"E=32,N=2880,device_name={gpu}.json",
+            f"E=32,N=2880,device_name={gpu}_down.json",
+        } <= names
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -42,6 +45,8 @@ def test_a_file_has_a_name_and_fields_that_sglang_knows(path):
 @pytest.mark.parametrize("path", UP_FILES, ids=lambda path: path.stem)
 def test_both_products_of_a_layer_use_the_same_blocks_of_tokens(path):
     """Both read one sorting of the tokens; SGLang would override the down product's BLOCK_SIZE_M with a warning."""
-    up, down = (json.loads(file.read_text()) for file in (path, path.with_stem(f"{path.stem}_down")))
+    up, down = (
+        json.loads(file.read_text()) for file in (path, path.with_stem(f"{path.stem}_down"))
+    )
     assert up.keys() == down.keys()
     assert all(up[tokens]["BLOCK_SIZE_M"] == down[tokens]["BLOCK_SIZE_M"] for tokens in up)

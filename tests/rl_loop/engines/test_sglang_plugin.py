@@ -32,7 +32,9 @@ def run(tmp_path: Path, version: str) -> subprocess.CompletedProcess[str]:
     package.mkdir(parents=True)
     (tmp_path / "sglang/version.py").write_text(f'__version__ = "{version}"\n')
     (package / "triton_backend.py").write_text(BACKEND)
-    environment = SglangConfig(attention_backend="triton", env={"PYTHONPATH": str(tmp_path)}).environment
+    environment = SglangConfig(
+        attention_backend="triton", env={"PYTHONPATH": str(tmp_path)}
+    ).environment
     return subprocess.run(
         [sys.executable, "-S", "-c", RUN],
         env=os.environ | environment,
@@ -59,12 +61,16 @@ def test_other_backends_are_left_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("GPTOSS_SGLANG_PYTHON" not in os.environ, reason="GPTOSS_SGLANG_PYTHON is not set")
+@pytest.mark.skipif(
+    "GPTOSS_SGLANG_PYTHON" not in os.environ, reason="GPTOSS_SGLANG_PYTHON is not set"
+)
 def test_the_real_sglang_runs_the_plugin() -> None:
     code = "from sglang.srt.plugins import load_plugins; load_plugins()\n"
     code += "from sglang.srt.layers.attention.triton_backend import TritonAttnBackend as backend\n"
     code += "print(backend.__init__.__code__.co_name)"
     environment = os.environ | SglangConfig(attention_backend="triton").environment
     python = os.environ["GPTOSS_SGLANG_PYTHON"]
-    done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [python, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.splitlines()[-1] == "with_the_query", done.stderr

@@ -28,7 +28,10 @@ from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServe
 from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, send_weights
 
 PYTHON = os.environ.get("GPTOSS_SGLANG_PYTHON")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason="GPTOSS_SGLANG_PYTHON is not set")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="GPTOSS_SGLANG_PYTHON is not set"),
+]
 
 MODEL = ModelConfig(
     num_layers=4, num_experts=4, experts_per_token=2, hidden_size=64, intermediate_size=96, num_attention_heads=4,
@@ -60,7 +63,9 @@ def gap(a: list[float], b: list[float]) -> float:
 def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf_config(dtype="bfloat16")))
     arguments = ["--device", "cpu", "--max-total-tokens", "4096", "--max-running-requests", "8"]
-    settings = SglangConfig(python=PYTHON, attention_backend="intel_amx", memory_fraction=0.5, arguments=arguments)
+    settings = SglangConfig(
+        python=PYTHON, attention_backend="intel_amx", memory_fraction=0.5, arguments=arguments
+    )
     command = settings.command(0, tmp_path, "bfloat16", routed_experts=False, seed=0)
     environment = {
         "PYTHONPATH": str(Path(__file__).parents[1] / "sglang_cpu"),
@@ -97,8 +102,12 @@ def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path)
                 request = GenerateRequest(f"r/0/0/{version}", PROMPT, SamplingParams(1500))
                 running = asyncio.ensure_future(engine.generate(request))
                 await asyncio.sleep(1)
-            sent = {n: t.mT.contiguous().mT if n.endswith("_proj") else t for n, t in weights.items()}  # of experts
-            await send_weights((sent if transport == "shared_memory" else weights).items(), MODEL, plan)
+            sent = {
+                n: t.mT.contiguous().mT if n.endswith("_proj") else t for n, t in weights.items()
+            }  # of experts
+            await send_weights(
+                (sent if transport == "shared_memory" else weights).items(), MODEL, plan
+            )
             if running is not None:
                 part = await running
                 assert part.finish_reason is FinishReason.ABORT
@@ -131,7 +140,9 @@ def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path)
         assert second.finish_reason is FinishReason.STOP
         assert second.output_ids[-1] in stops
         assert second.cached_tokens >= 0.9 * len(tokens)
-        long = asyncio.ensure_future(engine.generate(GenerateRequest("e/1/0/0", PROMPT, SamplingParams(1500))))
+        long = asyncio.ensure_future(
+            engine.generate(GenerateRequest("e/1/0/0", PROMPT, SamplingParams(1500)))
+        )
         await asyncio.sleep(1)
         await engine.abort("e/1/0/0")
         aborted = await long

@@ -32,6 +32,8 @@ def test_a_server_outside_a_job_gets_an_address_without_ray():
         "from rl_loop.cluster.placement import free_address; print(*free_address())"
     )
     environment = {name: value for name, value in os.environ.items() if name != "GPTOSS_PLACED"}
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.startswith("127.0.0.1 ")

@@ -31,7 +31,14 @@ from rl_loop.engines.sglang.tensor_hash import gpu_hash
 from rl_loop.engines.sglang.weight_checksums import sampled_parameters
 from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, buckets, send_weights
 from rl_loop.session import build_rollouts, build_trainer
-from tests.rl_loop.sglang_protocol import VOCAB, LocalServer, digest, log_prob, next_token, prefix_state
+from tests.rl_loop.sglang_protocol import (
+    VOCAB,
+    LocalServer,
+    digest,
+    log_prob,
+    next_token,
+    prefix_state,
+)
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -66,7 +73,9 @@ def test_buckets_are_bounded_and_keep_every_tensor() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "disk"])
-def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(transport: str, tmp_path: Path) -> None:
+def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(
+    transport: str, tmp_path: Path
+) -> None:
     async def main() -> None:
         server = LocalServer(token_seconds=0.005)
         server.weights, server.version = weights_of(1), "1"
@@ -81,7 +90,9 @@ def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(transpo
         while len(tokens) < len(TEXT) + 150:
             room = len(TEXT) + 150 - len(tokens)
             running = asyncio.ensure_future(
-                engine.generate(GenerateRequest(f"e/0/0/{turn}", list(tokens), SamplingParams(room)))
+                engine.generate(
+                    GenerateRequest(f"e/0/0/{turn}", list(tokens), SamplingParams(room))
+                )
             )
             if not turn:
                 await syncing
@@ -95,13 +106,17 @@ def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(transpo
                 await send_weights(weights_of(2).items(), MODEL, plan)
             result = await running
             tokens += result.output_ids
-            versions += [span.version for span in result.weight_versions for _ in range(span.start, span.end)]
+            versions += [
+                span.version for span in result.weight_versions for _ in range(span.start, span.end)
+            ]
             turn += 1
         assert versions == sorted(versions)
         assert set(versions) == {1, 2}
         for i, version in enumerate(versions):
             prefix = tokens[: len(TEXT) + i]
-            assert tokens[len(TEXT) + i] == next_token(prefix_state(prefix, digest(weights_of(version))))
+            assert tokens[len(TEXT) + i] == next_token(
+                prefix_state(prefix, digest(weights_of(version)))
+            )
         await engine.close()
         await server.stop()
 
@@ -111,12 +126,18 @@ def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(transpo
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w | {"model.layers.0.no_such.weight": torch.zeros(3)}, "no_such.weight is none of GPT-OSS"),
+        (
+            lambda w: w | {"model.layers.0.no_such.weight": torch.zeros(3)},
+            "no_such.weight is none of GPT-OSS",
+        ),
         (
             lambda w: w | {"model.norm.weight": torch.zeros(31)},
             r"model.norm.weight has shape \[31\], .* expects \[32\]",
         ),
-        (lambda w: {n: t for n, t in w.items() if n != "model.norm.weight"}, "the first is model.norm.weight"),
+        (
+            lambda w: {n: t for n, t in w.items() if n != "model.norm.weight"},
+            "the first is model.norm.weight",
+        ),
     ],
 )
 def test_weights_of_another_model_are_named_and_never_served(change: object, message: str) -> None:
@@ -171,7 +192,8 @@ def test_a_tensor_that_a_server_drops_or_transposes_in_silence_is_named_and_neve
         if fault:
             setattr(server, fault, f"model.layers.1.{name}")
             with pytest.raises(
-                WeightMismatch, match=rf"sent weights 3 and holds something else in model.layers.1.{name}$"
+                WeightMismatch,
+                match=rf"sent weights 3 and holds something else in model.layers.1.{name}$",
             ):
                 await send_weights(after.items(), square, plan)
             assert server.version == "1"
@@ -184,7 +206,9 @@ def test_a_tensor_that_a_server_drops_or_transposes_in_silence_is_named_and_neve
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("lost", ["model.layers.1.self_attn.sinks", "model.embed_tokens.weight", None])
+@pytest.mark.parametrize(
+    "lost", ["model.layers.1.self_attn.sinks", "model.embed_tokens.weight", None]
+)
 def test_all_that_was_sent_can_be_compared_without_sending_it_again(lost: str | None) -> None:
     after = {name: tensor + 1 for name, tensor in weights_of(1).items()}
 
@@ -199,7 +223,9 @@ def test_all_that_was_sent_can_be_compared_without_sending_it_again(lost: str | 
         )
         await send_weights(after.items(), MODEL, sync)
         held = dict(server.weights)
-        assert [name for name in held if not torch.equal(held[name], after[name])] == ([lost] if lost else [])
+        assert [name for name in held if not torch.equal(held[name], after[name])] == (
+            [lost] if lost else []
+        )
         everything = replace(sync, transport="none", compare=True)
         if lost:
             sampled = [name for names in sampled_parameters(MODEL, 2).values() for name in names]
@@ -216,19 +242,32 @@ def test_all_that_was_sent_can_be_compared_without_sending_it_again(lost: str | 
 
 def test_every_tensor_is_compared_in_its_turn() -> None:
     turns = [sampled_parameters(MODEL, version) for version in range(6)]
-    assert {name for turn in turns for names in turn.values() for name in names} == set(hf_shapes(MODEL))
+    assert {name for turn in turns for names in turn.values() for name in names} == set(
+        hf_shapes(MODEL)
+    )
     always = ("sinks", "router.bias", "o_proj.weight", "qkv_proj.weight", "w2_weight")
     assert all(any(name.endswith(end) for name in turn) for turn in turns for end in always)
 
 
 @pytest.mark.parametrize(
     ("length", "expected"),
-    [(5, 0x44A2078445CF44D1), (16384, 0x2E46EBD8D5F41216), (16386, 0x5489B16B65157AE4), (200_003, 0x80557506F7F3FBB7)],
+    [
+        (5, 0x44A2078445CF44D1),
+        (16384, 0x2E46EBD8D5F41216),
+        (16386, 0x5489B16B65157AE4),
+        (200_003, 0x80557506F7F3FBB7),
+    ],
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_hash_of_gpu_weights_is_that_of_sglang_s_kernel(length: int, expected: int, device: str) -> None:
+def test_the_hash_of_gpu_weights_is_that_of_sglang_s_kernel(
+    length: int, expected: int, device: str
+) -> None:
     values = (torch.arange(length, device=device) * 7 % 251).to(torch.bfloat16)
-    assert gpu_hash([values]) == gpu_hash(list(values.split([length // 3, length - length // 3]))) == expected
+    assert (
+        gpu_hash([values])
+        == gpu_hash(list(values.split([length // 3, length - length // 3])))
+        == expected
+    )
 
 
 # -- the fleet: server processes, Ray actors, gloo -------------------------------------------------------------------
@@ -301,10 +340,15 @@ def states(fleet: SglangFleet) -> list[tuple[ServerState, int | None]]:
 
 
 def kill_first_server(fleet: SglangFleet) -> None:
-    os.kill(ray.get(fleet.actors[0].__ray_call__.remote(lambda server: server._process.pid)), signal.SIGKILL)
+    os.kill(
+        ray.get(fleet.actors[0].__ray_call__.remote(lambda server: server._process.pid)),
+        signal.SIGKILL,
+    )
 
 
-def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weights(fleet: SglangFleet) -> None:
+def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weights(
+    fleet: SglangFleet,
+) -> None:
     fleet.ready()
     assert states(fleet) == [(ServerState.STALE, None)] * 2
     trainer = Trainer(1)
@@ -331,7 +375,10 @@ def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weigh
 def test_syncs_share_one_process_group_until_a_server_is_another(fleet: SglangFleet) -> None:
     def groups_joined() -> list[int]:
         urls = tuple(status.url for status in asyncio.run(statuses(fleet.actors)))
-        return [info["groups"] for info in fleet._at_all(urls, lambda client: client.call("/server_info"))]
+        return [
+            info["groups"]
+            for info in fleet._at_all(urls, lambda client: client.call("/server_info"))
+        ]
 
     fleet.ready()
     for version in (1, 2, 3):
@@ -345,7 +392,9 @@ def test_syncs_share_one_process_group_until_a_server_is_another(fleet: SglangFl
     assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
 
 
-def test_a_server_that_restarts_while_the_trainer_learns_waits_for_what_it_has_learned(fleet: SglangFleet) -> None:
+def test_a_server_that_restarts_while_the_trainer_learns_waits_for_what_it_has_learned(
+    fleet: SglangFleet,
+) -> None:
     fleet.ready()
     trainer = Trainer(1)
     fleet.sync(trainer, 1)
@@ -401,11 +450,14 @@ def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_comp
         pool.ready()
         pool.sync_weights(trainer, 5)
         assert pool.score(TEXT, 1.0) == [scores_under(trainer.weights())] * 2
-        with pytest.raises(CanaryError, match="after syncing weights 5, rollout worker 0 and the trainer differ"):
+        with pytest.raises(
+            CanaryError, match="after syncing weights 5, rollout worker 0 and the trainer differ"
+        ):
             check_canary(trainer, pool, TEXT, tolerance=2e-2, version=5)
         pool.backend.fleet._held = HeldWeights(Trainer(7), 5)
         with pytest.raises(
-            WeightMismatch, match=r"sent weights 5 and holds something else in model.embed_tokens.weight$"
+            WeightMismatch,
+            match=r"sent weights 5 and holds something else in model.embed_tokens.weight$",
         ):
             check_canary(trainer, pool, TEXT, tolerance=2e-2, version=5)
     finally:

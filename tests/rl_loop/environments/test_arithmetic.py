@@ -35,7 +35,9 @@ def test_problems_are_varied() -> None:
     assert len({p.answer for p in TRAIN}) > 0.5 * len(TRAIN)
     words = {"".join(c for c in p.text if c.isalpha()) for p in TRAIN}
     signs = {"".join(c for c in p.expression if not c.isdigit()) for p in TRAIN}
-    shapes = [[pattern.format(a="", b="", c="", d="") for pattern in template] for template in TEMPLATES]
+    shapes = [
+        [pattern.format(a="", b="", c="", d="") for pattern in template] for template in TEMPLATES
+    ]
     assert words == {"".join(c for c in text if c.isalpha()) for text, _ in shapes}
     assert signs == {expression for _, expression in shapes}
 
@@ -44,5 +46,7 @@ def test_answers_are_what_the_text_says() -> None:
     by_hand = arithmetic.Problem("", "(12+30)*2-5")
     assert by_hand.answer == 79
     for p in TRAIN[:200]:
-        for number in filter(str.isdigit, "".join(c if c.isdigit() else " " for c in p.expression).split()):
+        for number in filter(
+            str.isdigit, "".join(c if c.isdigit() else " " for c in p.expression).split()
+        ):
             assert number in p.text

@@ -36,7 +36,9 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 REWARD = RewardConfig(correct=3.0, wrong=-2.0, format_error=-5.0)
 
 
-def task_of(name: str, options: dict[str, Any], index: int, split: str = "train", seed: int = 0) -> Task:
+def task_of(
+    name: str, options: dict[str, Any], index: int, split: str = "train", seed: int = 0
+) -> Task:
     kind = environment_class(name)
     return kind.generate(split, seed, index, kind.Options.model_validate(options))  # type: ignore[arg-type]
 
@@ -46,12 +48,18 @@ def test_every_environment_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS)
-def test_tasks_are_functions_of_split_seed_and_index_and_survive_json(name: str, options: dict[str, Any]) -> None:
+def test_tasks_are_functions_of_split_seed_and_index_and_survive_json(
+    name: str, options: dict[str, Any]
+) -> None:
     tasks = [task_of(name, options, i) for i in range(6)]
     assert tasks == [task_of(name, options, i) for i in range(6)]
     assert Task(**json.loads(tasks[0].to_json())) == tasks[0]
-    assert [t.messages for t in tasks] != [task_of(name, options, i, seed=1).messages for i in range(6)]
-    assert [t.messages for t in tasks] != [task_of(name, options, i, split="held_out").messages for i in range(6)]
+    assert [t.messages for t in tasks] != [
+        task_of(name, options, i, seed=1).messages for i in range(6)
+    ]
+    assert [t.messages for t in tasks] != [
+        task_of(name, options, i, split="held_out").messages for i in range(6)
+    ]
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS)
@@ -82,7 +90,9 @@ def test_the_expert_script_scores_the_maximum_and_an_empty_agent_the_minimum(
         assert shown.result.reward_parts["correct"] == 1.0
         empty = asyncio.run(until_done(task, [final("")]))
         assert empty.reward == pytest.approx(-2.0)
-        assert make_environment(task, arithmetic.interpret, REWARD).unfinished().reward == pytest.approx(-2.0)
+        assert make_environment(
+            task, arithmetic.interpret, REWARD
+        ).unfinished().reward == pytest.approx(-2.0)
         faulty = demonstrate(task, tiny, DemonstrationConfig(expert=0), str(index)).result
         assert faulty is not None
         scores.append(faulty.reward_parts["score"])
@@ -99,8 +109,29 @@ async def until_done(task: Task, turn: list[ParsedMessage]) -> StepResult:
 
 
 def random_message(rng: random.Random, known: list[str]) -> ParsedMessage:
-    names = ["fetch_email", "query_logs", "isolate_host", "block_domain", "reset_user", "submit_report", "python", "x"]
-    values: list[Any] = [*known, "", "h11", "m42", 7, None, [], {"a": 1}, "\x00", r"\boxed{\frac{", "print(1)"]
+    names = [
+        "fetch_email",
+        "query_logs",
+        "isolate_host",
+        "block_domain",
+        "reset_user",
+        "submit_report",
+        "python",
+        "x",
+    ]
+    values: list[Any] = [
+        *known,
+        "",
+        "h11",
+        "m42",
+        7,
+        None,
+        [],
+        {"a": 1},
+        "\x00",
+        r"\boxed{\frac{",
+        "print(1)",
+    ]
     keys = ["email", "name", "host", "domain", "user", "target", "contained", "code"]
     kind = rng.randrange(6)
     if kind == 0:
@@ -109,16 +140,23 @@ def random_message(rng: random.Random, known: list[str]) -> ParsedMessage:
         return think("hm")
     if kind == 2:
         return ParsedMessage(
-            "analysis", rng.choice(["python", "browser", "functions.", "", "assistant"]), None, "print(2)"
+            "analysis",
+            rng.choice(["python", "browser", "functions.", "", "assistant"]),
+            None,
+            "print(2)",
         )
     if kind == 3:
         broken = rng.choice(["{", "[]", "null", "[" * 2000, '{"a": NaN}', "\ud800"])
         return ParsedMessage("commentary", f"functions.{rng.choice(names)}", "json", broken)
-    return function_call(rng.choice(names), **{key: rng.choice(values) for key in rng.sample(keys, 4)})
+    return function_call(
+        rng.choice(names), **{key: rng.choice(values) for key in rng.sample(keys, 4)}
+    )
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS)
-def test_a_thousand_random_agents_end_without_an_exception(name: str, options: dict[str, Any]) -> None:
+def test_a_thousand_random_agents_end_without_an_exception(
+    name: str, options: dict[str, Any]
+) -> None:
     tasks = [task_of(name, options, i) for i in range(10)]
 
     async def play(agent: int) -> StepResult:
@@ -126,7 +164,9 @@ def test_a_thousand_random_agents_end_without_an_exception(name: str, options: d
         known = [value for value in task.metadata.get("truth", {}).values()]
         environment = make_environment(task, arithmetic.interpret, REWARD)
         for _ in range(30):
-            result = await environment.step([random_message(rng, known) for _ in range(rng.randint(1, 3))])
+            result = await environment.step(
+                [random_message(rng, known) for _ in range(rng.randint(1, 3))]
+            )
             if result.done:
                 return result
         return environment.unfinished()

@@ -24,7 +24,12 @@ GPTOSS = f'gptoss() {{ "{sys.executable}" -c "from launch.cli import main; main(
 def workplace(tmp_path: Path) -> Path:
     """A folder with the guide's files, as a newcomer would write them."""
     files = re.findall(r"```\w+ (\S+)\n(.*?)```", GUIDE.read_text(), flags=re.S)
-    expected = ["guessing.py", "test_guessing.py", "configs/sft/guessing.yaml", "configs/rl/guessing.yaml"]
+    expected = [
+        "guessing.py",
+        "test_guessing.py",
+        "configs/sft/guessing.yaml",
+        "configs/rl/guessing.yaml",
+    ]
     assert [name for name, _ in files] == expected
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     for name, code in files:
@@ -37,7 +42,12 @@ def run(workplace: Path, *command: str) -> str:
     paths = os.pathsep.join([str(workplace), str(ROOT), str(ROOT / "kernels")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=workplace, env=environment, text=True, capture_output=True, timeout=2 * PATIENCE_SECONDS
+        command,
+        cwd=workplace,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=2 * PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -46,12 +56,23 @@ def run(workplace: Path, *command: str) -> str:
 def test_the_guides_environment_is_forty_lines_and_passes_its_test(workplace: Path) -> None:
     lines = [line for line in (workplace / "guessing.py").read_text().splitlines() if line.strip()]
     assert len(lines) <= 45
-    said = run(workplace, sys.executable, "-m", "pytest", "-q", "test_guessing.py", "-p", "no:cacheprovider")
+    said = run(
+        workplace,
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "test_guessing.py",
+        "-p",
+        "no:cacheprovider",
+    )
     assert "2 passed" in said
 
 
 def test_the_guide_pasted_as_it_is_leads_to_a_policy_that_learns(workplace: Path) -> None:
-    commands = re.search(r"```bash\n(export PYTHONPATH=\.\n.*?)```", GUIDE.read_text(), flags=re.S)[1]
+    commands = re.search(r"```bash\n(export PYTHONPATH=\.\n.*?)```", GUIDE.read_text(), flags=re.S)[
+        1
+    ]
     assert commands.count("gptoss ") == 2
     # of what is pasted only the search path differs: the package is not installed here
     pasted = commands.replace("PYTHONPATH=.", "PYTHONPATH=.:$PYTHONPATH")
@@ -59,7 +80,10 @@ def test_the_guide_pasted_as_it_is_leads_to_a_policy_that_learns(workplace: Path
     said = run(workplace, "bash", "-euc", GPTOSS + pasted)
 
     assert "report: runs/guessing/report.html" in said.replace("\n", "")
-    records = [json.loads(line) for line in (workplace / "runs/guessing/metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (workplace / "runs/guessing/metrics.jsonl").read_text().splitlines()
+    ]
     steps = [record for record in records if "reward" in record]
     rewards = [step["reward"] for step in steps]
     assert len(steps) == 12

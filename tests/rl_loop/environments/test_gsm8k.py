@@ -10,7 +10,10 @@ from rl_loop.environments import RewardConfig, arithmetic
 from rl_loop.environments.base import final
 from rl_loop.environments.gsm8k import Gsm8kEnvironment, Gsm8kOptions
 
-ROW = {"question": "How many dollars?", "answer": "He has 2*500=<<2*500=1000>>1,000 dollars.\n#### 1,000"}
+ROW = {
+    "question": "How many dollars?",
+    "answer": "He has 2*500=<<2*500=1000>>1,000 dollars.\n#### 1,000",
+}
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,19 @@ CAPITALS = "change_case:capital_word_frequency"
 
 
 def row(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"key": 1, "prompt": "Write about tea.", "instruction_id_list": [name], "kwargs": [arguments]}
+    return {
+        "key": 1,
+        "prompt": "Write about tea.",
+        "instruction_id_list": [name],
+        "kwargs": [arguments],
+    }
 
 
 def tasks_of(path: Path, rows: list[dict[str, Any]], **options: Any) -> TaskData:
     path.write_text("".join(json.dumps(record) + "\n" for record in rows))
-    return TaskData(str(path), "instructions", InstructionEnvironment, InstructionOptions(**options))
+    return TaskData(
+        str(path), "instructions", InstructionEnvironment, InstructionOptions(**options)
+    )
 
 
 def reward(record: dict[str, Any], answer: str) -> float:
@@ -75,9 +82,14 @@ def with_nltk_data(monkeypatch, tmp_path: Path) -> None:
     instructions_util._get_sentence_tokenizer.cache_clear()
 
 
-def test_a_row_whose_checker_lacks_data_is_an_error_that_says_how_to_get_it(tmp_path, without_nltk_data) -> None:
+def test_a_row_whose_checker_lacks_data_is_an_error_that_says_how_to_get_it(
+    tmp_path, without_nltk_data
+) -> None:
     rows = [row("punctuation:no_comma"), row(SENTENCES, num_sentences=2, relation="at least")]
-    with pytest.raises(TaskFileError, match=r"line 2: length_constraints:number_sentences .*nltk.downloader punkt_tab"):
+    with pytest.raises(
+        TaskFileError,
+        match=r"line 2: length_constraints:number_sentences .*nltk.downloader punkt_tab",
+    ):
         tasks_of(tmp_path / "ifeval.jsonl", rows)
     assert len(tasks_of(tmp_path / "ifeval.jsonl", rows, skip_unavailable=True)) == 1
 
@@ -94,9 +106,13 @@ def test_with_its_data_sentences_are_counted(with_nltk_data) -> None:
 
 
 def test_all_checkers_that_read_data_of_nltk_are_known() -> None:
-    reading = re.compile(r"word_tokenize|pos_tag|count_stopwords|\bcount_sentences\(|sent_tokenize|nltk\.corpus")
+    reading = re.compile(
+        r"word_tokenize|pos_tag|count_stopwords|\bcount_sentences\(|sent_tokenize|nltk\.corpus"
+    )
     registries = {**ifbench_checkers(), **ifeval_checkers()}
-    found = {name for name, checker in registries.items() if reading.search(inspect.getsource(checker))}
+    found = {
+        name for name, checker in registries.items() if reading.search(inspect.getsource(checker))
+    }
     assert found == {*NLTK_DATA, CAPITALS}
 
 
@@ -137,26 +153,48 @@ def test_importingifbench_checkers_downloads_nothing(monkeypatch) -> None:
         ("", 0),
     ],
 )
-def test_words_of_capital_letters_are_counted_without_data(without_nltk_data, text: str, count: int) -> None:
+def test_words_of_capital_letters_are_counted_without_data(
+    without_nltk_data, text: str, count: int
+) -> None:
     assert count_capital_words(text) == count
 
 
 def test_words_of_capital_letters_are_counted_as_nltk_counts_them(with_nltk_data) -> None:
     from nltk import word_tokenize
 
-    words = ["CAN'T", "NASA", "U.S.", "MR.", "e.g.", "I", "WE'LL", "it's", "IT'S", "dog", "A.", "O'NEIL", "(NASA)"]
+    words = [
+        "CAN'T",
+        "NASA",
+        "U.S.",
+        "MR.",
+        "e.g.",
+        "I",
+        "WE'LL",
+        "it's",
+        "IT'S",
+        "dog",
+        "A.",
+        "O'NEIL",
+        "(NASA)",
+    ]
     words += ['"YES"', "'NO'", "INC.", "3.", "X-RAY", "GIMME", "CANNOT", "P.M."]
     marks = ["", "", "", ".", "!", "?", "...", '."', ".)", "?!", ",", ";", ":"]
     rng = random.Random(0)
     for _ in range(2000):
-        text = "".join(rng.choice(words) + rng.choice(marks) + rng.choice([" ", "  ", "\n"]) for _ in range(8))
-        assert count_capital_words(text) == sum(word.isupper() for word in word_tokenize(text)), text
+        text = "".join(
+            rng.choice(words) + rng.choice(marks) + rng.choice([" ", "  ", "\n"]) for _ in range(8)
+        )
+        assert count_capital_words(text) == sum(word.isupper() for word in word_tokenize(text)), (
+            text
+        )
 
 
 @pytest.mark.parametrize("letter", ["#", "!"])
 def test_a_letter_that_is_none_is_counted_as_the_prompt_asks(letter: str) -> None:
     """IFEval 1122 and 1129: the checker draws a random letter instead."""
-    record = row("keywords:letter_frequency", letter=letter, let_frequency=4, let_relation="at least")
+    record = row(
+        "keywords:letter_frequency", letter=letter, let_frequency=4, let_relation="at least"
+    )
     for _ in range(20):
         assert reward(record, f"tea {letter * 4}") == 1.0
         assert reward(record, "abcdefghijklmnopqrstuvwxyz" * 4) == -1.0
@@ -178,11 +216,20 @@ def test_what_precedes_a_marker_of_thoughts_counts() -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({**row("punctuation:no_comma"), "kwargs": []}, "'kwargs' must be a list with an entry for each constraint"),
+        (
+            {**row("punctuation:no_comma"), "kwargs": []},
+            "'kwargs' must be a list with an entry for each constraint",
+        ),
         ({**row("punctuation:no_comma"), "kwargs": [3]}, "'kwargs' must be a list of objects"),
-        ({**row("punctuation:no_comma"), "instruction_id_list": "x"}, "'instruction_id_list' must be a list"),
+        (
+            {**row("punctuation:no_comma"), "instruction_id_list": "x"},
+            "'instruction_id_list' must be a list",
+        ),
         ({**row("punctuation:no_comma"), "prompt": None}, "'prompt' must be text"),
-        (row("punctuation:no_colons"), "neither IFEval nor IFBench has a constraint 'punctuation:no_colons'"),
+        (
+            row("punctuation:no_colons"),
+            "neither IFEval nor IFBench has a constraint 'punctuation:no_colons'",
+        ),
     ],
 )
 def test_a_row_that_is_none_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
@@ -191,5 +238,7 @@ def test_a_row_that_is_none_is_named(tmp_path: Path, record: dict[str, Any], mes
 
 
 def test_unknown_checkers_are_named_when_the_configuration_is_read() -> None:
-    with pytest.raises(ValueError, match="no prompts are composed with length_constraints:number_sentences"):
+    with pytest.raises(
+        ValueError, match="no prompts are composed with length_constraints:number_sentences"
+    ):
         InstructionOptions(checkers=[SENTENCES])

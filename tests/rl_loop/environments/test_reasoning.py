@@ -61,9 +61,13 @@ def test_garbage_over_which_a_working_scorer_raises_is_wrong(scorer: Scorer) -> 
     assert asyncio.run(judge(r"\boxed{garbage}")).reward == RewardConfig().wrong
 
 
-@pytest.mark.parametrize("scorer", [(broken, broken), (math.nan, math.nan), (None, None)], indirect=True)
+@pytest.mark.parametrize(
+    "scorer", [(broken, broken), (math.nan, math.nan), (None, None)], indirect=True
+)
 @pytest.mark.parametrize("answer", ["garbage", TASK.ground_truth])
-def test_a_scorer_that_does_not_work_is_an_infrastructure_failure(scorer: Scorer, answer: str) -> None:
+def test_a_scorer_that_does_not_work_is_an_infrastructure_failure(
+    scorer: Scorer, answer: str
+) -> None:
     with pytest.raises(InfrastructureFailure, match="the scorer of chain_sum fails") as failure:
         asyncio.run(judge(rf"\boxed{{{answer}}}"))
     assert failure.value.component == "checker"

@@ -8,7 +8,14 @@ from random import Random
 import pytest
 
 from rl_loop.config.training import DemonstrationConfig
-from rl_loop.environments import Environment, RewardConfig, Script, Task, environment_class, make_offline_environment
+from rl_loop.environments import (
+    Environment,
+    RewardConfig,
+    Script,
+    Task,
+    environment_class,
+    make_offline_environment,
+)
 from rl_loop.environments.base import final
 from rl_loop.infrastructure import InfrastructureFailure
 
@@ -37,8 +44,14 @@ class OtherNames(Environment):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("OldScript", r"OldScript: solve\(task: .*must take \(task, rng, faulty\): missing a .* 'careless'"),
-        ("CallWithoutArguments", r"call\(self, tool: .*must take \(self, tool, arguments\): too many positional"),
+        (
+            "OldScript",
+            r"OldScript: solve\(task: .*must take \(task, rng, faulty\): missing a .* 'careless'",
+        ),
+        (
+            "CallWithoutArguments",
+            r"call\(self, tool: .*must take \(self, tool, arguments\): too many positional",
+        ),
     ],
 )
 def test_a_method_with_other_arguments_is_named_when_its_class_is(name: str, message: str) -> None:
@@ -58,7 +71,10 @@ def test_a_script_that_calls_python_is_told_what_it_lacks() -> None:
     environment = Calls(Task("t", [], ""), Calls.simulate_python, RewardConfig())
     from rl_loop.harmony.codec import ParsedMessage
 
-    with pytest.raises(InfrastructureFailure, match=r"Calls\.solve calls Python, which needs Calls\.simulate_python"):
+    with pytest.raises(
+        InfrastructureFailure,
+        match=r"Calls\.solve calls Python, which needs Calls\.simulate_python",
+    ):
         asyncio.run(environment.step([ParsedMessage("analysis", "python", "code", "print(1)")]))
 
 

@@ -58,7 +58,10 @@ def final(text: str) -> ParsedMessage:
 
 def test_python_runs_and_its_errors_are_answers() -> None:
     good, error, slow, json = steps(
-        python("print(6*7)"), python("print(6*7"), python("while True: pass"), function('{"code": "6*7"}')
+        python("print(6*7)"),
+        python("print(6*7"),
+        python("while True: pass"),
+        function('{"code": "6*7"}'),
     )
     assert good.tool_outputs == [ToolOutput("python", "analysis", "42\n")]
     assert json.tool_outputs == [ToolOutput("functions.python", "commentary", "42\n")]
@@ -77,12 +80,21 @@ def test_bad_arguments_of_the_function_are_told_to_the_agent(arguments: str) -> 
 
 @pytest.mark.parametrize(
     ("text", "reward"),
-    [(r"\boxed{42}", 2.0), (r"It is \boxed{\frac{84}{2}}.", 2.0), (r"\boxed{41}", -3.0), ("42", -3.0), ("", -3.0)],
+    [
+        (r"\boxed{42}", 2.0),
+        (r"It is \boxed{\frac{84}{2}}.", 2.0),
+        (r"\boxed{41}", -3.0),
+        ("42", -3.0),
+        ("", -3.0),
+    ],
 )
 def test_final_answer_is_compared_and_ends_the_episode(text: str, reward: float) -> None:
     result = step(final(text))
     assert (result.done, result.reward, result.format_error) == (True, reward, None)
-    assert (result.reward_parts["correct"], result.reward_parts["format_error"]) == (float(reward > 0), 0.0)
+    assert (result.reward_parts["correct"], result.reward_parts["format_error"]) == (
+        float(reward > 0),
+        0.0,
+    )
 
 
 def test_variables_last_within_an_episode_if_it_is_stateful() -> None:
@@ -104,7 +116,8 @@ def test_variables_last_within_an_episode_if_it_is_stateful() -> None:
 
 
 @pytest.mark.parametrize(
-    "ending", ["exit()", "import os; os._exit(3)", "import ctypes; ctypes.string_at(0)", "while True: pass"]
+    "ending",
+    ["exit()", "import os; os._exit(3)", "import ctypes; ctypes.string_at(0)", "while True: pass"],
 )
 def test_a_session_that_ends_begins_anew_and_says_so_once(ending: str) -> None:
     programs = ["x = 1\nprint('one')", f"print('two')\n{ending}", "x", "y = 5\nprint('three')", "y"]
@@ -176,7 +189,9 @@ def test_wrong_episodes_that_used_tools_earn_a_little_more_if_configured() -> No
         ParsedMessage("commentary", None, None, "Working on it."),
     ],
 )
-def test_a_turn_that_neither_answers_nor_calls_python_is_a_format_error(message: ParsedMessage) -> None:
+def test_a_turn_that_neither_answers_nor_calls_python_is_a_format_error(
+    message: ParsedMessage,
+) -> None:
     result = step(message)
     assert (result.done, result.reward) == (True, -4.0)
     assert result.format_error
@@ -190,7 +205,9 @@ def test_an_unfinished_episode_counts_as_wrong() -> None:
 
 def test_the_event_loop_goes_on_while_an_answer_is_compared() -> None:
     async def main() -> int:
-        comparison = asyncio.create_task(without_sandbox().step([final(r"\boxed{\binom{10^{9}}{5\cdot 10^{8}}}")]))
+        comparison = asyncio.create_task(
+            without_sandbox().step([final(r"\boxed{\binom{10^{9}}{5\cdot 10^{8}}}")])
+        )
         ticks = 0
         while not comparison.done():
             await asyncio.sleep(0.01)

@@ -40,14 +40,20 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
         weight_sync="cuda_ipc",
         arguments=["--log-level", "info"],
     )
-    words = settings.command(1, Path("/model"), "bfloat16", routed_experts=True, seed=7)("10.0.0.1", 3100)
+    words = settings.command(1, Path("/model"), "bfloat16", routed_experts=True, seed=7)(
+        "10.0.0.1", 3100
+    )
     pairs = dict(pairwise(words))
     assert words[:3] == ["/opt/python", "-m", "sglang.launch_server"]
     assert pairs["--model-path"] == "/model"
     assert pairs["--moe-runner-backend"] == "triton", "the default returns all-zero routes"
     assert pairs["--base-gpu-id"] == "2"
     assert (pairs["--host"], pairs["--port"]) == ("10.0.0.1", "3100")
-    assert {"--incremental-streaming-output", "--enable-return-routed-experts", "--enable-memory-saver"} <= set(words)
+    assert {
+        "--incremental-streaming-output",
+        "--enable-return-routed-experts",
+        "--enable-memory-saver",
+    } <= set(words)
     assert "--enable-deterministic-inference" not in words
     assert settings.environment == MOE
     assert SglangConfig(weight_sync="nccl").environment == MOE | {"NCCL_CUMEM_ENABLE": "1"}, (
@@ -60,7 +66,11 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
 def test_a_deterministic_server_runs_no_kernel_that_depends_on_other_requests() -> None:
     variable = "SGLANG_IS_FLASHINFER_AVAILABLE"
     settings = SglangConfig(deterministic=True, weight_sync="disk", env={"OTHER": "1"})
-    words = settings.command(0, Path("/model"), "bfloat16", routed_experts=True, seed=7)("10.0.0.1", 3100)
+    words = settings.command(0, Path("/model"), "bfloat16", routed_experts=True, seed=7)(
+        "10.0.0.1", 3100
+    )
     assert {"--enable-deterministic-inference", "--disable-radix-cache"} <= set(words)
     assert settings.environment == MOE | {variable: "false", "OTHER": "1"}
-    assert SglangConfig(deterministic=True, env={variable: "true"}).environment[variable] == "true", "the user's word"
+    assert (
+        SglangConfig(deterministic=True, env={variable: "true"}).environment[variable] == "true"
+    ), "the user's word"

@@ -62,7 +62,9 @@ def endpoint() -> Iterator[tuple[str, type[Completions]]]:
     server.server_close()
 
 
-def test_an_endpoint_is_evaluated_token_in_token_out(endpoint: tuple[str, type[Completions]], tmp_path: Path) -> None:
+def test_an_endpoint_is_evaluated_token_in_token_out(
+    endpoint: tuple[str, type[Completions]], tmp_path: Path
+) -> None:
     url, handler = endpoint
     config = load_config(CONFIG, RlConfig, [*SMALL, f"evaluation.endpoint={url}"])
     records = evaluate(config, None, tmp_path / "deep" / "episodes.jsonl")
@@ -76,7 +78,9 @@ def test_an_endpoint_is_evaluated_token_in_token_out(endpoint: tuple[str, type[C
     assert {record["answer"] for record in records} <= {"-1", *handler.answers.values()}
 
 
-def test_the_command_prints_scores_and_compares(endpoint: tuple[str, type[Completions]], tmp_path: Path) -> None:
+def test_the_command_prints_scores_and_compares(
+    endpoint: tuple[str, type[Completions]], tmp_path: Path
+) -> None:
     url, _ = endpoint
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     arguments = ["eval", str(CONFIG), *SMALL, f"evaluation.endpoint={url}"]

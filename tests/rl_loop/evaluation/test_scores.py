@@ -8,12 +8,25 @@ from typing import Any
 
 import pytest
 
-from rl_loop.evaluation.statistics import compare, difference, estimate, majority_at, pass_at, scores
+from rl_loop.evaluation.statistics import (
+    compare,
+    difference,
+    estimate,
+    majority_at,
+    pass_at,
+    scores,
+)
 
 
 def record(task: str, sample: int, correct: bool, answer: str | None = None) -> dict[str, Any]:
     parts = {"correct": float(correct)}
-    return {"task_id": task, "sample": sample, "reward_parts": parts, "answer": answer, "category": "c"}
+    return {
+        "task_id": task,
+        "sample": sample,
+        "reward_parts": parts,
+        "answer": answer,
+        "category": "c",
+    }
 
 
 @pytest.mark.parametrize("right", range(7))
@@ -37,7 +50,10 @@ def test_majority_votes_share_ties_and_ignore_missing_answers() -> None:
 def test_the_interval_holds_the_truth_in_about_95_of_100_evaluations() -> None:
     rng, held = random.Random(0), 0
     for _ in range(400):  # tasks differ in difficulty; 4 episodes each
-        tasks = [sum(rng.random() < p for _ in range(4)) / 4 for p in (rng.betavariate(1, 2) for _ in range(60))]
+        tasks = [
+            sum(rng.random() < p for _ in range(4)) / 4
+            for p in (rng.betavariate(1, 2) for _ in range(60))
+        ]
         found = estimate(tasks)
         held += found.low <= 1 / 3 <= found.high
     assert 0.92 <= held / 400 <= 0.98
@@ -50,7 +66,9 @@ def test_the_interval_is_honest_where_all_tasks_are_equal() -> None:
 
 
 def test_scores_use_the_fewest_samples_that_a_task_has() -> None:
-    records = [record("a", i, i == 0, str(i)) for i in range(4)] + [record("b", i, True, "x") for i in range(2)]
+    records = [record("a", i, i == 0, str(i)) for i in range(4)] + [
+        record("b", i, True, "x") for i in range(2)
+    ]
     found = scores(records)
     assert set(found) == {"avg@2", "pass@2", "maj@2"}
     assert found["avg@2"].value == pytest.approx((0.25 + 1) / 2)

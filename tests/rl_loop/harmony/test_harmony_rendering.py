@@ -35,7 +35,9 @@ TOKENS = GptOssVocabulary()
 BARE = Harmony(TOKENS, SHORT_PROMPT)
 
 IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
-ALL_CHANNELS = "# Valid channels: analysis, commentary, final. Channel must be included for every message."
+ALL_CHANNELS = (
+    "# Valid channels: analysis, commentary, final. Channel must be included for every message."
+)
 
 
 def harmony_with(**settings: Any) -> Harmony:
@@ -51,7 +53,9 @@ def system(content: SystemContent) -> Message:
 
 @pytest.mark.parametrize("effort", ["low", "medium", "high"])
 def test_system_message_states_identity_cutoff_effort_and_channels(effort: str) -> None:
-    ids = harmony_with(reasoning_effort=effort).render_prompt([{"role": "user", "content": "Why is the sky blue?"}])
+    ids = harmony_with(reasoning_effort=effort).render_prompt(
+        [{"role": "user", "content": "Why is the sky blue?"}]
+    )
     assert ids == encode(
         f"<|start|>system<|message|>{IDENTITY}\nKnowledge cutoff: 2024-06\n\n"
         f"Reasoning: {effort}\n\n{ALL_CHANNELS}<|end|>"
@@ -67,7 +71,11 @@ def test_system_message_states_the_current_date_after_the_cutoff() -> None:
         f"<|start|>system<|message|>{IDENTITY}\nKnowledge cutoff: 2023-10\nCurrent date: 2025-08-05\n\n"
         f"Reasoning: medium\n\n{ALL_CHANNELS}<|end|><|start|>assistant"
     )
-    content = SystemContent.new().with_knowledge_cutoff("2023-10").with_conversation_start_date("2025-08-05")
+    content = (
+        SystemContent.new()
+        .with_knowledge_cutoff("2023-10")
+        .with_conversation_start_date("2025-08-05")
+    )
     assert ids == reference.render_for_completion([system(content)])
 
 
@@ -81,7 +89,9 @@ def test_system_message_may_list_some_channels_only() -> None:
     assert ids == reference.render_for_completion([system(content)])
 
 
-CHANNEL_LISTS = st.lists(st.sampled_from(["analysis", "commentary", "final"]), min_size=1, unique=True)
+CHANNEL_LISTS = st.lists(
+    st.sampled_from(["analysis", "commentary", "final"]), min_size=1, unique=True
+)
 
 
 @settings(deadline=None, max_examples=100)
@@ -112,7 +122,9 @@ def test_every_system_message_is_openai_harmonys(
         python_tool=python,
     )
     tools = [Tool("ping", "Answers pong.")] if functions else []
-    ids = Harmony(TOKENS, prompt).render_prompt([], tools, [released_tool("browser"), released_tool("python")])
+    ids = Harmony(TOKENS, prompt).render_prompt(
+        [], tools, [released_tool("browser"), released_tool("python")]
+    )
 
     listed = channels
     if isinstance(channels, bool):
@@ -129,7 +141,9 @@ def test_every_system_message_is_openai_harmonys(
     says_nothing = not python and not listed and [identity, cutoff, date, effort] == [None] * 4
     messages = [] if says_nothing else [system(content)]
     if functions:
-        described = DeveloperContent.new().with_function_tools([ToolDescription.new("ping", "Answers pong.")])
+        described = DeveloperContent.new().with_function_tools(
+            [ToolDescription.new("ping", "Answers pong.")]
+        )
         messages.append(Message.from_role_and_content(Role.DEVELOPER, described))
     assert ids == reference.render_for_completion(messages)
 
@@ -146,7 +160,11 @@ def test_prompt_settings_that_no_system_message_can_show_are_refused() -> None:
 def test_prompt_settings_are_overridden_on_the_command_line_and_come_back_from_a_dumped_configuration(
     tmp_path: Path,
 ) -> None:
-    overrides = ["prompt.current_date=2025-08-05", "prompt.channels=[analysis,final]", "prompt.reasoning_effort=high"]
+    overrides = [
+        "prompt.current_date=2025-08-05",
+        "prompt.channels=[analysis,final]",
+        "prompt.reasoning_effort=high",
+    ]
     config = load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides)
     assert config.prompt.current_date == "2025-08-05"
     assert config.prompt.channels == ["analysis", "final"]
@@ -158,7 +176,9 @@ def test_prompt_settings_are_overridden_on_the_command_line_and_come_back_from_a
 
 
 def test_released_texts_of_python_and_browser_are_openai_harmonys() -> None:
-    ids = harmony_with().render_prompt([], builtin_tools=[released_tool("browser"), released_tool("python")])
+    ids = harmony_with().render_prompt(
+        [], builtin_tools=[released_tool("browser"), released_tool("python")]
+    )
     content = SystemContent.new().with_browser_tool().with_python_tool()
     assert ids == reference.render_for_completion([system(content)])
     text = harmony_encoding().decode(ids)
@@ -168,9 +188,14 @@ def test_released_texts_of_python_and_browser_are_openai_harmonys() -> None:
 
 def test_stateless_python_is_described_as_stateless_with_the_sandboxs_own_limit() -> None:
     text = harmony_encoding().decode(
-        Harmony(TOKENS, PromptConfig(), python_seconds=7.5).render_prompt([], builtin_tools=[PythonTool()])
+        Harmony(TOKENS, PromptConfig(), python_seconds=7.5).render_prompt(
+            [], builtin_tools=[PythonTool()]
+        )
     )
-    assert "# Tools\n\n## python\n\nUse this tool to execute STATELESS Python code in your chain of thought." in text
+    assert (
+        "# Tools\n\n## python\n\nUse this tool to execute STATELESS Python code in your chain of thought."
+        in text
+    )
     assert "time out after 7.5 seconds" in text
     assert text.count("seconds") == 1
     assert (
@@ -196,7 +221,9 @@ def test_stateful_python_keeps_the_released_text_but_for_what_is_not_true_here()
 def test_the_limit_that_prompts_state_by_default_is_the_sandboxs_default() -> None:
     default = Harmony(TOKENS, PromptConfig()).render_prompt([], builtin_tools=[PythonTool()])
     seconds = SandboxConfig().timeout_seconds
-    assert default == Harmony(TOKENS, PromptConfig(), seconds).render_prompt([], builtin_tools=[PythonTool()])
+    assert default == Harmony(TOKENS, PromptConfig(), seconds).render_prompt(
+        [], builtin_tools=[PythonTool()]
+    )
 
 
 # ---- functions in the developer message
@@ -214,7 +241,12 @@ EVERYTHING = {
     "type": "object",
     "description": "all there is",
     "properties": {
-        "zulu": {"type": "string", "title": "ZULU", "description": "a text", "examples": ["yes", "no"]},
+        "zulu": {
+            "type": "string",
+            "title": "ZULU",
+            "description": "a text",
+            "examples": ["yes", "no"],
+        },
         "alpha": {"type": "string", "nullable": True, "default": "none given"},
         "count": {"type": "integer", "default": 3},
         "ratio": {"type": "number"},
@@ -234,7 +266,13 @@ EVERYTHING = {
         "anything": {"type": "array"},
         "inner": {
             "type": "object",
-            "properties": {"deep": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+            "properties": {
+                "deep": {
+                    "type": "object",
+                    "properties": {"x": {"type": "number"}},
+                    "required": ["x"],
+                }
+            },
             "required": ["deep"],
         },
         "unknown": {"anyOf": [{"type": "string"}, {"type": "null"}]},
@@ -245,9 +283,17 @@ EVERYTHING = {
 
 
 def test_functions_are_described_in_typescript_as_the_format_documents_it() -> None:
-    tools = [Tool("where", "Says where\nthe user is."), Tool("weather", "Says the weather.", WEATHER)]
-    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Is it cold?"}]
-    ids = harmony_with(current_date="2025-08-05", reasoning_effort="high").render_prompt(messages, tools)
+    tools = [
+        Tool("where", "Says where\nthe user is."),
+        Tool("weather", "Says the weather.", WEATHER),
+    ]
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Is it cold?"},
+    ]
+    ids = harmony_with(current_date="2025-08-05", reasoning_effort="high").render_prompt(
+        messages, tools
+    )
     assert ids == encode(
         f"<|start|>system<|message|>{IDENTITY}\nKnowledge cutoff: 2024-06\nCurrent date: 2025-08-05\n\n"
         f"Reasoning: high\n\n{ALL_CHANNELS}\n"
@@ -279,8 +325,12 @@ unit?: "kelvin" | "celsius", // default: kelvin
 
 def test_every_shape_of_schema_that_openai_harmony_knows_is_described_as_it_does() -> None:
     ids = BARE.render_prompt([], [Tool("everything", "All shapes.", EVERYTHING)])
-    content = DeveloperContent.new().with_function_tools([ToolDescription.new("everything", "All shapes.", EVERYTHING)])
-    assert ids == reference.render_for_completion([Message.from_role_and_content(Role.DEVELOPER, content)])
+    content = DeveloperContent.new().with_function_tools(
+        [ToolDescription.new("everything", "All shapes.", EVERYTHING)]
+    )
+    assert ids == reference.render_for_completion(
+        [Message.from_role_and_content(Role.DEVELOPER, content)]
+    )
     assert """type everything = (_: // all there is
 {
 // ZULU
@@ -317,7 +367,11 @@ untyped?: any,
 
 NAMES = st.sampled_from(["b", "a", "with_underscore", "z9"])
 LEAVES = st.fixed_dictionaries(
-    {"type": st.sampled_from(["string", "number", "integer", "boolean", "null", "array", ["string", "null"]])},
+    {
+        "type": st.sampled_from(
+            ["string", "number", "integer", "boolean", "null", "array", ["string", "null"]]
+        )
+    },
     optional={
         "description": st.text('ab é\n"<|end|>', max_size=12),
         "default": st.none() | st.booleans() | st.integers() | st.text('xy"', max_size=3),
@@ -331,7 +385,9 @@ SCHEMAS = st.recursive(
     LEAVES | st.just({}),
     lambda inner: (
         st.fixed_dictionaries({"type": st.just("array"), "items": inner})
-        | st.fixed_dictionaries({"oneOf": st.lists(inner, max_size=3)}, optional={"description": st.just("d")})
+        | st.fixed_dictionaries(
+            {"oneOf": st.lists(inner, max_size=3)}, optional={"description": st.just("d")}
+        )
         | st.fixed_dictionaries(
             {"type": st.just("object"), "properties": st.dictionaries(NAMES, inner, max_size=3)},
             optional={"required": st.lists(NAMES, max_size=2), "description": st.just("obj")},
@@ -344,18 +400,31 @@ SCHEMAS = st.recursive(
 @settings(deadline=None, max_examples=150)
 @given(SCHEMAS)
 def test_any_schema_is_described_as_openai_harmony_describes_it(schema: dict[str, Any]) -> None:
-    content = DeveloperContent.new().with_function_tools([ToolDescription.new("f", "Does f.", schema)])
+    content = DeveloperContent.new().with_function_tools(
+        [ToolDescription.new("f", "Does f.", schema)]
+    )
     developer = Message.from_role_and_content(Role.DEVELOPER, content)
-    assert BARE.render_prompt([], [Tool("f", "Does f.", schema)]) == reference.render_for_completion([developer])
+    assert BARE.render_prompt(
+        [], [Tool("f", "Does f.", schema)]
+    ) == reference.render_for_completion([developer])
 
 
 def test_tools_are_described_to_the_policy_once(harmony: Harmony) -> None:
-    block = Tool("block", "Block a domain.", {"type": "object", "properties": {"domain": {"type": "string"}}})
-    developer, question = {"role": "developer", "content": "Act."}, {"role": "user", "content": "Go."}
+    block = Tool(
+        "block", "Block a domain.", {"type": "object", "properties": {"domain": {"type": "string"}}}
+    )
+    developer, question = (
+        {"role": "developer", "content": "Act."},
+        {"role": "user", "content": "Go."},
+    )
     for messages in ([developer, question], [question], [developer, developer, question]):
         text = harmony.decode(harmony.render_prompt(messages, [block]))
         assert text.count("type block = (_: {") == 1
-        assert text.index("<|start|>developer") < text.index("type block") < text.index("<|start|>user")
+        assert (
+            text.index("<|start|>developer")
+            < text.index("type block")
+            < text.index("<|start|>user")
+        )
 
 
 def test_tools_that_cannot_be_told_apart_or_called_are_refused() -> None:
@@ -378,7 +447,9 @@ CALL = {
     "content": '{"place": "Oslo"}',
 }
 REPLY = {"role": "tool", "name": "weather", "content": "cold"}
-CALL_REFERENCE = assistant('{"place": "Oslo"}', "commentary", "functions.weather", "<|constrain|>json")
+CALL_REFERENCE = assistant(
+    '{"place": "Oslo"}', "commentary", "functions.weather", "<|constrain|>json"
+)
 REPLY_REFERENCE = tool("functions.weather", "cold", "commentary")
 
 
@@ -412,9 +483,13 @@ def test_a_finished_answer_ends_with_end_and_its_analysis_is_dropped() -> None:
     )
     # with its own rule, which agrees on one answer
     conversation = Conversation.from_messages(written)
-    assert ids == harmony_encoding().render_conversation_for_completion(conversation, Role.ASSISTANT)
+    assert ids == harmony_encoding().render_conversation_for_completion(
+        conversation, Role.ASSISTANT
+    )
     # and on request nothing is dropped
-    assert BARE.render_prompt(messages, drop_analysis=False) == reference.render_for_completion(written)
+    assert BARE.render_prompt(messages, drop_analysis=False) == reference.render_for_completion(
+        written
+    )
 
 
 def conversation_of_three_turns() -> tuple[list[dict[str, Any]], list[Message]]:
@@ -423,7 +498,13 @@ def conversation_of_three_turns() -> tuple[list[dict[str, Any]], list[Message]]:
         {"role": "user", "content": "A?"},
         {"role": "assistant", "thinking": "think A", "content": "a"},
         {"role": "user", "content": "B?"},
-        {"role": "assistant", "thinking": "think B", "recipient": "python", "content_type": "code", "content": "b()"},
+        {
+            "role": "assistant",
+            "thinking": "think B",
+            "recipient": "python",
+            "content_type": "code",
+            "content": "b()",
+        },
         {"role": "tool", "content": "4"},
         CALL,
         REPLY,
@@ -442,7 +523,9 @@ def conversation_of_three_turns() -> tuple[list[dict[str, Any]], list[Message]]:
     return messages, kept
 
 
-def test_analysis_of_every_finished_turn_is_dropped_and_that_of_the_turn_that_goes_on_is_kept() -> None:
+def test_analysis_of_every_finished_turn_is_dropped_and_that_of_the_turn_that_goes_on_is_kept() -> (
+    None
+):
     messages, kept = conversation_of_three_turns()
     assert BARE.render_prompt(messages) == reference.render_for_completion(kept)
 
@@ -454,10 +537,14 @@ def test_openai_harmony_still_drops_less_than_the_format_says() -> None:
         user("A?"), assistant("think A", "analysis"), assistant("a", "final"),
         user("B?"), assistant("think B", "analysis"), assistant("b", "final"), user("C?"),
     ]  # fmt: skip
-    ids = harmony_encoding().render_conversation_for_completion(Conversation.from_messages(finished), Role.ASSISTANT)
+    ids = harmony_encoding().render_conversation_for_completion(
+        Conversation.from_messages(finished), Role.ASSISTANT
+    )
     assert "think B" in harmony_encoding().decode(ids)
     calling = [*finished, CALL_REFERENCE, REPLY_REFERENCE]
-    ids = harmony_encoding().render_conversation_for_completion(Conversation.from_messages(calling), Role.ASSISTANT)
+    ids = harmony_encoding().render_conversation_for_completion(
+        Conversation.from_messages(calling), Role.ASSISTANT
+    )
     assert "think A" in harmony_encoding().decode(ids)
 
 
@@ -469,7 +556,9 @@ def test_a_turn_to_learn_from_ends_with_return_as_openai_harmony_renders_for_tra
     ]
     last = [assistant("think B", "analysis"), assistant("b", "final")]
     ids = BARE.render_prompt(history) + reference.sampled_turn(last)
-    assert ids == reference.render_for_training([user("A?"), assistant("a", "final"), user("B?"), *last])
+    assert ids == reference.render_for_training(
+        [user("A?"), assistant("a", "final"), user("B?"), *last]
+    )
     assert ids[-1] == reference.RETURN
 
 
@@ -494,7 +583,9 @@ def test_chats_of_openai_are_rendered_with_what_they_leave_unsaid() -> None:
     named.author.name = "eva"
     assert BARE.render_prompt(messages) == reference.render_for_completion(
         [
-            Message.from_role_and_content(Role.DEVELOPER, DeveloperContent.new().with_instructions("Be kind.")),
+            Message.from_role_and_content(
+                Role.DEVELOPER, DeveloperContent.new().with_instructions("Be kind.")
+            ),
             named,
             assistant("two calls", "analysis"),
             assistant("I will look.", "commentary"),
@@ -550,17 +641,23 @@ ASK = {"role": "user", "content": "?"}
         ([ASK, CALL, CALL | {"recipient": "python"}, {"role": "tool", "content": "x"}], "several calls are open"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_rendered_is_refused_with_the_message_and_the_reason(messages: list[Any], reason: str) -> None:
+def test_what_cannot_be_rendered_is_refused_with_the_message_and_the_reason(
+    messages: list[Any], reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         BARE.render_prompt(messages)
 
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(["<|end|>", "<|start|>system"])
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ["<|end|>", "<|start|>system"]
+)
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.data())
-def test_any_history_is_openai_harmonys_with_finished_analysis_left_out(data: st.DataObject) -> None:
+def test_any_history_is_openai_harmonys_with_finished_analysis_left_out(
+    data: st.DataObject,
+) -> None:
     """Turns of a user, each answered with thoughts, calls and mostly a final answer; the last is answered so far."""
     messages: list[dict[str, Any]] = []
     written: list[Message] = []
@@ -568,7 +665,9 @@ def test_any_history_is_openai_harmonys_with_finished_analysis_left_out(data: st
         texts = data.draw(st.lists(TEXTS, min_size=4, max_size=4))
         messages.append({"role": "user", "content": texts[0]})
         written.append(user(texts[0]))
-        for step in data.draw(st.lists(st.sampled_from(["think", "python", "function", "preamble"]), max_size=3)):
+        for step in data.draw(
+            st.lists(st.sampled_from(["think", "python", "function", "preamble"]), max_size=3)
+        ):
             if step == "think":
                 messages.append({"role": "assistant", "channel": "analysis", "content": texts[1]})
                 written.append(assistant(texts[1], "analysis"))
@@ -577,13 +676,23 @@ def test_any_history_is_openai_harmonys_with_finished_analysis_left_out(data: st
                 written.append(assistant(texts[1], "commentary"))
             elif step == "python":
                 messages.append(
-                    {"role": "assistant", "recipient": "python", "content_type": "code", "content": texts[2]}
+                    {
+                        "role": "assistant",
+                        "recipient": "python",
+                        "content_type": "code",
+                        "content": texts[2],
+                    }
                 )
                 messages.append({"role": "tool", "name": "python", "content": texts[3]})
-                written += [assistant(texts[2], "analysis", "python", "code"), tool("python", texts[3], "analysis")]
+                written += [
+                    assistant(texts[2], "analysis", "python", "code"),
+                    tool("python", texts[3], "analysis"),
+                ]
             else:
                 messages += [CALL | {"content": texts[2]}, REPLY | {"content": texts[3]}]
-                written.append(assistant(texts[2], "commentary", "functions.weather", "<|constrain|>json"))
+                written.append(
+                    assistant(texts[2], "commentary", "functions.weather", "<|constrain|>json")
+                )
                 written.append(tool("functions.weather", texts[3], "commentary"))
         if data.draw(st.integers(0, 3)) > 0:
             messages.append({"role": "assistant", "content": texts[1]})
@@ -592,22 +701,37 @@ def test_any_history_is_openai_harmonys_with_finished_analysis_left_out(data: st
         messages.append(ASK)
         written.append(user("?"))
 
-    last_answer = max((i for i, message in enumerate(written) if message.channel == "final"), default=0)
+    last_answer = max(
+        (i for i, message in enumerate(written) if message.channel == "final"), default=0
+    )
     kept = [m for i, m in enumerate(written) if not (i < last_answer and m.channel == "analysis")]
     assert BARE.render_prompt(messages) == reference.render_for_completion(kept)
-    assert BARE.render_prompt(messages, drop_analysis=False) == reference.render_for_completion(written)
+    assert BARE.render_prompt(messages, drop_analysis=False) == reference.render_for_completion(
+        written
+    )
 
 
 # ---- what tools and users say in an episode
 
 
 def test_what_tools_and_users_say_is_openai_harmonys(harmony: Harmony) -> None:
-    outputs = [ToolOutput("functions.a", "commentary", "1"), ToolOutput("python", "analysis", "<|end|>")]
-    written = [tool("functions.a", "1", "commentary"), tool("python", "<|end|>", "analysis"), user("Thanks.")]
+    outputs = [
+        ToolOutput("functions.a", "commentary", "1"),
+        ToolOutput("python", "analysis", "<|end|>"),
+    ]
+    written = [
+        tool("functions.a", "1", "commentary"),
+        tool("python", "<|end|>", "analysis"),
+        user("Thanks."),
+    ]
     expected = harmony.vocabulary.from_harmony(reference.render_for_completion(written))
     assert harmony.render_observation(outputs, "Thanks.") == expected
 
 
-def test_half_of_a_surrogate_pair_from_a_tool_or_user_becomes_the_replacement_character(harmony: Harmony) -> None:
+def test_half_of_a_surrogate_pair_from_a_tool_or_user_becomes_the_replacement_character(
+    harmony: Harmony,
+) -> None:
     ids = harmony.render_observation([ToolOutput("python", "analysis", "a\ud800b")], "\udfff")
-    assert ids == harmony.render_observation([ToolOutput("python", "analysis", "a\ufffdb")], "\ufffd")
+    assert ids == harmony.render_observation(
+        [ToolOutput("python", "analysis", "a\ufffdb")], "\ufffd"
+    )

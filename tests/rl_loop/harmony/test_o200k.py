@@ -34,12 +34,18 @@ def write_wheel(directory: Path, content: bytes) -> None:
     directory.mkdir()
     with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(o200k.WHEEL_MEMBER, content)
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
 
 
-def test_file_is_taken_from_the_wheel_and_kept(machine: Path, content: bytes, tmp_path: Path) -> None:
+def test_file_is_taken_from_the_wheel_and_kept(
+    machine: Path, content: bytes, tmp_path: Path
+) -> None:
     write_wheel(tmp_path / "wheels", content)
     assert ensure_o200k() == machine
     assert machine.read_bytes() == content
@@ -91,7 +97,9 @@ def test_wrong_file_in_the_folder_named_by_the_user_is_an_error(
         ensure_o200k()
 
 
-def test_cache_that_cannot_be_written_is_named(machine: Path, content: bytes, tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written_is_named(
+    machine: Path, content: bytes, tmp_path: Path
+) -> None:
     write_wheel(tmp_path / "wheels", content)
     (tmp_path / "cache").write_text("a file where a folder should be")
     with pytest.raises(VocabularyUnavailable, match="could not be written"):

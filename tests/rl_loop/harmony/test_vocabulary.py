@@ -21,7 +21,9 @@ from rl_loop.harmony.vocabulary import (
 )
 
 SIZE = 640
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.text("ab 1290é\n\r'sST*()漢 ", max_size=60)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.text(
+    "ab 1290é\n\r'sST*()漢 ", max_size=60
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,9 @@ def test_a_vocabulary_of_any_text_splits_it_as_the_released_models_do(text: str)
     own, full = TinyVocabulary(512, text), GptOssVocabulary()
     mine, theirs = own.encode_text(text), full.encode_text(text)
     assert len(mine) == len(theirs)
-    assert [own.decode(mine[:i]) for i in range(len(mine))] == [full.decode(theirs[:i]) for i in range(len(mine))]
+    assert [own.decode(mine[:i]) for i in range(len(mine))] == [
+        full.decode(theirs[:i]) for i in range(len(mine))
+    ]
 
 
 def test_numbers_of_two_digits_are_one_token(vocabulary) -> None:
@@ -100,13 +104,22 @@ def test_every_text_comes_back(vocabulary, text: str) -> None:
 @settings(deadline=None, max_examples=150)
 @given(TEXTS)
 def test_exported_tokenizer_encodes_like_the_vocabulary(vocabulary, exported, text: str) -> None:
-    assume("<|" not in text)  # transformers makes special tokens of their names; the vocabulary never does
+    assume(
+        "<|" not in text
+    )  # transformers makes special tokens of their names; the vocabulary never does
     assert exported.encode(text, add_special_tokens=False) == vocabulary.encode_text(text)
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.lists(st.integers(0, SIZE - 1) | st.integers(120, 255) | st.integers(SIZE - 100, SIZE - 1), max_size=20))
-def test_exported_tokenizer_decodes_any_sampled_ids_like_the_vocabulary(vocabulary, exported, ids: list[int]) -> None:
+@given(
+    st.lists(
+        st.integers(0, SIZE - 1) | st.integers(120, 255) | st.integers(SIZE - 100, SIZE - 1),
+        max_size=20,
+    )
+)
+def test_exported_tokenizer_decodes_any_sampled_ids_like_the_vocabulary(
+    vocabulary, exported, ids: list[int]
+) -> None:
     assert exported.decode(ids, clean_up_tokenization_spaces=False) == vocabulary.decode(ids)
 
 
@@ -132,7 +145,9 @@ def test_harmony_ids_and_back_keep_text_and_special_tokens(vocabulary, pieces: l
     harmony_ids = []
     for piece in pieces:
         allowed = {piece} if piece in SPECIAL_TOKENS else set()
-        harmony_ids += harmony_encoding().encode(piece, allowed_special=allowed, disallowed_special=())
+        harmony_ids += harmony_encoding().encode(
+            piece, allowed_special=allowed, disallowed_special=()
+        )
     ids = vocabulary.from_harmony(harmony_ids)
     assert vocabulary.decode(ids) == "".join(pieces)
     assert harmony_encoding().decode(vocabulary.to_harmony(ids)) == "".join(pieces)
@@ -140,7 +155,9 @@ def test_harmony_ids_and_back_keep_text_and_special_tokens(vocabulary, pieces: l
     assert [i for i in vocabulary.to_harmony(ids) if i >= 199_998] == specials
 
 
-def test_every_special_token_that_harmony_can_write_has_an_id_in_the_small_vocabulary(vocabulary) -> None:
+def test_every_special_token_that_harmony_can_write_has_an_id_in_the_small_vocabulary(
+    vocabulary,
+) -> None:
     named = {name for name in harmony_encoding().special_tokens_set if "reserved" not in name}
     assert named == set(SPECIAL_TOKENS)
     for name in named:
@@ -166,5 +183,7 @@ def test_a_vocabulary_too_small_for_its_tasks_says_how_large_it_must_be() -> Non
 
 
 def test_a_model_of_another_size_than_its_vocabulary_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model\.vocab_size is 1000, but vocabulary 'gptoss' has 201088"):
+    with pytest.raises(
+        ValueError, match=r"model\.vocab_size is 1000, but vocabulary 'gptoss' has 201088"
+    ):
         make_vocabulary("gptoss", 1000, str)

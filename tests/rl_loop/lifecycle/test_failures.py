@@ -33,14 +33,18 @@ def raised(error: Exception) -> tuple[Exception, str]:
 
 def of_an_actor(error: Exception) -> RayTaskError:
     cause, text = raised(error)
-    return RayTaskError("Worker.step", text, cause, proctitle="ray::Worker.step", pid=7, ip="10.0.0.2")
+    return RayTaskError(
+        "Worker.step", text, cause, proctitle="ray::Worker.step", pid=7, ip="10.0.0.2"
+    )
 
 
 def in_the_making(error: Exception) -> ActorDiedError:
     return ActorDiedError(of_an_actor(error))
 
 
-@pytest.mark.parametrize("through", [lambda e: of_an_actor(e).as_instanceof_cause(), of_an_actor, in_the_making])
+@pytest.mark.parametrize(
+    "through", [lambda e: of_an_actor(e).as_instanceof_cause(), of_an_actor, in_the_making]
+)
 def test_the_actors_own_exception_is_told_on_one_line(through: object, tmp_path: Path) -> None:
     error = through(ZeroDivisionError("a reward was divided\nby the number of its parts"))  # type: ignore[operator]
     error.add_note("first on trainer rank 3 on n2 (pid 7)")
@@ -55,7 +59,9 @@ def test_the_actors_own_exception_is_told_on_one_line(through: object, tmp_path:
 
 
 @pytest.mark.parametrize("through", [lambda e: of_an_actor(e).as_instanceof_cause(), in_the_making])
-def test_an_error_that_the_user_can_mend_is_told_without_its_class(through: object, tmp_path: Path) -> None:
+def test_an_error_that_the_user_can_mend_is_told_without_its_class(
+    through: object, tmp_path: Path
+) -> None:
     line = explain(through(ConversionError("models/x: no config.json")), tmp_path)  # type: ignore[operator]
     assert line == f"models/x: no config.json; the traceback is in {tmp_path}/error.log"
     assert explain(ConfigError("a:\n  b: wrong"), tmp_path) == "a:\n  b: wrong"
@@ -67,7 +73,10 @@ def test_an_error_that_only_the_actor_knew_is_recognised_by_its_name(
     """Of a constructor Ray keeps the text only, and the driver need not have imported the class."""
     died = in_the_making(EndpointError("http://x cannot be used"))
     monkeypatch.delitem(sys.modules, "rl_loop.engines.completions")
-    assert explain(died, tmp_path) == f"http://x cannot be used; the traceback is in {tmp_path}/error.log"
+    assert (
+        explain(died, tmp_path)
+        == f"http://x cannot be used; the traceback is in {tmp_path}/error.log"
+    )
 
 
 def test_an_error_of_a_disk_that_the_user_can_mend_keeps_its_two_bases() -> None:
@@ -87,7 +96,9 @@ def test_without_a_directory_the_traceback_is_in_a_file_of_its_own(tmp_path: Pat
     error, _ = raised(RuntimeError("unknown"))
     for directory in (None, tmp_path / "none", tmp_path / "file"):
         (tmp_path / "file").touch()
-        found = re.fullmatch(r"RuntimeError: unknown; the traceback is in (\S+)", explain(error, directory))
+        found = re.fullmatch(
+            r"RuntimeError: unknown; the traceback is in (\S+)", explain(error, directory)
+        )
         assert found
         assert "RuntimeError: unknown" in Path(found[1]).read_text()
         Path(found[1]).unlink()
@@ -105,11 +116,16 @@ def test_the_exception_at_the_end_of_a_traceback_is_found_below_its_marks() -> N
         'Traceback (most recent call last):\n  File "b.py", line 2, in g\n    h(\n    ^^\n    )\n'
         "torch.OutOfMemoryError: CUDA out of memory.\n  Tried: 2 GiB\nlower something\n"
     )
-    assert last_exception(text) == ("torch.OutOfMemoryError", "CUDA out of memory.\n  Tried: 2 GiB\nlower something")
+    assert last_exception(text) == (
+        "torch.OutOfMemoryError",
+        "CUDA out of memory.\n  Tried: 2 GiB\nlower something",
+    )
     assert last_exception("nothing of the kind") == ("", "nothing of the kind")
 
 
-@pytest.mark.parametrize("through", [lambda e: raised(e)[0], lambda e: of_an_actor(e).as_instanceof_cause()])
+@pytest.mark.parametrize(
+    "through", [lambda e: raised(e)[0], lambda e: of_an_actor(e).as_instanceof_cause()]
+)
 def test_a_full_disk_is_said_without_writing_anything(through: object, tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "/data/runs/x/events")
     line = explain(through(full), tmp_path)  # type: ignore[operator]

@@ -117,14 +117,20 @@ def test_another_way_to_the_same_file_is_no_difference(tmp_path: Path) -> None:
 
 def test_a_run_of_the_other_kind_is_named(tmp_path: Path) -> None:
     run = run_of(config(tmp_path, kind=SftConfig))
-    with pytest.raises(ConfigError, match="is a run of `gptoss sft`; `gptoss rl` cannot go on with it"):
+    with pytest.raises(
+        ConfigError, match="is a run of `gptoss sft`; `gptoss rl` cannot go on with it"
+    ):
         changes_since(run, config(tmp_path, f"name={run.path.name}"))
 
 
 def test_settings_that_are_newer_than_the_run_have_their_defaults(tmp_path: Path) -> None:
     earlier = config(tmp_path)
     run = run_of(earlier)
-    lines = [line for line in run.config.read_text().splitlines() if not line.startswith("evaluate_every")]
+    lines = [
+        line
+        for line in run.config.read_text().splitlines()
+        if not line.startswith("evaluate_every")
+    ]
     atomic_write_text(run.config, "\n".join(lines))
     (change,) = changes_since(run, config(tmp_path, "evaluate_every=77"))
     assert str(change) == "evaluate_every: 10 -> 77"

@@ -452,5 +452,7 @@ def classes() -> dict[str, list[tuple[str, str, bool]]]:
     for equal, groups in ((True, SAME), (False, OTHER)):
         for name, block in groups.items():
             lines = (line.rpartition(" | ") for line in block.strip("\n").split("\n"))
-            found[f"{'same' if equal else 'other'}: {name}"] = [(given, truth, equal) for given, _, truth in lines]
+            found[f"{'same' if equal else 'other'}: {name}"] = [
+                (given, truth, equal) for given, _, truth in lines
+            ]
     return found

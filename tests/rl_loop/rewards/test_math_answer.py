@@ -81,14 +81,24 @@ PLACES = ("", "0", "10", "5", "50", "123450", "123456", "123457", "999999")
 
 
 def plain_numbers() -> list[str]:
-    texts = [f"{sign}{whole}.{places}".rstrip(".") for sign in ("", "-") for whole in WHOLE for places in PLACES]
+    texts = [
+        f"{sign}{whole}.{places}".rstrip(".")
+        for sign in ("", "-")
+        for whole in WHOLE
+        for places in PLACES
+    ]
     return [text for text in texts if PLAIN_NUMBER.fullmatch(text)]
 
 
 def test_fast_path_of_plain_numbers_agrees_with_math_verify(math_verify) -> None:
     numbers = plain_numbers()
     assert len(numbers) > 80
-    close = [(a, b) for a in numbers for b in numbers if abs(abs(Decimal(a)) - abs(Decimal(b))) < Decimal("0.00001")]
+    close = [
+        (a, b)
+        for a in numbers
+        for b in numbers
+        if abs(abs(Decimal(a)) - abs(Decimal(b))) < Decimal("0.00001")
+    ]
     for a, b in [*close, *zip(numbers, reversed(numbers), strict=True)]:
         assert math_verify.equivalent(a, b) is (Decimal(a) == Decimal(b)), (a, b)
 
@@ -108,13 +118,19 @@ def test_an_answer_of_absurd_length_is_wrong(math_verify) -> None:
 def test_every_labelled_pair_is_judged_as_labelled() -> None:
     found = pairs()
     assert len(found) >= 200
-    wrong = [pair for pair in found if is_correct(rf"It is \boxed{{{pair[0]}}}.", pair[1]) is not pair[2]]
+    wrong = [
+        pair for pair in found if is_correct(rf"It is \boxed{{{pair[0]}}}.", pair[1]) is not pair[2]
+    ]
     assert wrong == []
 
 
 @pytest.mark.parametrize("name", classes())
 def test_every_pair_of_a_class_is_judged_as_labelled(name: str) -> None:
-    wrong = [pair for pair in classes()[name] if is_correct(rf"It is \boxed{{{pair[0]}}}.", pair[1]) is not pair[2]]
+    wrong = [
+        pair
+        for pair in classes()[name]
+        if is_correct(rf"It is \boxed{{{pair[0]}}}.", pair[1]) is not pair[2]
+    ]
     assert wrong == []
 
 
@@ -130,8 +146,12 @@ def test_labels_agree_with_each_other() -> None:
 
 NUMBERS = st.one_of(
     st.integers(-(10**12), 10**12).map(str),
-    st.tuples(st.integers(-(10**6), 10**6), st.integers(0, 99999)).map(lambda parts: f"{parts[0]}.{parts[1]:05d}"),
-    st.tuples(st.integers(-999, 999), st.integers(2, 999)).map(lambda parts: rf"\frac{{{parts[0]}}}{{{parts[1]}}}"),
+    st.tuples(st.integers(-(10**6), 10**6), st.integers(0, 99999)).map(
+        lambda parts: f"{parts[0]}.{parts[1]:05d}"
+    ),
+    st.tuples(st.integers(-999, 999), st.integers(2, 999)).map(
+        lambda parts: rf"\frac{{{parts[0]}}}{{{parts[1]}}}"
+    ),
 )
 WRAPPERS = [
     "{}",
@@ -160,10 +180,15 @@ WRAPPERS = [
 
 def spelled(number: str) -> list[str]:
     """The same number in other digits."""
-    found = [number, number.replace("-", "−"), f"{number}.0" if number.lstrip("-").isdigit() else number]
+    found = [
+        number,
+        number.replace("-", "−"),
+        f"{number}.0" if number.lstrip("-").isdigit() else number,
+    ]
     if number.lstrip("-").isdigit():
         found += [
-            f"{int(number):,}".replace(",", separator) for separator in (",", "{,}", r"\,", " ", "\u2009", "~", "'")
+            f"{int(number):,}".replace(",", separator)
+            for separator in (",", "{,}", r"\,", " ", "\u2009", "~", "'")
         ]
         found.append("".join(chr(ord(c) + 0xFEE0) if c.isdigit() else c for c in number))
     return found
@@ -171,23 +196,36 @@ def spelled(number: str) -> list[str]:
 
 @settings(deadline=None, max_examples=150)
 @given(NUMBERS, st.sampled_from(WRAPPERS), st.integers(0, 20))
-def test_a_number_equals_itself_however_it_is_written(number: str, wrapper: str, spelling: int) -> None:
+def test_a_number_equals_itself_however_it_is_written(
+    number: str, wrapper: str, spelling: int
+) -> None:
     forms = spelled(number)
     form = forms[spelling % len(forms)]
-    assume(not (r"\left(" in wrapper and ("," in form)))  # (1,000) is a point, as math-verify has it
+    assume(
+        not (r"\left(" in wrapper and ("," in form))
+    )  # (1,000) is a point, as math-verify has it
     written = wrapper.format(form)
     assert is_correct(rf"\boxed{{{written}}}", number), written
 
 
 @settings(deadline=None, max_examples=150)
-@given(NUMBERS, st.sampled_from(WRAPPERS), st.sampled_from(["1", "-1", "10", "0.00001", "1/7"]), st.booleans())
-def test_another_number_is_never_right(number: str, wrapper: str, difference: str, first: bool) -> None:
+@given(
+    NUMBERS,
+    st.sampled_from(WRAPPERS),
+    st.sampled_from(["1", "-1", "10", "0.00001", "1/7"]),
+    st.booleans(),
+)
+def test_another_number_is_never_right(
+    number: str, wrapper: str, difference: str, first: bool
+) -> None:
     value = parse_number(number)
     assert value is not None
     other = value.value + Fraction(difference)
     sign = "-" if other < 0 else ""
     written = rf"{sign}\frac{{{abs(other.numerator)}}}{{{other.denominator}}}"
-    answer, truth = (wrapper.format(written), number) if first else (wrapper.format(number), written)
+    answer, truth = (
+        (wrapper.format(written), number) if first else (wrapper.format(number), written)
+    )
     assert not is_correct(rf"\boxed{{{answer}}}", truth), (answer, truth)
 
 

@@ -44,7 +44,9 @@ def wait_for(condition, seconds: float = 20) -> None:
 
 
 @pytest.mark.parametrize("slow", SLOW)
-def test_an_answer_that_computes_for_ever_is_wrong_and_the_next_one_is_compared(pool, slow: str) -> None:
+def test_an_answer_that_computes_for_ever_is_wrong_and_the_next_one_is_compared(
+    pool, slow: str
+) -> None:
     assert not pool.equivalent(slow, "4")
     assert pool.equivalent("x+1", "1+x")
 
@@ -79,7 +81,9 @@ def test_answers_on_the_event_loop_are_judged_beside_slow_ones(monkeypatch) -> N
 
     async def main() -> tuple[bool, int]:
         assert await math_answer.judge(r"\boxed{x+1}", "1+x")
-        slow = [asyncio.create_task(math_answer.judge(rf"\boxed{{{SLOW[0]}}}", "4")) for _ in range(16)]
+        slow = [
+            asyncio.create_task(math_answer.judge(rf"\boxed{{{SLOW[0]}}}", "4")) for _ in range(16)
+        ]
         await asyncio.sleep(0.1)
         honest = await math_answer.judge(r"\boxed{x+2}", "2+x")
         unfinished = sum(not task.done() for task in slow)
@@ -141,7 +145,9 @@ def test_a_checker_that_cannot_start_is_a_failure_of_the_checker_and_says_why(mo
 
 
 def test_memory_is_bounded(pool) -> None:
-    assert not pool.equivalent("+".join(f"10^{{{99_000 + i}}}" for i in range(100)) + "+2^{2^{33}}", "4")
+    assert not pool.equivalent(
+        "+".join(f"10^{{{99_000 + i}}}" for i in range(100)) + "+2^{2^{33}}", "4"
+    )
     assert pool.equivalent("x+1", "1+x")
 
 
@@ -194,7 +200,9 @@ def test_many_threads_are_answered_each_their_own(pool) -> None:
     def ask(i: int) -> None:
         for j in range(20):
             number = 100 * i + j
-            if not pool.equivalent(f"x+{number}", f"{number}+x") or pool.equivalent(f"x+{number}", f"{number + 1}+x"):
+            if not pool.equivalent(f"x+{number}", f"{number}+x") or pool.equivalent(
+                f"x+{number}", f"{number + 1}+x"
+            ):
                 wrong.append(number)
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]

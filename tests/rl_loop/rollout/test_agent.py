@@ -45,7 +45,9 @@ def call(harmony: Harmony, code: str = "print(17*23)") -> list[int]:
 
 def answer(harmony: Harmony, value: str = "391") -> list[int]:
     thought = ParsedMessage("analysis", None, None, "So.")
-    return harmony.render_assistant([thought, ParsedMessage("final", None, None, rf"\boxed{{{value}}}")], "<|return|>")
+    return harmony.render_assistant(
+        [thought, ParsedMessage("final", None, None, rf"\boxed{{{value}}}")], "<|return|>"
+    )
 
 
 def episode(
@@ -73,21 +75,32 @@ def check_against_engine(trajectory: Trajectory, engine: ScriptedEngine, harmony
     n = len(trajectory)
     assert trajectory.token_ids == (last.input_ids + result.output_ids)[:n]
     sampled_in: dict[int, int] = {}  # position -> number of the request that sampled it
-    processed_in: dict[int, int] = {}  # position -> number of the request in which it was first an input
-    for version, (request, made) in enumerate(zip(engine.requests, engine.results, strict=True), start=1):
+    processed_in: dict[
+        int, int
+    ] = {}  # position -> number of the request in which it was first an input
+    for version, (request, made) in enumerate(
+        zip(engine.requests, engine.results, strict=True), start=1
+    ):
         start = len(request.input_ids)
         assert request.input_ids == trajectory.token_ids[:start] or not made.output_ids
         sampled_in |= dict.fromkeys(range(start, start + len(made.output_ids)), version)
         for position in range(start + len(made.output_ids) - 1):
             processed_in.setdefault(position, version)
     assert [p for p, m in enumerate(trajectory.loss_mask) if m] == sorted(sampled_in)
-    assert trajectory.rollout_log_probs == [log_prob_at(p) if p in sampled_in else 0.0 for p in range(n)]
+    assert trajectory.rollout_log_probs == [
+        log_prob_at(p) if p in sampled_in else 0.0 for p in range(n)
+    ]
     spans = {p: s.version for s in trajectory.weight_versions for p in range(s.start, s.end)}
     assert spans == sampled_in
     if trajectory.sampled_tokens:
         assert trajectory.routed_experts is not None
-        assert trajectory.routed_experts[:, 0].tolist() == [[p, processed_in[p]] for p in range(n - 1)]
-    assert [turn.start for turn in trajectory.turns] == [0, *(turn.end for turn in trajectory.turns[:-1])]
+        assert trajectory.routed_experts[:, 0].tolist() == [
+            [p, processed_in[p]] for p in range(n - 1)
+        ]
+    assert [turn.start for turn in trajectory.turns] == [
+        0,
+        *(turn.end for turn in trajectory.turns[:-1]),
+    ]
     assert trajectory.turns[-1].end == n
     for turn in trajectory.turns:
         assert set(trajectory.loss_mask[turn.start : turn.end]) == {int(turn.role == "assistant")}
@@ -99,7 +112,9 @@ def test_answer_after_a_tool_call(harmony: Harmony) -> None:
     engine = ScriptedEngine([call(harmony), answer(harmony)])
     trajectory = episode(harmony, engine, ["391\n"])
     prompt, tool = prompt_ids(harmony), ToolOutput("python", "analysis", "391\n")
-    assert trajectory.token_ids == (prompt + call(harmony) + harmony.render_observation([tool]) + answer(harmony))
+    assert trajectory.token_ids == (
+        prompt + call(harmony) + harmony.render_observation([tool]) + answer(harmony)
+    )
     check_against_engine(trajectory, engine, harmony)
     assert [turn.role for turn in trajectory.turns] == ["prompt", "assistant", "tool", "assistant"]
     assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.STOP, 1.0)
@@ -125,7 +140,12 @@ OUTPUTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sa
     max_new_tokens=st.integers(1, 60),
 )
 def test_an_episode_is_what_went_through_the_engine_whatever_ends_it(
-    tiny: Harmony, outputs: list[str], aborts: list[int | None], max_turns: int, room: int, max_new_tokens: int
+    tiny: Harmony,
+    outputs: list[str],
+    aborts: list[int | None],
+    max_turns: int,
+    room: int,
+    max_new_tokens: int,
 ) -> None:
     engine = ScriptedEngine([call(tiny) for _ in outputs] + [answer(tiny)], aborts)
     limits = EpisodeLimits(max_turns=max_turns, max_tokens=len(prompt_ids(tiny)) + room)
@@ -135,7 +155,10 @@ def test_an_episode_is_what_went_through_the_engine_whatever_ends_it(
     assert trajectory.assistant_turns <= max_turns
     lengths = [turn.end - turn.start for turn in trajectory.turns if turn.role == "assistant"]
     assert max(lengths) <= max_new_tokens
-    whole = trajectory.assistant_turns == len(outputs) + 1 and trajectory.finish_reason is FinishReason.STOP
+    whole = (
+        trajectory.assistant_turns == len(outputs) + 1
+        and trajectory.finish_reason is FinishReason.STOP
+    )
     assert trajectory.reward == (1.0 if whole else -1.0)
     if whole:  # special tokens of the prompt, of calls and answers to them, of the final answer: no tool made one
         specials = sum(i >= 199_998 for i in tiny.vocabulary.to_harmony(trajectory.token_ids))
@@ -145,7 +168,11 @@ def test_an_episode_is_what_went_through_the_engine_whatever_ends_it(
 def test_turn_limit_of_tokens_ends_the_episode(harmony: Harmony) -> None:
     engine = ScriptedEngine([answer(harmony)])
     trajectory = episode(harmony, engine, max_new_tokens=5)
-    assert (trajectory.finish_reason, trajectory.reward, trajectory.sampled_tokens) == (FinishReason.LENGTH, -1.0, 5)
+    assert (trajectory.finish_reason, trajectory.reward, trajectory.sampled_tokens) == (
+        FinishReason.LENGTH,
+        -1.0,
+        5,
+    )
     check_against_engine(trajectory, engine, harmony)
 
 
@@ -162,7 +189,10 @@ def test_a_tools_answer_that_leaves_no_room_is_not_part_of_the_episode(harmony: 
 def test_turns_run_out(harmony: Harmony) -> None:
     engine = ScriptedEngine([call(harmony)] * 3)
     trajectory = episode(
-        harmony, engine, ["1", "2", "3"], EpisodeLimits(max_turns=2, max_tokens=2000, episode_seconds=60)
+        harmony,
+        engine,
+        ["1", "2", "3"],
+        EpisodeLimits(max_turns=2, max_tokens=2000, episode_seconds=60),
     )
     assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.MAX_TURNS, -1.0)
     assert trajectory.assistant_turns == 2
@@ -190,14 +220,19 @@ def test_every_limit_has_a_name_and_masks_the_episode_if_configured(
 ) -> None:
     engine = ScriptedEngine([call(tiny)] * 5)
     trajectory = episode(
-        tiny, engine, ["1"] * 5, limits.model_copy(update={"truncated_episodes": "mask" if mask else "penalise"})
+        tiny,
+        engine,
+        ["1"] * 5,
+        limits.model_copy(update={"truncated_episodes": "mask" if mask else "penalise"}),
     )
     assert trajectory.finish_reason is reason
     assert (trajectory.truncated, trajectory.excluded, trajectory.reward) == (True, mask, -1.0)
     assert len(trajectory) <= limits.max_tokens
     assert trajectory.sampled_tokens <= (limits.max_sampled_tokens or 10**9)
     finished = episode(
-        tiny, ScriptedEngine([answer(tiny)]), limits=ROOM.model_copy(update={"truncated_episodes": "mask"})
+        tiny,
+        ScriptedEngine([answer(tiny)]),
+        limits=ROOM.model_copy(update={"truncated_episodes": "mask"}),
     )
     assert not finished.excluded
 
@@ -205,7 +240,9 @@ def test_every_limit_has_a_name_and_masks_the_episode_if_configured(
 def test_time_runs_out_while_sampling(tiny: Harmony) -> None:
     engine = ScriptedEngine([answer(tiny)[:7]], hang=True)
     began = time.monotonic()
-    trajectory = episode(tiny, engine, limits=EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=0.2))
+    trajectory = episode(
+        tiny, engine, limits=EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=0.2)
+    )
     assert 0.1 < time.monotonic() - began < 5
     assert (trajectory.finish_reason, trajectory.sampled_tokens) == (FinishReason.TIMEOUT, 7)
     check_against_engine(trajectory, engine, tiny)
@@ -220,7 +257,9 @@ def test_time_runs_out_before_the_first_token_of_a_turn(tiny: Harmony) -> None:
 
     environment = ReToolEnvironment(TASK, slow, REWARD)
     limits = EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=0.2)
-    run = run_episode("t", environment, engine, tiny, limits, SamplingParams(500), seed=5, routed_experts=True)
+    run = run_episode(
+        "t", environment, engine, tiny, limits, SamplingParams(500), seed=5, routed_experts=True
+    )
     trajectory = asyncio.run(run)
     assert trajectory.token_ids == prompt_ids(tiny) + call(tiny)
     assert trajectory.finish_reason is FinishReason.TIMEOUT
@@ -258,7 +297,9 @@ def test_a_cancelled_episode_cancels_its_request(tiny: Harmony) -> None:
 
     async def main() -> None:
         environment = ReToolEnvironment(TASK, execute, REWARD)
-        run = asyncio.create_task(run_episode("t", environment, engine, tiny, ROOM, SamplingParams(500), seed=5))
+        run = asyncio.create_task(
+            run_episode("t", environment, engine, tiny, ROOM, SamplingParams(500), seed=5)
+        )
         while not engine.requests:
             await asyncio.sleep(0)
         run.cancel()
@@ -269,7 +310,9 @@ def test_a_cancelled_episode_cancels_its_request(tiny: Harmony) -> None:
     assert engine.results == []
 
 
-def test_an_aborted_turn_is_resumed_from_its_own_tokens_with_other_random_numbers(harmony: Harmony) -> None:
+def test_an_aborted_turn_is_resumed_from_its_own_tokens_with_other_random_numbers(
+    harmony: Harmony,
+) -> None:
     engine = ScriptedEngine([answer(harmony)], [3, 0, 4])
     trajectory = episode(harmony, engine)
     prompt = prompt_ids(harmony)
@@ -325,9 +368,15 @@ def test_an_engine_that_forgets_the_routes_is_noticed(tiny: Harmony) -> None:
     trajectory = episode(tiny, engine)
     assert trajectory.invalid is not None
     assert "no routed experts came back" in trajectory.invalid.reason
-    assert episode(tiny, ScriptedEngine([answer(tiny)]), routed_experts=False).routed_experts is None
+    assert (
+        episode(tiny, ScriptedEngine([answer(tiny)]), routed_experts=False).routed_experts is None
+    )
 
 
 def test_a_prompt_that_leaves_no_room_names_the_task_and_the_setting(tiny: Harmony) -> None:
     with pytest.raises(ValueError, match=r"task t has \d+ tokens; rollout\.max_tokens is 10"):
-        episode(tiny, ScriptedEngine([]), limits=EpisodeLimits(max_turns=8, max_tokens=10, episode_seconds=60))
+        episode(
+            tiny,
+            ScriptedEngine([]),
+            limits=EpisodeLimits(max_turns=8, max_tokens=10, episode_seconds=60),
+        )

@@ -17,7 +17,13 @@ from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.episode import EpisodeLimits, PurificationConfig
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
-from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory, TrajectoryGroup, WeightVersionSpan
+from rl_loop.data.trajectory import (
+    FinishReason,
+    InvalidReason,
+    Trajectory,
+    TrajectoryGroup,
+    WeightVersionSpan,
+)
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.environments import RewardConfig, Task
 from rl_loop.environments.base import Environment, StepResult, ToolError
@@ -56,7 +62,9 @@ def call(harmony: Harmony, *codes: str) -> list[int]:
 
 
 def answer(harmony: Harmony, value: str = "391") -> list[int]:
-    return harmony.render_assistant([ParsedMessage("final", None, None, rf"\boxed{{{value}}}")], "<|return|>")
+    return harmony.render_assistant(
+        [ParsedMessage("final", None, None, rf"\boxed{{{value}}}")], "<|return|>"
+    )
 
 
 class Answer:
@@ -82,7 +90,9 @@ def play(
     async def main() -> Trajectory:
         before = asyncio.all_tasks()
         async with asyncio.timeout(30):
-            episode = await run_episode("t", world, engine, harmony, limits, SamplingParams(500), **settings)
+            episode = await run_episode(
+                "t", world, engine, harmony, limits, SamplingParams(500), **settings
+            )
         assert asyncio.all_tasks() == before, "an episode that has ended leaves a task behind"
         return episode
 
@@ -107,7 +117,10 @@ def lie(**changes: Any) -> Callable[[GenerateRequest, GenerateResult], GenerateR
     """An answer with other fields; those that are functions are called with the true value."""
 
     def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
-        told = {name: new(getattr(result, name)) if callable(new) else new for name, new in changes.items()}
+        told = {
+            name: new(getattr(result, name)) if callable(new) else new
+            for name, new in changes.items()
+        }
         return replace(result, **told)
 
     return change
@@ -126,13 +139,19 @@ def raises(error: BaseException) -> Callable[[GenerateRequest, GenerateResult], 
 
 def surplus(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     count = request.sampling.max_new_tokens + 1
-    return replace(result, output_ids=[1] * count, output_log_probs=[-1.0] * count, weight_versions=[])
+    return replace(
+        result, output_ids=[1] * count, output_log_probs=[-1.0] * count, weight_versions=[]
+    )
 
 
 def behind_a_stop(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     stop = request.sampling.stop_token_ids[0]
     return replace(
-        result, output_ids=[stop, stop], output_log_probs=[-1.0] * 2, weight_versions=[], routed_experts=None
+        result,
+        output_ids=[stop, stop],
+        output_log_probs=[-1.0] * 2,
+        weight_versions=[],
+        routed_experts=None,
     )
 
 
@@ -151,17 +170,25 @@ MISBEHAVIOURS: dict[str, Callable[[GenerateRequest, GenerateResult], Any]] = {
     "a fraction for an id": lie(output_ids=first(1.5)),
     "more tokens than asked": surplus,
     "tokens behind a stop": behind_a_stop,
-    "nothing and no abort": lie(output_ids=[], output_log_probs=[], weight_versions=[], routed_experts=None),
+    "nothing and no abort": lie(
+        output_ids=[], output_log_probs=[], weight_versions=[], routed_experts=None
+    ),
     "no such reason": lie(finish_reason=FinishReason.MAX_TURNS),
     "aborts for ever": lie(
-        output_ids=[], output_log_probs=[], weight_versions=[], routed_experts=None, finish_reason=FinishReason.ABORT
+        output_ids=[],
+        output_log_probs=[],
+        weight_versions=[],
+        routed_experts=None,
+        finish_reason=FinishReason.ABORT,
     ),
     "no routes": lie(routed_experts=None),
     "routes of other tokens": lie(routed_experts=lambda routes: routes[1:]),
     "routes of one dimension": lie(routed_experts=lambda routes: routes.reshape(-1)),
     "routes that are fractions": lie(routed_experts=lambda routes: routes.astype(np.float32)),
     "versions of fewer tokens": lie(weight_versions=[WeightVersionSpan(0, 1, 1)]),
-    "versions with a hole": lie(weight_versions=[WeightVersionSpan(0, 1, 1), WeightVersionSpan(2, 3, 1)]),
+    "versions with a hole": lie(
+        weight_versions=[WeightVersionSpan(0, 1, 1), WeightVersionSpan(2, 3, 1)]
+    ),
     "no result": lambda request, result: None,
     "RuntimeError": raises(RuntimeError("CUDA error: an illegal memory access")),
     "ConnectionError": raises(ConnectionResetError("peer")),
@@ -174,7 +201,9 @@ MISBEHAVIOURS: dict[str, Callable[[GenerateRequest, GenerateResult], Any]] = {
 class FaultyEngine(ScriptedEngine):
     """Misbehaves from request number ``moment`` on, ``times`` times."""
 
-    def __init__(self, turns: list[list[int]], misbehaviour: str, moment: int, times: int = 1000) -> None:
+    def __init__(
+        self, turns: list[list[int]], misbehaviour: str, moment: int, times: int = 1000
+    ) -> None:
         super().__init__(turns)
         self.misbehaviour, self.moment, self.times = misbehaviour, moment, times
         self.calls = 0
@@ -208,7 +237,9 @@ def test_a_misbehaving_engine_makes_the_episode_invalid_and_is_named(
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
 @pytest.mark.parametrize("misbehaviour", sorted(MISBEHAVIOURS.keys() - {"ValueError"}))
-def test_an_engine_that_misbehaves_twice_loses_nothing(tiny: Harmony, misbehaviour: str, moment: int) -> None:
+def test_an_engine_that_misbehaves_twice_loses_nothing(
+    tiny: Harmony, misbehaviour: str, moment: int
+) -> None:
     turns = [call(tiny, "1"), call(tiny, "2"), answer(tiny)]
     episode = play(tiny, FaultyEngine(turns, misbehaviour, moment, times=2))
     undisturbed = play(tiny, ScriptedEngine(turns))
@@ -221,7 +252,9 @@ def test_an_engine_that_misbehaves_twice_loses_nothing(tiny: Harmony, misbehavio
 def test_the_experts_of_routes_are_checked_where_they_are_known(tiny: Harmony) -> None:
     engine = ScriptedEngine([answer(tiny)])  # whose made-up routes are no choice of 2 among 4
     check_invalid(play(tiny, engine, shape=ModelShape(640, layers=1, top_k=2, experts=4)), "engine")
-    check_invalid(play(tiny, ScriptedEngine([answer(tiny)]), shape=ModelShape(640, layers=2)), "engine")
+    check_invalid(
+        play(tiny, ScriptedEngine([answer(tiny)]), shape=ModelShape(640, layers=2)), "engine"
+    )
 
 
 class HangingEngine(ScriptedEngine):
@@ -299,7 +332,9 @@ def test_an_environment_that_fails_in_any_method_makes_the_episode_invalid(
 ) -> None:
     turns = [call(tiny, "1"), answer(tiny)]
     limits = LIMITS.model_copy(update={"max_turns": 1 if method == "unfinished" else 6})
-    episode = play(tiny, ScriptedEngine(turns), FaultyEnvironment(method, FAILURES[failure]), limits)
+    episode = play(
+        tiny, ScriptedEngine(turns), FaultyEnvironment(method, FAILURES[failure]), limits
+    )
     component = "sandbox" if "infrastructure" in failure else METHODS[method]
     if failure == "nothing" and method == "answer":
         component = "environment"
@@ -307,14 +342,18 @@ def test_an_environment_that_fails_in_any_method_makes_the_episode_invalid(
 
 
 @pytest.mark.parametrize("method", ["prompt", "tools", "builtin_tools", "illegal"])
-def test_prompts_and_illegal_ends_that_fail_make_the_episode_invalid_too(tiny: Harmony, method: str) -> None:
+def test_prompts_and_illegal_ends_that_fail_make_the_episode_invalid_too(
+    tiny: Harmony, method: str
+) -> None:
     illegal = [[*tiny.vocabulary.encode_text("what?"), tiny.stop_token_ids[0]]]
     environment = FaultyEnvironment(method, FAILURES["a bug"])
     check_invalid(play(tiny, ScriptedEngine(illegal), environment), "environment")
 
 
 @pytest.mark.parametrize("method", ["step", "call", "answer"])
-def test_a_failure_that_passes_is_tried_again_from_the_same_state(tiny: Harmony, method: str) -> None:
+def test_a_failure_that_passes_is_tried_again_from_the_same_state(
+    tiny: Harmony, method: str
+) -> None:
     environment = FaultyEnvironment(method, FAILURES["a connection that is refused"], times=2)
     episode = play(tiny, ScriptedEngine([call(tiny, "1", "2"), answer(tiny)]), environment)
     assert (episode.invalid, episode.reward, episode.tool_calls) == (None, 1.0, 2)
@@ -368,11 +407,17 @@ def test_a_tool_or_checker_that_never_answers_is_a_time_out_at_the_deadline(
 
     async def main() -> tuple[Trajectory, float]:
         began = time.monotonic()
-        episode = await run_episode("t", environment, engine, tiny, limits, SamplingParams(500), seed=1)
+        episode = await run_episode(
+            "t", environment, engine, tiny, limits, SamplingParams(500), seed=1
+        )
         return episode, time.monotonic() - began
 
     episode, seconds = asyncio.run(main())
-    assert (episode.finish_reason, episode.invalid, episode.reward) == (FinishReason.TIMEOUT, None, -1.0)
+    assert (episode.finish_reason, episode.invalid, episode.reward) == (
+        FinishReason.TIMEOUT,
+        None,
+        -1.0,
+    )
     assert 0.15 < seconds < 1.5
 
 
@@ -382,7 +427,15 @@ def test_a_tool_that_cannot_be_cancelled_does_not_hold_up_its_episode(
     monkeypatch.setattr("rl_loop.rollout.episode_clock.CANCEL_SECONDS", 0.1)
     environment = FaultyEnvironment("call", hang_stubbornly)
     limits = LIMITS.model_copy(update={"episode_seconds": 0.2})
-    run = run_episode("t", environment, ScriptedEngine([call(tiny, "1")]), tiny, limits, SamplingParams(500), seed=1)
+    run = run_episode(
+        "t",
+        environment,
+        ScriptedEngine([call(tiny, "1")]),
+        tiny,
+        limits,
+        SamplingParams(500),
+        seed=1,
+    )
 
     async def main() -> tuple[Trajectory, float]:
         began = time.monotonic()
@@ -449,12 +502,16 @@ def test_waiting_in_the_engines_queue_costs_an_episode_no_time(tiny: Harmony) ->
         for seed in range(16):
             engine = OneAtATime([call(tiny, "1"), answer(tiny)])
             environment = ReToolEnvironment(TASK, interpreter, RewardConfig())
-            runs.append(run_episode("t", environment, engine, tiny, limits, SamplingParams(500), seed=seed))
+            runs.append(
+                run_episode("t", environment, engine, tiny, limits, SamplingParams(500), seed=seed)
+            )
         return await asyncio.gather(*runs)
 
     began = time.monotonic()
     episodes = asyncio.run(main())
-    assert time.monotonic() - began > 2 * 0.6, "the queue is longer than the limit, or the test says nothing"
+    assert time.monotonic() - began > 2 * 0.6, (
+        "the queue is longer than the limit, or the test says nothing"
+    )
     assert {episode.finish_reason for episode in episodes} == {FinishReason.STOP}
 
 
@@ -499,19 +556,25 @@ def test_retries_of_failed_calls_count_towards_the_limit(tiny: Harmony) -> None:
 
 
 def valid(reward: float) -> Trajectory:
-    episode = Trajectory("t", [1, 2], [0, 1], [0.0, -1.0], reward=reward, reward_parts={"correct": 0.0})
+    episode = Trajectory(
+        "t", [1, 2], [0, 1], [0.0, -1.0], reward=reward, reward_parts={"correct": 0.0}
+    )
     episode.weight_versions = [WeightVersionSpan(1, 2, 0)]
     return episode
 
 
 def failed(component: str = "tool", reason: str = "Connection refused") -> Trajectory:
-    return Trajectory("t", [1], [0], [0.0], reward=math.nan, invalid=InvalidReason(component, reason))
+    return Trajectory(
+        "t", [1], [0], [0.0], reward=math.nan, invalid=InvalidReason(component, reason)
+    )
 
 
 def test_a_groups_baseline_is_that_of_its_valid_episodes() -> None:
     config = AlgorithmConfig(advantage="dr_grpo")
     whole = [TrajectoryGroup("t", [valid(1.0), valid(0.0)])]
-    disturbed = [TrajectoryGroup("t", [valid(1.0), valid(0.0)], invalid=[failed(), failed("engine")])]
+    disturbed = [
+        TrajectoryGroup("t", [valid(1.0), valid(0.0)], invalid=[failed(), failed("engine")])
+    ]
     advantages = []
     for groups in (whole, disturbed):
         samples = assign_advantages(to_samples(groups, config, 0), groups, config, 100)
@@ -521,7 +584,10 @@ def test_a_groups_baseline_is_that_of_its_valid_episodes() -> None:
 
 def test_a_group_of_one_valid_episode_teaches_nothing_and_one_of_none_is_no_sample() -> None:
     config = AlgorithmConfig()
-    groups = [TrajectoryGroup("t", [valid(1.0)], invalid=[failed()]), TrajectoryGroup("u", [], invalid=[failed()])]
+    groups = [
+        TrajectoryGroup("t", [valid(1.0)], invalid=[failed()]),
+        TrajectoryGroup("u", [], invalid=[failed()]),
+    ]
     samples = assign_advantages(to_samples(groups, config, 0), groups, config, 100)
     assert [list(sample.advantages) for sample in samples] == [[0.0, 0.0]]
 
@@ -544,7 +610,11 @@ def test_invalid_episodes_are_counted_by_what_failed_and_skipped_tasks_by_themse
 def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -> None:
     breaker = InfrastructureBreaker(max_share=0.2, max_streak=64)
     for number in range(10):
-        breaker.observe(TrajectoryGroup("t", [valid(0.0)] * 7, invalid=[failed("tool", "refused")] * (number < 3)))
+        breaker.observe(
+            TrajectoryGroup(
+                "t", [valid(0.0)] * 7, invalid=[failed("tool", "refused")] * (number < 3)
+            )
+        )
     breaker.check_share()
     for _ in range(3):
         breaker.observe(TrajectoryGroup("t", [], invalid=[failed("engine", "NaN")] * 8))
@@ -556,7 +626,9 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
     streak = InfrastructureBreaker(max_share=0.9, max_streak=20)
     streak.observe(TrajectoryGroup("t", [valid(0.0)], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
-    with pytest.raises(InfrastructureOutage, match=r"20 in a row; rollout.max_invalid_streak is 20"):
+    with pytest.raises(
+        InfrastructureOutage, match=r"20 in a row; rollout.max_invalid_streak is 20"
+    ):
         streak.observe(TrajectoryGroup("t", [], invalid=[failed()]))
 
 
@@ -567,4 +639,8 @@ def test_failures_come_whole_out_of_another_process() -> None:
         InfrastructureOutage("y"),
     ):
         copied = pickle.loads(pickle.dumps(failure))
-        assert (type(copied), str(copied), vars(copied)) == (type(failure), str(failure), vars(failure))
+        assert (type(copied), str(copied), vars(copied)) == (
+            type(failure),
+            str(failure),
+            vars(failure),
+        )

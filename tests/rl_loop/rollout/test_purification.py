@@ -21,7 +21,9 @@ from rl_loop.harmony.codec import Harmony, ParsedMessage
 from rl_loop.rollout.agent import run_episode
 from tests.rl_loop.scripted_engine import ScriptedEngine, log_prob_at
 
-TASK = Task("t", [{"role": "user", "content": "What is 17*23?"}], "391", metadata={"stateful": True})
+TASK = Task(
+    "t", [{"role": "user", "content": "What is 17*23?"}], "391", metadata={"stateful": True}
+)
 
 
 @dataclass
@@ -33,16 +35,24 @@ class Output:
 
 
 def think(harmony: Harmony, thought: str, code: str) -> list[int]:
-    messages = [ParsedMessage("analysis", None, None, thought), ParsedMessage("analysis", "python", "code", code)]
+    messages = [
+        ParsedMessage("analysis", None, None, thought),
+        ParsedMessage("analysis", "python", "code", code),
+    ]
     return harmony.render_assistant(messages, "<|call|>")
 
 
 def answer(harmony: Harmony) -> list[int]:
-    return harmony.render_assistant([ParsedMessage("final", None, None, r"\boxed{391}")], "<|return|>")
+    return harmony.render_assistant(
+        [ParsedMessage("final", None, None, r"\boxed{391}")], "<|return|>"
+    )
 
 
 def episode(
-    harmony: Harmony, turns: list[list[int]], config: PurificationConfig | None, max_tokens: int = 2000
+    harmony: Harmony,
+    turns: list[list[int]],
+    config: PurificationConfig | None,
+    max_tokens: int = 2000,
 ) -> tuple[Trajectory, ScriptedEngine, list[str]]:
     engine, programs = ScriptedEngine(turns), []
 
@@ -75,7 +85,9 @@ def test_a_like_call_replaces_the_failed_one_behind_the_old_reasoning(tiny: Harm
     merged = think(tiny, "Use python.", "print(17*23)")
     prompt = engine.requests[0].input_ids
     assert trajectory.token_ids[len(prompt) : len(prompt) + len(merged)] == merged
-    assert engine.requests[2].input_ids[: len(prompt) + len(merged)] == prompt + merged  # without any error
+    assert (
+        engine.requests[2].input_ids[: len(prompt) + len(merged)] == prompt + merged
+    )  # without any error
     assert trajectory.tool_errors == 0
     assert trajectory.tool_calls == 1
     assert trajectory.reward == 1
@@ -92,7 +104,11 @@ def test_a_like_call_replaces_the_failed_one_behind_the_old_reasoning(tiny: Harm
 
 
 def test_grafted_tokens_enter_neither_correction_nor_replay(tiny: Harmony) -> None:
-    turns = [think(tiny, "Use python.", "print(17*23"), think(tiny, "Again.", "print(17*23)"), answer(tiny)]
+    turns = [
+        think(tiny, "Use python.", "print(17*23"),
+        think(tiny, "Again.", "print(17*23)"),
+        answer(tiny),
+    ]
     trajectory, _, _ = episode(tiny, turns, PurificationConfig())
     ((start, end),) = trajectory.grafted
     assert trajectory.routed_experts is not None
@@ -109,14 +125,20 @@ def test_grafted_tokens_enter_neither_correction_nor_replay(tiny: Harmony) -> No
 
 def test_an_unlike_call_replaces_the_whole_turn(tiny: Harmony) -> None:
     bad, good = think(tiny, "Use python.", "x=1"), think(tiny, "Again.", "print(17*23)")
-    trajectory, engine, _ = episode(tiny, [bad, good, answer(tiny)], PurificationConfig(similarity=0.9))
+    trajectory, engine, _ = episode(
+        tiny, [bad, good, answer(tiny)], PurificationConfig(similarity=0.9)
+    )
     prompt = len(engine.requests[0].input_ids)
     assert trajectory.token_ids[prompt : prompt + len(good)] == good
     assert trajectory.grafted == [(prompt, prompt + len(good))]
 
 
-@pytest.mark.parametrize("config", [PurificationConfig(retries=2), PurificationConfig(retries=9, attempts=2)])
-def test_after_the_last_retry_the_error_stays_as_it_was_sampled(tiny: Harmony, config: PurificationConfig) -> None:
+@pytest.mark.parametrize(
+    "config", [PurificationConfig(retries=2), PurificationConfig(retries=9, attempts=2)]
+)
+def test_after_the_last_retry_the_error_stays_as_it_was_sampled(
+    tiny: Harmony, config: PurificationConfig
+) -> None:
     bad = think(tiny, "Use python.", "print(17*23")
     plain, _, _ = episode(tiny, [bad, answer(tiny)], None)
     kept, engine, programs = episode(tiny, [bad, bad, bad, answer(tiny)], config)
@@ -140,7 +162,9 @@ def test_the_world_is_set_back_before_the_new_call(tiny: Harmony) -> None:
     bad, good = think(tiny, "Again.", "x="), think(tiny, "Again.", "x=1;print(17*23)")
     _, engine, programs = episode(tiny, [first, bad, good, answer(tiny)], PurificationConfig())
     assert engine.environment._calls == 2  # type: ignore[attr-defined]
-    assert programs[2].count("print(17*23)") == 2  # the history and the new call; the failed one left no trace
+    assert (
+        programs[2].count("print(17*23)") == 2
+    )  # the history and the new call; the failed one left no trace
     environment = ReToolEnvironment(TASK, None, RewardConfig())  # type: ignore[arg-type]
     state = environment.save_state()
     environment._history, environment.added = ("x",), 1  # type: ignore[attr-defined]

@@ -44,7 +44,9 @@ class EngineOfMany:
 class Sandbox:
     """Answers as it is told, after ``queue_seconds`` in its queue; one program at a time."""
 
-    def __init__(self, answer: Callable[[int], ExecutionResult], queue_seconds: float = 0.0) -> None:
+    def __init__(
+        self, answer: Callable[[int], ExecutionResult], queue_seconds: float = 0.0
+    ) -> None:
         self._answer, self._queue_seconds = answer, queue_seconds
         self.calls = 0
 
@@ -59,10 +61,14 @@ class Sandbox:
         return self._answer(number)
 
 
-def run(sandbox: Sandbox, *overrides: str, content: str = "What is 17*23?", samples: int = 4) -> TrajectoryGroup:
+def run(
+    sandbox: Sandbox, *overrides: str, content: str = "What is 17*23?", samples: int = 4
+) -> TrajectoryGroup:
     config = load_config(CONFIG, RlConfig, [*overrides, "rollout.temperature=1"])
     worker = RolloutWorker(worker_settings(config), lambda: EngineOfMany([]), 1)  # type: ignore
-    call = worker.harmony.render_assistant([ParsedMessage("analysis", "python", "code", "print(17*23)")], "<|call|>")
+    call = worker.harmony.render_assistant(
+        [ParsedMessage("analysis", "python", "code", "print(17*23)")], "<|call|>"
+    )
     final = [ParsedMessage("final", None, None, r"\boxed{391}")]
     worker.engine._turns = [call, worker.harmony.render_assistant(final, "<|return|>")]  # type: ignore[attr-defined]
     worker.sandbox = sandbox  # type: ignore[assignment]
@@ -99,7 +105,9 @@ def test_a_task_whose_prompt_is_too_long_is_skipped_and_ends_nothing() -> None:
 def test_episodes_that_a_failing_sandbox_ends_are_set_apart() -> None:
     group = run(Sandbox(unavailable))
     assert group.trajectories == []
-    assert {episode.invalid.component for episode in group.invalid if episode.invalid} == {"sandbox"}
+    assert {episode.invalid.component for episode in group.invalid if episode.invalid} == {
+        "sandbox"
+    }
     assert "No space left" in group.invalid[0].invalid.reason  # type: ignore[union-attr]
 
 

@@ -94,11 +94,15 @@ def test_a_megabyte_from_outside_costs_the_event_loop_less_than_50_ms(
     async def play() -> Trajectory:
         messages = [{"role": "user", "content": "Go."}]
         if who == "tool":
-            environment: Environment = ReToolEnvironment(Task("t", messages, "1"), execute, RewardConfig())
+            environment: Environment = ReToolEnvironment(
+                Task("t", messages, "1"), execute, RewardConfig()
+            )
         else:
             environment = Talkative(Task("t", messages, text), execute, RewardConfig())
         engine = ScriptedEngine([call if who == "tool" else answer, answer])
-        return await run_episode("t", environment, engine, harmony, limits, SamplingParams(500), seed=1)
+        return await run_episode(
+            "t", environment, engine, harmony, limits, SamplingParams(500), seed=1
+        )
 
     episode, lag = least_lag(play)
     assert lag < 0.05
@@ -114,14 +118,22 @@ def test_a_megabyte_of_error_costs_a_retried_call_no_more(full: Harmony, run: st
     text = RUNS[run] * (MEGABYTE // len(RUNS[run]))
 
     def call(code: str) -> list[int]:
-        return full.render_assistant([ParsedMessage("analysis", "python", "code", code)], "<|call|>")
+        return full.render_assistant(
+            [ParsedMessage("analysis", "python", "code", code)], "<|call|>"
+        )
 
     async def play() -> Trajectory:
         async def execute(code: str) -> Any:
             raise ToolError(text)
 
-        environment = ReToolEnvironment(Task("t", [{"role": "user", "content": "Go."}], "1"), execute, RewardConfig())
-        turns = [call("x = 1\n" * 2000), call("y = 2\n" * 2000), full.render_assistant([final("x")], "<|return|>")]
+        environment = ReToolEnvironment(
+            Task("t", [{"role": "user", "content": "Go."}], "1"), execute, RewardConfig()
+        )
+        turns = [
+            call("x = 1\n" * 2000),
+            call("y = 2\n" * 2000),
+            full.render_assistant([final("x")], "<|return|>"),
+        ]
         limits = EpisodeLimits(max_turns=2, max_tokens=400_000, episode_seconds=100)
         return await run_episode(
             "t",
@@ -140,7 +152,9 @@ def test_a_megabyte_of_error_costs_a_retried_call_no_more(full: Harmony, run: st
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_time_grows_with_the_text_and_not_with_its_square(full: Harmony, tiny: Harmony, run: str) -> None:
+def test_time_grows_with_the_text_and_not_with_its_square(
+    full: Harmony, tiny: Harmony, run: str
+) -> None:
     """64 KB need 8 times the processor time of 8 KB; the square would be 64 times."""
     for harmony in (full, tiny):
         seconds = {}
@@ -166,7 +180,10 @@ PIECES = st.sampled_from(
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.lists(PIECES, max_size=60).map("".join) | st.text(st.characters(exclude_categories=["Cs"]), max_size=80))
+@given(
+    st.lists(PIECES, max_size=60).map("".join)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
+)
 @example("don't" * 12)
 @example("a  b\n\n  c" * 6)
 def test_text_is_cut_only_where_byte_pair_encoding_cuts_it(text: str) -> None:
@@ -223,23 +240,37 @@ def test_what_is_cut_keeps_its_begin_and_end_and_is_text(text: str, limit: int) 
 
 
 def test_the_longest_of_several_answers_are_cut_and_the_others_are_whole() -> None:
-    outputs = [ToolOutput("python", "analysis", text) for text in ("x" * 10_000, "short", "y" * 5000)]
+    outputs = [
+        ToolOutput("python", "analysis", text) for text in ("x" * 10_000, "short", "y" * 5000)
+    ]
     cut, user = cut_observation(outputs, "hello", 4000)
     assert (cut[1].text, user) == ("short", "hello")
     assert all(1900 < len(output.text) < 2100 for output in (cut[0], cut[2]))
 
 
 @pytest.mark.parametrize("text", ["\udc80", "ok \ud83d", "\ud83d\ude00", "a\ud800b" * 1000])
-def test_half_of_a_surrogate_pair_becomes_a_replacement_character(harmony: Harmony, text: str) -> None:
+def test_half_of_a_surrogate_pair_becomes_a_replacement_character(
+    harmony: Harmony, text: str
+) -> None:
     call = harmony.render_assistant([ParsedMessage("analysis", "python", "code", "x")], "<|call|>")
     answer = harmony.render_assistant([final(r"\boxed{1}")], "<|return|>")
 
     async def execute(code: str) -> Any:
         return Answer(text)
 
-    environment = ReToolEnvironment(Task("t", [{"role": "user", "content": "Go."}], "1"), execute, RewardConfig())
+    environment = ReToolEnvironment(
+        Task("t", [{"role": "user", "content": "Go."}], "1"), execute, RewardConfig()
+    )
     limits = EpisodeLimits(max_turns=2, max_tokens=20_000)
-    run = run_episode("t", environment, ScriptedEngine([call, answer]), harmony, limits, SamplingParams(500), seed=1)
+    run = run_episode(
+        "t",
+        environment,
+        ScriptedEngine([call, answer]),
+        harmony,
+        limits,
+        SamplingParams(500),
+        seed=1,
+    )
     episode = asyncio.run(run)
     assert (episode.invalid, episode.reward) == (None, 1.0)
     expected = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -249,7 +280,9 @@ def test_half_of_a_surrogate_pair_becomes_a_replacement_character(harmony: Harmo
 # ---- prompts
 
 
-@pytest.mark.parametrize("content", ["word " * 3000, "a" * MEGABYTE, " " * MEGABYTE, "\udc80", None])
+@pytest.mark.parametrize(
+    "content", ["word " * 3000, "a" * MEGABYTE, " " * MEGABYTE, "\udc80", None]
+)
 def test_a_prompt_of_no_use_names_its_task_at_once(harmony: Harmony, content: Any) -> None:
     began = time.perf_counter()
     with pytest.raises(UnusablePrompt, match="the prompt of task t7 "):

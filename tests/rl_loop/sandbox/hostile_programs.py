@@ -183,7 +183,8 @@ with open('/dev/zero', 'r+b', buffering=0) as file:
         r"b'\\x00\\x00\\x00'\nREFUSED\n",
     ),
     "reserved huge pages": Attack(
-        LIBC + "print(libc.mmap(None, ctypes.c_size_t(2 << 20), 3, 0x40022, -1, 0) == ctypes.c_void_p(-1).value,"
+        LIBC
+        + "print(libc.mmap(None, ctypes.c_size_t(2 << 20), 3, 0x40022, -1, 0) == ctypes.c_void_p(-1).value,"
         " errno.errorcode[ctypes.get_errno()])",
         "True EPERM\n",
     ),
@@ -242,14 +243,16 @@ except PermissionError:
         "REFUSED\n",
     ),
     "system-call filters": Attack(
-        raw_call((317, 277), 1, 0, 0) + f"\nctypes.set_errno(0)\nprint(libc.syscall({PRCTL[COLUMN]}, 22, 2, 0, 0, 0),"
+        raw_call((317, 277), 1, 0, 0)
+        + f"\nctypes.set_errno(0)\nprint(libc.syscall({PRCTL[COLUMN]}, 22, 2, 0, 0, 0),"
         " errno.errorcode[ctypes.get_errno()])",
         "-1 EPERM\n-1 EPERM\n",
     ),
     "rules of landlock": Attack(raw_call((444, 444), 0, 0, 1), "-1 EPERM\n"),
     "asynchronous contexts of the whole machine": Attack(raw_call((206, 0), 1, 0), "-1 EPERM\n"),
     "terminals of the whole machine": Attack(
-        "import os\ntry:\n    os.openpty()\n    print('DONE')\nexcept OSError:\n    print('REFUSED')", "REFUSED\n"
+        "import os\ntry:\n    os.openpty()\n    print('DONE')\nexcept OSError:\n    print('REFUSED')",
+        "REFUSED\n",
     ),
     "a process whose memory can not be read": Attack(raw_call(PRCTL, 4, 0), "-1 EPERM\n"),
     "pages merged with those of others": Attack(

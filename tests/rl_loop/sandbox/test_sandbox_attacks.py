@@ -24,7 +24,9 @@ SECRET = "correct-horse-battery-staple"
 
 def refused(statement: str, kind: str = "PermissionError") -> str:
     """A program that prints what became of the statement."""
-    return f"try:\n    {statement}\n    print('DONE')\nexcept {kind} as error:\n    print('REFUSED')\n"
+    return (
+        f"try:\n    {statement}\n    print('DONE')\nexcept {kind} as error:\n    print('REFUSED')\n"
+    )
 
 
 def system_call(name: str) -> str:
@@ -200,10 +202,14 @@ ATTACKS = (
             exit_code=7,
         ),
         "huge arguments": Attack(
-            refused("import os; os.execv('/usr/bin/true', ['x' * (1 << 22)])", "OSError"), "REFUSED\n"
+            refused("import os; os.execv('/usr/bin/true', ['x' * (1 << 22)])", "OSError"),
+            "REFUSED\n",
         ),
         "huge environment": Attack(
-            refused("import os; os.execve('/usr/bin/true', ['x'], {'A': 'x' * (1 << 22)})", "OSError"), "REFUSED\n"
+            refused(
+                "import os; os.execve('/usr/bin/true', ['x'], {'A': 'x' * (1 << 22)})", "OSError"
+            ),
+            "REFUSED\n",
         ),
         # output and the protocol
         "output flood": Attack(
@@ -271,7 +277,8 @@ ATTACKS = (
             refused("import socket; socket.create_connection(('127.0.0.1', 22), 1)"), "REFUSED\n"
         ),
         "netlink socket": Attack(
-            refused("import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)"), "REFUSED\n"
+            refused("import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)"),
+            "REFUSED\n",
         ),
         "virtual machine socket": Attack(
             refused("import socket; socket.socket(40, socket.SOCK_STREAM, 0)"), "REFUSED\n"
@@ -378,9 +385,12 @@ ATTACKS = (
         """,
             "(REFUSED\n){7}",
         ),
-        "make a device": Attack(refused("import os; os.mknod('/tmp/disk', 0o60666, os.makedev(8, 0))"), "REFUSED\n"),
+        "make a device": Attack(
+            refused("import os; os.mknod('/tmp/disk', 0o60666, os.makedev(8, 0))"), "REFUSED\n"
+        ),
         "terminal input": Attack(
-            refused("import fcntl, termios; fcntl.ioctl(0, termios.TIOCSTI, b'x')", "OSError"), "REFUSED\n"
+            refused("import fcntl, termios; fcntl.ioctl(0, termios.TIOCSTI, b'x')", "OSError"),
+            "REFUSED\n",
         ),
         "fill the disk": Attack(
             r"""
@@ -485,8 +495,24 @@ ATTACKS = (
     | {
         f"system call {name}": Attack(system_call(name), "-1 EPERM\n")
         for name in (
-            *("bpf", "keyctl", "userfaultfd", "io_uring_setup", "perf_event_open", "unshare", "setns", "mount"),
-            *("pivot_root", "process_vm_readv", "memfd_create", "shmget", "pidfd_getfd", "open_by_handle_at"),
+            *(
+                "bpf",
+                "keyctl",
+                "userfaultfd",
+                "io_uring_setup",
+                "perf_event_open",
+                "unshare",
+                "setns",
+                "mount",
+            ),
+            *(
+                "pivot_root",
+                "process_vm_readv",
+                "memfd_create",
+                "shmget",
+                "pidfd_getfd",
+                "open_by_handle_at",
+            ),
         )
     }
 )
@@ -546,7 +572,11 @@ def test_attack_is_contained_and_the_next_call_answers(
         assert re.fullmatch(attack.output, result.output), result
         assert result.exit_code == attack.exit_code, result
         assert (result.timed_out, result.truncated) == (attack.timed_out, attack.truncated), result
-        assert (result.error is None) if attack.error is None else (attack.error in (result.error or "")), result
+        assert (
+            (result.error is None)
+            if attack.error is None
+            else (attack.error in (result.error or ""))
+        ), result
     assert len(result.output) <= OUTPUT_LIMIT + 100
     # killing sixty busy processes takes a loaded machine its time
     assert result.seconds < (PATIENT_TIMEOUT if is_patient else TIMEOUT) + 20
@@ -559,7 +589,9 @@ def test_attack_is_contained_and_the_next_call_answers(
     assert attacked.processes_left() == 0
 
 
-def test_memory_of_an_earlier_call_can_not_be_searched(sandboxes: dict[str, SandboxUnderTest]) -> None:
+def test_memory_of_an_earlier_call_can_not_be_searched(
+    sandboxes: dict[str, SandboxUnderTest],
+) -> None:
     attacked = sandboxes["short"]
     assert attacked.run(f"token = '{SECRET}'\nprint(token)").output == f"{SECRET}\n"
     # the patterns do not match their own text; the second one proves that the search finds what is there: this program
@@ -586,7 +618,9 @@ def test_cpu_time_is_limited_for_each_process(make_sandbox: Callable) -> None:
     assert "SIGKILL" in (result.error or "")
 
 
-def test_output_below_the_limit_is_whole_and_one_byte_more_is_marked(make_sandbox: Callable) -> None:
+def test_output_below_the_limit_is_whole_and_one_byte_more_is_marked(
+    make_sandbox: Callable,
+) -> None:
     sandbox = make_sandbox(output_bytes=1000)
     whole = sandbox.run("print('x' * 999)")
     assert (whole.output, whole.truncated, whole.error) == ("x" * 999 + "\n", False, None)

@@ -15,7 +15,9 @@ from rl_loop.sandbox import cgroup
 BASE = cgroup.find_base()
 
 
-def make_cgroup(path: Path, *, controllers: str = "cpu memory pids", enabled: str = "", processes: str = "") -> Path:
+def make_cgroup(
+    path: Path, *, controllers: str = "cpu memory pids", enabled: str = "", processes: str = ""
+) -> Path:
     path.mkdir(parents=True)
     (path / "cgroup.controllers").write_text(controllers)
     (path / "cgroup.subtree_control").write_text(enabled)
@@ -40,12 +42,16 @@ def test_own_cgroup_is_below_the_mount(tmp_path: Path) -> None:
     assert cgroup.own_cgroup(proc) == (mount, own)
 
 
-def test_a_machine_whose_memory_controller_is_of_the_first_version_has_no_base(tmp_path: Path) -> None:
+def test_a_machine_whose_memory_controller_is_of_the_first_version_has_no_base(
+    tmp_path: Path,
+) -> None:
     mount = make_cgroup(tmp_path / "cgroup", controllers="hugetlb")
     assert cgroup.own_cgroup(make_proc(tmp_path / "proc", mount, "/")) is None
 
 
-def test_the_nearest_writable_cgroup_is_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nearest_writable_cgroup_is_the_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mount = make_cgroup(tmp_path / "cgroup", enabled="cpu memory")
     scope = make_cgroup(mount / "scope", enabled="cpu memory")
     main = make_cgroup(scope / cgroup.MAIN)
@@ -55,7 +61,9 @@ def test_the_nearest_writable_cgroup_is_the_base(tmp_path: Path, monkeypatch: py
     assert cgroup.find_base() is None
 
 
-def test_a_busy_base_is_emptied_into_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_base_is_emptied_into_a_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scope = make_cgroup(tmp_path / "scope", processes="11\n12\n")
     moved: list[str] = []
     enabled: list[str] = []
@@ -83,7 +91,10 @@ def test_a_server_joins_its_cgroup_before_it_becomes_bubblewrap(tmp_path: Path) 
     make_cgroup(path)
     made = cgroup.ServerCgroup.__new__(cgroup.ServerCgroup)
     made.path = path
-    assert os.system(" ".join(f"'{word}'" for word in made.joining(["/bin/sh", "-c", "exit 7"]))) >> 8 == 7
+    assert (
+        os.system(" ".join(f"'{word}'" for word in made.joining(["/bin/sh", "-c", "exit 7"]))) >> 8
+        == 7
+    )
     assert (path / "cgroup.procs").read_text().strip().isdigit()
 
 
@@ -106,7 +117,9 @@ def test_cgroups_of_dead_owners_are_removed_and_others_stay(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive.name, "other"])
 
 
-def test_doctor_says_which_protection_applies_and_how_to_get_the_better_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_which_protection_applies_and_how_to_get_the_better_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cgroup, "find_base", lambda: None)
     status, found, advice = check_sandbox_limits()
     assert (status, "watched" in found, "niceness" in found) == (Status.LIMITED, True, True)
@@ -120,7 +133,9 @@ def test_doctor_says_which_protection_applies_and_how_to_get_the_better_one(monk
     )
 
 
-@pytest.mark.skipif(BASE is None, reason="no cgroup v2 with the memory controller is delegated here")
+@pytest.mark.skipif(
+    BASE is None, reason="no cgroup v2 with the memory controller is delegated here"
+)
 def test_the_kernel_kills_a_call_that_passes_its_memory(make_sandbox: Callable) -> None:
     sandbox = make_sandbox(timeout_seconds=20, memory_bytes=512 << 20, total_memory_bytes=256 << 20)
     code = """

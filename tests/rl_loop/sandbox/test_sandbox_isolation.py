@@ -26,15 +26,21 @@ def test_isolation_is_available_here() -> None:
     check_isolation()
 
 
-def test_without_bubblewrap_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_bubblewrap_it_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxUnavailable, match="apt-get install bubblewrap"):
         start(SandboxConfig())
 
 
-def test_broken_bubblewrap_is_reported_in_its_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_broken_bubblewrap_is_reported_in_its_own_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2\nexit 1\n")
+    broken.write_text(
+        "#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2\nexit 1\n"
+    )
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(SandboxUnavailable, match="setting up uid map: Permission denied"):
@@ -81,7 +87,12 @@ def as_ordinary_user() -> list[str]:
     """As root: a command that becomes uid 1000 where the interpreter's folders are open to everybody."""
     if os.geteuid() != 0:
         return []
-    needed = [Path(sys.base_prefix), Path(sys.prefix), Path(sys.prefix).resolve(), Path(__file__).parents[3]]
+    needed = [
+        Path(sys.base_prefix),
+        Path(sys.prefix),
+        Path(sys.prefix).resolve(),
+        Path(__file__).parents[3],
+    ]
     view = ["bwrap", "--dev-bind", "/", "/", "--cap-add", "ALL"]
     opened: set[Path] = set()
     for path in needed:
@@ -94,7 +105,13 @@ def as_ordinary_user() -> list[str]:
                 view += ["--dir", str(parent)]
         if any(path.is_relative_to(other) for other in opened):
             view += ["--ro-bind", str(path), str(path)]
-    return [*view, shutil.which("setpriv") or "setpriv", "--reuid=1000", "--regid=1000", "--clear-groups"]
+    return [
+        *view,
+        shutil.which("setpriv") or "setpriv",
+        "--reuid=1000",
+        "--regid=1000",
+        "--clear-groups",
+    ]
 
 
 def test_ordinary_user_is_isolated_too() -> None:
@@ -102,7 +119,9 @@ def test_ordinary_user_is_isolated_too() -> None:
         check_isolation()  # this is an ordinary user
         return
     code = "import os; print(os.getuid()); " + CHECK
-    result = subprocess.run([*as_ordinary_user(), sys.executable, "-c", code], capture_output=True, text=True)
+    result = subprocess.run(
+        [*as_ordinary_user(), sys.executable, "-c", code], capture_output=True, text=True
+    )
     assert (result.stdout, result.stderr) == ("1000\n", "")
 
 
@@ -112,7 +131,16 @@ def test_attacks_are_contained_for_an_ordinary_user_too() -> None:
     attacks = Path(__file__).with_name("test_sandbox_attacks.py")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder}/run", str(attacks)]
+        options = [
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            f"--basetemp={folder}/run",
+            str(attacks),
+        ]
         result = subprocess.run(
             [*as_ordinary_user(), sys.executable, "-m", "pytest", *options],
             capture_output=True,

@@ -14,7 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from rl_loop.sandbox import PythonSandbox, SandboxConfig, SandboxFailure, SandboxUnavailable, connection
+from rl_loop.sandbox import (
+    PythonSandbox,
+    SandboxConfig,
+    SandboxFailure,
+    SandboxUnavailable,
+    connection,
+)
 
 HONEST = "print(sum(range(1000)))"
 
@@ -54,7 +60,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 def test_calls_run_at_the_same_time_on_all_workers(make_sandbox: Callable) -> None:
     sandbox = make_sandbox(workers=2)
-    span = "import time; begun = time.monotonic(); time.sleep(0.5); print({}, begun, time.monotonic())"
+    span = (
+        "import time; begun = time.monotonic(); time.sleep(0.5); print({}, begun, time.monotonic())"
+    )
     results = sandbox.run_many([span.format(number) for number in range(4)])
     spans = [[float(word) for word in result.output.split()] for result in results]
     assert [number for number, _, _ in spans] == [0, 1, 2, 3]
@@ -90,7 +98,9 @@ def test_server_killed_between_calls_costs_no_call(one_worker) -> None:
         assert (result.output, result.error) == ("499500\n", None)
 
 
-def test_server_killed_during_a_call_is_a_failure_of_the_sandbox_and_not_run_twice(one_worker, tmp_path: Path) -> None:
+def test_server_killed_during_a_call_is_a_failure_of_the_sandbox_and_not_run_twice(
+    one_worker, tmp_path: Path
+) -> None:
     server = server_of(one_worker)
     failures: list[SandboxFailure] = []
 
@@ -167,7 +177,9 @@ def test_close_answers_running_and_waiting_calls_and_leaves_no_process() -> None
         begun = time.monotonic()
         await sandbox.close()
         results = await asyncio.gather(*calls, return_exceptions=True)
-        assert [(type(result), str(result)) for result in results] == [(SandboxFailure, "the sandbox was closed")] * 3
+        assert [(type(result), str(result)) for result in results] == [
+            (SandboxFailure, "the sandbox was closed")
+        ] * 3
         assert time.monotonic() - begun < 5
         with pytest.raises(RuntimeError, match="not running"):
             await sandbox.run(HONEST)
@@ -195,8 +207,14 @@ def test_sandbox_dies_with_its_owner() -> None:
     assert owner.stdout is not None
     assert owner.stdout.readline() == b"up\n"
     children = Path(f"/proc/{owner.pid}/task")
-    started = {int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()}
-    inside = {int(pid) for pid in started for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    started = {
+        int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()
+    }
+    inside = {
+        int(pid)
+        for pid in started
+        for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    }
     assert len(started) == len(inside) == 2
     owner.kill()
     owner.wait()
@@ -211,14 +229,18 @@ def test_a_program_killed_by_the_host_is_a_failure_of_the_sandbox(one_worker) ->
     assert wait_for(lambda: len(one_worker.processes()) == 5)
     time.sleep(0.5)
     servers = one_worker.processes()
-    (program,) = [pid for pid in servers if Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"]
+    (program,) = [
+        pid for pid in servers if Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
+    ]
     os.kill(program, signal.SIGKILL)
     with pytest.raises(SandboxFailure, match="out of memory"):
         call.result(10)
     assert one_worker.run(HONEST).output == "499500\n"
 
 
-def test_a_server_that_can_not_start_is_a_failure_of_the_sandbox(one_worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_can_not_start_is_a_failure_of_the_sandbox(
+    one_worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise SandboxUnavailable("no room")
 

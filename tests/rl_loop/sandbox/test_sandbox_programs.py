@@ -39,9 +39,15 @@ def test_repr_of_a_last_expression_is_printed(code: str, output: str, python) ->
 
 
 def test_traceback_has_only_the_programs_frames_after_what_was_printed(python) -> None:
-    result = python.run("import json\nprint('before')\ndef f(text):\n    return json.loads(text)\nf('{')\n")
+    result = python.run(
+        "import json\nprint('before')\ndef f(text):\n    return json.loads(text)\nf('{')\n"
+    )
     lines = result.output.splitlines()
-    assert lines[:3] == ["before", "Traceback (most recent call last):", '  File "<sandbox>", line 5, in <module>']
+    assert lines[:3] == [
+        "before",
+        "Traceback (most recent call last):",
+        '  File "<sandbox>", line 5, in <module>',
+    ]
     assert "    return json.loads(text)" in lines
     assert lines[-1].startswith("json.decoder.JSONDecodeError: ")
     assert all('"<sandbox>"' in line for line in lines if line.startswith("  File"))
@@ -61,7 +67,11 @@ def test_syntax_error_is_shown_with_its_line(python) -> None:
         ("import sys; sys.exit(3)", 3, ""),
         ("raise SystemExit", 0, ""),
         ("import sys; sys.exit('reason')", 1, "reason\n"),
-        ("import subprocess; subprocess.run(['sh', '-c', 'echo shell; exit 4']).returncode", 0, "shell\n4\n"),
+        (
+            "import subprocess; subprocess.run(['sh', '-c', 'echo shell; exit 4']).returncode",
+            0,
+            "shell\n4\n",
+        ),
     ],
 )
 def test_exit_codes(code: str, exit_code: int, output: str, python) -> None:
@@ -71,7 +81,10 @@ def test_exit_codes(code: str, exit_code: int, output: str, python) -> None:
 
 def test_state_does_not_last(python) -> None:
     assert python.run("import math\nmath.pi = 3\nleft = 1\nmath.pi").output == "3\n"
-    assert python.run("import math\nprint(math.pi > 3.1, 'left' in globals())").output == "True False\n"
+    assert (
+        python.run("import math\nprint(math.pi > 3.1, 'left' in globals())").output
+        == "True False\n"
+    )
 
 
 def run_in_session(python, code: str, history: list[str]):
@@ -79,12 +92,19 @@ def run_in_session(python, code: str, history: list[str]):
 
 
 def test_history_runs_unheard_in_the_same_interpreter(python) -> None:
-    history = ["import os\nx = 40\nprint('no')", "x += 1\nos.system('echo no')", "x += 1\n1 / 0\nx = 0", "x"]
+    history = [
+        "import os\nx = 40\nprint('no')",
+        "x += 1\nos.system('echo no')",
+        "x += 1\n1 / 0\nx = 0",
+        "x",
+    ]
     result = run_in_session(python, "print(x)", history)
     assert (result.output, result.exit_code, result.error, result.ended) == ("42\n", 0, None, False)
 
 
-def test_limits_of_output_and_time_are_those_of_one_program_of_a_session(make_sandbox: Callable) -> None:
+def test_limits_of_output_and_time_are_those_of_one_program_of_a_session(
+    make_sandbox: Callable,
+) -> None:
     python = make_sandbox(timeout_seconds=8, output_bytes=1000, cpu_seconds=1)
     # longer than one program may run, with more processor time and more output than one may have
     history = ["import time\nprint('x' * 900)\ntime.sleep(3)\nend = time.process_time() + 0.4\n"
@@ -95,7 +115,9 @@ def test_limits_of_output_and_time_are_those_of_one_program_of_a_session(make_sa
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "1e300", "-1e300"])
-def test_a_program_that_forges_its_progress_gets_no_more_time(seconds: str, make_sandbox: Callable) -> None:
+def test_a_program_that_forges_its_progress_gets_no_more_time(
+    seconds: str, make_sandbox: Callable
+) -> None:
     forge = f"""
 import ctypes, struct
 for line in open('/proc/self/maps'):
@@ -144,7 +166,9 @@ def test_hashes_are_the_same_in_every_server_and_random_numbers_are_not(python) 
 def test_output_that_is_not_utf8_and_odd_code_are_answered(python) -> None:
     assert python.run("import os; os.write(1, b'a\\xffb') and None").output == "a\ufffdb"
     assert python.run("print(1)\0").exit_code == 1
-    assert python.run("print('\ud800' == '?')").output == "True\n"  # a lone surrogate is no UTF-8: sent as "?"
+    assert (
+        python.run("print('\ud800' == '?')").output == "True\n"
+    )  # a lone surrogate is no UTF-8: sent as "?"
 
 
 def test_program_over_the_size_limit_is_not_run(make_sandbox: Callable) -> None:
@@ -154,7 +178,9 @@ def test_program_over_the_size_limit_is_not_run(make_sandbox: Callable) -> None:
 
 
 @pytest.mark.parametrize("interpreter", INTERPRETERS)
-def test_interpreter_is_a_base_installation_and_shows_no_home(interpreter: Path | None, make_sandbox: Callable) -> None:
+def test_interpreter_is_a_base_installation_and_shows_no_home(
+    interpreter: Path | None, make_sandbox: Callable
+) -> None:
     result = make_sandbox(interpreter=interpreter).run(
         "import os, sys, sqlite3, ssl, ctypes, decimal\n"
         "print(sys.prefix == sys.base_prefix, sys.version_info[:2], os.getuid(), os.getgid(), os.getgroups())\n"

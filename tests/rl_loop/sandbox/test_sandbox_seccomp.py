@@ -8,7 +8,12 @@ import struct
 import pytest
 
 from rl_loop.sandbox import SandboxUnavailable
-from rl_loop.sandbox.seccomp import ARGUMENT_RULES, DENIED_SYSCALLS, IGNORED_SYSCALLS, seccomp_filter
+from rl_loop.sandbox.seccomp import (
+    ARGUMENT_RULES,
+    DENIED_SYSCALLS,
+    IGNORED_SYSCALLS,
+    seccomp_filter,
+)
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -50,33 +55,53 @@ def test_every_listed_call_is_refused_and_others_are_allowed(machine: str, colum
     assert not (denied | ignored) & judged
     for number in range(500):
         if number not in judged:
-            expected = refuse(errno.EPERM) if number in denied else refuse(0) if number in ignored else ALLOW
+            expected = (
+                refuse(errno.EPERM)
+                if number in denied
+                else refuse(0)
+                if number in ignored
+                else ALLOW
+            )
             assert run_filter(program, AUDIT[machine], number) == expected, number
 
 
 @pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
 @pytest.mark.parametrize("name", ARGUMENT_RULES)
-def test_argument_rules_refuse_what_they_name_and_nothing_beside_it(name: str, machine: str, column: int) -> None:
+def test_argument_rules_refuse_what_they_name_and_nothing_beside_it(
+    name: str, machine: str, column: int
+) -> None:
     rule = ARGUMENT_RULES[name]
     program = seccomp_filter(machine)
     for value in range(0, 2048):
-        hit = any(value & wanted == wanted if rule.bits else value == wanted for wanted in rule.values)
+        hit = any(
+            value & wanted == wanted if rule.bits else value == wanted for wanted in rule.values
+        )
         arguments = [0xFFFF_FFFF] * rule.argument + [value]
         expected = refuse(rule.error) if hit != rule.others else ALLOW
-        assert run_filter(program, AUDIT[machine], rule.numbers[column], *arguments) == expected, value
+        assert run_filter(program, AUDIT[machine], rule.numbers[column], *arguments) == expected, (
+            value
+        )
 
 
 def test_shared_anonymous_memory_is_refused_and_what_programs_map_is_not() -> None:
     program, mmap = seccomp_filter("x86_64"), 9
     private, shared, anonymous, stack, huge = 0x02, 0x01, 0x20, 0x20000, 0x40000
-    assert run_filter(program, AUDIT["x86_64"], mmap, 0, 4096, 3, shared | anonymous) == refuse(errno.EPERM)
-    assert run_filter(program, AUDIT["x86_64"], mmap, 0, 4096, 3, private | anonymous | huge) == refuse(errno.EPERM)
+    assert run_filter(program, AUDIT["x86_64"], mmap, 0, 4096, 3, shared | anonymous) == refuse(
+        errno.EPERM
+    )
+    assert run_filter(
+        program, AUDIT["x86_64"], mmap, 0, 4096, 3, private | anonymous | huge
+    ) == refuse(errno.EPERM)
     for flags in (private | anonymous, private, shared, private | anonymous | stack):
         assert run_filter(program, AUDIT["x86_64"], mmap, 0, 4096, 3, flags) == ALLOW
 
 
-@pytest.mark.parametrize(("machine", "clone", "socket"), [("x86_64", 56, 41), ("aarch64", 220, 198)])
-def test_clone_and_socket_are_judged_by_their_first_argument(machine: str, clone: int, socket: int) -> None:
+@pytest.mark.parametrize(
+    ("machine", "clone", "socket"), [("x86_64", 56, 41), ("aarch64", 220, 198)]
+)
+def test_clone_and_socket_are_judged_by_their_first_argument(
+    machine: str, clone: int, socket: int
+) -> None:
     program, architecture = seccomp_filter(machine), AUDIT[machine]
     thread, new_user, new_network = 0x003D0F00, 0x10000000, 0x40000000
     assert run_filter(program, architecture, clone, thread) == ALLOW

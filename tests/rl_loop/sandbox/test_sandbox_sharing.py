@@ -33,7 +33,9 @@ def seconds_of(sandbox: SandboxUnderTest) -> float:
 
 def test_a_neighbour_of_thirty_spinners_still_gets_its_share(make_sandbox: Callable) -> None:
     neighbour = make_sandbox(timeout_seconds=30, cpu_seconds=30)
-    spinning = SandboxUnderTest(neighbour.sandbox.config.model_copy(update={"timeout_seconds": 25.0}))
+    spinning = SandboxUnderTest(
+        neighbour.sandbox.config.model_copy(update={"timeout_seconds": 25.0})
+    )
     try:
         alone = statistics.median(seconds_of(neighbour) for _ in range(3))
         call = spinning.start(SPINNERS)
@@ -46,7 +48,9 @@ def test_a_neighbour_of_thirty_spinners_still_gets_its_share(make_sandbox: Calla
     assert beside < 4 * alone, (beside, alone)
 
 
-def test_a_call_with_busy_tasks_is_made_so_nice_that_they_weigh_as_one(make_sandbox: Callable) -> None:
+def test_a_call_with_busy_tasks_is_made_so_nice_that_they_weigh_as_one(
+    make_sandbox: Callable,
+) -> None:
     code = """
         import os, time
         for _ in range(12):
@@ -67,7 +71,9 @@ def test_a_call_with_busy_tasks_is_made_so_nice_that_they_weigh_as_one(make_sand
 
 
 def test_memory_that_forked_readers_share_is_counted_once(make_sandbox: Callable) -> None:
-    sandbox = make_sandbox(timeout_seconds=30, memory_bytes=256 << 20, total_memory_bytes=256 << 20, use_cgroup=False)
+    sandbox = make_sandbox(
+        timeout_seconds=30, memory_bytes=256 << 20, total_memory_bytes=256 << 20, use_cgroup=False
+    )
     code = """
         import os, time
         block = bytearray(b'x') * (100 << 20)
@@ -86,8 +92,12 @@ def test_memory_that_forked_readers_share_is_counted_once(make_sandbox: Callable
     assert (result.output, result.error) == ("read\n", None)
 
 
-def test_children_that_borrow_their_parents_memory_are_not_counted_twice(make_sandbox: Callable) -> None:
-    sandbox = make_sandbox(timeout_seconds=60, memory_bytes=256 << 20, total_memory_bytes=256 << 20, use_cgroup=False)
+def test_children_that_borrow_their_parents_memory_are_not_counted_twice(
+    make_sandbox: Callable,
+) -> None:
+    sandbox = make_sandbox(
+        timeout_seconds=60, memory_bytes=256 << 20, total_memory_bytes=256 << 20, use_cgroup=False
+    )
     code = """
         import subprocess, time
         block = bytearray(b'x') * (160 << 20)

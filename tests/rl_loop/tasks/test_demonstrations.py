@@ -85,7 +85,9 @@ async def replay(harmony: Harmony, tasks: list[Task]) -> list[tuple[Demonstratio
             environment = make_environment(task, sandbox.run, RewardConfig())
             engine = ScriptedEngine(sampled_turns(demo))
             limits = EpisodeLimits(max_turns=20, max_tokens=9000, episode_seconds=60)
-            run = run_episode("t", environment, engine, harmony, limits, SamplingParams(4000), seed=0)
+            run = run_episode(
+                "t", environment, engine, harmony, limits, SamplingParams(4000), seed=0
+            )
             pairs.append((demo, await run))
     finally:
         await sandbox.close()
@@ -118,27 +120,45 @@ def scripted_episode(task: Task, seed: int) -> Episode:
 def in_openai_harmony(episode: Episode, prompt: PromptConfig) -> list[list[Message]]:
     """The messages of an episode as openai-harmony's: those of the prompt, then those of every turn of the user."""
     settings = prompt.model_dump(include={"model_identity", "knowledge_cutoff"})
-    system = SystemContent(**settings, reasoning_effort=prompt.reasoning_effort and ReasoningEffort.MEDIUM)
+    system = SystemContent(
+        **settings, reasoning_effort=prompt.reasoning_effort and ReasoningEffort.MEDIUM
+    )
     if not prompt.channels:
         system.channel_config = None
-    described = [tool.in_sandbox(10) for tool in episode.builtin_tools if isinstance(tool, PythonTool)]
+    described = [
+        tool.in_sandbox(10) for tool in episode.builtin_tools if isinstance(tool, PythonTool)
+    ]
     for tool in described if prompt.python_tool else []:
-        system = system.with_tools(ToolNamespaceConfig(name=tool.name, description=tool.description, tools=[]))
-    messages = [Message.from_role_and_content(Role.SYSTEM, system)] if system.model_dump(exclude_none=True) else []
+        system = system.with_tools(
+            ToolNamespaceConfig(name=tool.name, description=tool.description, tools=[])
+        )
+    messages = (
+        [Message.from_role_and_content(Role.SYSTEM, system)]
+        if system.model_dump(exclude_none=True)
+        else []
+    )
 
     instructions = [m["content"] for m in episode.prompt if m["role"] == "developer"]
     if instructions or episode.tools:
         developer = DeveloperContent(instructions=instructions[0] if instructions else None)
         if episode.tools:
-            functions = [ToolDescription.new(t.name, t.description, t.parameters) for t in episode.tools]
+            functions = [
+                ToolDescription.new(t.name, t.description, t.parameters) for t in episode.tools
+            ]
             developer = developer.with_function_tools(functions)
         messages.append(Message.from_role_and_content(Role.DEVELOPER, developer))
     messages += [reference.user(m["content"]) for m in episode.prompt if m["role"] == "user"]
 
     parts, answer = [messages], list[Message]()
     for turn in episode.turns:
-        answer += [reference.assistant(m.text, m.channel, m.recipient, m.content_type) for m in turn.messages]
-        answer += [reference.tool(output.tool, output.text, output.channel) for output in turn.result.tool_outputs]
+        answer += [
+            reference.assistant(m.text, m.channel, m.recipient, m.content_type)
+            for m in turn.messages
+        ]
+        answer += [
+            reference.tool(output.tool, output.text, output.channel)
+            for output in turn.result.tool_outputs
+        ]
         if turn.result.user is not None:
             parts, answer = [*parts, [*answer, reference.user(turn.result.user)]], []
     return [*parts, answer]
@@ -153,15 +173,21 @@ def test_every_environments_prompts_and_demonstrations_are_openai_harmonys(
     channel; and one whole episode, as a rollout has it, keeps <|return|> where history has <|end|>."""
     harmony = Harmony(GptOssVocabulary(), prompt)
     for seed in range(6):
-        episode = scripted_episode(replace(task_of(environment, seed, **options), environment=environment), seed)
+        episode = scripted_episode(
+            replace(task_of(environment, seed, **options), environment=environment), seed
+        )
         opening, *turns = in_openai_harmony(episode, prompt)
         rendered = harmony.render_prompt(episode.prompt, episode.tools, episode.builtin_tools)
         assert rendered == reference.render_for_completion(opening)
 
         whole = render_as_sampled(episode, harmony)
         assert whole.token_ids[: len(rendered)] == rendered
-        calls = turns[-1][-1].recipient is not None  # the end of the incident, after which no tool answers
-        history = [reference.END if token == reference.RETURN else token for token in whole.token_ids]
+        calls = (
+            turns[-1][-1].recipient is not None
+        )  # the end of the incident, after which no tool answers
+        history = [
+            reference.END if token == reference.RETURN else token for token in whole.token_ids
+        ]
         history[-1] = whole.token_ids[-1]
         messages = [*opening, *(message for turn in turns for message in turn)]
         assert reference.with_recipient_in_role(history) == reference.render_for_training(messages)
@@ -181,13 +207,17 @@ def test_every_demonstration_in_a_small_vocabulary_is_the_same_text_and_special_
 ) -> None:
     full = Harmony(GptOssVocabulary(), SHORT_PROMPT)
     for seed in range(6):
-        episode = scripted_episode(replace(task_of(environment, seed, **options), environment=environment), seed)
+        episode = scripted_episode(
+            replace(task_of(environment, seed, **options), environment=environment), seed
+        )
         small, large = render_as_sampled(episode, tiny), render_as_sampled(episode, full)
         assert small.token_ids == tiny.vocabulary.from_harmony(large.token_ids)
         assert tiny.vocabulary.to_harmony(small.token_ids) == large.token_ids
 
 
-def test_calls_of_functions_are_shown_with_the_constrain_token_and_calls_of_python_without(full: Harmony) -> None:
+def test_calls_of_functions_are_shown_with_the_constrain_token_and_calls_of_python_without(
+    full: Harmony,
+) -> None:
     for environment, calls, constrained in (("incident", 6, 6), ("retool", 1, 0)):
         episode = scripted_episode(replace(task_of(environment, 0), environment=environment), 0)
         shown = render_as_sampled(episode, full).token_ids
@@ -209,8 +239,12 @@ def test_the_system_message_describes_python_where_it_can_be_called_and_as_it_th
     environment: str, options: dict[str, object], wording: str | None
 ) -> None:
     harmony = Harmony(GptOssVocabulary(), PromptConfig(), python_seconds=3)
-    episode = scripted_episode(replace(task_of(environment, 0, **options), environment=environment), 0)
-    text = harmony.decode(harmony.render_prompt(episode.prompt, episode.tools, episode.builtin_tools))
+    episode = scripted_episode(
+        replace(task_of(environment, 0, **options), environment=environment), 0
+    )
+    text = harmony.decode(
+        harmony.render_prompt(episode.prompt, episode.tools, episode.builtin_tools)
+    )
     assert ("## python" in text) == (wording is not None)
     assert ("time out after 3.0 seconds" in text) == (wording is not None)
     assert wording is None or wording in text
@@ -219,7 +253,9 @@ def test_the_system_message_describes_python_where_it_can_be_called_and_as_it_th
 def test_prompts_of_a_run_state_the_limit_of_its_sandbox() -> None:
     overrides = ["prompt.python_tool=true", "sandbox.timeout_seconds=4.5", "model.vocab_size=2048"]
     tasks = build_tasks(load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides))
-    assert "time out after 4.5 seconds" in tasks.harmony.decode(tasks.prompt_ids(tasks.train(0, 1)[0]))
+    assert "time out after 4.5 seconds" in tasks.harmony.decode(
+        tasks.prompt_ids(tasks.train(0, 1)[0])
+    )
 
 
 class TalkingEnvironment(Environment):
@@ -234,7 +270,9 @@ class TalkingEnvironment(Environment):
         return StepResult(user="And two?") if text == "odd" else self.finished(1.0)
 
 
-def test_a_later_turn_sees_the_earlier_one_as_a_rollout_does_or_as_the_format_says(harmony: Harmony) -> None:
+def test_a_later_turn_sees_the_earlier_one_as_a_rollout_does_or_as_the_format_says(
+    harmony: Harmony,
+) -> None:
     name = f"{__name__}:TalkingEnvironment"
     task = Task("t", [{"role": "user", "content": "Is one odd?"}], "", name)
 
@@ -243,7 +281,9 @@ def test_a_later_turn_sees_the_earlier_one_as_a_rollout_does_or_as_the_format_sa
         texts: list[tuple[str, str]] = []
         for sample in demonstrations_of(task, harmony, DemonstrationConfig(history=history), "0"):
             pairs = zip(sample.token_ids, sample.loss_mask, strict=True)
-            texts.append((harmony.decode(sample.token_ids), harmony.decode([i for i, mask in pairs if mask])))
+            texts.append(
+                (harmony.decode(sample.token_ids), harmony.decode([i for i, mask in pairs if mask]))
+            )
         return texts
 
     thought = "<|channel|>analysis<|message|>one is odd<|end|><|start|>assistant"
@@ -252,7 +292,9 @@ def test_a_later_turn_sees_the_earlier_one_as_a_rollout_does_or_as_the_format_sa
     question = "<|start|>user<|message|>And two?<|end|><|start|>assistant"
 
     ((whole, sampled),) = shown("append")
-    assert whole.endswith(f"Is one odd?<|end|><|start|>assistant{thought}{answer}<|return|>{question}{last}")
+    assert whole.endswith(
+        f"Is one odd?<|end|><|start|>assistant{thought}{answer}<|return|>{question}{last}"
+    )
     assert sampled == f"{thought}{answer}<|return|>{last}"
 
     (first, first_sampled), (second, second_sampled) = shown("harmony")
@@ -263,14 +305,20 @@ def test_a_later_turn_sees_the_earlier_one_as_a_rollout_does_or_as_the_format_sa
 
 
 def test_fine_tuning_learns_from_every_turn_of_the_user_in_either_form() -> None:
-    options = [f"tasks.sources.instructions.options.{option}" for option in ("turns=2", "constraints=1")]
+    options = [
+        f"tasks.sources.instructions.options.{option}" for option in ("turns=2", "constraints=1")
+    ]
     overrides = [*options, "model.vocab_size=2048"]
-    source = build_tasks(load_config(Path("configs/sft/tiny_instructions.yaml"), SftConfig, overrides))
+    source = build_tasks(
+        load_config(Path("configs/sft/tiny_instructions.yaml"), SftConfig, overrides)
+    )
     whole = source.demonstrations(0, 5, DemonstrationConfig())
     by_turn = source.demonstrations(0, 5, DemonstrationConfig(history="harmony"))
     assert len(whole) == 5
     assert len(by_turn) == 10
-    assert sum(sum(sample.loss_mask) for sample in whole) == sum(sum(sample.loss_mask) for sample in by_turn)
+    assert sum(sum(sample.loss_mask) for sample in whole) == sum(
+        sum(sample.loss_mask) for sample in by_turn
+    )
 
 
 @pytest.mark.parametrize(("environment", "options"), KINDS)
@@ -300,7 +348,9 @@ def test_retool_is_shown_with_and_without_mistakes(tiny: Harmony) -> None:
 def test_the_share_of_expert_demonstrations_is_as_configured(tiny: Harmony) -> None:
     right = 0.0
     for index in range(300):
-        result = demonstrate(task_of("gsm8k", index), tiny, DemonstrationConfig(expert=0.3), str(index)).result
+        result = demonstrate(
+            task_of("gsm8k", index), tiny, DemonstrationConfig(expert=0.3), str(index)
+        ).result
         assert result is not None
         right += result.reward_parts["correct"]
     assert right / 300 == pytest.approx(0.3, abs=0.1)

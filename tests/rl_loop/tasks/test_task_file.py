@@ -21,7 +21,11 @@ def read_tasks(path: Path) -> list[Task]:
     return list(TaskData(str(path), "retool", ReToolEnvironment, ReToolOptions()))
 
 
-GOOD: dict[str, Any] = {"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}
+GOOD: dict[str, Any] = {
+    "task_id": "a",
+    "messages": [{"role": "user", "content": "1+1?"}],
+    "ground_truth": "2",
+}
 
 
 def with_(**changes: Any) -> str:
@@ -41,10 +45,18 @@ def verl(prompt: Any) -> str:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(TEXT.filter(bool), TEXT, TEXT), min_size=1, max_size=5, unique_by=lambda t: t[0]))
-def test_tasks_that_were_written_are_read(tmp_path_factory, rows: list[tuple[str, str, str]]) -> None:
+@given(
+    st.lists(
+        st.tuples(TEXT.filter(bool), TEXT, TEXT), min_size=1, max_size=5, unique_by=lambda t: t[0]
+    )
+)
+def test_tasks_that_were_written_are_read(
+    tmp_path_factory, rows: list[tuple[str, str, str]]
+) -> None:
     path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
-    tasks = [Task(a, [{"role": "user", "content": b}], c, metadata={"level": len(b)}) for a, b, c in rows]
+    tasks = [
+        Task(a, [{"role": "user", "content": b}], c, metadata={"level": len(b)}) for a, b, c in rows
+    ]
     path.write_text("\n\n".join(task.to_json() for task in tasks))
     assert read_tasks(path) == tasks
 
@@ -63,30 +75,59 @@ NOT_A_TASK = {
     "null": ("null", "must be a JSON object, not null"),
     "two objects": ("{} {}", "not JSON: Extra data at character 4"),
     "no task_id": (without("task_id"), "a task needs task_id; the row has messages, ground_truth"),
-    "no ground_truth": (without("ground_truth"), "a task needs ground_truth; the row has task_id, messages"),
-    "no messages": (without("messages"), "a task needs messages; the row has task_id, ground_truth"),
+    "no ground_truth": (
+        without("ground_truth"),
+        "a task needs ground_truth; the row has task_id, messages",
+    ),
+    "no messages": (
+        without("messages"),
+        "a task needs messages; the row has task_id, ground_truth",
+    ),
     "an unknown key": (with_(colour=1), "colour: a task has no such key; it has task_id, messages"),
     "an empty id": (with_(task_id=""), "'task_id' is empty"),
     "an id that is a number": (with_(task_id=7), "'task_id' must be text, not a number"),
-    "a ground truth that is a number": (with_(ground_truth=2), "'ground_truth' must be text, not a number"),
-    "a ground truth that is null": (with_(ground_truth=None), "'ground_truth' must be text, not null"),
-    "a ground truth that is no text": (with_(ground_truth="\ud800"), "'ground_truth' has half of a surrogate pair"),
-    "no message": (with_(messages=[]), "'messages' must be a list of at least one message, not an empty list"),
-    "text for messages": (with_(messages="1+1?"), "'messages' must be a list of at least one message, not text"),
+    "a ground truth that is a number": (
+        with_(ground_truth=2),
+        "'ground_truth' must be text, not a number",
+    ),
+    "a ground truth that is null": (
+        with_(ground_truth=None),
+        "'ground_truth' must be text, not null",
+    ),
+    "a ground truth that is no text": (
+        with_(ground_truth="\ud800"),
+        "'ground_truth' has half of a surrogate pair",
+    ),
+    "no message": (
+        with_(messages=[]),
+        "'messages' must be a list of at least one message, not an empty list",
+    ),
+    "text for messages": (
+        with_(messages="1+1?"),
+        "'messages' must be a list of at least one message, not text",
+    ),
     "a message that is text": (with_(messages=["1+1?"]), "'messages': message 0"),
-    "an unknown role": (with_messages({"role": "critic", "content": "x"}), "message 0 (role 'critic')"),
+    "an unknown role": (
+        with_messages({"role": "critic", "content": "x"}),
+        "message 0 (role 'critic')",
+    ),
     "a message that ends the episode": (
         with_messages({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}),
         "'messages': the prompt ends with a message of the assistant",
     ),
-    "content that is null": (with_messages({"role": "user", "content": None}), "'content' must be text"),
+    "content that is null": (
+        with_messages({"role": "user", "content": None}),
+        "'content' must be text",
+    ),
     "no content": (with_messages({"role": "user"}), "'content' must be text"),
     "an image": (
         with_messages({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}),
         "only text can be rendered",
     ),
     "a key that no prompt can show": (
-        with_messages({"role": "user", "content": "x"}, {"role": "user", "content": "x", "weight": 2}),
+        with_messages(
+            {"role": "user", "content": "x"}, {"role": "user", "content": "x", "weight": 2}
+        ),
         "message 1 (role 'user'): 'weight' cannot be rendered",
     ),
     "an answer without a call": (
@@ -96,19 +137,40 @@ NOT_A_TASK = {
     "half of a surrogate pair": (with_messages({"role": "user", "content": "\ud800"}), "surrogate"),
     "metadata that is a number": (with_(metadata=3), "'metadata' must be an object, not a number"),
     "an unknown environment": (with_(environment="chess"), "no environment 'chess'"),
-    "an environment that is a list": (with_(environment=["retool"]), "'environment' must be text, not a list"),
-    "an id that is there": (with_(task_id="first"), "task_id 'first' is there twice; line 1 has it, too"),
+    "an environment that is a list": (
+        with_(environment=["retool"]),
+        "'environment' must be text, not a list",
+    ),
+    "an id that is there": (
+        with_(task_id="first"),
+        "task_id 'first' is there twice; line 1 has it, too",
+    ),
     "endless brackets": ("[" * 100_000, "recursion"),
     "bytes": (b"\xff\xfe", "not UTF-8: byte 0 is 0xff"),
-    "neither a task nor a problem": ('{"colour": 1}', "ReToolEnvironment misses 'question'; the row has colour"),
-    "no answer": ('{"question": "1+1?"}', "ReToolEnvironment misses 'answer'; the row has question"),
-    "an answer that is a list": ('{"question": "1+1?", "answer": [2]}', "'answer' must be text, not list"),
-    "a question that is null": ('{"question": null, "answer": "2"}', "'question' must be text, not NoneType"),
+    "neither a task nor a problem": (
+        '{"colour": 1}',
+        "ReToolEnvironment misses 'question'; the row has colour",
+    ),
+    "no answer": (
+        '{"question": "1+1?"}',
+        "ReToolEnvironment misses 'answer'; the row has question",
+    ),
+    "an answer that is a list": (
+        '{"question": "1+1?", "answer": [2]}',
+        "'answer' must be text, not list",
+    ),
+    "a question that is null": (
+        '{"question": null, "answer": "2"}',
+        "'question' must be text, not NoneType",
+    ),
     "verl without messages": (verl([]), "'prompt' must be text or a list of messages"),
     "verl with a number": (verl(3), "'prompt' must be text or a list of messages, not int"),
     "verl with an unknown role": (verl([{"role": "critic", "content": "x"}]), "(role 'critic')"),
     "verl without ground truth": ('{"prompt": "x", "reward_model": {}}', "misses 'ground_truth'"),
-    "verl with a text for the reward": ('{"prompt": "x", "reward_model": "rule"}', "'reward_model' must be an object"),
+    "verl with a text for the reward": (
+        '{"prompt": "x", "reward_model": "rule"}',
+        "'reward_model' must be an object",
+    ),
 }
 
 
@@ -132,14 +194,25 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
-ROW_KEYS = ["task_id", "messages", "ground_truth", "environment", "metadata", "prompt", "reward_model", "question"]
+ROW_KEYS = [
+    "task_id",
+    "messages",
+    "ground_truth",
+    "environment",
+    "metadata",
+    "prompt",
+    "reward_model",
+    "question",
+]
 ROW_KEYS += ["answer", "problem", "role", "content", "key", "instruction_id_list", "kwargs"]
 ROWS = st.dictionaries(st.sampled_from(ROW_KEYS), VALUES, max_size=6)
 
 
 @settings(deadline=None, max_examples=300)
 @given(ROWS, st.sampled_from(["retool", "gsm8k", "instructions"]))
-def test_any_row_is_a_task_or_one_line_that_names_it(tmp_path_factory, row: dict[str, object], name: str) -> None:
+def test_any_row_is_a_task_or_one_line_that_names_it(
+    tmp_path_factory, row: dict[str, object], name: str
+) -> None:
     path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
     path.write_text(json.dumps(row) + "\n")
     environment = ENVIRONMENTS.resolve(name)
@@ -165,12 +238,16 @@ def test_a_conversation_keeps_its_system_message_and_earlier_turns(tmp_path: Pat
     plain = TaskData(str(path), "retool", ReToolEnvironment, ReToolOptions(instructions=None))[0]
     assert plain.messages == conversation
 
-    instructed = TaskData(str(path), "retool", ReToolEnvironment, ReToolOptions(instructions="Use boxes."))[0]
+    instructed = TaskData(
+        str(path), "retool", ReToolEnvironment, ReToolOptions(instructions="Use boxes.")
+    )[0]
     assert instructed.messages[0] == {"role": "system", "content": "Be brief.\n\nUse boxes."}
     assert instructed.messages[1:] == conversation[1:]
 
     path.write_text(verl(conversation[1:]) + "\n")
-    (task,) = TaskData(str(path), "retool", ReToolEnvironment, ReToolOptions(instructions="Use boxes."))
+    (task,) = TaskData(
+        str(path), "retool", ReToolEnvironment, ReToolOptions(instructions="Use boxes.")
+    )
     assert task.messages == [{"role": "developer", "content": "Use boxes."}, *conversation[1:]]
 
 
@@ -191,7 +268,9 @@ def test_a_conversation_is_rendered_whole(tmp_path: Path, full) -> None:
 
 def test_ground_truths_that_are_numbers_become_text(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
-    path.write_text('{"question": "1+1?", "answer": 2}\n{"prompt": "1/2?", "reward_model": {"ground_truth": 0.5}}\n')
+    path.write_text(
+        '{"question": "1+1?", "answer": 2}\n{"prompt": "1/2?", "reward_model": {"ground_truth": 0.5}}\n'
+    )
     assert [task.ground_truth for task in read_tasks(path)] == ["2", "0.5"]
 
 
@@ -209,7 +288,9 @@ def test_what_parquet_leaves_empty_is_not_there(tmp_path: Path) -> None:
     assert (first.metadata, first.environment) == ({"level": 1}, "gsm8k")
     assert (second.metadata, second.environment) == ({}, "retool")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows, {**GOOD, "task_id": "a"}]), path)
-    with pytest.raises(TaskFileError, match=r"tasks\.parquet, row 3: task_id 'a' is there twice; row 1 has it, too"):
+    with pytest.raises(
+        TaskFileError, match=r"tasks\.parquet, row 3: task_id 'a' is there twice; row 1 has it, too"
+    ):
         read_tasks(path)
 
 

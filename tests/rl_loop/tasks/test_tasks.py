@@ -27,7 +27,9 @@ def source(*overrides: str) -> TaskSource:
 
 
 def write(path: Path, questions: list[str]) -> Path:
-    tasks = [Task(f"t{i}", [{"role": "user", "content": text}], "1") for i, text in enumerate(questions)]
+    tasks = [
+        Task(f"t{i}", [{"role": "user", "content": text}], "1") for i, text in enumerate(questions)
+    ]
     path.write_text("".join(task.to_json() + "\n" for task in tasks))
     return path
 
@@ -42,17 +44,27 @@ def texts(tasks: list[Task]) -> list[str]:
 
 
 def test_sources_are_mixed_by_weight_and_any_position_is_found_again() -> None:
-    overrides = ["tasks.sources.gsm8k.environment=gsm8k", "tasks.sources.gsm8k.weight=3", "tasks.held_out_tasks=10"]
+    overrides = [
+        "tasks.sources.gsm8k.environment=gsm8k",
+        "tasks.sources.gsm8k.weight=3",
+        "tasks.held_out_tasks=10",
+    ]
     tasks = source(*overrides)
     found = tasks.train(0, 5 * BLOCK)
-    assert Counter(task.environment for task in found) == {"gsm8k": 15 * BLOCK // 4, "retool": 5 * BLOCK // 4}
+    assert Counter(task.environment for task in found) == {
+        "gsm8k": 15 * BLOCK // 4,
+        "retool": 5 * BLOCK // 4,
+    }
     assert source(*overrides).train(131, 40) == found[131:171]
     assert len({task.task_id for task in found}) == len(found)
     assert {task.environment for task in tasks.held_out()} == {"gsm8k", "retool"}
 
 
 def test_no_generated_training_task_has_a_held_out_prompt() -> None:
-    tasks = source("tasks.sources={gsm8k: {environment: gsm8k, options: {largest: 4}}}", "tasks.held_out_tasks=200")
+    tasks = source(
+        "tasks.sources={gsm8k: {environment: gsm8k, options: {largest: 4}}}",
+        "tasks.held_out_tasks=200",
+    )
     assert not set(texts(tasks.train(0, 500))) & set(texts(tasks.held_out()))
 
 
@@ -71,10 +83,17 @@ def test_training_tasks_that_give_away_a_held_out_prompt_are_dropped(
     story = "A farmer has seven brown goats and sells three of them at the market on Monday"
     form = "Solve this and put the last line of your work in a box with the answer only please:"
     questions = [f"{form} {i}+1" for i in range(40)]
-    train = write(tmp_path / "train.jsonl", [*questions, f"{story}. How many are left?", "what IS x ?", "What is y?"])
-    tasks = from_files(train, write(tmp_path / "held.jsonl", [f"Once, {story}!", "What is x?", f"{form} 77*7"]))
+    train = write(
+        tmp_path / "train.jsonl",
+        [*questions, f"{story}. How many are left?", "what IS x ?", "What is y?"],
+    )
+    tasks = from_files(
+        train, write(tmp_path / "held.jsonl", [f"Once, {story}!", "What is x?", f"{form} 77*7"])
+    )
     found = set(texts(tasks.train(0, 41)))
-    assert found == {*questions, "What is y?"}, "the words of a form that many share give nothing away"
+    assert found == {*questions, "What is y?"}, (
+        "the words of a form that many share give nothing away"
+    )
     assert "2 of 43 training tasks are left out" in caplog.text
 
 
@@ -84,10 +103,15 @@ def test_near_copies_of_a_conversation_are_found_by_what_its_user_says(tmp_path:
 
     def turns(*said: str) -> str:
         roles = ["developer", "user", "assistant", "user"]
-        rows = [{"role": role, "content": text} for role, text in zip(roles, ["Be brief.", *said], strict=True)]
+        rows = [
+            {"role": role, "content": text}
+            for role, text in zip(roles, ["Be brief.", *said], strict=True)
+        ]
         return json.dumps({"prompt": rows, "reward_model": {"ground_truth": "4"}}) + "\n"
 
-    train.write_text(turns(f"{story}!", "I see.", "How many?") + turns("One goat more?", "Yes.", "How many?"))
+    train.write_text(
+        turns(f"{story}!", "I see.", "How many?") + turns("One goat more?", "Yes.", "How many?")
+    )
     held_out.write_text(turns(f"Now: {story}.", "Fine.", "And then?"))
     (kept,) = from_files(train, held_out).train(0, 1)
     assert kept.messages[1]["content"] == "One goat more?"
@@ -98,7 +122,9 @@ def test_tasks_are_kept_by_pass_rate(tmp_path: Path) -> None:
     lines = [("t0", 0), ("t0", 0), ("t1", 1), ("t1", 1), ("t2", 0), ("t2", 1)]
     episodes = tmp_path / "episodes.jsonl"
     rest = {"sample": 0, "answer": None, "category": "retool"}
-    records = [{"task_id": task, "reward_parts": {"correct": correct}, **rest} for task, correct in lines]
+    records = [
+        {"task_id": task, "reward_parts": {"correct": correct}, **rest} for task, correct in lines
+    ]
     episodes.write_text("".join(json.dumps(record) + "\n" for record in records))
     held_out = write(tmp_path / "held.jsonl", ["x"])
     tasks = from_files(train, held_out, f"tasks.sources.retool.pass_rate.episodes={episodes}")
@@ -109,16 +135,32 @@ def test_tasks_are_kept_by_pass_rate(tmp_path: Path) -> None:
 
 
 def test_pass_rates_of_other_tasks_are_an_error(tmp_path: Path) -> None:
-    train, held_out = write(tmp_path / "train.jsonl", ["a", "b"]), write(tmp_path / "held.jsonl", ["x"])
+    train, held_out = (
+        write(tmp_path / "train.jsonl", ["a", "b"]),
+        write(tmp_path / "held.jsonl", ["x"]),
+    )
     episodes = tmp_path / "episodes.jsonl"
-    record = {"task_id": "other-0", "reward_parts": {"correct": 1}, "sample": 0, "answer": None, "category": "retool"}
+    record = {
+        "task_id": "other-0",
+        "reward_parts": {"correct": 1},
+        "sample": 0,
+        "answer": None,
+        "category": "retool",
+    }
     episodes.write_text(json.dumps(record) + "\n")
-    with pytest.raises(TaskFileError, match=r"none of the training tasks of tasks.sources.retool was evaluated there"):
+    with pytest.raises(
+        TaskFileError,
+        match=r"none of the training tasks of tasks.sources.retool was evaluated there",
+    ):
         from_files(train, held_out, f"tasks.sources.retool.pass_rate.episodes={episodes}")
 
     # as an evaluation of train.jsonl as held-out tasks of a source of the same name writes it
-    evaluated = [task.task_id for task in from_files(held_out, train, "tasks.held_out_tasks=9").held_out()]
-    episodes.write_text("".join(json.dumps({**record, "task_id": name}) + "\n" for name in evaluated[:1]))
+    evaluated = [
+        task.task_id for task in from_files(held_out, train, "tasks.held_out_tasks=9").held_out()
+    ]
+    episodes.write_text(
+        "".join(json.dumps({**record, "task_id": name}) + "\n" for name in evaluated[:1])
+    )
     tasks = from_files(train, held_out, f"tasks.sources.retool.pass_rate.episodes={episodes}")
     assert set(texts(tasks.train(0, 4))) == {"b"}
 
@@ -128,12 +170,25 @@ def test_no_two_tasks_have_the_same_id(tmp_path: Path) -> None:
     rows = [{"problem": f"What is {i} + {i + 1}?", "answer": str(2 * i + 1)} for i in range(8)]
     other = [{"problem": f"What is {i} * 7?", "answer": str(7 * i)} for i in range(8)]
     for name, records in (("rows", rows), ("other", other)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    own, own_other = (write(tmp_path / f"{name}.jsonl", [f"{name} {i}" for i in range(8)]) for name in "ab")
-    files = {"retool": ("rows", "other"), "second": ("rows", "other"), "third": (own.stem, own_other.stem)}
-    overrides = ["tasks.held_out_tasks=8", "tasks.sources.generated={environment: retool, weight: 1}"]
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
+    own, own_other = (
+        write(tmp_path / f"{name}.jsonl", [f"{name} {i}" for i in range(8)]) for name in "ab"
+    )
+    files = {
+        "retool": ("rows", "other"),
+        "second": ("rows", "other"),
+        "third": (own.stem, own_other.stem),
+    }
+    overrides = [
+        "tasks.held_out_tasks=8",
+        "tasks.sources.generated={environment: retool, weight: 1}",
+    ]
     for name, (train, held_out) in files.items():
-        paths = f"train_path: '{tmp_path / train}.jsonl', held_out_path: '{tmp_path / held_out}.jsonl'"
+        paths = (
+            f"train_path: '{tmp_path / train}.jsonl', held_out_path: '{tmp_path / held_out}.jsonl'"
+        )
         overrides.append(f"tasks.sources.{name}={{environment: retool, {paths}}}")
 
     tasks = source(*overrides)
@@ -161,9 +216,13 @@ def test_a_mistake_in_a_file_is_told_before_anything_heavy_is_imported(tmp_path:
         "    print(error)\n"
         "print([name for name in ('torch', 'megatron', 'ray') if name in sys.modules])\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     message, imported = result.stdout.splitlines()
-    assert message.startswith(f"{tmp_path / 'bad.jsonl'}, line 1: ReToolEnvironment misses 'answer'")
+    assert message.startswith(
+        f"{tmp_path / 'bad.jsonl'}, line 1: ReToolEnvironment misses 'answer'"
+    )
     assert imported == "[]"
 
 
@@ -173,12 +232,23 @@ def test_foreign_rows_are_read_from_jsonl_and_parquet(tmp_path: Path) -> None:
 
     rows: dict[str, list[dict[str, Any]]] = {
         "retool": [
-            {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}},
-            {"prompt": [{"role": "user", "content": "why?"}], "reward_model": {"ground_truth": "because"}},
+            {
+                "prompt": [{"role": "user", "content": "1+1?"}],
+                "reward_model": {"ground_truth": "2"},
+            },
+            {
+                "prompt": [{"role": "user", "content": "why?"}],
+                "reward_model": {"ground_truth": "because"},
+            },
         ],
         "gsm8k": [{"question": "How many?", "answer": "So 1 thousand.\n#### 1,000"}],
         "instructions": [
-            {"key": 1, "prompt": "Hi", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"n": None}]}
+            {
+                "key": 1,
+                "prompt": "Hi",
+                "instruction_id_list": ["punctuation:no_comma"],
+                "kwargs": [{"n": None}],
+            }
         ],
     }
     for environment, records in rows.items():
@@ -189,7 +259,10 @@ def test_foreign_rows_are_read_from_jsonl_and_parquet(tmp_path: Path) -> None:
             one = f"{{environment: {environment}, held_out_path: '{path}', weight: 0}}"
             (task,) = source(f"tasks.sources.other={one}", "tasks.held_out_tasks=1").held_out()[1:]
             assert task.environment == environment
-            assert task.ground_truth == {"retool": "2", "gsm8k": "1000", "instructions": ""}[environment]
+            assert (
+                task.ground_truth
+                == {"retool": "2", "gsm8k": "1000", "instructions": ""}[environment]
+            )
 
 
 def test_aime_rows_and_numeric_answers_are_told_apart(tmp_path: Path) -> None:
@@ -198,7 +271,10 @@ def test_aime_rows_and_numeric_answers_are_told_apart(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"Problem": f"p{a}", "Answer": a}) + "\n" for a in answers))
     place = f"{{environment: retool, held_out_path: '{path}', weight: 0"
     for numeric, wanted in (("true", ["204", "3/4", "-7"]), ("false", answers)):
-        tasks = source(f"tasks.sources.aime={place}, options: {{numeric_only: {numeric}}}}}", "tasks.held_out_tasks=9")
+        tasks = source(
+            f"tasks.sources.aime={place}, options: {{numeric_only: {numeric}}}}}",
+            "tasks.held_out_tasks=9",
+        )
         assert [t.ground_truth for t in tasks.held_out()[9:]] == wanted
 
 
@@ -220,15 +296,21 @@ def test_a_wrong_source_is_named_before_anything_starts(override: str, message: 
 
 
 def test_the_file_and_row_of_a_bad_record_are_named(tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n\n{"question": "b"}\n')
+    (tmp_path / "bad.jsonl").write_text(
+        '{"question": "a", "answer": "#### 1"}\n\n{"question": "b"}\n'
+    )
     bad = f"{{environment: gsm8k, held_out_path: '{tmp_path / 'bad.jsonl'}', weight: 0}}"
-    with pytest.raises(TaskFileError, match=r"bad\.jsonl, line 3: Gsm8kEnvironment misses 'answer'"):
+    with pytest.raises(
+        TaskFileError, match=r"bad\.jsonl, line 3: Gsm8kEnvironment misses 'answer'"
+    ):
         source(f"tasks.sources.other={bad}")
 
 
 def rl_source(*overrides: str) -> TaskSource:
     return build_tasks(
-        load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["model.vocab_size=1024", *overrides])
+        load_config(
+            Path("configs/rl/tiny_retool.yaml"), RlConfig, ["model.vocab_size=1024", *overrides]
+        )
     )
 
 
@@ -236,7 +318,10 @@ def test_tasks_whose_prompts_leave_no_room_are_left_out_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     questions = [("1 " * 3000 if i % 5 == 0 else "") + f"What is {i}?" for i in range(50)]
-    train, held_out = write(tmp_path / "train.jsonl", questions), write(tmp_path / "held.jsonl", ["1 " * 3000, "x?"])
+    train, held_out = (
+        write(tmp_path / "train.jsonl", questions),
+        write(tmp_path / "held.jsonl", ["1 " * 3000, "x?"]),
+    )
     place = "tasks.sources.retool"
     tasks = rl_source(f"{place}.train_path={train}", f"{place}.held_out_path={held_out}")
     assert sorted(texts(tasks.train(0, 40))) == sorted(f"What is {i}?" for i in range(50) if i % 5)
@@ -255,7 +340,11 @@ def test_tasks_whose_prompts_leave_no_room_are_left_out_and_named(
 
 def test_generated_tasks_whose_prompts_leave_no_room_make_room_for_others() -> None:
     options = "{environment: 'tests.rl_loop.unreliable_tools:UnreliableEnvironment', options: {long_prompts: 0.4}}"
-    overrides = [f"tasks.sources.tools={options}", "tasks.sources.retool.weight=0", "tasks.held_out_tasks=20"]
+    overrides = [
+        f"tasks.sources.tools={options}",
+        "tasks.sources.retool.weight=0",
+        "tasks.held_out_tasks=20",
+    ]
     tasks = rl_source(*overrides)
     found, held_out = tasks.train(0, 50), tasks.sources["tools"].held_out
     assert max(len(text) for text in texts(found + held_out)) < 100

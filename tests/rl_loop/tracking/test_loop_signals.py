@@ -34,12 +34,18 @@ from tests.rl_loop.scripted_engine import ScriptedEngine
 
 def from_file(directory: Path, tasks: int) -> list[str]:
     """Overrides that train on a file of so many tasks."""
-    questions = [{"problem": f"What is {i} + {i + 1}?", "answer": str(2 * i + 1)} for i in range(tasks)]
+    questions = [
+        {"problem": f"What is {i} + {i + 1}?", "answer": str(2 * i + 1)} for i in range(tasks)
+    ]
     held_out = [{"problem": "What is 1 * 2?", "answer": "2"}]
     for name, rows in (("train", questions), ("held_out", held_out)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = f"environment: retool, options: {{instructions: null}}, train_path: {directory}/train.jsonl"
-    return [f"tasks={{sources: {{retool: {{{source}, held_out_path: {directory}/held_out.jsonl}}}}}}"]
+    source = (
+        f"environment: retool, options: {{instructions: null}}, train_path: {directory}/train.jsonl"
+    )
+    return [
+        f"tasks={{sources: {{retool: {{{source}, held_out_path: {directory}/held_out.jsonl}}}}}}"
+    ]
 
 
 def answered(request: GroupRequest, version: int, rewards: Sequence[float]) -> TrajectoryGroup:
@@ -67,8 +73,13 @@ class FakeRollouts:
 
     def run(self, requests: Sequence[GroupRequest], abandon: Any = None) -> list[TrajectoryGroup]:
         self.asked += [request.task.task_id for request in requests]
-        outcomes = [(-1.0, 1.0) if self.signal(request.task.task_id) else (1.0,) for request in requests]
-        return [answered(r, self.version, rewards) for r, rewards in zip(requests, outcomes, strict=True)]
+        outcomes = [
+            (-1.0, 1.0) if self.signal(request.task.task_id) else (1.0,) for request in requests
+        ]
+        return [
+            answered(r, self.version, rewards)
+            for r, rewards in zip(requests, outcomes, strict=True)
+        ]
 
 
 def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: RunState) -> RlLoop:
@@ -95,10 +106,16 @@ def names(batches: list[RolloutBatch]) -> list[str]:
     return [group.task_id for batch in batches for group in batch.train]
 
 
-DYNAMIC = ["rollout.tasks_per_step=10", "rollout.samples_per_task=2", "algorithm.dynamic_sampling_rounds=3"]
+DYNAMIC = [
+    "rollout.tasks_per_step=10",
+    "rollout.samples_per_task=2",
+    "algorithm.dynamic_sampling_rounds=3",
+]
 
 
-def test_dynamic_sampling_trains_on_every_task_of_an_epoch_before_any_comes_again(tmp_path: Path) -> None:
+def test_dynamic_sampling_trains_on_every_task_of_an_epoch_before_any_comes_again(
+    tmp_path: Path,
+) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
     loop = loop_over(settings, FakeRollouts(lambda task: True), RunState())
     assert set(Counter(names(steps_of(loop, range(30)))).values()) == {1}
@@ -132,7 +149,10 @@ def test_a_resumed_run_goes_on_with_the_tasks_that_it_would_have_had(tmp_path: P
     first = loop_over(settings, FakeRollouts(signal), RunState())
     cut = names(steps_of(first, range(2)))
     saved = RunState.from_checkpoint(json.loads(json.dumps(first.state.to_checkpoint())))
-    assert cut + names(steps_of(loop_over(settings, FakeRollouts(signal), saved), range(2, 6))) == whole
+    assert (
+        cut + names(steps_of(loop_over(settings, FakeRollouts(signal), saved), range(2, 6)))
+        == whole
+    )
 
 
 def test_without_dynamic_sampling_a_step_takes_the_tasks_at_its_place(tmp_path: Path) -> None:
@@ -140,13 +160,20 @@ def test_without_dynamic_sampling_a_step_takes_the_tasks_at_its_place(tmp_path: 
     loop = loop_over(settings, FakeRollouts(lambda task: False), RunState())
     wanted = [task.task_id for task in loop.tasks.train(0, 6)]
     assert names(steps_of(loop, range(3))) == wanted
-    assert names(steps_of(loop_over(settings, FakeRollouts(lambda task: False), RunState()), range(2, 3))) == wanted[4:]
+    assert (
+        names(
+            steps_of(loop_over(settings, FakeRollouts(lambda task: False), RunState()), range(2, 3))
+        )
+        == wanted[4:]
+    )
 
 
 def test_silent_groups_fill_up_what_is_missing_and_are_not_called_replaced(tmp_path: Path) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
     tasks = [task.task_id for task in build_tasks(settings).train(0, 30)]
-    batch = loop_over(settings, FakeRollouts(lambda task: task in tasks[25:29]), RunState()).collector.collect(0, 0)
+    batch = loop_over(
+        settings, FakeRollouts(lambda task: task in tasks[25:29]), RunState()
+    ).collector.collect(0, 0)
     assert names([batch]) == tasks[25:29] + tasks[:6]
     assert (batch.replaced, batch.next_task) == (20, 30)
 
@@ -177,13 +204,26 @@ def tasks_by_step(settings: RlConfig, resume: bool = False) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_dynamically_sampled_run_skips_no_task_and_continues_after_a_cut(staleness: int, tmp_path: Path) -> None:
-    options = [*from_file(tmp_path, 12), "algorithm.dynamic_sampling_rounds=3", f"algorithm.max_staleness={staleness}"]
-    options += ["optimizer.schedule=constant", "training.checkpoint_every=1", "training.episodes_in_report=100"]
+def test_a_dynamically_sampled_run_skips_no_task_and_continues_after_a_cut(
+    staleness: int, tmp_path: Path
+) -> None:
+    options = [
+        *from_file(tmp_path, 12),
+        "algorithm.dynamic_sampling_rounds=3",
+        f"algorithm.max_staleness={staleness}",
+    ]
+    options += [
+        "optimizer.schedule=constant",
+        "training.checkpoint_every=1",
+        "training.episodes_in_report=100",
+    ]
     whole = tasks_by_step(config(tmp_path, *options, "name=whole", "training.steps=6"))
     assert set(Counter(task for step in whole for task in step).values()) == {1}
     tasks_by_step(config(tmp_path, *options, "name=cut", "training.steps=2"))
-    assert tasks_by_step(config(tmp_path, *options, "name=cut", "training.steps=6"), resume=True) == whole
+    assert (
+        tasks_by_step(config(tmp_path, *options, "name=cut", "training.steps=6"), resume=True)
+        == whole
+    )
 
 
 # ---- purification
@@ -199,9 +239,13 @@ def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path
 
         def call(code: str) -> list[int]:
             thought = ParsedMessage("analysis", None, None, "x")
-            return harmony.render_assistant([thought, ParsedMessage("analysis", "python", "code", code)], "<|call|>")
+            return harmony.render_assistant(
+                [thought, ParsedMessage("analysis", "python", "code", code)], "<|call|>"
+            )
 
-        answer = harmony.render_assistant([ParsedMessage("final", None, None, r"\boxed{1}")], "<|return|>")
+        answer = harmony.render_assistant(
+            [ParsedMessage("final", None, None, r"\boxed{1}")], "<|return|>"
+        )
         engine = ScriptedEngine([call("print(1"), call("print(1)"), answer])
         rollouts = LocalRollouts(settings, engine)  # type: ignore[arg-type]
         loop = loop_over(settings, rollouts, RunState())  # type: ignore[arg-type]
@@ -225,7 +269,9 @@ def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path
 def test_a_pool_tells_its_workers_which_episodes_to_purify(tmp_path: Path) -> None:
     settings = config(tmp_path, "rollout.purification={}")
     calls: list[dict[str, Any]] = []
-    worker = SimpleNamespace(run_group=SimpleNamespace(remote=lambda *_, **options: calls.append(options)))
+    worker = SimpleNamespace(
+        run_group=SimpleNamespace(remote=lambda *_, **options: calls.append(options))
+    )
     pool = object.__new__(RolloutPool)
     pool._workers = [worker]
     loop = loop_over(settings, FakeRollouts(lambda task: True), RunState())
@@ -237,9 +283,20 @@ def test_a_pool_tells_its_workers_which_episodes_to_purify(tmp_path: Path) -> No
 # ---- learning rates
 
 
-def test_the_policys_learning_rate_begins_to_rise_when_the_critic_has_warmed_up(tmp_path: Path) -> None:
-    options = ["algorithm=ppo", "algorithm.critic.warmup_steps=3", "algorithm.critic.optimizer.warmup_steps=2"]
-    options += ["optimizer.lr=4e-4", "optimizer.warmup_steps=4", "optimizer.schedule=cosine", "training.steps=8"]
+def test_the_policys_learning_rate_begins_to_rise_when_the_critic_has_warmed_up(
+    tmp_path: Path,
+) -> None:
+    options = [
+        "algorithm=ppo",
+        "algorithm.critic.warmup_steps=3",
+        "algorithm.critic.optimizer.warmup_steps=2",
+    ]
+    options += [
+        "optimizer.lr=4e-4",
+        "optimizer.warmup_steps=4",
+        "optimizer.schedule=cosine",
+        "training.steps=8",
+    ]
     settings = config(tmp_path, *options)
     rates: dict[str, list[float]] = {"critic": [], "policy": []}
     with local_loop(settings) as loop:
@@ -266,7 +323,9 @@ def test_a_run_in_which_nothing_is_learned_says_so_once(tmp_path: Path) -> None:
         loop.recorder.progress.note = notes.append  # type: ignore[method-assign]
         loop.train()
     (note,) = notes
-    assert note.startswith(f"step {PATIENCE}: warning: nothing to learn from in the last {PATIENCE} steps")
+    assert note.startswith(
+        f"step {PATIENCE}: warning: nothing to learn from in the last {PATIENCE} steps"
+    )
     assert "every advantage is 0 (mean reward -1.000, 100% of the episodes end as length)" in note
     assert "gptoss sft" in note
 
@@ -282,17 +341,29 @@ def test_a_run_whose_tokens_are_all_masked_says_so(tmp_path: Path) -> None:
 
 
 def test_the_watch_waits_for_steps_in_a_row_and_knows_a_gradient_of_zero() -> None:
-    watch, silent, lively = SignalWatch(3), {Name.GROUPS_WITHOUT_SIGNAL: 1.0}, {Name.GROUPS_WITHOUT_SIGNAL: 0.9}
+    watch, silent, lively = (
+        SignalWatch(3),
+        {Name.GROUPS_WITHOUT_SIGNAL: 1.0},
+        {Name.GROUPS_WITHOUT_SIGNAL: 0.9},
+    )
     assert [watch.observe(silent, [0.0]) for _ in range(2)] == [None, None]
     assert watch.observe(lively, [0.0, 0.1]) is None
     assert [watch.observe(lively, [0.0, 0.0]) for _ in range(2)] == [None, None]
     warning = watch.observe(lively, [0.0, 0.0])
-    assert warning is not None and "the gradient is exactly 0 though some tasks have a signal" in warning
+    assert (
+        warning is not None
+        and "the gradient is exactly 0 though some tasks have a signal" in warning
+    )
     assert [watch.observe(silent, [0.0]) for _ in range(9)] == [None] * 9
 
 
 def test_a_policy_that_solves_everything_is_told_so() -> None:
-    values = {Name.GROUPS_WITHOUT_SIGNAL: 1.0, Name.REWARD: 1.0, Name.ACCURACY: 1.0, "finish/stop": 1.0}
+    values = {
+        Name.GROUPS_WITHOUT_SIGNAL: 1.0,
+        Name.REWARD: 1.0,
+        Name.ACCURACY: 1.0,
+        "finish/stop": 1.0,
+    }
     warning = SignalWatch(1).observe(values, [0.0])
     assert warning is not None and "solves everything" in warning
 
@@ -306,7 +377,9 @@ def test_a_weight_of_a_reward_part_that_no_environment_has_is_refused(tmp_path: 
         check_reward_parts(settings, build_tasks(settings).reward_parts())
 
     check("{correct: 1.0, score: 1.0, format_error: -0.2}")
-    with pytest.raises(ConfigError, match="has a reward part corect; there are correct, format_error, score"):
+    with pytest.raises(
+        ConfigError, match="has a reward part corect; there are correct, format_error, score"
+    ):
         check("{corect: 1.0}")
 
 
@@ -316,4 +389,6 @@ def test_illegal_episodes_do_not_end_a_run_that_weighs_the_score(tmp_path: Path)
         loop.train()
         steps = read_json_lines(loop.recorder.run.metrics)
     assert len(steps) == 8
-    assert any(step["finish/format_error"] > 0 for step in steps), "an episode must have been illegal"
+    assert any(step["finish/format_error"] > 0 for step in steps), (
+        "an episode must have been illegal"
+    )

@@ -39,7 +39,9 @@ def test_a_mean_over_nothing_has_no_value() -> None:
 def test_one_name_with_two_reductions_is_an_error() -> None:
     metrics = StepMetrics(step=0)
     metrics.add_mean("reward", 1.0, 2, over="sequences")
-    with pytest.raises(ValueError, match="reward: max over sequences cannot be merged with mean over sequences"):
+    with pytest.raises(
+        ValueError, match="reward: max over sequences cannot be merged with mean over sequences"
+    ):
         metrics.add("reward", 1.0, "max", "sequences")
 
 
@@ -57,7 +59,9 @@ def tensorboard_curve(run: RunDirectory) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("reward")]
 
 
-def test_lines_tensorboard_and_listeners_get_the_same_numbers_and_a_resume_drops_later_steps(tmp_path: Path) -> None:
+def test_lines_tensorboard_and_listeners_get_the_same_numbers_and_a_resume_drops_later_steps(
+    tmp_path: Path,
+) -> None:
     run = start_run(tmp_path / "run", "a: 1\n")
     write_steps(MetricsWriter(run), range(5), value=1.0)
     run.append_episodes([{"step": step} for step in range(5)])
@@ -65,11 +69,15 @@ def test_lines_tensorboard_and_listeners_get_the_same_numbers_and_a_resume_drops
         file.write('{"step": 5, "rew')  # what a killed process leaves
 
     heard: list[tuple[int, dict[str, float]]] = []
-    resumed = MetricsWriter(run, resume_after=2, listeners=[lambda step, values: heard.append((step, values))])
+    resumed = MetricsWriter(
+        run, resume_after=2, listeners=[lambda step, values: heard.append((step, values))]
+    )
     write_steps(resumed, range(3, 5), value=2.0)
 
     expected = [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
-    assert [(record["step"], record["reward"]) for record in read_json_lines(run.metrics)] == expected
+    assert [
+        (record["step"], record["reward"]) for record in read_json_lines(run.metrics)
+    ] == expected
     assert tensorboard_curve(run) == expected
     assert heard == [(3, {"reward": 2.0}), (4, {"reward": 2.0})]
     assert [record["step"] for record in read_json_lines(run.episodes)] == [0, 1, 2]

@@ -71,7 +71,9 @@ def test_lines_that_do_not_fit_are_not_kept_in_part(tmp_path: Path) -> None:
 def test_a_second_run_over_the_first_is_refused_and_the_options_are_named(tmp_path: Path) -> None:
     run = start_run(tmp_path / "run", "lr: 1\n")
     append_lines(run.metrics, ['{"step": 0}'])
-    with pytest.raises(RunDirectoryError, match=r"already holds a run \(1 steps\); add --resume .* or --overwrite"):
+    with pytest.raises(
+        RunDirectoryError, match=r"already holds a run \(1 steps\); add --resume .* or --overwrite"
+    ):
         start_run(run.path, "lr: 2\n")
     assert run.config.read_text() == "lr: 1\n"
 
@@ -87,7 +89,8 @@ def test_resume_keeps_the_run(tmp_path: Path) -> None:
 def test_resume_begins_no_run_under_a_mistyped_name(tmp_path: Path) -> None:
     start_run(tmp_path / "tiny_retool", "")
     with pytest.raises(
-        RunDirectoryError, match=r"tiny_retol: there is no run to resume; did you mean name=tiny_retool"
+        RunDirectoryError,
+        match=r"tiny_retol: there is no run to resume; did you mean name=tiny_retool",
     ):
         start_run(tmp_path / "tiny_retol", "", Start.RESUME)
     with pytest.raises(RunDirectoryError, match=r"no run to resume; runs in .*: tiny_retool$"):
@@ -104,7 +107,10 @@ def test_what_a_failed_start_leaves_is_no_run(tmp_path: Path) -> None:
 def test_a_run_that_is_in_use_is_refused_and_its_holder_named(tmp_path: Path) -> None:
     with locked_run(tmp_path):
         holder = rf"process {os.getpid()} on {re.escape(socket.gethostname())} since \d{{4}}-"
-        with pytest.raises(RunLocked, match=rf"is in use by {holder}.*another name"), locked_run(tmp_path):
+        with (
+            pytest.raises(RunLocked, match=rf"is in use by {holder}.*another name"),
+            locked_run(tmp_path),
+        ):
             pass
     with locked_run(tmp_path):
         pass
@@ -128,7 +134,9 @@ with locked_run(Path({str(tmp_path / "run")!r})):
     print("locked", flush=True)
     time.sleep(600)
 """
-    holder = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3], stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[3], stdout=subprocess.PIPE
+    )
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"locked\n"
     with pytest.raises(RunLocked, match=f"process {holder.pid} "), locked_run(tmp_path / "run"):
@@ -181,7 +189,12 @@ def test_summary_figures_are_added_to_those_already_there(tmp_path: Path) -> Non
 
 
 def test_a_curve_has_only_the_steps_that_measured_it() -> None:
-    records = [{"step": 0, "accuracy": 0.5}, {"step": 1}, {"step": 2, "accuracy": None}, {"step": 3, "accuracy": 1}]
+    records = [
+        {"step": 0, "accuracy": 0.5},
+        {"step": 1},
+        {"step": 2, "accuracy": None},
+        {"step": 3, "accuracy": 1},
+    ]
     assert metric_curve(records, "accuracy") == ([0, 3], [0.5, 1.0])
 
 

@@ -7,7 +7,12 @@ import re
 import pytest
 
 from rl_loop.trainer import rank_start
-from rl_loop.trainer.rank_start import RankStartError, check_local_ranks, start_limit, wait_for_processes
+from rl_loop.trainer.rank_start import (
+    RankStartError,
+    check_local_ranks,
+    start_limit,
+    wait_for_processes,
+)
 
 
 class Ray:
@@ -18,7 +23,9 @@ class Ray:
         monkeypatch.setattr(rank_start.time, "monotonic", lambda: self.now)
         monkeypatch.setattr("ray.wait", self.wait)
 
-    def wait(self, calls: list[float], num_returns: int, timeout: float) -> tuple[list[float], list[float]]:
+    def wait(
+        self, calls: list[float], num_returns: int, timeout: float
+    ) -> tuple[list[float], list[float]]:
         self.now = min(self.now + timeout, max(self.now, *(1000 + seconds for seconds in calls)))
         done = [seconds for seconds in calls if 1000 + seconds <= self.now]
         return done, [seconds for seconds in calls if seconds not in done]
@@ -34,7 +41,10 @@ def test_slow_ranks_are_counted_as_they_start(clock: Ray, caplog: pytest.LogCapt
         wait_for_processes([4.0 * rank for rank in range(1, 9)], limit=300)
     *news, end = caplog.messages
     assert end == "all 8 trainer ranks have started; they load their weights"
-    counts = [int(re.fullmatch(r"starting trainer ranks: (\d) of 8 after \d+ s", line)[1]) for line in news]
+    counts = [
+        int(re.fullmatch(r"starting trainer ranks: (\d) of 8 after \d+ s", line)[1])
+        for line in news
+    ]
     assert len(counts) == 3
     assert counts == sorted(counts)
     assert counts[0] == 2
@@ -46,7 +56,9 @@ def test_ranks_that_start_at_once_say_nothing(clock: Ray, caplog: pytest.LogCapt
     assert caplog.messages == []
 
 
-def test_ranks_that_never_start_end_with_how_many_did(clock: Ray, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_never_start_end_with_how_many_did(
+    clock: Ray, caplog: pytest.LogCaptureFixture
+) -> None:
     told = r"3 of 4 trainer ranks started within 60 s .*parallel\.world_size"
     with caplog.at_level("INFO"), pytest.raises(RankStartError, match=told):
         wait_for_processes([1.0, 2.0, 3.0, 1e9], limit=60)
@@ -66,7 +78,10 @@ def test_ranks_that_share_cores_are_warned_of_in_one_line(
 
 
 def test_ranks_beyond_reason_are_refused() -> None:
-    with pytest.raises(RankStartError, match=r"parallel\.world_size is 64, and this machine has 2 cores and no GPUs"):
+    with pytest.raises(
+        RankStartError,
+        match=r"parallel\.world_size is 64, and this machine has 2 cores and no GPUs",
+    ):
         check_local_ranks(64, 2)
 
 
