@@ -19,6 +19,13 @@ from types import TracebackType
 MARK = "GPTOSS_TEST_TERMINAL"
 
 
+def _take_terminal() -> None:
+    """Make standard input the controlling terminal of this new session, as a shell would."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # The tests may run under nohup, which has SIGHUP ignored in all children.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Terminal:
     """Runs ``command`` in the foreground of a terminal of its own. A context manager that leaves
     no process."""
@@ -36,7 +43,7 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
         )
         os.close(slave)
 
