@@ -21,6 +21,12 @@ RUN = "GPTOSS_TEST_RUN"
 GRACE_SECONDS = 20.0
 """For processes that are ending, such as those of Ray after ``ray.shutdown``."""
 
+START_SECONDS = 5.0
+"""How long a process may take from fork to the first instruction of its program."""
+
+KTHREADD = 2
+"""The parent of the kernel's threads, which have no command line either."""
+
 END_WITH_PARENT = (
     "multiprocessing.forkserver",
     "multiprocessing.resource_tracker",
@@ -63,8 +69,27 @@ def leftovers(run: str, allow_helpers: bool) -> list[Leftover]:
     return found
 
 
+def programs_begin() -> bool:
+    """Say whether a process is in the middle of starting a program: Popen returns before the
+    kernel has put command line and environment in their places, and a busy machine may leave it at
+    that for a while."""
+    for process in psutil.process_iter():
+        try:
+            is_kernel_thread = process.ppid() == KTHREADD or process.pid == KTHREADD
+            is_nameless = not process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:  # it has ended
+            continue
+        if is_nameless and not is_kernel_thread:
+            return True
+    return False
+
+
 def end_leftovers(run: str, *, allow_helpers: bool) -> list[Leftover]:
     """Kill what is still there after GRACE_SECONDS and return it."""
+    began = time.monotonic()
+    while programs_begin() and time.monotonic() < began + START_SECONDS:
+        time.sleep(0.05)
+
     deadline = time.monotonic() + GRACE_SECONDS
     while (found := leftovers(run, allow_helpers)) and time.monotonic() < deadline:
         time.sleep(0.2)
