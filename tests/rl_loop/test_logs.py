@@ -59,7 +59,7 @@ def test_the_level_is_that_of_our_packages_and_libraries_only_warn(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure_logging(LogSettings(level="DEBUG"))
-    for name in ("rl_loop.loop", "converters.live", "some.library"):
+    for name in ("rl_loop.loop", "converters.live", "some.package"):
         logging.getLogger(name).debug("detail")
         logging.getLogger(name).warning("trouble")
     lines = [
@@ -70,7 +70,7 @@ def test_the_level_is_that_of_our_packages_and_libraries_only_warn(
         "WARNING rl_loop.loop: trouble",
         "DEBUG converters.live: detail",
         "WARNING converters.live: trouble",
-        "WARNING some.library: trouble",
+        "WARNING some.package: trouble",
     ]
 
 
