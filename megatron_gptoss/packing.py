@@ -15,47 +15,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_gptoss.context_parallel import ContextLayout, balanced_layout
-
-GRAFTED = -1
-"""As ``staleness``: the token was put here from another context."""
-
-
-@dataclass
-class Sample:
-    """One sequence to train on or to score. Per-token lists have the length of ``token_ids``.
-
-    Entry i of the per-token lists is about token i as a *label*: entry 0 is unused, as nothing
-    predicts it.
-    """
-
-    token_ids: Sequence[int]
-    loss_mask: Sequence[int]
-    """1 where the label was sampled by the policy (RL) or is to be learned (SFT)."""
-    advantages: Sequence[float] | None = None
-    rollout_log_probs: Sequence[float] | None = None
-    """Of the engine that sampled the tokens."""
-    old_log_probs: Sequence[float] | None = None
-    """Of the trainer's policy when the batch was sampled; None when the batch is used for one
-    update only."""
-    reference_log_probs: Sequence[float] | None = None
-    """Of the frozen policy that a KL penalty refers to."""
-    values: Sequence[float] | None = None
-    """The critic's, before the update."""
-    returns: Sequence[float] | None = None
-    """What the critic learns to predict."""
-    staleness: Sequence[int] | None = None
-    """How many weight versions before the current one a token was sampled with, or GRAFTED; None:
-    all current."""
-    routed_experts: np.ndarray | None = None
-    """int16 [len - 1, layers, top_k]; -1 where the trainer is to choose for itself."""
-    sample_id: int = -1
-    """Where the sample stood in the caller's list; set by ``pack``."""
-
-    @property
-    def num_labels(self) -> int:
-        """How many tokens of a row the sample fills: all but one, which nothing predicts."""
-        return len(self.token_ids) - 1
-
+from megatron_gptoss.routes import RecordedRoutes, unknown_route
+from megatron_gptoss.samples import ColumnError, TrainingSamples, check_route_array
 
 OPTIONAL_COLUMNS = {
     "old_log_probs": torch.float32,
@@ -63,8 +24,9 @@ OPTIONAL_COLUMNS = {
     "values": torch.float32,
     "returns": torch.float32,
     "staleness": torch.int32,
+    "is_grafted": torch.bool,
 }
-"""Columns that a batch has if any of its samples has them; the others then count as 0."""
+"""Columns that a batch has if the samples have them."""
 
 
 @dataclass
@@ -88,7 +50,7 @@ class PackedBatch:
     rollout_log_probs: torch.Tensor
     """float32 [T], 0 where unset."""
     sample_ids: torch.Tensor
-    """int64 [T]: Sample.sample_id of each token, -1 in the padding tail."""
+    """int64 [T]: the number of each token's sequence in its mini-batch, -1 in the padding tail."""
     cu_seqlens: torch.Tensor
     """int32 [n + 1]: where each sequence begins, and T."""
     max_seqlen: int
@@ -99,9 +61,14 @@ class PackedBatch:
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     staleness: torch.Tensor | None = None
-    """int32 [T]."""
+    """int32 [T]; None: all current."""
+    is_grafted: torch.Tensor | None = None
+    """bool [T]; None: none is."""
     routed_experts: torch.Tensor | None = None
-    """int16 [T, layers, top_k]."""
+    """uint8 or int16 [T, layers, top_k], see ``megatron_gptoss.routes``."""
+    recorded_routes: RecordedRoutes | None = None
+    """What this rank's routers chose for its tokens of this micro-batch, in place of
+    ``routed_experts``."""
     context_layout: ContextLayout | None = None
     """Of the row of which this is one rank's shard; None for a whole row."""
 
@@ -168,202 +135,226 @@ class PackedSequence(PackedSeqParams):
     """None without context parallelism."""
 
 
-def build_batch(samples: Sequence[Sample], align: int = 1) -> PackedBatch:
-    """Lay samples end to end and pad the row to a multiple of ``align`` tokens.
+def build_batch(
+    samples: TrainingSamples,
+    sequences: Sequence[int] | None = None,
+    align: int = 1,
+    sample_ids: Sequence[int] | None = None,
+) -> PackedBatch:
+    """Lay sequences end to end and pad the row to a multiple of ``align`` tokens.
+
+    Args:
+        samples: where they come from; the batch has the columns that these have.
+        sequences: which of them; by default all. For none of them the row is one token that passes
+            through the model for the sake of the other ranks, outside of every loss.
+        align: the row is padded to a multiple of so many tokens.
+        sample_ids: what the sequences are called in ``PackedBatch.sample_ids``; by default their
+            numbers in ``samples``.
 
     Raises:
-        ValueError: naming the sample that is too short or has a column of another length.
+        ColumnError: naming the sequence that is too short, or whose routes do not fit.
     """
-    for sample in samples:
-        _check_sample(sample)
-
-    # The padding is a sequence of its own, so that it attends to nothing and nothing to it.
-    lengths = [sample.num_labels for sample in samples]
-    padding = -sum(lengths) % align
-    sequences = lengths + ([padding] if padding else [])
-
-    def column(values: list[np.ndarray], dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
-        row = np.concatenate([*values, np.full(padding, fill)])
-        return torch.from_numpy(row).to(dtype)
-
-    def float_column(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Join what the samples have of one field, with 0 where they have nothing."""
-        values = []
-        for sample, length in zip(samples, lengths, strict=True):
-            per_token = getattr(sample, name)
-            if per_token is None:
-                values.append(np.zeros(length))
-            else:
-                values.append(np.asarray(per_token[1:], dtype=np.float64))
-        return column(values, dtype)
+    if sequences is None:
+        sequences = range(len(samples))
+    if sample_ids is None:
+        sample_ids = sequences
+    row = _Row(samples, sequences, align)
 
     optional: dict[str, Any] = {}
     for name, dtype in OPTIONAL_COLUMNS.items():
-        if any(getattr(sample, name) is not None for sample in samples):
-            optional[name] = float_column(name, dtype)
-
-    ids = [np.asarray(sample.token_ids, dtype=np.int64) for sample in samples]
-    masks = [np.asarray(sample.loss_mask[1:]) for sample in samples]
-    sample_ids = [np.full(sample.num_labels, sample.sample_id) for sample in samples]
-    positions = [np.arange(length) for length in sequences]
+        if getattr(samples, name) is not None:
+            optional[name] = row.column(name, dtype)
     return PackedBatch(
-        input_ids=column([sequence[:-1] for sequence in ids], torch.int64),
-        labels=column([sequence[1:] for sequence in ids], torch.int64),
-        position_ids=torch.from_numpy(np.concatenate(positions)),
-        loss_mask=column(masks, torch.float32),
-        advantages=float_column("advantages"),
-        rollout_log_probs=float_column("rollout_log_probs"),
-        sample_ids=column(sample_ids, torch.int64, fill=-1),
-        cu_seqlens=torch.tensor([0, *np.cumsum(sequences)], dtype=torch.int32),
-        max_seqlen=max(sequences),
-        routed_experts=_routes_column(samples, padding),
+        input_ids=row.column("token_ids", torch.int64, first=0),
+        labels=row.column("token_ids", torch.int64),
+        position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in row.segments])),
+        loss_mask=row.column("loss_mask", torch.float32),
+        advantages=row.column("advantages", torch.float32),
+        rollout_log_probs=row.column("rollout_log_probs", torch.float32),
+        sample_ids=row.numbered(sample_ids),
+        cu_seqlens=torch.tensor([0, *np.cumsum(row.segments)], dtype=torch.int32),
+        max_seqlen=max(row.segments),
+        routed_experts=row.routes(),
         **optional,
     )
 
 
-def _check_sample(sample: Sample) -> None:
-    name = f"sample {sample.sample_id}"
-    tokens = len(sample.token_ids)
-    if tokens < 2:
-        raise ValueError(f"{name} has {tokens} tokens; at least 2 are needed to predict one")
+class _Row:
+    """The places of sequences in a packed row."""
 
-    for column in ("loss_mask", "advantages", "rollout_log_probs", *OPTIONAL_COLUMNS):
-        values = getattr(sample, column)
-        if values is not None and len(values) != tokens:
-            raise ValueError(f"{name}: {column} has {len(values)} entries for {tokens} tokens")
+    def __init__(self, samples: TrainingSamples, sequences: Sequence[int], align: int) -> None:
+        self.samples = samples
+        self.sequences = sequences
 
-    routes = sample.routed_experts
-    if routes is not None and len(routes) != tokens - 1:
-        raise ValueError(f"{name}: routed_experts has {len(routes)} rows, expected {tokens - 1}")
+        # A sequence has one input less than it has tokens: nothing comes after its last one.
+        self.lengths: list[int] = []
+        for i in sequences:
+            tokens = int(samples.offsets[i + 1] - samples.offsets[i])
+            if tokens < 2:
+                raise ColumnError(
+                    f"{samples.name_of(i)} has {tokens} tokens; at least 2 are needed to predict one"
+                )
+            self.lengths.append(tokens - 1)
+
+        # The padding is a sequence of its own, so that it attends to nothing and nothing to it. A
+        # row without any sequence is nothing but padding.
+        filled = sum(self.lengths)
+        self.padding = -filled % align if filled else align
+        self.segments = self.lengths + ([self.padding] if self.padding else [])
+        self.tokens = filled + self.padding
+
+    def column(self, name: str, dtype: torch.dtype, first: int = 1) -> torch.Tensor:
+        """Join the sequences' entries from ``first`` on (1: of labels, 0: of inputs), as many as
+        there are inputs. 0 in the padding, and everywhere if the samples have no such column."""
+        row = torch.zeros(self.tokens, dtype=dtype)
+        source = getattr(self.samples, name)
+        if source is None:
+            return row
+
+        filled = row.numpy()
+        at = 0
+        for i, length in zip(self.sequences, self.lengths, strict=True):
+            start = self.samples.offsets[i] + first
+            filled[at : at + length] = source[start : start + length]
+            at += length
+        return row
+
+    def numbered(self, sample_ids: Sequence[int]) -> torch.Tensor:
+        """Give every token the number of its sequence, int64, and the padding -1."""
+        numbers = [*sample_ids, -1] if self.padding else [*sample_ids]
+        return torch.from_numpy(np.repeat(np.array(numbers, dtype=np.int64), self.segments))
+
+    def routes(self) -> torch.Tensor | None:
+        """Join the sequences' routes; the trainer chooses for the padding."""
+        # A row of padding knows no shape: there the trainer chooses without being asked.
+        if self.samples.routed_experts is None or not self.lengths:
+            return None
+
+        rows = [self.samples.routed_experts[i] for i in self.sequences]
+        for i, routes, length in zip(self.sequences, rows, self.lengths, strict=True):
+            check_route_array(routes, length + 1, self.samples.name_of(i))
+
+        dtype = rows[0].dtype
+        joined = np.empty((self.tokens, *rows[0].shape[1:]), dtype)
+        joined[self.tokens - self.padding :] = unknown_route(dtype)
+        np.concatenate(rows, out=joined[: self.tokens - self.padding], casting="no")
+        return torch.from_numpy(joined)
 
 
-def _routes_column(samples: Sequence[Sample], padding: int) -> torch.Tensor | None:
-    """Join the samples' routes; the trainer chooses for the padding."""
-    routes = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
-    if not routes:
-        return None
-    if len(routes) != len(samples):
+@dataclass(frozen=True)
+class Schedule:
+    """Which sequences each data-parallel rank takes in which of its micro-batches."""
+
+    micro_batches: list[list[list[int]]]
+    """[rank][micro-batch] -> numbers of sequences. All ranks have equally many micro-batches: a
+    mixture of experts communicates in every one. Those that ranks take at the same time cost about
+    the same."""
+
+    def sequences_of(self, rank: int) -> list[int]:
+        """Return all sequences of a rank, in the order in which it takes them."""
+        return [i for micro_batch in self.micro_batches[rank] for i in micro_batch]
+
+
+def schedule(
+    samples: TrainingSamples,
+    max_tokens: int,
+    data_parallel_size: int = 1,
+    work: Callable[[int], float] = float,
+    multiple: int = 1,
+) -> Schedule:
+    """Distribute sequences over data-parallel ranks and micro-batches, from their lengths alone.
+
+    The most costly sequence comes first, into the micro-batch that has least to do among those
+    with room. Where sequences are too few, a micro-batch has none.
+
+    Args:
+        samples: what to train on or to score.
+        max_tokens: of one micro-batch.
+        data_parallel_size: number of ranks.
+        work: what a sequence of so many tokens costs.
+        multiple: of how many micro-batches each rank takes a multiple.
+
+    Raises:
+        ValueError: when there are no samples, or naming one that is longer than ``max_tokens``.
+    """
+    if len(samples) == 0:
+        raise ValueError("there are no samples to pack")
+    lengths = samples.lengths - 1
+    if lengths.max() > max_tokens:
+        longest = int((lengths > max_tokens).argmax())
         raise ValueError(
-            "some samples carry routed_experts and some do not; a batch needs all or none"
+            f"{samples.name_of(longest)} has {lengths[longest] + 1} tokens, more than "
+            f"max_tokens_per_micro_batch ({max_tokens}) allows; "
+            f"raise it to {lengths[longest]} or more and share the row over more "
+            f"ranks (parallel.context: each holds 1 / context of it)"
         )
 
-    tail = np.full((padding, *routes[0].shape[1:]), -1, dtype=np.int16)
-    return torch.from_numpy(np.concatenate([*routes, tail]).astype(np.int16))
+    # The smallest number of micro-batches that could hold all tokens may not do: sequences are
+    # not cut.
+    step = data_parallel_size * multiple
+    count = max(1, -(-int(lengths.sum()) // (max_tokens * step))) * step
+    micro_batches = _fill(lengths, count, max_tokens, work)
+    while micro_batches is None:
+        count += step
+        micro_batches = _fill(lengths, count, max_tokens, work)
+    return Schedule([micro_batches[rank::data_parallel_size] for rank in range(data_parallel_size)])
 
 
 def pack(
-    samples: Sequence[Sample],
+    samples: TrainingSamples,
     max_tokens: int,
     data_parallel_size: int = 1,
     align: int = 1,
     work: Callable[[int], float] = float,
     multiple: int = 1,
 ) -> list[list[PackedBatch]]:
-    """Distribute samples over data-parallel ranks and micro-batches.
-
-    The most costly sample comes first, into the micro-batch that has least to do among those with
-    room. Where samples are too few, a micro-batch has one token, outside of every loss.
-
-    Args:
-        samples: what to train on or to score.
-        max_tokens: of one micro-batch.
-        data_parallel_size: number of ranks.
-        align: rows are padded to a multiple of so many tokens.
-        work: what a sequence of so many tokens costs.
-        multiple: of how many micro-batches each rank takes a multiple.
-
-    Returns:
-        One list of micro-batches per rank, all of the same length: a mixture of experts
-        communicates in every micro-batch, so ranks must take the same number of steps. Those that
-        ranks take at the same time cost about the same.
-
-    Raises:
-        ValueError: when there are no samples, or naming one that is longer than ``max_tokens``.
-    """
-    if not samples:
-        raise ValueError("there are no samples to pack")
-    numbered = [replace(sample, sample_id=i) for i, sample in enumerate(samples)]
-    for sample in numbered:
-        if sample.num_labels > max_tokens:
-            raise ValueError(
-                f"sample {sample.sample_id} has {len(sample.token_ids)} tokens, more than "
-                f"max_tokens_per_micro_batch ({max_tokens}) allows; "
-                f"raise it to {sample.num_labels} or more and share the row over more "
-                f"ranks (parallel.context: each holds 1 / context of it)"
-            )
-
-    # The smallest number of micro-batches that could hold all tokens may not do: sequences are
-    # not cut.
-    longest_first = sorted(numbered, key=lambda sample: -sample.num_labels)
-    total = sum(sample.num_labels for sample in numbered)
-    step = data_parallel_size * multiple
-    count = max(1, -(-total // (max_tokens * step))) * step
-    micro_batches = _fill(longest_first, count, max_tokens, work)
-    while micro_batches is None:
-        count += step
-        micro_batches = _fill(longest_first, count, max_tokens, work)
-
-    idle = _idle_sample(numbered[0])
-    batches = [build_batch(micro_batch or [idle], align) for micro_batch in micro_batches]
-    return [batches[rank::data_parallel_size] for rank in range(data_parallel_size)]
-
-
-def _idle_sample(sample: Sample) -> Sample:
-    """Return one token that passes through the model for the sake of the other ranks.
-
-    It has the columns that ``sample`` has: ranks must agree on them.
-    """
-    columns = {}
-    for name in OPTIONAL_COLUMNS:
-        values = getattr(sample, name)
-        if values is not None:
-            columns[name] = values[:2]
-
-    routes = None
-    if sample.routed_experts is not None:
-        routes = np.full_like(sample.routed_experts[:1], -1)
-    return Sample(sample.token_ids[:2], loss_mask=[0, 0], routed_experts=routes, **columns)
+    """Return the micro-batches of every data-parallel rank; arguments as of ``schedule`` and
+    ``build_batch``."""
+    plan = schedule(samples, max_tokens, data_parallel_size, work, multiple)
+    return [
+        [build_batch(samples, sequences, align) for sequences in micro_batches]
+        for micro_batches in plan.micro_batches
+    ]
 
 
 def _fill(
-    longest_first: list[Sample],
-    count: int,
-    max_tokens: int,
-    work: Callable[[int], float],
-) -> list[list[Sample]] | None:
-    """Distribute samples over ``count`` micro-batches; None if they are too few.
+    lengths: np.ndarray, count: int, max_tokens: int, work: Callable[[int], float]
+) -> list[list[int]] | None:
+    """Distribute sequences over ``count`` micro-batches; None if these are too few.
 
     The most costly micro-batch comes first.
     """
-    micro_batches: list[list[Sample]] = [[] for _ in range(count)]
-    tokens = [0] * count
-    cost = [0.0] * count
-    for sample in longest_first:
+    micro_batches: list[list[int]] = [[] for _ in range(count)]
+    tokens = np.zeros(count, dtype=np.int64)
+    cost = np.zeros(count)
+    for i in np.argsort(-lengths, kind="stable"):
         # By cost and not by length: attention makes one long sequence dearer than several short
-        # ones.
-        length = sample.num_labels
-        roomy = [i for i in range(count) if tokens[i] + length <= max_tokens]
-        if not roomy:
+        # ones. Of equal costs the first.
+        length = int(lengths[i])
+        has_room = tokens + length <= max_tokens
+        if not has_room.any():
             return None
-        chosen = min(roomy, key=cost.__getitem__)
-        micro_batches[chosen].append(sample)
+        chosen = int(np.where(has_room, cost, np.inf).argmin())
+        micro_batches[chosen].append(int(i))
         tokens[chosen] += length
         cost[chosen] += work(length)
 
-    by_cost = sorted(range(count), key=cost.__getitem__, reverse=True)
+    by_cost = np.argsort(-cost, kind="stable")
     return [micro_batches[i] for i in by_cost]
 
 
-def unpack(values: torch.Tensor, batch: PackedBatch) -> dict[int, list[float]]:
-    """Split per-token values [T] by sample.
+def unpack(values: torch.Tensor, batch: PackedBatch) -> dict[int, np.ndarray]:
+    """Split per-token values [T] or [T, ...] by sequence.
 
     Returns:
-        {sample_id: list as long as token_ids}, with 0.0 for the first token, which nothing
-        predicts.
+        {sample id: array of as many entries as the sequence has tokens}, with 0 for the first
+        token, which nothing predicts.
     """
+    array = values.cpu().numpy()
     per_sample = {}
     for start, end in pairwise(batch.cu_seqlens.tolist()):
         sample_id = int(batch.sample_ids[start])
         if sample_id >= 0:
-            per_sample[sample_id] = [0.0, *values[start:end].tolist()]
+            nothing = np.zeros((1, *array.shape[1:]), array.dtype)
+            per_sample[sample_id] = np.concatenate([nothing, array[start:end]])
     return per_sample

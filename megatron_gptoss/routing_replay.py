@@ -10,7 +10,6 @@ them, which a pipeline that does both in turn cannot use.
 """
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+from megatron_gptoss.packing import PackedBatch
+from megatron_gptoss.routes import RecordedRoutes, expert_numbers
 
 
 class LayerReplay:
@@ -109,18 +111,24 @@ class RoutingReplay:
                 module.replay = LayerReplay(module, module.layer_number - 1)
                 self.layers.append(module.replay)
 
-    def prescribe(self, routes: Tensor | None) -> None:
-        """Queue the routes of the next micro-batch.
+    def prescribe(self, batch: PackedBatch) -> None:
+        """Queue the routes of the next micro-batch: those that the batch has, be it from an engine
+        or as this rank recorded them; without any the routers choose.
 
-        routes: int16 [tokens, layers, top_k], of this context-parallel rank's tokens and the
-            layers of the whole model. None lets the routers choose.
+        batch: this context-parallel rank's tokens; its ``routed_experts`` are of the layers of the
+            whole model.
         """
-        if routes is not None:
-            # Sequence parallelism: each tensor-parallel rank routes a share of the tokens.
-            size = parallel_state.get_tensor_model_parallel_world_size()
-            rank = parallel_state.get_tensor_model_parallel_rank()
-            routes = routes.tensor_split(size)[rank].long()
+        if batch.recorded_routes is not None:
+            # Padding is routed anew, as it is with an engine's routes.
+            is_padding = _share_of_tokens(batch.sample_ids < 0)[:, None]
+            for layer, recorded in zip(self.layers, batch.recorded_routes.layers, strict=True):
+                recorded = recorded.to(is_padding.device).long()
+                layer.pending.append(torch.where(is_padding, -1, recorded))
+            return
 
+        routes = batch.routed_experts
+        if routes is not None:
+            routes = expert_numbers(_share_of_tokens(routes))
         for layer in self.layers:
             layer.pending.append(None if routes is None else routes[:, layer.layer])
 
@@ -156,38 +164,13 @@ class RoutingReplay:
         for layer in self.layers:
             layer.recorded = []
 
-    def recorded(self) -> list[Tensor]:
-        """Return the routes of every micro-batch since ``start_recording``, and stop. Collective.
-
-        Returns:
-            On every rank, int32 [tokens, layers, top_k] for each micro-batch, with all layers of
-            the model, and the tokens in the order in which context-parallel ranks hold them.
-        """
-        # Ranks can only gather equal shapes, and the last stage may have fewer layers.
-        stages = parallel_state.get_pipeline_model_parallel_group()
-        most_layers = torch.tensor(len(self.layers), device=self._device)
-        dist.all_reduce(most_layers, dist.ReduceOp.MAX, group=stages)
-        missing = int(most_layers) - len(self.layers)
-
-        # Chunks of different ranks alternate, so the gathered layers have to be sorted.
-        numbers = [layer.layer for layer in self.layers] + [-1] * missing
-        all_numbers = torch.tensor(numbers, device=self._device)
-        all_numbers = _gather(all_numbers, [_Gathering(stages, dim=0)])
-        order = all_numbers.argsort()[int((all_numbers < 0).sum()) :]
-
-        micro_batches = []
-        for layer_routes in zip(*(layer.recorded or [] for layer in self.layers), strict=True):
-            routes = torch.stack(layer_routes, dim=1)
-            micro_batches.append(torch.nn.functional.pad(routes, (0, 0, 0, missing)))
+    def recorded(self) -> list[RecordedRoutes]:
+        """Return what this rank's routers chose for every micro-batch since ``start_recording``,
+        and stop."""
+        by_layer = [layer.recorded or [] for layer in self.layers]
         for layer in self.layers:
             layer.recorded = None
-
-        gatherings = [
-            _Gathering(parallel_state.get_tensor_model_parallel_group(), dim=0),
-            _Gathering(parallel_state.get_context_parallel_group(), dim=0),
-            _Gathering(stages, dim=1),
-        ]
-        return [_gather(routes, gatherings)[:, order] for routes in micro_batches]
+        return [RecordedRoutes(list(routes)) for routes in zip(*by_layer, strict=True)]
 
     @property
     def _device(self) -> torch.device:
@@ -195,23 +178,9 @@ class RoutingReplay:
         return device
 
 
-@dataclass(frozen=True)
-class _Gathering:
-    """All-gather over ``group``, with the ranks' tensors joined along ``dim``."""
-
-    group: dist.ProcessGroup
-    dim: int
-
-
-def _gather(tensor: Tensor, gatherings: list[_Gathering]) -> Tensor:
-    """Join the tensors of all ranks, one group after the other, as int32. Collective."""
-    # gloo and NCCL know no int16.
-    tensor = tensor.int()
-    for gathering in gatherings:
-        group = gathering.group
-        if group.size() == 1:
-            continue
-        shards = [torch.empty_like(tensor) for _ in range(group.size())]
-        dist.all_gather(shards, tensor.contiguous(), group=group)
-        tensor = torch.cat(shards, dim=gathering.dim)
-    return tensor
+def _share_of_tokens(per_token: Tensor) -> Tensor:
+    """Cut out this tensor-parallel rank's tokens: with sequence parallelism each routes a share of
+    them."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return per_token.tensor_split(size)[rank]

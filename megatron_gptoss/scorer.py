@@ -97,7 +97,7 @@ class Scorer:
 
             # The first chunk meets a micro-batch first; its routes are those of all chunks.
             if self.replay is not None and model is self.model[0]:
-                self.replay.prescribe(batch.routed_experts)
+                self.replay.prescribe(batch)
 
             # Megatron wants a batch dimension; a packed row is a batch of one.
             output = model(
@@ -200,11 +200,6 @@ def gather_parameters(
             bucket_group = chunk.param_to_bucket_group.get(parameter)
             if bucket_group is not None:
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
-
-
-def data_parallel_slice(per_rank: Sequence[Sequence[PackedBatch]]) -> Sequence[PackedBatch]:
-    """Return this rank's micro-batches out of what ``packing.pack`` returned."""
-    return per_rank[parallel_state.get_data_parallel_rank()]
 
 
 def alignment() -> int:
