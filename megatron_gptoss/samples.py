@@ -239,9 +239,9 @@ class TrainingSamples:
     def _check_routes(self, routes: Sequence[Any]) -> None:
         if len(routes) != len(self):
             raise ColumnError(f"routed_experts of {len(routes)} sequences, expected {len(self)}")
-        first = routes[0] if routes else None
         for i, (row, length) in enumerate(zip(routes, self.lengths, strict=True)):
             check_route_array(row, int(length), self.name_of(i))
+            first = routes[0]
             if row.dtype != first.dtype or row.shape[1:] != first.shape[1:]:
                 raise ColumnError(
                     f"column routed_experts of {self.name_of(i)} is {row.dtype} {list(row.shape)}, "
