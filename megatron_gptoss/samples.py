@@ -207,6 +207,10 @@ class TrainingSamples:
         """Return the same sequences with other or more columns; the others are shared."""
         return replace(self, **columns)  # type: ignore[arg-type]
 
+    def with_routes(self, routes: Sequence[Any]) -> Self:
+        """Return the same sequences with other routes."""
+        return replace(self, routed_experts=routes)
+
     def without_routes(self) -> Self:
         """Return the same sequences, whose experts the trainer chooses."""
         return replace(self, routed_experts=None)
