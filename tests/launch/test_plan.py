@@ -6,15 +6,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launch.cluster import ClusterConfig
 from launch.placement import place
 from launch.plan import attention_plan, step_plan
 from megatron_gptoss.config import ParallelConfig
-from megatron_gptoss.packing import Sample, pack
+from megatron_gptoss.packing import schedule
 from megatron_gptoss.planning.memory import fits, parameters_per_gpu, worst_stage
 from megatron_gptoss.planning.memory_advice import layouts_that_fit, memory_plan
+from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 
@@ -85,14 +87,16 @@ def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(
     overrides: list[str],
 ) -> None:
     config = load_config(CONFIG, RlConfig, overrides)
-    episode = Sample([0] * (config.rollout.max_tokens + 1), [0] + [1] * config.rollout.max_tokens)
-    episodes = [episode] * (config.rollout.tasks_per_step * config.rollout.samples_per_task)
+    tokens = config.rollout.max_tokens + 1
+    episode = Sample(np.zeros(tokens, np.int32), np.ones(tokens, np.bool_))
+    count = config.rollout.tasks_per_step * config.rollout.samples_per_task
+    episodes = TrainingSamples.join([episode] * count)
     row, multiple = (
         config.training.max_tokens_per_micro_batch,
         config.parallel.micro_batch_multiple,
     )
-    packed = pack(episodes, row, config.parallel.data, multiple=multiple)
-    assert config.memory_inputs.micro_batches == len(packed[0])
+    plan = schedule(episodes, row, config.parallel.data, multiple=multiple)
+    assert config.memory_inputs.micro_batches == len(plan.micro_batches[0])
 
 
 @pytest.mark.parametrize(
