@@ -16,7 +16,6 @@ from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.packing import schedule
 from megatron_gptoss.planning.memory import fits, parameters_per_gpu, worst_stage
 from megatron_gptoss.planning.memory_advice import layouts_that_fit, memory_plan
-from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 
@@ -87,15 +86,13 @@ def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(
     overrides: list[str],
 ) -> None:
     config = load_config(CONFIG, RlConfig, overrides)
-    tokens = config.rollout.max_tokens + 1
-    episode = Sample(np.zeros(tokens, np.int32), np.ones(tokens, np.bool_))
     count = config.rollout.tasks_per_step * config.rollout.samples_per_task
-    episodes = TrainingSamples.join([episode] * count)
+    lengths = np.full(count, config.rollout.max_tokens + 1)
     row, multiple = (
         config.training.max_tokens_per_micro_batch,
         config.parallel.micro_batch_multiple,
     )
-    plan = schedule(episodes, row, config.parallel.data, multiple=multiple)
+    plan = schedule(lengths, row, config.parallel.data, multiple=multiple)
     assert config.memory_inputs.micro_batches == len(plan.micro_batches[0])
 
 

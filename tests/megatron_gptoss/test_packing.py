@@ -161,7 +161,7 @@ def naive_schedule(
 def test_the_schedule_is_that_of_plain_lists(
     sizes: list[int], limit: int, ranks: int, work: Callable[[int], float], multiple: int
 ) -> None:
-    plan = schedule(samples_of(sizes), limit, ranks, work, multiple)
+    plan = schedule(np.array(sizes), limit, ranks, work, multiple)
     assert plan.micro_batches == naive_schedule(sizes, limit, ranks, work, multiple)
 
 
@@ -170,7 +170,7 @@ def test_a_rank_packs_the_rows_that_it_was_sent_as_if_it_had_all(
     sizes: list[int], limit: int, ranks: int, align: int
 ) -> None:
     samples = samples_of(sizes)
-    plan = schedule(samples, limit, ranks)
+    plan = schedule(samples.lengths, limit, ranks)
     everything = pack(samples, limit, ranks, align)
 
     for rank in range(ranks):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_gptoss.routes import ROUTE_DTYPES, expert_numbers, route_dtype, unknown_route
+from megatron_gptoss.routes import ROUTE_DTYPES, route_dtype, unknown_route
+from megatron_gptoss.routing_replay import expert_numbers
 
 
 @pytest.mark.parametrize(

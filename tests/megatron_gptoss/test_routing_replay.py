@@ -15,8 +15,8 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.model import build_model
-from megatron_gptoss.packing import PackedBatch, build_batch, pack, unpack
-from megatron_gptoss.routes import RecordedRoutes, route_dtype, unknown_route
+from megatron_gptoss.packing import PackedBatch, RecordedRoutes, build_batch, pack, unpack
+from megatron_gptoss.routes import route_dtype, unknown_route
 from megatron_gptoss.routing_replay import LayerReplay, RoutingReplay
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.trainer import LossOutput, PolicyTrainer, StepStatistics
@@ -44,7 +44,7 @@ def with_random_routes(samples: TrainingSamples, dtype: np.dtype) -> TrainingSam
         row = np.ascontiguousarray(noise.argsort(axis=-1)[..., :4].astype(dtype))
         row[-1] = unknown_route(dtype)
         routes.append(row)
-    return replace(samples, routed_experts=routes)
+    return samples.with_routes(routes)
 
 
 DOCUMENTS = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -344,12 +343,12 @@ class RoutesElsewhere:
 def test_what_stands_for_routes_is_checked_like_them_and_so_is_what_is_loaded() -> None:
     samples = TrainingSamples.join([Sample([1, 2, 3], [0, 1, 1], name="fib/3")])
     elsewhere: list[Any] = [RoutesElsewhere()]
-    unloaded = replace(samples, routed_experts=elsewhere)
+    unloaded = samples.with_routes(elsewhere)
     assert unloaded.take([0]).routed_experts == elsewhere
 
-    assert replace(unloaded, routed_experts=[routes(2)]).routed_experts is not None
+    assert unloaded.with_routes([routes(2)]).routed_experts is not None
     with pytest.raises(ColumnError, match="routed_experts of fib/3 has 3 rows, expected 2"):
-        replace(unloaded, routed_experts=[routes(3)])
+        unloaded.with_routes([routes(3)])
     longer = TrainingSamples.join([Sample([1, 2, 3, 4], [0, 1, 1, 1], name="fib/4")])
     with pytest.raises(ColumnError, match="routed_experts of fib/4 has 2 rows, expected 3"):
-        replace(longer, routed_experts=elsewhere)
+        longer.with_routes(elsewhere)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -239,7 +238,7 @@ def test_layers_that_are_computed_again_replay_their_routes_again() -> None:
     for length in SAMPLES.lengths:
         noise = rng.random((length - 1, config.num_layers, config.num_experts))
         routes.append(np.ascontiguousarray(noise.argsort(axis=-1)[..., :2].astype(dtype)))
-    samples = replace(SAMPLES, routed_experts=routes)
+    samples = SAMPLES.with_routes(routes)
     weights = reference(torch.float32).state_dict()
     found = []
 
