@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launch.cluster import ClusterConfig
 from launch.placement import place
 from launch.plan import attention_plan, step_plan
 from megatron_gptoss.config import ParallelConfig
-from megatron_gptoss.packing import Sample, pack
+from megatron_gptoss.packing import schedule
 from megatron_gptoss.planning.memory import fits, parameters_per_gpu, worst_stage
 from megatron_gptoss.planning.memory_advice import layouts_that_fit, memory_plan
 from rl_loop.config.load import load_config
@@ -86,14 +87,14 @@ def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(
     overrides: list[str],
 ) -> None:
     config = load_config(CONFIG, RlConfig, overrides)
-    episode = Sample([0] * (config.rollout.max_tokens + 1), [0] + [1] * config.rollout.max_tokens)
-    episodes = [episode] * (config.rollout.tasks_per_step * config.rollout.samples_per_task)
+    count = config.rollout.tasks_per_step * config.rollout.samples_per_task
+    lengths = np.full(count, config.rollout.max_tokens + 1)
     row, multiple = (
         config.training.max_tokens_per_micro_batch,
         config.parallel.micro_batch_multiple,
     )
-    packed = pack(episodes, row, config.parallel.data, multiple=multiple)
-    assert config.memory_inputs.micro_batches == len(packed[0])
+    plan = schedule(lengths, row, config.parallel.data, multiple=multiple)
+    assert config.memory_inputs.micro_batches == len(plan.micro_batches[0])
 
 
 @pytest.mark.parametrize(
