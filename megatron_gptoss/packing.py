@@ -15,7 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_gptoss.context_parallel import ContextLayout, balanced_layout
-from megatron_gptoss.routes import RecordedRoutes, unknown_route
+from megatron_gptoss.routes import unknown_route
 from megatron_gptoss.samples import ColumnError, TrainingSamples, check_route_array
 
 OPTIONAL_COLUMNS = {
@@ -27,6 +27,15 @@ OPTIONAL_COLUMNS = {
     "is_grafted": torch.bool,
 }
 """Columns that a batch has if the samples have them."""
+
+
+@dataclass(frozen=True)
+class RecordedRoutes:
+    """What the routers of one rank chose for its tokens of one micro-batch. It never leaves the
+    rank."""
+
+    layers: list[torch.Tensor]
+    """int16 [tokens of this rank, top_k] for each of the rank's layers."""
 
 
 @dataclass
@@ -256,11 +265,12 @@ class Schedule:
 
 
 def schedule(
-    samples: TrainingSamples,
+    lengths: np.ndarray,
     max_tokens: int,
     data_parallel_size: int = 1,
     work: Callable[[int], float] = float,
     multiple: int = 1,
+    names: Sequence[str] = (),
 ) -> Schedule:
     """Distribute sequences over data-parallel ranks and micro-batches, from their lengths alone.
 
@@ -268,35 +278,39 @@ def schedule(
     with room. Where sequences are too few, a micro-batch has none.
 
     Args:
-        samples: what to train on or to score.
+        lengths: int64 [n], tokens of each sequence.
         max_tokens: of one micro-batch.
         data_parallel_size: number of ranks.
         work: what a sequence of so many tokens costs.
         multiple: of how many micro-batches each rank takes a multiple.
+        names: what messages call the sequences; by default by their numbers.
 
     Raises:
-        ValueError: when there are no samples, or naming one that is longer than ``max_tokens``.
+        ValueError: when there are no sequences, or naming one that is longer than ``max_tokens``.
     """
-    if len(samples) == 0:
+    if len(lengths) == 0:
         raise ValueError("there are no samples to pack")
-    lengths = samples.lengths - 1
-    if lengths.max() > max_tokens:
-        longest = int((lengths > max_tokens).argmax())
+
+    # The last token of a sequence is no input: nothing comes after it.
+    inputs = lengths - 1
+    if inputs.max() > max_tokens:
+        too_long = int((inputs > max_tokens).argmax())
+        name = names[too_long] if names else f"sample {too_long}"
         raise ValueError(
-            f"{samples.name_of(longest)} has {lengths[longest] + 1} tokens, more than "
+            f"{name} has {lengths[too_long]} tokens, more than "
             f"max_tokens_per_micro_batch ({max_tokens}) allows; "
-            f"raise it to {lengths[longest]} or more and share the row over more "
+            f"raise it to {inputs[too_long]} or more and share the row over more "
             f"ranks (parallel.context: each holds 1 / context of it)"
         )
 
     # The smallest number of micro-batches that could hold all tokens may not do: sequences are
     # not cut.
     step = data_parallel_size * multiple
-    count = max(1, -(-int(lengths.sum()) // (max_tokens * step))) * step
-    micro_batches = _fill(lengths, count, max_tokens, work)
+    count = max(1, -(-int(inputs.sum()) // (max_tokens * step))) * step
+    micro_batches = _fill(inputs, count, max_tokens, work)
     while micro_batches is None:
         count += step
-        micro_batches = _fill(lengths, count, max_tokens, work)
+        micro_batches = _fill(inputs, count, max_tokens, work)
     return Schedule([micro_batches[rank::data_parallel_size] for rank in range(data_parallel_size)])
 
 
@@ -310,7 +324,7 @@ def pack(
 ) -> list[list[PackedBatch]]:
     """Return the micro-batches of every data-parallel rank; arguments as of ``schedule`` and
     ``build_batch``."""
-    plan = schedule(samples, max_tokens, data_parallel_size, work, multiple)
+    plan = schedule(samples.lengths, max_tokens, data_parallel_size, work, multiple, samples.names)
     return [
         [build_batch(samples, sequences, align) for sequences in micro_batches]
         for micro_batches in plan.micro_batches

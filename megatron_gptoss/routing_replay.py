@@ -18,8 +18,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megatron_gptoss.packing import PackedBatch
-from megatron_gptoss.routes import RecordedRoutes, expert_numbers
+from megatron_gptoss.packing import PackedBatch, RecordedRoutes
+from megatron_gptoss.routes import ROUTE_DTYPES, unknown_route
 
 
 class LayerReplay:
@@ -184,3 +184,12 @@ def _share_of_tokens(per_token: Tensor) -> Tensor:
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     return per_token.tensor_split(size)[rank]
+
+
+def expert_numbers(routes: Tensor) -> Tensor:
+    """Widen routes of either dtype (``megatron_gptoss.routes``) to int64, with -1 where no expert
+    is known."""
+    wide = routes.long()
+    if routes.dtype != torch.uint8:
+        return wide
+    return torch.where(wide == unknown_route(ROUTE_DTYPES[0]), -1, wide)

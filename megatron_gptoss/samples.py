@@ -50,7 +50,7 @@ class Sample:
     returns: Any = None
     staleness: Any = None
     is_grafted: Any = None
-    routed_experts: np.ndarray | None = None
+    routed_experts: Any = None
     name: str = ""
     """What messages call it: the task, say. Empty: "sample" and its number."""
 
@@ -128,10 +128,8 @@ class TrainingSamples:
     def loss_tokens(self) -> np.ndarray:
         """Labels of every sequence that are in the loss, int64 [n]: those of the mask but for the
         first token, which is nobody's label."""
-        if len(self) == 0:
-            return np.zeros(0, dtype=np.int64)
-        per_sequence = np.add.reduceat(self.loss_mask, self.offsets[:-1], dtype=np.int64)
-        return per_sequence - self.loss_mask[self.offsets[:-1]]
+        labels = [np.count_nonzero(row[1:]) for row in self.rows("loss_mask")]
+        return np.array(labels, dtype=np.int64)
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
@@ -206,6 +204,10 @@ class TrainingSamples:
     def with_columns(self, **columns: np.ndarray | None) -> Self:
         """Return the same sequences with other or more columns; the others are shared."""
         return replace(self, **columns)  # type: ignore[arg-type]
+
+    def with_routes(self, routes: Sequence[Any]) -> Self:
+        """Return the same sequences with other routes."""
+        return replace(self, routed_experts=routes)
 
     def without_routes(self) -> Self:
         """Return the same sequences, whose experts the trainer chooses."""

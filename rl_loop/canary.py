@@ -6,7 +6,9 @@ version passes every check of names and shapes and shows up here at once."""
 
 from typing import Protocol
 
-from megatron_gptoss.packing import Sample
+import numpy as np
+
+from megatron_gptoss.samples import Sample, TrainingSamples
 from megatron_gptoss.user_error import UserError
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
@@ -24,9 +26,7 @@ class CanaryError(UserError, RuntimeError):
 class ScoringTrainer(Protocol):
     """Scores texts with the policy: a TrainerGroup."""
 
-    def score(
-        self, samples: list[Sample], temperature: float | None = None
-    ) -> list[list[float]]: ...
+    def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray: ...
 
 
 class ScoringEngines(Protocol):
@@ -50,8 +50,8 @@ def check_canary(
     Above ``tolerance`` it raises WeightMismatch naming the first tensor that a server holds
     otherwise, or CanaryError."""
     loss_mask = [0] + [1] * (len(token_ids) - 1)
-    (scored,) = trainer.score([Sample(token_ids, loss_mask)], TEMPERATURE)
-    expected = scored[1:]
+    text = TrainingSamples.join([Sample(token_ids, loss_mask, name="the canary")])
+    expected = trainer.score(text, TEMPERATURE)[1:].tolist()
 
     # Every engine by itself: one of several servers may have missed a tensor.
     worst = 0.0

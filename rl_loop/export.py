@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from converters.hf_directory import tokenizer_and_generation, write_hf_directory
 from converters.read_back import check_weights
 from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.packing import Sample
+from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.harmony.codec import Harmony
 from rl_loop.tasks.source import TaskSource
 
@@ -27,7 +28,7 @@ class Trainer(Protocol):
 
     def weights(self) -> dict[str, torch.Tensor]: ...
 
-    def greedy_tokens(self, samples: list[Sample]) -> list[list[int]]: ...
+    def greedy_tokens(self, samples: TrainingSamples) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -85,19 +86,16 @@ def greedy_agreement(
     by induction its own greedy answer is the same exactly if these are all equal."""
     prompts = [tasks.prompt_ids(task) for task in tasks.held_out()[:COMPARED_PROMPTS]]
     samples = _decode_greedily(directory, dtype, prompts, list(tasks.harmony.stop_token_ids))
-    chosen = trainer.greedy_tokens(samples)
 
     # Only answers are compared: what the policy would have put in place of a prompt says nothing.
-    equal = 0
-    for sample, tokens in zip(samples, chosen, strict=True):
-        answered = [i for i, mask in enumerate(sample.loss_mask) if mask]
-        equal += all(tokens[i] == sample.token_ids[i] for i in answered)
+    differs = (trainer.greedy_tokens(samples) != samples.token_ids) & samples.loss_mask
+    equal = sum(not row.any() for row in np.split(differs, samples.offsets[1:-1]))
     return GreedyAgreement(equal=equal, compared=len(samples))
 
 
 def _decode_greedily(
     directory: Path, dtype: str, prompts: list[list[int]], stops: list[int]
-) -> list[Sample]:
+) -> TrainingSamples:
     """Return prompts with the export's answers; the mask is 1 on the answers."""
     from transformers import GptOssForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -120,4 +118,4 @@ def _decode_greedily(
         token_ids = generated[0].tolist()
         mask = [0] * len(prompt) + [1] * (len(token_ids) - len(prompt))
         samples.append(Sample(token_ids, mask))
-    return samples
+    return TrainingSamples.join(samples)

@@ -9,10 +9,12 @@ continues the same curve."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_gptoss.packing import Sample
+import numpy as np
+
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.canary import check_canary
 from rl_loop.config.rollout import RolloutConfig
@@ -34,13 +36,13 @@ from rl_loop.trainer.checkpointer import Checkpointer
 class Trainer(WeightSource, Protocol):
     """The policy and what learns beside it: a TrainerGroup."""
 
-    def score(
-        self, samples: list[Sample], temperature: float | None = None
-    ) -> list[list[float]]: ...
+    def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray: ...
 
-    def compute_values_and_reference_log_probs(self, samples: list[Sample]) -> TokenEstimates: ...
+    def compute_values_and_reference_log_probs(
+        self, samples: TrainingSamples
+    ) -> TokenEstimates: ...
 
-    def rl_step(self, samples: list[Sample], step: int) -> RlUpdates: ...
+    def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates: ...
 
 
 class Rollouts(Protocol):
@@ -215,7 +217,7 @@ class RlLoop:
             return self.state.next_task
         return step * self.settings.rollout.tasks_per_step * self.algorithm.dynamic_sampling_rounds
 
-    def add_estimates(self, samples: list[Sample]) -> list[Sample]:
+    def add_estimates(self, samples: TrainingSamples) -> TrainingSamples:
         """Return the samples with the critic's values and the reference policy's
         log-probs, if there are any."""
         if self.algorithm.critic is None and self.algorithm.kl is None:
@@ -223,23 +225,27 @@ class RlLoop:
         return self.trainer.compute_values_and_reference_log_probs(samples).attach(samples)
 
     def measure_mismatch_without_replay(
-        self, step: int, samples: list[Sample], metrics: StepMetrics
+        self, step: int, samples: TrainingSamples, metrics: StepMetrics
     ) -> None:
         """On steps with an evaluation, score the episodes with the experts that the trainer
         chooses itself: what routing replay is good for."""
         if self.algorithm.routing_replay == "none" or not self.settings.is_evaluated(step):
             return
-        without_routes = [replace(sample, routed_experts=None) for sample in samples]
-        add_mismatch_without_replay(metrics, samples, self.trainer.score(without_routes))
+        scores = self.trainer.score(samples.without_routes())
+        add_mismatch_without_replay(metrics, samples, scores)
 
-    def update(self, step: int, samples: list[Sample]) -> RlUpdates:
+    def update(self, step: int, samples: TrainingSamples) -> RlUpdates:
         """Train on the samples. Engines that restart meanwhile wait for the
         weights that come of it."""
         with self.rollouts.updating_weights(step + 1):
             return self.trainer.rl_step(samples, step)
 
     def record(
-        self, record: StepRecord, rollouts: RolloutBatch, samples: list[Sample], updates: RlUpdates
+        self,
+        record: StepRecord,
+        rollouts: RolloutBatch,
+        samples: TrainingSamples,
+        updates: RlUpdates,
     ) -> None:
         """Write what the step was like."""
         record.metrics.add("tasks_left_out", len(self.tasks.unusable), "last")

@@ -245,8 +245,10 @@ def build_tasks(config: RunConfig) -> "TaskSource":
 def build_trainer(config: RunConfig) -> "TrainerGroup":
     """Start the trainer's ranks; ``ready`` waits for them."""
     from rl_loop.trainer.group import TrainerGroup
+    from rl_loop.trainer.ray_ranks import RayRanks
 
-    return TrainerGroup(trainer_settings(config))
+    settings = trainer_settings(config)
+    return TrainerGroup(settings, RayRanks(settings))
 
 
 def build_rollouts(config: RunConfig) -> "RolloutPool":

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from megatron_gptoss.packing import Sample
+from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.tracking.metrics import Name
@@ -14,7 +14,7 @@ from rl_loop.trainer.checkpointer import Checkpointer
 class Trainer(Protocol):
     """Takes optimizer steps: a TrainerGroup."""
 
-    def sft_step(self, samples: list[Sample], step: int) -> StepStatistics: ...
+    def sft_step(self, samples: TrainingSamples, step: int) -> StepStatistics: ...
 
 
 class Demonstrations(Protocol):
@@ -22,7 +22,7 @@ class Demonstrations(Protocol):
 
     def demonstrations(
         self, position: int, count: int, mixture: DemonstrationConfig
-    ) -> list[Sample]: ...
+    ) -> TrainingSamples: ...
 
 
 def train_on_demonstrations(
@@ -47,7 +47,7 @@ def train_on_demonstrations(
 
         record.metrics.add_mean(Name.LOSS, update.sums["loss"], update.sums["tokens"], "tokens")
         add_optimizer_metrics(record.metrics, update)
-        recorder.record_sft_step(record, tokens=sum(len(sample.token_ids) for sample in samples))
+        recorder.record_sft_step(record, tokens=samples.tokens)
         if checkpointer.end_step():
             break
     return state.step

@@ -8,13 +8,12 @@ gradient from any term and no influence on the gradient of another, whatever its
 still counts in the denominators, which are known before anything is computed, unless it is outside
 the loss mask."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron_gptoss.packing import GRAFTED, PackedBatch, Sample
+from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.trainer import LossFunction, LossOutput
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.correction import Correction, mismatch_sums, rollout_correction
@@ -45,20 +44,20 @@ def sft_objective(loss_tokens: int) -> LossFunction:
 
 def policy_objective(
     config: AlgorithmConfig,
-    mini_batch: Sequence[Sample],
+    loss_tokens: torch.Tensor,
     max_tokens: int = 1,
     group: dist.ProcessGroup | None = None,
 ) -> LossFunction:
     """Make the policy loss with correction, KL penalty and entropy bonus.
 
-    ``mini_batch``: all samples of the optimizer step, on all ranks; ``max_tokens``: the longest
-    possible sample; ``group``: context-parallel ranks. Where the batch has no old log-probs the
-    importance ratio is exactly 1."""
-    sample_weight = _token_weights(config, mini_batch, max_tokens)
+    ``loss_tokens``, int64 [samples]: labels in the loss of every sample of the optimizer step, on
+    all ranks; ``max_tokens``: the longest possible sample; ``group``: context-parallel ranks.
+    Where the batch has no old log-probs the importance ratio is exactly 1."""
+    sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens)
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
         roles = token_roles(batch, config.max_staleness)
-        sequences = _sequences(batch, len(mini_batch), group)
+        sequences = _sequences(batch, len(loss_tokens), group)
         weight = sequences.spread(sample_weight.to(log_probs.device))
 
         trainer_log_probs = _trainer_log_probs(config, log_probs, batch)
@@ -105,15 +104,16 @@ class TokenRoles:
 
 
 def token_roles(batch: PackedBatch, max_staleness: int) -> TokenRoles:
-    """Read the roles of tokens from the loss mask and staleness of a micro-batch."""
+    """Read the roles of tokens from the masks and the staleness of a micro-batch."""
     sampled = batch.loss_mask > 0
-    if batch.staleness is None:
-        nothing = torch.zeros_like(sampled)
-        return TokenRoles(sampled=sampled, stale=nothing, fresh=sampled, comparable=sampled)
-
-    stale = sampled & (batch.staleness > max_staleness)
+    stale = torch.zeros_like(sampled)
+    if batch.staleness is not None:
+        stale = sampled & (batch.staleness > max_staleness)
     fresh = sampled & ~stale
-    comparable = fresh & (batch.staleness != GRAFTED)
+
+    comparable = fresh
+    if batch.is_grafted is not None:
+        comparable = fresh & ~batch.is_grafted
     return TokenRoles(sampled=sampled, stale=stale, fresh=fresh, comparable=comparable)
 
 
@@ -244,7 +244,7 @@ def _correction_sums(
 
 def value_objective(
     config: AlgorithmConfig,
-    mini_batch: Sequence[Sample],
+    loss_tokens: torch.Tensor,
     max_tokens: int = 1,
     group: dist.ProcessGroup | None = None,
 ) -> LossFunction:
@@ -254,13 +254,13 @@ def value_objective(
     leaves out too. OPSM is no part of that: it looks at how far the update of the policy has
     gone."""
     value_clip = config.critic.value_clip if config.critic else 0.5
-    sample_weight = _token_weights(config, mini_batch, max_tokens)
+    sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens)
 
     def loss(values: torch.Tensor, batch: PackedBatch) -> LossOutput:
         if batch.values is None or batch.returns is None:
             raise ValueError("the critic's batch has no values and returns")
         roles = token_roles(batch, config.max_staleness)
-        sequences = _sequences(batch, len(mini_batch), group)
+        sequences = _sequences(batch, len(loss_tokens), group)
         weight = sequences.spread(sample_weight.to(values.device))
 
         # Without old log-probs nothing is known of the trainer yet: the configuration refuses
@@ -311,15 +311,6 @@ def _only(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` [tokens] where ``mask`` is true, and 0 elsewhere, without a gradient
     there."""
     return torch.where(mask, values, 0.0)
-
-
-def _token_weights(
-    config: AlgorithmConfig, mini_batch: Sequence[Sample], max_tokens: int
-) -> torch.Tensor:
-    """Compute the weight of a token loss of each sample, fp64 [samples]."""
-    # Labels are shifted: the loss of a sample begins with its second token.
-    tokens = torch.tensor([sum(sample.loss_mask[1:]) for sample in mini_batch])
-    return sample_weights(tokens, config.aggregation, max_tokens)
 
 
 def _sequences(batch: PackedBatch, count: int, group: dist.ProcessGroup | None) -> Sequences:

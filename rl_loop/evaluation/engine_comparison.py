@@ -3,11 +3,11 @@ held-out episodes are from the trainer's: with experts chosen freely and, if the
 routes, as the engine chose them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_gptoss.packing import Sample
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.canary import check_canary
 from rl_loop.data.samples import to_samples
@@ -64,10 +64,9 @@ def engine_report(
     groups = rollouts.run(held_out_requests(tasks, temperature, with_routes=True))
     samples = to_samples(groups, algorithm, version=0)
     # First with the experts that the trainer chooses: what a run without replay would see.
-    without_routes = [replace(sample, routed_experts=None) for sample in samples]
-    table = gap_table(without_routes, trainer.score(without_routes), tasks.harmony)
+    table = gap_table(samples, trainer.score(samples.without_routes()), tasks.harmony)
     lines += ["", "|d log p|, the trainer routes freely", *table]
-    if samples[0].routed_experts is not None:
+    if samples.routed_experts is not None:
         table = gap_table(samples, trainer.score(samples), tasks.harmony)
         lines += ["", "|d log p|, the trainer takes the engine's routes", *table]
 
@@ -81,11 +80,9 @@ def engine_report(
     return "\n".join(lines)
 
 
-def gap_table(
-    samples: Sequence[Sample], scores: Sequence[Sequence[float]], harmony: Harmony
-) -> list[str]:
-    """Format the distribution of |trainer's - engine's log-prob|, in nats, by
-    position and class of token."""
+def gap_table(samples: TrainingSamples, scores: np.ndarray, harmony: Harmony) -> list[str]:
+    """Format the distribution of |trainer's - engine's log-prob|, in nats, by position and class
+    of token. ``scores``: the trainer's, [tokens]."""
     tokens = _token_gaps(samples, scores, harmony)
     if not tokens:
         return ["no token was sampled"]
@@ -102,18 +99,16 @@ def gap_table(
     return lines
 
 
-def _token_gaps(
-    samples: Sequence[Sample], scores: Sequence[Sequence[float]], harmony: Harmony
-) -> list[TokenGap]:
+def _token_gaps(samples: TrainingSamples, scores: np.ndarray, harmony: Harmony) -> list[TokenGap]:
     """Compare engine and trainer on every sampled token."""
+    assert samples.rollout_log_probs is not None
+    positions = np.arange(samples.tokens) - np.repeat(samples.offsets[:-1], samples.lengths)
+    gaps = np.abs(scores - samples.rollout_log_probs)
+
     tokens = []
-    for sample, log_probs in zip(samples, scores, strict=True):
-        assert sample.rollout_log_probs is not None
-        for i, mask in enumerate(sample.loss_mask):
-            if mask:
-                text = harmony.decode_token(sample.token_ids[i])
-                gap = abs(log_probs[i] - sample.rollout_log_probs[i])
-                tokens.append(TokenGap(i, _class_of(text), gap))
+    for i in np.flatnonzero(samples.loss_mask):
+        text = harmony.decode_token(int(samples.token_ids[i]))
+        tokens.append(TokenGap(int(positions[i]), _class_of(text), float(gaps[i])))
     return tokens
 
 

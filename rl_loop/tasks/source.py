@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING
 
+from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.config.tasks import PassRateConfig, SourceConfig, TaskConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.data.decontamination import SHARED_WORDS, find_giveaways
@@ -21,9 +21,6 @@ from rl_loop.tasks.demonstrations import demonstrations_of
 from rl_loop.tasks.evaluation_records import pass_rates, read_evaluation
 from rl_loop.tasks.prompt_limit import PromptLimit, UnusablePrompt, prompt_of
 from rl_loop.tasks.task_file import TaskData, TaskFileError
-
-if TYPE_CHECKING:
-    from megatron_gptoss.packing import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -101,17 +98,15 @@ class TaskSource:
 
     def demonstrations(
         self, position: int, count: int, mixture: DemonstrationConfig
-    ) -> "list[Sample]":
+    ) -> TrainingSamples:
         """Return demonstrations on ``count`` training tasks, as samples to learn from."""
-        # Takes seconds to import, which a mistake in task data should not wait for.
-        from megatron_gptoss.packing import Sample
-
         samples: list[Sample] = []
         for i, task in enumerate(self.train(position, count), start=position):
             seed = f"{self.config.seed}/{i}"
             for demonstration in demonstrations_of(task, self.harmony, mixture, seed):
-                samples.append(Sample(demonstration.token_ids, demonstration.loss_mask))
-        return samples
+                ids, mask = demonstration.token_ids, demonstration.loss_mask
+                samples.append(Sample(ids, mask, name=task.task_id))
+        return TrainingSamples.join(samples)
 
     def _leave_out_unusable_prompts(self, max_tokens: int) -> None:
         """Leave out tasks whose prompt cannot be rendered or is too long, and say so."""

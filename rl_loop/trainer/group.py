@@ -1,136 +1,62 @@
-"""The trainer ranks as Ray actors, driven as one object."""
+"""The trainer's ranks as one object: what is asked of all of them, and how samples and answers are
+shared out."""
 
-import os
-import socket
-from threading import Lock
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-import ray
+import numpy as np
 import torch
-from ray.exceptions import RayActorError, RayTaskError
 
-from megatron_gptoss.packing import Sample
+from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
-from megatron_gptoss.user_error import UserError
-from rl_loop.cluster.placement import (
-    TRAINER_RANK,
-    has_placement,
-    master_address,
-    outlive_sigterm,
-    placement_options,
-)
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.engines.backend import WeightSender
-from rl_loop.logs import with_logging
-from rl_loop.trainer.rank_start import check_local_ranks, start_limit, wait_for_processes
 from rl_loop.trainer.settings import TrainerSettings
-from rl_loop.trainer.worker import TrainerWorker
+from rl_loop.trainer.shipment import SCORED_COLUMNS, StepPlan, plan_step
+from rl_loop.trainer.worker import RankPlace
 
 
-class RankDied(UserError, RuntimeError):
-    """The process of a trainer rank is gone; the message names rank, host and what
-    Ray knows of the reason."""
+class Ranks(Protocol):
+    """The processes in which TrainerWorkers run: RayRanks."""
 
+    def ready(self) -> list[RankPlace]: ...
 
-class TrainerProcess(TrainerWorker):
-    """A rank that answers as soon as its process runs; ``start``, which is collective, makes a
-    TrainerWorker of it."""
+    def store(self, value: Any) -> Any: ...
 
-    def __init__(self, *arguments: Any) -> None:
-        self._arguments = arguments
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], asked: Sequence[int]
+    ) -> list[Any]: ...
 
-    def start(self) -> None:
-        super().__init__(*self._arguments)
+    def close(self) -> None: ...
 
 
 class TrainerGroup:
-    """All ranks do the same thing at the same time; what rank 0 returns is the result."""
+    """All ranks do the same thing at the same time, each data-parallel rank with its own
+    sequences."""
 
-    def __init__(self, settings: TrainerSettings) -> None:
-        """Start the ranks' processes; ``ready`` waits for them."""
-        world = settings.parallel.world_size
-        cores = os.cpu_count() or 1
-        has_gpus = ray.cluster_resources().get("GPU", 0) >= world
-        if not has_gpus and not has_placement():
-            check_local_ranks(world, cores)
-
-        actor_class = ray.remote(with_logging(TrainerProcess))
-        master, port = master_address()
-        threads = max(1, cores // world)
-        self._ranks: list[Any] = []
-        for rank in range(world):
-            actor = actor_class.options(
-                num_cpus=0,
-                num_gpus=1 if has_gpus else 0,
-                **placement_options(TRAINER_RANK, rank),
-            )
-            self._ranks.append(actor.remote(settings, rank, master, port, threads))
-
-        self._processes = ["a node not yet known"] * world
-        self._asking = Lock()
-        self._start_limit = start_limit(world, cores)
-
-        # All at once, so that they load their weights while the rollouts start.
-        self._started = [rank.__ray_call__.remote(_process) for rank in self._ranks]
-        self._loaded = [rank.start.remote() for rank in self._ranks]
+    def __init__(self, settings: TrainerSettings, ranks: Ranks) -> None:
+        """``ranks`` have been started; ``ready`` waits for them."""
+        self.ranks = ranks
+        self._settings = settings
+        self._last_plan: StepPlan | None = None
+        self._places: list[RankPlace] = []
+        self._answering: list[int] = []
 
     def ready(self) -> None:
         """Wait until every rank has its weights; raises what went wrong in one."""
-        wait_for_processes(self._started, self._start_limit)
-        self._processes = self._join(self._started)
-        self._join(self._loaded)
+        self._places = self.ranks.ready()
 
-    def _all(self, method: str, *arguments: Any) -> Any:
-        # What is asked is collective: every rank must hear two threads in the same order.
-        with self._asking:
-            calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
-        return self._join(calls)[0]
+        # By data-parallel rank: which rank returns what was computed of its sequences.
+        answering = {place.data: rank for rank, place in enumerate(self._places) if place.answers}
+        self._answering = [answering[data] for data in range(self._settings.parallel.data)]
 
-    def _join(self, calls: list[Any]) -> list[Any]:
-        """Return all results, or raise the error of the rank that failed first.
+    def close(self) -> None:
+        self.ranks.close()
 
-        A death is the reason of its neighbours' errors: it is told even if
-        one of them was faster."""
-        failures: dict[int, Exception] = {}
-        waiting = list(calls)
-        # After a first failure wait a little longer: a death may explain it.
-        while waiting:
-            ended, waiting = ray.wait(waiting, num_returns=1, timeout=2 if failures else None)
-            if not ended:
-                break
-            try:
-                ray.get(ended[0])
-            except (RayActorError, RayTaskError) as failure:
-                failures[calls.index(ended[0])] = failure
-        if not failures:
-            return ray.get(calls)
-
-        for rank, error in failures.items():
-            if isinstance(error, RayActorError) and not error.actor_init_failed:
-                raise RankDied(
-                    f"trainer rank {rank} on {self._processes[rank]} died: {_reason(error)}"
-                ) from error
-        rank, error = next(iter(failures.items()))
-        error.add_note(f"first on trainer rank {rank} on {self._processes[rank]}")
-        raise error
-
-    def sft_step(self, samples: list[Sample], step: int) -> StepStatistics:
-        return self._all("sft_step", ray.put(samples), step)
-
-    def compute_values_and_reference_log_probs(self, samples: list[Sample]) -> TokenEstimates:
-        return self._all("compute_values_and_reference_log_probs", ray.put(samples))
-
-    def rl_step(self, samples: list[Sample], step: int) -> RlUpdates:
-        return self._all("rl_step", ray.put(samples), step)
-
-    def score(self, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:
-        return self._all("score", ray.put(samples), temperature)
+    # -- what all ranks do with the same arguments ------------------------------------------------
 
     def route_agreement(self) -> dict[str, float]:
         return self._all("route_agreement")
-
-    def greedy_tokens(self, samples: list[Sample]) -> list[list[int]]:
-        return self._all("greedy_tokens", ray.put(samples))
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._all("weights")
@@ -144,17 +70,72 @@ class TrainerGroup:
     def resume(self) -> dict[str, Any] | None:
         return self._all("resume")
 
-    def close(self) -> None:
-        for rank in self._ranks:
-            ray.kill(rank)
+    def _all(self, method: str, *arguments: Any) -> Any:
+        """Call a method on every rank; what rank 0 returns is the result."""
+        return self.ranks.call(method, [arguments] * len(self._places), asked=[0])[0]
 
+    # -- what every data-parallel rank does with its sequences ------------------------------------
 
-def _process(worker: TrainerWorker) -> str:
-    outlive_sigterm(worker)
-    return f"{socket.gethostname()} (pid {os.getpid()})"
+    def sft_step(self, samples: TrainingSamples, step: int) -> StepStatistics:
+        """Take one optimizer step on demonstrations."""
+        shipments = self._ship(samples, self._plan(samples, mini_batches=1))
+        return self._on_shipments("sft_step", shipments, [0], step)[0]
 
+    def compute_values_and_reference_log_probs(self, samples: TrainingSamples) -> TokenEstimates:
+        """Compute what advantages need, as far as the algorithm has a use for it."""
+        plan = self._plan(samples)
+        shipments = self._ship(samples, plan, ("token_ids", "loss_mask"))
+        answers: list[TokenEstimates] = self._on_shipments(
+            "compute_values_and_reference_log_probs", shipments, self._answering
+        )
 
-def _reason(error: RayActorError) -> str:
-    """Ray's last sentence about a death; what comes before repeats class, pid and address."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "exit type" in line or "node" in line.lower()), lines[0])
+        estimates = {}
+        for name in ("values", "reference_log_probs"):
+            columns = [getattr(answer, name) for answer in answers]
+            if columns[0] is not None:
+                estimates[name] = plan.place_answers(samples, columns, name, np.dtype(np.float32))
+        return TokenEstimates(**estimates)
+
+    def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates:
+        """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy."""
+        shipments = self._ship(samples, self._plan(samples))
+        return self._on_shipments("rl_step", shipments, [0], step)[0]
+
+    def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray:
+        """Compute log-probs in nats: float32 [tokens], 0 for the first token of a sequence."""
+        plan = self._plan(samples)
+        shipments = self._ship(samples, plan, SCORED_COLUMNS)
+        answers = self._on_shipments("score", shipments, self._answering, temperature)
+        return plan.place_answers(samples, answers, "log_probs", np.dtype(np.float32))
+
+    def greedy_tokens(self, samples: TrainingSamples) -> np.ndarray:
+        """Compute what greedy decoding would have put in each place: int64 [tokens], 0 for the
+        first token of a sequence."""
+        plan = self._plan(samples)
+        shipments = self._ship(samples, plan, SCORED_COLUMNS)
+        answers = self._on_shipments("greedy_tokens", shipments, self._answering)
+        return plan.place_answers(samples, answers, "greedy_tokens", np.dtype(np.int64))
+
+    def _plan(self, samples: TrainingSamples, mini_batches: int | None = None) -> StepPlan:
+        """Decide which rank takes which sequences. Samples of the same lengths get the same plan:
+        all passes of a step."""
+        if mini_batches is None:
+            mini_batches = self._settings.algorithm.mini_batches
+        if self._last_plan is None or not self._last_plan.is_for(samples, mini_batches):
+            self._last_plan = plan_step(samples, self._settings, mini_batches)
+        return self._last_plan
+
+    def _ship(
+        self, samples: TrainingSamples, plan: StepPlan, columns: Sequence[str] | None = None
+    ) -> list[Any]:
+        """Put what each data-parallel rank gets where its ranks read it."""
+        # One after the other: no more than one rank's part is held besides the whole.
+        return [self.ranks.store(shipment) for shipment in plan.shipments(samples, columns)]
+
+    def _on_shipments(
+        self, method: str, shipments: Sequence[Any], asked: Sequence[int], *arguments: Any
+    ) -> list[Any]:
+        """Call a method with each rank's shipment. Returns what the ranks ``asked`` returned; of
+        the others nothing is sent."""
+        calls = [(shipments[place.data], *arguments) for place in self._places]
+        return self.ranks.call(method, calls, asked)

@@ -1,9 +1,9 @@
-"""One trainer rank: everything that touches Megatron. A plain class, of which ``trainer.group``
-makes Ray actors."""
+"""One trainer rank: everything that touches Megatron. A plain class, of which
+``trainer.ray_ranks`` makes Ray actors."""
 
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -21,21 +21,32 @@ from megatron_gptoss.checkpoint.loader import load_checkpoint, load_model_weight
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.model import build_model, freeze
-from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
-from megatron_gptoss.planning.flops import forward_flops
+from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.memory_advice import out_of_memory_explained
 from megatron_gptoss.routing_replay import RoutingReplay
-from megatron_gptoss.scorer import Scorer, alignment, data_parallel_slice, gather_parameters
+from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
 from megatron_gptoss.trainer import LossFunction, PolicyTrainer, StepStatistics
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.engines.backend import WeightSender
 from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.trainer.settings import TrainerSettings
+from rl_loop.trainer.shipment import MiniBatch, Shipment
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands among the others."""
+
+    data: int
+    """Its data-parallel rank."""
+    answers: bool
+    """Whether it is the one of its data-parallel rank that returns what was computed."""
 
 
 class TrainerWorker:
-    """Every method is collective: the driver calls it on all ranks with the same arguments."""
+    """Every method is collective: the driver calls it on all ranks, with the same arguments on the
+    ranks of a data-parallel rank."""
 
     def __init__(
         self, settings: TrainerSettings, rank: int, master: str, port: int, threads: int
@@ -64,6 +75,15 @@ class TrainerWorker:
 
         self.run = RunDirectory(settings.directory)
         self._saved = self._checkpoint_writers()
+
+    def place(self) -> RankPlace:
+        """Say where this rank stands among the others."""
+        answers = (
+            parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+            and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        )
+        return RankPlace(data=parallel_state.get_data_parallel_rank(), answers=answers)
 
     def _initial_model(self) -> torch.nn.Module:
         """Build this rank's part of the model that the run starts from."""
@@ -98,97 +118,106 @@ class TrainerWorker:
 
     # -- training ---------------------------------------------------------------------------------
 
-    def sft_step(self, samples: list[Sample], step: int) -> StepStatistics:
+    def sft_step(self, shipment: Shipment, step: int) -> StepStatistics:
         """Take one optimizer step on demonstrations. Raises ValueError if they have
         no token to learn from."""
-        tokens = _loss_tokens(samples)
-        if tokens == 0:
-            raise ValueError(f"none of the {len(samples)} samples has a token to learn from")
-        return self._update(self.trainer, samples, sft_objective(tokens), step)
+        (mini_batch,) = shipment.unpack(alignment())
+        if mini_batch.is_empty:
+            count = len(mini_batch.loss_tokens)
+            raise ValueError(f"none of the {count} samples has a token to learn from")
+        loss = sft_objective(int(mini_batch.loss_tokens.sum()))
+        return self._update(self.trainer, mini_batch.micro_batches, loss, step)
 
-    def compute_values_and_reference_log_probs(self, samples: list[Sample]) -> TokenEstimates:
-        """Compute what advantages need, as far as the algorithm has a use for it."""
-        values = self._score_with(self.critic, samples) if self.critic is not None else None
-        reference = (
-            self._score_with(self.reference, samples) if self.reference is not None else None
-        )
+    def compute_values_and_reference_log_probs(self, shipment: Shipment) -> TokenEstimates:
+        """Compute what advantages need of this rank's sequences, as far as the algorithm has a use
+        for it."""
+        values = None
+        if self.critic is not None:
+            values = self._score_with(self.critic, shipment)
+        reference = None
+        if self.reference is not None:
+            reference = self._score_with(self.reference, shipment)
         return TokenEstimates(values=values, reference_log_probs=reference)
 
-    def rl_step(self, samples: list[Sample], step: int) -> RlUpdates:
-        """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy on one
-        batch of episodes."""
-        # Before the first update, with the weights that the whole batch is compared with.
-        samples = self._with_old_log_probs(samples)
-        critic_only_steps = self.algorithm.critic.warmup_steps if self.algorithm.critic else 0
+    def rl_step(self, shipment: Shipment, step: int) -> RlUpdates:
+        """Take an optimizer step of the critic and of the policy for every mini-batch of one batch
+        of episodes."""
+        # Every episode of a mini-batch may be masked.
+        mini_batches = [
+            mini_batch for mini_batch in shipment.unpack(alignment()) if not mini_batch.is_empty
+        ]
+        updates = RlUpdates(skipped=self.algorithm.mini_batches - len(mini_batches))
 
-        updates = RlUpdates()
-        for number in range(self.algorithm.mini_batches):
-            # Every n-th sample, so that the samples of one task are spread over the mini-batches.
-            mini_batch = samples[number :: self.algorithm.mini_batches]
-            if _loss_tokens(mini_batch) == 0:
-                # Every episode may be masked, and there is no mean over no tokens.
-                updates.skipped += 1
-                continue
+        # Before the first update, with the weights that the whole batch is compared with.
+        self._add_old_log_probs(mini_batches)
+        critic_only_steps = self.algorithm.critic.warmup_steps if self.algorithm.critic else 0
+        for mini_batch in mini_batches:
             if self.critic is not None:
                 updates.critic.append(self._update_critic(mini_batch, step))
             if step >= critic_only_steps:
                 updates.policy.append(self._update_policy(mini_batch, step, critic_only_steps))
         return updates
 
-    def _with_old_log_probs(self, samples: list[Sample]) -> list[Sample]:
-        """Return the samples with the denominators of their importance ratios, if the algorithm
-        needs any.
+    def _add_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
+        """Give the micro-batches the denominators of their importance ratios, if the algorithm
+        needs any, and the routes of that pass if these are to be replayed.
 
         They cost a forward pass only with ``old_log_probs: forward``."""
         source = self.algorithm.old_log_probs_from
+        batches = [batch for mini_batch in mini_batches for batch in mini_batch.micro_batches]
         if source == "rollout":
-            return [replace(sample, old_log_probs=sample.rollout_log_probs) for sample in samples]
-        if source != "forward":
-            return samples
+            for batch in batches:
+                batch.old_log_probs = batch.rollout_log_probs
+        if source != "forward" or not batches:
+            return
 
         replay = self.trainer.replay
-        records_routes = replay is not None and self.algorithm.routing_replay == "R2"
+        records_routes = self.algorithm.routing_replay == "R2"
         if replay is not None and records_routes:
             replay.start_recording()
-        log_probs = self.score(samples)
-        samples = [
-            replace(sample, old_log_probs=row)
-            for sample, row in zip(samples, log_probs, strict=True)
-        ]
+
+        # The same micro-batches as in the updates: what this rank computes and records of them
+        # stays here.
+        for batch, log_probs in zip(
+            batches, self._score_batches(self.trainer, batches), strict=True
+        ):
+            is_padding = batch.sample_ids < 0
+            batch.old_log_probs = log_probs.cpu().float().masked_fill(is_padding, 0.0)
         if replay is not None and records_routes:
-            routes = self._recorded_routes(replay, samples)
-            samples = [
-                replace(sample, routed_experts=row)
-                for sample, row in zip(samples, routes, strict=True)
-            ]
+            for batch, routes in zip(batches, replay.recorded(), strict=True):
+                batch.recorded_routes = routes
 
         if replay is not None:
             replay.agreement()  # start counting anew: what is reported is that of the updates
-        return samples
 
-    def _update_critic(self, mini_batch: list[Sample], step: int) -> StepStatistics:
+    def _update_critic(self, mini_batch: MiniBatch, step: int) -> StepStatistics:
         # The routes are the policy's; the critic chooses its own experts.
-        samples = [replace(sample, routed_experts=None) for sample in mini_batch]
-        context = parallel_state.get_context_parallel_group()
+        batches = [
+            replace(batch, routed_experts=None, recorded_routes=None)
+            for batch in mini_batch.micro_batches
+        ]
         objective = value_objective(
-            self.algorithm, mini_batch, self.settings.max_episode_tokens, context
+            self.algorithm,
+            mini_batch.loss_tokens,
+            self.settings.max_episode_tokens,
+            parallel_state.get_context_parallel_group(),
         )
         assert self.critic is not None
-        return self._update(self.critic, samples, objective, step)
+        return self._update(self.critic, batches, objective, step)
 
-    def _update_policy(
-        self, mini_batch: list[Sample], step: int, first_step: int
-    ) -> StepStatistics:
-        context = parallel_state.get_context_parallel_group()
+    def _update_policy(self, mini_batch: MiniBatch, step: int, first_step: int) -> StepStatistics:
         objective = policy_objective(
-            self.algorithm, mini_batch, self.settings.max_episode_tokens, context
+            self.algorithm,
+            mini_batch.loss_tokens,
+            self.settings.max_episode_tokens,
+            parallel_state.get_context_parallel_group(),
         )
-        return self._update(self.trainer, mini_batch, objective, step, first_step)
+        return self._update(self.trainer, mini_batch.micro_batches, objective, step, first_step)
 
     def _update(
         self,
         trainer: PolicyTrainer,
-        samples: list[Sample],
+        batches: Sequence[PackedBatch],
         loss: LossFunction,
         step: int,
         first_step: int = 0,
@@ -202,24 +231,22 @@ class TrainerWorker:
         schedule_steps = self.settings.training.steps - first_step
         learning_rate = trainer.config.learning_rate_at(step - first_step, schedule_steps)
         with out_of_memory_explained(self.settings.memory_inputs):
-            statistics = trainer.train_step(
-                self._pack(samples), loss, learning_rate, self.settings.temperature
-            )
+            statistics = trainer.train_step(batches, loss, learning_rate, self.settings.temperature)
         exempt_from_collection()
         return statistics
 
     # -- scores -----------------------------------------------------------------------------------
 
-    def score(self, samples: list[Sample], temperature: float | None = None) -> list[list[float]]:
-        """Compute the log-prob of each token of each sample, in nats, 0.0 for the first token."""
-        return self._score_with(self.trainer, samples, temperature)
+    def score(self, shipment: Shipment, temperature: float | None = None) -> np.ndarray:
+        """Compute the log-prob of each token of this rank's sequences, in nats: float32 [tokens],
+        0 for the first token of each."""
+        return self._score_with(self.trainer, shipment, temperature)
 
-    def greedy_tokens(self, samples: list[Sample]) -> list[list[int]]:
-        """Compute, per sample, the token that greedy decoding would have put in each
-        place, 0 for the first."""
-        batches = self._pack(samples)
-        rows = self._merge_ranks(self.trainer.greedy_tokens(batches), batches, len(samples))
-        return [[int(token) for token in row] for row in rows]
+    def greedy_tokens(self, shipment: Shipment) -> np.ndarray:
+        """Compute the token that greedy decoding would have put in each place: int64 [tokens], 0
+        for the first of each sequence."""
+        batches = _micro_batches(shipment)
+        return shipment.column_of(self.trainer.greedy_tokens(batches), np.dtype(np.int64))
 
     def route_agreement(self) -> dict[str, float]:
         """Return ``RoutingReplay.agreement`` of all routes replayed since
@@ -228,60 +255,16 @@ class TrainerWorker:
         return self.trainer.replay.agreement()
 
     def _score_with(
-        self, scorer: Scorer, samples: list[Sample], temperature: float | None = None
-    ) -> list[list[float]]:
-        batches = self._pack(samples)
+        self, scorer: Scorer, shipment: Shipment, temperature: float | None = None
+    ) -> np.ndarray:
+        values = self._score_batches(scorer, _micro_batches(shipment), temperature)
+        return shipment.column_of(values, np.dtype(np.float32))
+
+    def _score_batches(
+        self, scorer: Scorer, batches: Sequence[PackedBatch], temperature: float | None = None
+    ) -> list[torch.Tensor]:
         with out_of_memory_explained(self.settings.memory_inputs):
-            rows = scorer.score(batches, temperature or self.settings.temperature)
-        return self._merge_ranks(rows, batches, len(samples))
-
-    def _recorded_routes(self, replay: RoutingReplay, samples: list[Sample]) -> list[np.ndarray]:
-        """Return what the routers chose in the forward pass over ``samples``: per sample int16
-        [len - 1, layers, top_k]."""
-        batches = self._pack(samples)
-        routes = replay.recorded()
-
-        # With context parallelism, tokens lie in the order of the ranks; bring them back into that
-        # of the row.
-        ranks = parallel_state.get_context_parallel_world_size()
-        if ranks > 1:
-            for i, batch in enumerate(batches):
-                order = batch.context_layout_over(ranks).inverse
-                routes[i] = routes[i][order.to(routes[i].device)]
-
-        shape = routes[0].shape[1:]  # layers, top_k
-        rows = self._merge_ranks([route.flatten(1) for route in routes], batches, len(samples))
-        return [np.array(row[1:], dtype=np.int16).reshape(-1, *shape) for row in rows]
-
-    def _pack(self, samples: list[Sample]) -> Sequence[PackedBatch]:
-        """Pack the samples into micro-batches and return those of this data-parallel rank."""
-        settings = self.settings
-        batches = pack(
-            samples,
-            settings.training.max_tokens_per_micro_batch,
-            settings.parallel.data,
-            alignment(),
-            lambda length: forward_flops(settings.model, [length]),
-            settings.parallel.micro_batch_multiple,
-        )
-        return data_parallel_slice(batches)
-
-    @staticmethod
-    def _merge_ranks(
-        values: list[torch.Tensor], batches: Sequence[PackedBatch], count: int
-    ) -> list[list[float]]:
-        """Gather per-token values of all ranks' micro-batches and return them by
-        sample, 0 to ``count`` - 1."""
-        local: dict[int, list[float]] = {}
-        for row, batch in zip(values, batches, strict=True):
-            local |= unpack(row, batch)
-
-        by_rank: list[dict[int, list[float]]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(by_rank, local)
-        merged: dict[int, list[float]] = {}
-        for rows in by_rank:
-            merged |= rows
-        return [merged[i] for i in range(count)]
+            return scorer.score(batches, temperature or self.settings.temperature)
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
@@ -339,6 +322,7 @@ def exempt_from_collection() -> None:
     gc.freeze()
 
 
-def _loss_tokens(samples: list[Sample]) -> int:
-    """Count the tokens that the loss looks at; the first of a sample has no log-prob."""
-    return sum(sum(sample.loss_mask[1:]) for sample in samples)
+def _micro_batches(shipment: Shipment) -> list[PackedBatch]:
+    """Build all micro-batches of this rank, one mini-batch after the other."""
+    mini_batches = shipment.unpack(alignment())
+    return [batch for mini_batch in mini_batches for batch in mini_batch.micro_batches]

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gptoss.packing import PackedBatch, Sample, build_batch
+from megatron_gptoss.packing import PackedBatch, build_batch
+from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.algorithms.advantages import (
     gdpo_advantages,
     generalized_advantages,
@@ -305,10 +306,20 @@ def samples(lengths: tuple[int, ...] = (5, 9, 3, 6), seed: int = 0) -> list[Samp
             reference_log_probs=below_zero(n),
             values=row(n),
             returns=row(n),
-            staleness=[i % 3 - 1 for i in range(n)],
+            staleness=[max(0, i % 3 - 1) for i in range(n)],
+            is_grafted=[i % 3 == 0 for i in range(n)],
         )
         for n in lengths
     ]
+
+
+def batch_of(everyone: list[Sample], part: list[int] | None = None, align: int = 1) -> PackedBatch:
+    """One micro-batch of some of the samples, by default of all."""
+    return build_batch(TrainingSamples.join(everyone), part, align)
+
+
+def loss_tokens(everyone: list[Sample]) -> torch.Tensor:
+    return torch.from_numpy(TrainingSamples.join(everyone).loss_tokens)
 
 
 def in_fp64(batch: PackedBatch) -> PackedBatch:
@@ -347,12 +358,12 @@ CONFIGS = {
 def evaluate(
     config: AlgorithmConfig, everyone: list[Sample], parts: list[list[int]]
 ) -> tuple[float, dict[str, float]]:
-    objective = policy_objective(config, everyone, 50)
+    objective = policy_objective(config, loss_tokens(everyone), 50)
     if config.critic:
-        objective = value_objective(config, everyone, 50)
+        objective = value_objective(config, loss_tokens(everyone), 50)
     total, sums = 0.0, {}
     for part in parts:
-        batch = in_fp64(build_batch([replace(everyone[i], sample_id=i) for i in part], align=4))
+        batch = in_fp64(batch_of(everyone, part, align=4))
         log_probs = -0.1 * (batch.labels.double() + 1)
         output = objective(
             *((log_probs,) if config.critic else (log_probs, log_probs.abs())), batch
@@ -369,14 +380,14 @@ def test_a_batch_without_loss_tokens_has_a_loss_and_a_gradient_of_zero(
 ) -> None:
     config = CONFIGS[name].model_copy(update={"aggregation": aggregation})
     masked = [replace(sample, loss_mask=[0] * len(sample.token_ids)) for sample in samples()]
-    batch = in_fp64(
-        build_batch([replace(sample, sample_id=i) for i, sample in enumerate(masked)], align=4)
-    )
+    batch = in_fp64(batch_of(masked, align=4))
     predicted = (-0.1 * (batch.labels.double() + 1)).requires_grad_()
     if config.critic:
-        output = value_objective(config, masked, 50)(predicted, batch)
+        output = value_objective(config, loss_tokens(masked), 50)(predicted, batch)
     else:
-        output = policy_objective(config, masked, 50)(predicted, predicted.abs(), batch)
+        output = policy_objective(config, loss_tokens(masked), 50)(
+            predicted, predicted.abs(), batch
+        )
     output.loss.backward()
     assert predicted.grad is not None and not predicted.grad.any()
     figures = (output.loss.detach(), *output.sums.values(), *output.maxima.values())
@@ -399,8 +410,10 @@ def test_nothing_outside_the_mask_changes_a_gradient(
     name: str, position: int, change: float
 ) -> None:
     config, everyone = CONFIGS[name], samples()
-    objective = (value_objective if config.critic else policy_objective)(config, everyone, 50)
-    batch = in_fp64(build_batch([replace(s, sample_id=i) for i, s in enumerate(everyone)], align=4))
+    objective = (value_objective if config.critic else policy_objective)(
+        config, loss_tokens(everyone), 50
+    )
+    batch = in_fp64(batch_of(everyone, align=4))
     position %= batch.tokens
     off = batch.loss_mask == 0
     touched = torch.zeros(batch.tokens, dtype=torch.bool)
@@ -428,8 +441,8 @@ def test_nothing_outside_the_mask_changes_a_gradient(
 def test_on_policy_the_objective_reports_ratio_one_and_no_clipping() -> None:
     everyone = [replace(s, old_log_probs=None) for s in samples()]
     config = AlgorithmConfig()
-    batch = build_batch([replace(s, sample_id=i) for i, s in enumerate(everyone)])
-    output = policy_objective(config, everyone)(
+    batch = batch_of(everyone)
+    output = policy_objective(config, loss_tokens(everyone))(
         batch.rollout_log_probs + 0.1, batch.loss_mask, batch
     )
     assert output.sums["clip_fraction"] == 0

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gptoss.packing import GRAFTED, Sample, build_batch
+from megatron_gptoss.samples import Sample
 from rl_loop.algorithms.config import AlgorithmConfig, CorrectionConfig
 from rl_loop.algorithms.correction import rollout_correction
 from rl_loop.algorithms.objectives import policy_objective
 from rl_loop.algorithms.sequences import Sequences
+from tests.rl_loop.algorithms.test_algorithms import batch_of, loss_tokens
 
 SEQUENCE = [0, 0, 0, 1, 1, 1, 2]
 MASK = [True, True, True, True, False, True, True]
@@ -93,14 +94,14 @@ def test_weights_are_those_of_the_rule(
             assert got.weights[t].item() == pytest.approx(want[t], rel=1e-6, abs=1e-6)
 
 
-def sample(staleness: list[int] | None = None) -> Sample:
+def sample(staleness: list[int] | None = None, is_grafted: list[bool] | None = None) -> Sample:
     return Sample(
         [1, 2, 3, 4],
         [0, 1, 1, 1],
         [1.0] * 4,
         rollout_log_probs=[0.0, -1.0, -1.0, -1.0],
         staleness=staleness,
-        sample_id=0,
+        is_grafted=is_grafted,
     )
 
 
@@ -108,7 +109,8 @@ def run(
     config: AlgorithmConfig, one: Sample, log_probs: list[float]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     values = torch.tensor(log_probs).requires_grad_()
-    output = policy_objective(config, [one])(values, torch.zeros(3), build_batch([one]))
+    loss = policy_objective(config, loss_tokens([one]))
+    output = loss(values, torch.zeros(3), batch_of([one]))
     output.loss.backward()
     assert values.grad is not None
     return -3 * values.grad, output.sums
@@ -145,7 +147,9 @@ def test_tokens_older_than_allowed_are_left_out() -> None:
 
 def test_grafted_tokens_learn_but_enter_neither_weights_nor_mismatch() -> None:
     weights, sums = run(
-        AlgorithmConfig(), sample([0, 0, GRAFTED, 0]), [-1.0, -3.0, -1.0 + math.log(1.5)]
+        AlgorithmConfig(),
+        sample(is_grafted=[False, False, True, False]),
+        [-1.0, -3.0, -1.0 + math.log(1.5)],
     )
     assert weights.tolist() == pytest.approx([1.0, 1.0, 1.5])
     assert sums["comparable"] == 2

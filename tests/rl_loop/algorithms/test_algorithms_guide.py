@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_gptoss.packing import build_batch
 from rl_loop.algorithms.advantages import BatchRewards, sample_advantages
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective
@@ -28,7 +27,7 @@ from rl_loop.algorithms.sequences import Sequences
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from tests.rl_loop.algorithms.test_algorithms import samples
+from tests.rl_loop.algorithms.test_algorithms import batch_of, loss_tokens, samples
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -199,9 +198,9 @@ def test_a_loss_of_the_wrong_form_stops_the_run(
 ) -> None:
     config = load(workplace)
     everyone = samples()
-    batch = build_batch([replace(sample, sample_id=i) for i, sample in enumerate(everyone)])
+    batch = batch_of(everyone)
     log_probs = batch.rollout_log_probs.clone().requires_grad_()
-    objective = policy_objective(config, everyone)
+    objective = policy_objective(config, loss_tokens(everyone))
     assert objective(log_probs, log_probs.abs(), batch).loss.requires_grad
 
     sapo = POLICY_LOSSES.resolve("my_algorithms:sapo")

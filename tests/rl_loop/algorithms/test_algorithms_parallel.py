@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch.distributed as dist
 
-from megatron_gptoss.packing import build_batch
 from rl_loop.algorithms.objectives import policy_objective
 from tests.distributed import free_port, run_distributed
-from tests.rl_loop.algorithms.test_algorithms import CONFIGS, in_fp64, samples
+from tests.rl_loop.algorithms.test_algorithms import (
+    CONFIGS,
+    batch_of,
+    in_fp64,
+    loss_tokens,
+    samples,
+)
 
 NAMES = ["ppo", "gspo", "sequence mis"]
 
@@ -21,11 +24,13 @@ Result = tuple[dict[str, float], dict[str, float], dict[tuple[int, int], float]]
 def evaluate(name: str, rank: int, size: int) -> Result:
     """This rank's sums (with the loss among them), maxima, and gradients by sample and position."""
     everyone = samples((25, 9, 3, 14))
-    batch = in_fp64(build_batch([replace(s, sample_id=i) for i, s in enumerate(everyone)], align=2))
+    batch = in_fp64(batch_of(everyone, align=2))
     part = batch.context_parallel_shard(rank, size)
     log_probs = (-0.02 * (part.labels.double() + 1)).requires_grad_()
     group = dist.group.WORLD if size > 1 else None
-    output = policy_objective(CONFIGS[name], everyone, 50, group)(log_probs, log_probs.exp(), part)
+    output = policy_objective(CONFIGS[name], loss_tokens(everyone), 50, group)(
+        log_probs, log_probs.exp(), part
+    )
     output.loss.backward()
     assert log_probs.grad is not None
     places = zip(part.sample_ids.tolist(), part.position_ids.tolist(), strict=True)

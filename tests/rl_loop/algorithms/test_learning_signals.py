@@ -15,7 +15,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_gptoss.packing import GRAFTED, PackedBatch, Sample, build_batch
+from megatron_gptoss.packing import PackedBatch
+from megatron_gptoss.samples import Sample
 from rl_loop.algorithms.advantages import BatchRewards, group_advantages, sample_advantages, whiten
 from rl_loop.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig
 from rl_loop.algorithms.correction import mismatch_sums, rollout_correction
@@ -28,6 +29,7 @@ from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.tracking.metrics import Name, StepMetrics
 from rl_loop.tracking.step_metrics import add_signal_metrics
+from tests.rl_loop.algorithms.test_algorithms import batch_of, loss_tokens
 
 
 def choices(model: Any, field: str) -> tuple[str, ...]:
@@ -252,7 +254,7 @@ def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[Sample], np.n
 
 
 def packed(samples: list[Sample]) -> PackedBatch:
-    return build_batch([replace(sample, sample_id=i) for i, sample in enumerate(samples)], align=4)
+    return batch_of(samples, align=4)
 
 
 def gradients(
@@ -264,7 +266,7 @@ def gradients(
 ) -> tuple[torch.Tensor, ...]:
     """Loss and its gradients by log-probs and entropies, of the policy."""
     log_probs, entropy = log_probs.clone().requires_grad_(), entropy.clone().requires_grad_()
-    loss = policy_objective(config, samples, 50)(log_probs, entropy, batch).loss
+    loss = policy_objective(config, loss_tokens(samples), 50)(log_probs, entropy, batch).loss
     loss.backward()
     assert log_probs.grad is not None and entropy.grad is not None
     return loss.detach(), log_probs.grad, entropy.grad
@@ -323,7 +325,7 @@ def test_the_critic_leaves_out_what_the_policy_leaves_out(kind: str) -> None:
 
     def gradient(batch: PackedBatch, values: torch.Tensor) -> torch.Tensor:
         values = values.clone().requires_grad_()
-        value_objective(config, samples, 50)(values, batch).loss.backward()
+        value_objective(config, loss_tokens(samples), 50)(values, batch).loss.backward()
         assert values.grad is not None
         return values.grad
 
@@ -415,12 +417,13 @@ def test_neither_grafted_tokens_nor_other_sequences_change_the_verdict_on_a_sequ
 
 def test_a_sequence_that_is_dropped_alone_is_dropped_with_two_grafted_tokens() -> None:
     one = Sample([1, 2, 3, 4], [0, 1, 1, 1], [1.0] * 4, rollout_log_probs=[0.0, -1.0, 0.0, 0.0])
-    one.staleness, one.sample_id = [0, 0, GRAFTED, GRAFTED], 0
+    one.is_grafted = [False, False, True, True]
     config = AlgorithmConfig.model_validate({"correction": {"geometric_bounds": (0.8, 1.25)}})
     log_probs = torch.tensor(
         [-1.3, -0.1, -0.1], requires_grad=True
     )  # rho is exp(-0.3), over three tokens exp(-0.1)
-    output = policy_objective(config, [one])(log_probs, torch.zeros(3), build_batch([one]))
+    objective = policy_objective(config, loss_tokens([one]))
+    output = objective(log_probs, torch.zeros(3), batch_of([one]))
     output.loss.backward()
     assert not log_probs.grad.any()  # type: ignore[union-attr]
     assert output.sums["correction/dropped_geometric"] == 3
@@ -428,10 +431,11 @@ def test_a_sequence_that_is_dropped_alone_is_dropped_with_two_grafted_tokens() -
 
 def test_grafted_tokens_learn_whatever_the_engine_said_of_them() -> None:
     config, samples, _ = exclusion("masked", "ppo")
-    samples[0].loss_mask, samples[0].staleness = [0, 1, 1, 1, 1, 1], [0, 0, GRAFTED, GRAFTED, 0, 0]
+    samples[0].loss_mask = [0, 1, 1, 1, 1, 1]
+    samples[0].is_grafted = [False, False, True, True, False, False]
     batch = packed(samples)
     log_probs, entropy = batch.rollout_log_probs + 0.02, torch.ones_like(batch.rollout_log_probs)
-    grafted = batch.staleness == GRAFTED
+    grafted = batch.is_grafted
     want = gradients(config, samples, batch, log_probs, entropy)
     assert want[1][grafted].all()
     for garbage in GARBAGE:
