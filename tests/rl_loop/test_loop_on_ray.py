@@ -277,8 +277,8 @@ def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
         killer.join()
         wait_until(lambda: pool._call(0, "__ray_call__", lambda worker: os.getpid()) != victim)
         assert pool._restarts == 1
-        assert [[t.token_ids for t in g.trajectories] for g in groups] == [
-            [t.token_ids for t in g.trajectories] for g in expected
+        assert [[t.token_ids.tolist() for t in g.trajectories] for g in groups] == [
+            [t.token_ids.tolist() for t in g.trajectories] for g in expected
         ]
         assert all(
             span.version == 7 for g in groups for t in g.trajectories for span in t.weight_versions
