@@ -241,12 +241,8 @@ def test_after_its_first_update_a_rank_searches_little_for_garbage(tmp_path: Pat
     )
 
     def searched() -> int:
-        return trainer._join(
-            [
-                rank.__ray_call__.remote(lambda worker: len(gc.get_objects()))
-                for rank in trainer._ranks
-            ]
-        )[0]
+        (actor,) = trainer.ranks.actors
+        return ray.get(actor.__ray_call__.remote(lambda worker: len(gc.get_objects())))
 
     try:
         trainer.ready()
