@@ -82,10 +82,17 @@ def test_a_turn_that_is_taken_back_leaves_nothing(turns: int) -> None:
         take_turn(draft, 5, version=6)
 
     one, other = plain.to_trajectory(), retried.to_trajectory()
-    for name in ("token_ids", "loss_mask", "rollout_log_probs", "routed_experts"):
+    for name in ("token_ids", "loss_mask", "rollout_log_probs"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
     assert (one.turns, one.weight_versions) == (other.turns, other.weight_versions)
     assert plain.sampled_tokens == retried.sampled_tokens
+
+    # What the turn read was processed with it; its own tokens, and the last that it read, which
+    # was an input of its first, are known from the turn in its place.
+    assert isinstance(other.routed_experts, np.ndarray)
+    start = other.turns[-1].start
+    assert other.routed_experts[start - 2].max() == 7
+    assert (other.routed_experts[start - 1 :] == 6).all()
 
 
 def test_turns_with_and_without_routes_do_not_make_an_episode() -> None:

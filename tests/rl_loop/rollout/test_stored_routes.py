@@ -86,6 +86,7 @@ def one_ray() -> Iterator[None]:
 def settings(tmp_path: Path, *overrides: str) -> RlConfig:
     options = [
         f"model.num_layers={LAYERS}",
+        "model.max_length=4096",
         f"model.num_experts={EXPERTS}",
         f"model.experts_per_token={TOP_K}",
         f"rollout.max_new_tokens_per_turn={TURN}",
