@@ -30,6 +30,7 @@ from launch.ray_node import (
 from rl_loop.cluster.placement import end_with_parent
 from rl_loop.cluster.ray_session import ray_environment
 from rl_loop.config.run import RlConfig, RunConfig
+from rl_loop.lifecycle.store_size import store_bytes, store_need
 from rl_loop.tracking.run_directory import RunDirectory, read_json, write_json
 
 POLL_SECONDS = 0.5
@@ -73,6 +74,7 @@ class NodeProgram:
         # test share one /tmp.
         self.scratch = Path("/tmp") / f"gptoss-ray-{attempt}-{index}"
         self.ray_log = self.attempt.path / f"{self.name}.ray.log"
+        self.store = store_need(config)
         self.plan = place(config, cluster, isinstance(config, RlConfig))[index]
 
         self.deadline = time.monotonic() + cluster.ready_seconds
@@ -112,7 +114,7 @@ class NodeProgram:
     def join_ray(self) -> None:
         """Check the node and bring it into Ray, together with all others."""
         self.report("checking")
-        check = check_node(self.cluster)
+        check = check_node(self.cluster, self.store)
         if check.problems:
             self._give_up("; ".join(check.problems), check)
 
@@ -144,6 +146,7 @@ class NodeProgram:
             is_head=self.is_head,
             resources=self.plan.resources(),
             scratch=self.scratch,
+            object_store_bytes=store_bytes(self.store),
         )
         # Ray would start an idle worker per CPU; the actors are few and start when they are
         # needed.

@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.lifecycle.store_size import store_bytes, store_need
 from rl_loop.session import (
     Interrupted,
     Session,
@@ -106,7 +107,7 @@ def run_engine_report(config: RlConfig) -> str:
     from rl_loop.evaluation.engine_comparison import engine_report
 
     with ExitStack() as stack:
-        stack.enter_context(ray_session())
+        stack.enter_context(ray_session(store_bytes(store_need(config))))
         tasks = build_tasks(config)
         trainer = build_trainer(config)
         stack.callback(trainer.close)

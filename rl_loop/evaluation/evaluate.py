@@ -22,6 +22,7 @@ from rl_loop.engines.backend import LoadedWeights
 from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker
+from rl_loop.lifecycle.store_size import check_running_store, evaluation_need, store_bytes
 from rl_loop.rollout.pool import GroupRequest
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.session import build_rollouts, build_tasks, worker_settings
@@ -82,7 +83,9 @@ def _run_with_own_engines(
     dtype = getattr(torch, config.dtype)
     named = {name: tensor.to(dtype) for name, tensor in hf_tensors(source)}
     with ExitStack() as stack:
-        stack.enter_context(ray_session())
+        need = evaluation_need(config)
+        stack.enter_context(ray_session(store_bytes(need)))
+        check_running_store(need)
         rollouts = build_rollouts(config)
         stack.callback(rollouts.close)
         rollouts.ready()
