@@ -54,6 +54,8 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
 
     ``weights`` replace those of the configuration; the episodes go to the file ``output``."""
     endpoint = config.evaluation.endpoint
+    if endpoint is None and not os.environ.get("RAY_ADDRESS"):
+        check_local_store(evaluation_need(config))
     if endpoint is not None:
         check_endpoint(endpoint)
     elif weights is not None:
@@ -67,8 +69,6 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
 
     if endpoint is None:
         check_ray_address()
-    if endpoint is None and not os.environ.get("RAY_ADDRESS"):
-        check_local_store(evaluation_need(config))
     ensure_o200k()
     check_data(config)
     check_rollouts(config, uses_engine=endpoint is None)

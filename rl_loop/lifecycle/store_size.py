@@ -239,7 +239,9 @@ def check_local_store(need: StoreNeed) -> None:
 
     lower = _listed(need.keys)
     if memory < shared:
-        raise CannotStart(f"a step needs {need}, and {_gb(memory)} of memory are free: lower {lower}")
+        raise CannotStart(
+            f"a step needs {need}, and {_gb(memory)} of memory are free: lower {lower}"
+        )
     raise CannotStart(
         f"a step needs {need}, and /dev/shm has {_gb(shared)}: lower {lower}, "
         "or enlarge /dev/shm (docker run --shm-size)"
