@@ -35,13 +35,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from in_process import LocalRollouts, local_loop
+from in_process import LocalRollouts, local_loop, local_trainer
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
-from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
@@ -49,7 +48,6 @@ from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.session import build_tasks, trainer_settings
 from rl_loop.tracking.run_directory import metric_curve, read_json_lines
-from rl_loop.trainer.worker import TrainerWorker
 
 NO_CORRECTION = ["algorithm.correction.weight=none"]
 SEQUENCE = ["algorithm.correction.weight=sequence_tis", "algorithm.correction.veto=1e-4"]
@@ -187,7 +185,7 @@ def supervised_start(directory: Path, overrides: list[str]) -> None:
     write_initial(untrained, 2.0, config.model)
 
     source = build_tasks(config)
-    trainer = TrainerWorker(trainer_settings(config), 0, "127.0.0.1", 0, torch.get_num_threads())
+    trainer = local_trainer(trainer_settings(config))
     count = config.sequences_per_step
     for step in range(config.training.steps):
         samples = source.demonstrations(step * count, count, config.demonstrations)
@@ -200,8 +198,7 @@ def supervised_start(directory: Path, overrides: list[str]) -> None:
             )
 
     weights = trainer.weights()
-    assert weights is not None, "one process is rank 0"
-    distributed.shutdown()
+    trainer.close()
     write_hf_directory(directory, config.model, weights.items())
 
 

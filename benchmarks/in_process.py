@@ -24,7 +24,38 @@ from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.recorder import StepRecorder
 from rl_loop.tracking.run_directory import Start, start_run
 from rl_loop.trainer.checkpointer import Checkpointer, RunState
-from rl_loop.trainer.worker import TrainerWorker
+from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.settings import TrainerSettings
+from rl_loop.trainer.worker import RankPlace, TrainerWorker
+
+
+class LocalRank:
+    """What a TrainerGroup wants of its ranks, of one rank in this process."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._worker = TrainerWorker(settings, 0, "127.0.0.1", 0, torch.get_num_threads())
+
+    def ready(self) -> list[RankPlace]:
+        return [self._worker.place()]
+
+    def store(self, value: Any) -> Any:
+        return value
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], asked: Sequence[int]
+    ) -> list[Any]:
+        result = getattr(self._worker, method)(*arguments[0])
+        return [result for _ in asked]
+
+    def close(self) -> None:
+        distributed.shutdown()
+
+
+def local_trainer(settings: TrainerSettings) -> TrainerGroup:
+    """Make a trainer of one rank in this process."""
+    trainer = TrainerGroup(settings, LocalRank(settings))
+    trainer.ready()
+    return trainer
 
 
 class LocalRollouts:
@@ -96,10 +127,8 @@ def local_loop(
     with ExitStack() as stack:
         start = Start.RESUME if resume else Start.OVERWRITE
         run = start_run(config.directory, dump_config(config), start)
-        trainer: Any = TrainerWorker(
-            trainer_settings(config), 0, "127.0.0.1", 0, torch.get_num_threads()
-        )
-        stack.callback(distributed.shutdown)
+        trainer = local_trainer(trainer_settings(config))
+        stack.callback(trainer.close)
         if rollouts is None:
             rollouts = LocalRollouts(config)
             stack.callback(rollouts.close)

@@ -33,8 +33,9 @@ from converters.live import export_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, ParallelConfig
 from megatron_gptoss.model import build_model
-from megatron_gptoss.packing import Sample, pack, unpack
+from megatron_gptoss.packing import pack
 from megatron_gptoss.routing_replay import RoutingReplay
+from megatron_gptoss.samples import Sample, TrainingSamples
 from megatron_gptoss.scorer import Scorer, alignment
 from rl_loop.cluster.placement import free_port
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
@@ -314,18 +315,12 @@ class Bench:
 
     def gaps(self, samples: list[Sample]) -> np.ndarray:
         """Return |trainer's - engine's log-prob| of all sampled tokens."""
-        batches = pack(samples, 16_384, 1, alignment())[0]
-        rows: dict[int, list[float]] = {}
-        for values, batch in zip(self.scorer.score(batches), batches, strict=True):
-            rows |= unpack(values, batch)
-
+        (batches,) = pack(TrainingSamples.join(samples), 16_384, align=alignment())
         gaps = []
-        for i, sample in enumerate(samples):
-            rollout_log_probs = sample.rollout_log_probs or ()
-            for j, mask in enumerate(sample.loss_mask):
-                if mask:
-                    gaps.append(abs(rows[i][j] - rollout_log_probs[j]))
-        return np.array(gaps)
+        for log_probs, batch in zip(self.scorer.score(batches), batches, strict=True):
+            is_sampled = batch.loss_mask > 0
+            gaps.append((log_probs.cpu() - batch.rollout_log_probs).abs()[is_sampled])
+        return torch.cat(gaps).numpy()
 
     # ---- turns
 

@@ -130,10 +130,7 @@ class TrainerGroup:
     ) -> list[Any]:
         """Put what each data-parallel rank gets where its ranks read it."""
         # One after the other: no more than one rank's part is held besides the whole.
-        return [
-            self.ranks.store(plan.shipment(samples, rank, columns))
-            for rank in range(self._settings.parallel.data)
-        ]
+        return [self.ranks.store(shipment) for shipment in plan.shipments(samples, columns)]
 
     def _on_shipments(
         self, method: str, shipments: Sequence[Any], asked: Sequence[int], *arguments: Any

@@ -97,7 +97,7 @@ class MiniBatchPlan:
     """The sequences of an optimizer step, and who takes which."""
 
     sequences: range
-    """Numbers in the step's samples."""
+    """Their numbers in the step's samples."""
     schedule: Schedule
     """Of their numbers in the mini-batch."""
 
@@ -111,6 +111,8 @@ class StepPlan:
 
     offsets: np.ndarray
     """Of the samples that it is a plan for."""
+    ranks: int
+    """Data-parallel ranks."""
     wanted_mini_batches: int
     """More than there are in ``mini_batches`` if sequences are fewer."""
     mini_batches: list[MiniBatchPlan]
@@ -128,22 +130,23 @@ class StepPlan:
             for i in plan.schedule.sequences_of(rank)
         ]
 
-    def shipment(
-        self, samples: TrainingSamples, rank: int, columns: Sequence[str] | None = None
-    ) -> Shipment:
-        """Cut out what a rank gets. ``columns``: names of those that it needs; None for all."""
+    def shipments(
+        self, samples: TrainingSamples, columns: Sequence[str] | None = None
+    ) -> Iterator[Shipment]:
+        """Cut out what each data-parallel rank gets, one after the other. ``columns``: names of
+        those that are needed; None for all."""
         loss_tokens = samples.loss_tokens
-        shares = []
-        taken = 0
-        for plan in self.mini_batches:
-            sample_ids = plan.schedule.micro_batches[rank]
-            rows = []
-            for micro_batch in sample_ids:
-                rows.append(range(taken, taken + len(micro_batch)))
-                taken += len(micro_batch)
-            in_mini_batch = loss_tokens[plan.sequences.start :: plan.sequences.step]
-            shares.append(MiniBatchShare(rows, sample_ids, in_mini_batch.copy()))
-        return Shipment(samples.take(self.sequences_of(rank), columns), shares)
+        for rank in range(self.ranks):
+            shares = []
+            taken = 0
+            for plan in self.mini_batches:
+                sample_ids = plan.schedule.micro_batches[rank]
+                rows = []
+                for micro_batch in sample_ids:
+                    rows.append(range(taken, taken + len(micro_batch)))
+                    taken += len(micro_batch)
+                shares.append(MiniBatchShare(rows, sample_ids, loss_tokens[list(plan.sequences)]))
+            yield Shipment(samples.take(self.sequences_of(rank), columns), shares)
 
     def place_answers(
         self, samples: TrainingSamples, answers: Sequence[np.ndarray], name: str, dtype: np.dtype
@@ -193,4 +196,4 @@ def plan_step(
             names=samples.names[number::mini_batches],
         )
         plans.append(MiniBatchPlan(sequences, plan))
-    return StepPlan(samples.offsets, mini_batches, plans)
+    return StepPlan(samples.offsets, settings.parallel.data, mini_batches, plans)
