@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from rl_loop.algorithms.config import AlgorithmConfig
@@ -24,6 +25,8 @@ digits."""
 ROUNDING = 1e-12
 """A mean below this share of the largest value is 0: fp64 keeps sixteen digits and a sum loses a
 few."""
+TIME_BLOCK = 512
+"""Tokens of every sample that generalized advantages are computed of at a time."""
 
 
 # ---- advantages of the samples of a batch
@@ -170,16 +173,115 @@ def generalized_advantages(
     A_t + V_t (GAE, arXiv 1506.02438, eq. 16). Time counts sampled tokens only: V_{t+1} is the
     value before the next token that the policy chose, whatever a tool said in between. Shorter
     samples are filled up with zeros, which change nothing."""
-    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
-    delta = rewards + gamma * following - values
+    samples, time = rewards.shape
+    estimates, returns = generalized_advantages_of_rows(
+        values=values.numpy().reshape(-1),
+        lengths=np.full(samples, time),
+        final_rewards=np.zeros(samples, dtype=values.numpy().dtype),
+        token_rewards=rewards.numpy().reshape(-1),
+        gamma=gamma,
+        lam=lam,
+        dtype=values.numpy().dtype,
+    )
+    shape = (samples, time)
+    return torch.from_numpy(estimates).view(shape), torch.from_numpy(returns).view(shape)
 
-    # Backwards, as A_t = delta_t + gamma lambda A_{t+1}.
-    advantages = torch.zeros_like(delta)
-    running = torch.zeros_like(delta[:, 0])
-    for t in range(delta.shape[1] - 1, -1, -1):
-        running = delta[:, t] + gamma * lam * running
-        advantages[:, t] = running
-    return advantages, advantages + values
+
+def generalized_advantages_of_rows(
+    *,
+    values: np.ndarray,
+    lengths: np.ndarray,
+    final_rewards: np.ndarray,
+    token_rewards: np.ndarray | None,
+    gamma: float,
+    lam: float,
+    dtype: type[np.floating] | np.dtype,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute advantages and returns of samples of different lengths that lie end to end.
+
+    Args:
+        values: [tokens], of sampled tokens only.
+        lengths: integers [samples], tokens of each.
+        final_rewards: [samples], what the last token of each earns; its dtype is that of the
+            computation.
+        token_rewards: [tokens], what every token earns besides; None for nothing.
+        gamma, lam: as of ``generalized_advantages``.
+        dtype: of the results.
+
+    Returns:
+        Advantages and returns, [tokens] each.
+    """
+    estimates = np.empty(len(values), dtype)
+    returns = np.empty(len(values), dtype)
+
+    # The longest first, so that those which reach a block of time are the first rows of it.
+    order = np.argsort(-lengths, kind="stable")
+    starts = (np.cumsum(lengths) - lengths)[order]
+    lengths = lengths[order]
+    final_rewards = final_rewards[order]
+    running = np.zeros(len(lengths), final_rewards.dtype)
+    next_values = np.zeros(len(lengths), final_rewards.dtype)
+
+    # Backwards in blocks of time: the whole in fp64 would weigh more than all columns together.
+    longest = int(lengths.max(initial=0))
+    for begin in reversed(range(0, longest, TIME_BLOCK)):
+        rows = int(np.count_nonzero(lengths > begin))
+        firsts = starts[:rows] + begin
+        counts = np.minimum(lengths[:rows] - begin, TIME_BLOCK)
+        block_values = _cut_block(values, firsts, counts, running.dtype)
+        following = np.concatenate([block_values[:, 1:], next_values[:rows, None]], axis=1)
+
+        # Adding -0.0 changes no number, not even 0.0.
+        rewards = np.full_like(block_values, -0.0)
+        if token_rewards is not None:
+            rewards = _cut_block(token_rewards, firsts, counts, running.dtype)
+        ending = np.flatnonzero(lengths[:rows] - begin == counts)
+        rewards[ending, counts[ending] - 1] += final_rewards[ending]
+
+        delta = rewards + gamma * following - block_values
+        _sum_backwards(delta, running[:rows], gamma * lam)
+        next_values[:rows] = block_values[:, 0]
+
+        _paste_block(delta, estimates, firsts, counts)
+        delta += block_values
+        _paste_block(delta, returns, firsts, counts)
+    return estimates, returns
+
+
+def _sum_backwards(delta: np.ndarray, running: np.ndarray, decay: float) -> None:
+    """Replace delta_t by A_t = delta_t + decay * A_{t+1}: [rows, time], in place.
+
+    ``running`` [rows] is A of the time behind the block, and that of its first time afterwards."""
+    # All rows' numbers of one time lie together, so that every step runs through memory in order.
+    by_time = np.ascontiguousarray(delta.T)
+    later = running
+    discounted = np.empty_like(running)
+    for now in by_time[::-1]:
+        np.multiply(decay, later, out=discounted)
+        now += discounted
+        later = now
+
+    running[:] = later
+    delta[:] = by_time.T
+
+
+def _cut_block(
+    column: np.ndarray, starts: np.ndarray, counts: np.ndarray, dtype: np.dtype
+) -> np.ndarray:
+    """Copy ``counts`` entries of a column from each of ``starts`` on into rows, filled up with
+    zeros: [rows, TIME_BLOCK or fewer]."""
+    block = np.zeros((len(starts), int(counts.max())), dtype)
+    for row, start, count in zip(block, starts.tolist(), counts.tolist(), strict=True):
+        row[:count] = column[start : start + count]
+    return block
+
+
+def _paste_block(
+    block: np.ndarray, column: np.ndarray, starts: np.ndarray, counts: np.ndarray
+) -> None:
+    """Copy the rows of a block to where ``_cut_block`` would have taken them from."""
+    for row, start, count in zip(block, starts.tolist(), counts.tolist(), strict=True):
+        column[start : start + count] = row[:count]
 
 
 def whiten(

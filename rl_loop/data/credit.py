@@ -3,28 +3,24 @@ token. Pure functions."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import torch
 
-from megatron_gptoss.packing import Sample
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms import advantages
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
-Columns = list[torch.Tensor]
-"""One tensor per sample, fp64 [loss tokens of the sample]."""
-
 
 def assign_advantages(
-    samples: Sequence[Sample],
+    samples: TrainingSamples,
     groups: Sequence[TrajectoryGroup],
     config: AlgorithmConfig,
     max_response_tokens: int,
-) -> list[Sample]:
+) -> TrainingSamples:
     """Return the samples with advantages, and with returns where they have values.
 
     ``groups`` hold the episodes of ``samples``, in order. ``max_response_tokens``: the most that
@@ -32,7 +28,7 @@ def assign_advantages(
     critic, in sum otherwise. Raises ValueError naming a task whose reward is not finite."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
-        return []
+        return samples.with_columns(advantages=np.zeros(0, dtype=np.float32))
     for trajectory in trajectories:
         _check_reward(trajectory)
 
@@ -40,14 +36,12 @@ def assign_advantages(
     length_penalties = _length_penalties(trajectories, config, max_response_tokens)
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     rewards = rewards + config.overlong_penalty * length_penalties
-    kl_penalties = [_kl_penalties(sample, config) for sample in samples]
-
     if config.advantage == "gae":
-        return _assign_generalized_advantages(samples, rewards, kl_penalties, config)
+        return _assign_generalized_advantages(samples, rewards, config)
 
     parts, part_weights = _reward_parts(trajectories, length_penalties, config)
     batch = advantages.BatchRewards(
-        totals=rewards - torch.stack([penalty.sum() for penalty in kl_penalties]),
+        totals=rewards - _summed_kl_penalties(samples, config),
         parts=parts,
         part_weights=part_weights,
         group_sizes=[len(group.trajectories) for group in groups if group.trajectories],
@@ -57,9 +51,12 @@ def assign_advantages(
         per_sample = advantages.whiten(per_sample, config.standard_deviation)
 
     # Every sampled token of a sample has the sample's advantage.
-    lengths = [sum(sample.loss_mask) for sample in samples]
-    per_token = per_sample.repeat_interleave(torch.tensor(lengths))
-    return _attach(samples, _whiten_over_tokens(list(per_token.split(lengths)), config))
+    if config.whitens_over == "tokens":
+        lengths = torch.from_numpy(_sampled_tokens(samples))
+        per_token = per_sample.repeat_interleave(lengths).numpy()
+        whitened = _whiten_over_tokens(per_token, config)
+        return samples.with_columns(advantages=_spread(whitened, samples))
+    return samples.with_columns(advantages=_spread_evenly(per_sample.numpy(), samples))
 
 
 def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
@@ -129,84 +126,106 @@ def _reward_parts(
     return parts, weights
 
 
-def _kl_penalties(sample: Sample, config: AlgorithmConfig) -> torch.Tensor:
-    """Compute what the reward of every sampled token loses to a KL penalty in the reward: fp64
-    [sampled tokens].
+# -- KL penalties ---------------------------------------------------------------------------------
+
+
+def _penalizes_kl(config: AlgorithmConfig) -> bool:
+    """Whether the reward loses something to a KL penalty."""
+    return config.kl is not None and config.kl.place == "reward"
+
+
+def _summed_kl_penalties(samples: TrainingSamples, config: AlgorithmConfig) -> torch.Tensor:
+    """Add up what a KL penalty in the reward takes from every sample: fp64 [samples]."""
+    totals = torch.zeros(len(samples), dtype=torch.float64)
+    if _penalizes_kl(config):
+        for i, (start, end) in enumerate(pairwise(samples.offsets.tolist())):
+            totals[i] = _kl_penalties(samples, start, end, config).sum()
+    return totals
+
+
+def _kl_penalties(
+    samples: TrainingSamples, start: int, end: int, config: AlgorithmConfig
+) -> torch.Tensor:
+    """Compute what the reward of every sampled token among the tokens [start, end) loses to a KL
+    penalty in the reward: fp64 [sampled tokens].
 
     Tokens that are left out as stale lose nothing: they were sampled by another policy."""
-    is_sampled = torch.tensor(sample.loss_mask) > 0
-    if config.kl is None or config.kl.place != "reward":
-        return torch.zeros(int(is_sampled.sum()), dtype=torch.float64)
+    assert config.kl is not None
+    assert samples.rollout_log_probs is not None
+    if samples.reference_log_probs is None:
+        raise ValueError("a KL penalty in the reward needs reference_log_probs")
 
-    rollout = torch.tensor(sample.rollout_log_probs, dtype=torch.float64)[is_sampled]
-    reference = torch.tensor(sample.reference_log_probs, dtype=torch.float64)[is_sampled]
+    is_sampled = samples.loss_mask[start:end]
+    rollout = torch.from_numpy(samples.rollout_log_probs[start:end][is_sampled]).double()
+    reference = torch.from_numpy(samples.reference_log_probs[start:end][is_sampled]).double()
     penalties = config.kl.coefficient * kl_estimate(rollout, reference, config.kl.estimator)
-    if sample.staleness is None:
+    if samples.staleness is None:
         return penalties
-    is_fresh = torch.tensor(sample.staleness)[is_sampled] <= config.max_staleness
-    return torch.where(is_fresh, penalties, 0.0)
+    is_fresh = samples.staleness[start:end][is_sampled] <= config.max_staleness
+    return torch.where(torch.from_numpy(is_fresh), penalties, 0.0)
 
 
 # -- generalized advantage estimation -------------------------------------------------------------
 
 
 def _assign_generalized_advantages(
-    samples: Sequence[Sample],
-    rewards: torch.Tensor,
-    kl_penalties: Columns,
-    config: AlgorithmConfig,
-) -> list[Sample]:
-    # Rows of sampled tokens, filled up with zeros to the longest sample: the recursion runs over
-    # all of them at once.
-    lengths = [len(penalty) for penalty in kl_penalties]
-    shape = (len(samples), max(1, *lengths))
-    token_rewards = torch.zeros(shape, dtype=torch.float64)
-    values = torch.zeros(shape, dtype=torch.float64)
-    for i, (sample, penalty, length) in enumerate(zip(samples, kl_penalties, lengths, strict=True)):
-        if length == 0:
-            continue
-        # The reward comes with the last token, the KL penalty with every one.
-        token_rewards[i, :length] = -penalty
-        token_rewards[i, length - 1] += rewards[i]
-        is_sampled = torch.tensor(sample.loss_mask) > 0
-        values[i, :length] = torch.tensor(sample.values, dtype=torch.float64)[is_sampled]
+    samples: TrainingSamples, rewards: torch.Tensor, config: AlgorithmConfig
+) -> TrainingSamples:
+    """Estimate advantages and returns of sampled tokens. ``rewards``: fp64 [samples], which come
+    with the last sampled token of a sample; a KL penalty comes with every one."""
+    if samples.values is None:
+        raise ValueError("gae needs the critic's values")
 
-    estimates, returns = advantages.generalized_advantages(
-        token_rewards, values, config.gamma, config.gae_lambda
+    token_rewards = None
+    if _penalizes_kl(config):
+        token_rewards = np.concatenate(
+            [
+                -_kl_penalties(samples, start, end, config).numpy()
+                for start, end in pairwise(samples.offsets.tolist())
+            ]
+        )
+
+    estimates, returns = advantages.generalized_advantages_of_rows(
+        values=samples.values[samples.loss_mask],
+        lengths=_sampled_tokens(samples),
+        final_rewards=rewards.numpy(),
+        token_rewards=token_rewards,
+        gamma=config.gamma,
+        lam=config.gae_lambda,
+        dtype=np.float64 if config.whitens_over == "tokens" else np.float32,
     )
-    cut_estimates = [row[:length] for row, length in zip(estimates, lengths, strict=True)]
-    cut_returns = [row[:length] for row, length in zip(returns, lengths, strict=True)]
-    return _attach(samples, _whiten_over_tokens(cut_estimates, config), cut_returns)
+    if config.whitens_over == "tokens":
+        estimates = _whiten_over_tokens(estimates, config)
+    return samples.with_columns(
+        advantages=_spread(estimates, samples), returns=_spread(returns, samples)
+    )
 
 
 # -- columns of samples ---------------------------------------------------------------------------
 
 
-def _whiten_over_tokens(columns: Columns, config: AlgorithmConfig) -> Columns:
-    """Whiten advantages over all loss tokens of the batch, if ``config`` says so."""
-    if config.whitens_over != "tokens":
-        return columns
-    lengths = [len(column) for column in columns]
-    whitened = advantages.whiten(torch.cat(columns), config.standard_deviation)
-    return list(whitened.split(lengths))
+def _sampled_tokens(samples: TrainingSamples) -> np.ndarray:
+    """Count the tokens that are trained on: int64 [samples]."""
+    return np.add.reduceat(samples.loss_mask, samples.offsets[:-1], dtype=np.int64)
 
 
-def _attach(
-    samples: Sequence[Sample], advantage: Columns, returns: Columns | None = None
-) -> list[Sample]:
-    """Return the samples with per-token columns, 0 where a token is not trained on."""
-    attached = []
-    for i, sample in enumerate(samples):
-        sample = replace(sample, advantages=_spread(advantage[i], sample))
-        if returns is not None:
-            sample = replace(sample, returns=_spread(returns[i], sample))
-        attached.append(sample)
-    return attached
+def _whiten_over_tokens(estimates: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
+    """Whiten advantages over all loss tokens of the batch, fp64 [loss tokens]."""
+    return advantages.whiten(torch.from_numpy(estimates), config.standard_deviation).numpy()
 
 
-def _spread(column: torch.Tensor, sample: Sample) -> Any:
-    """Put the numbers of the loss tokens at their places: fp64 [tokens of the sample]."""
-    is_trained = np.asarray(sample.loss_mask) > 0
-    row = np.zeros(len(is_trained))
-    row[is_trained] = column.numpy()
-    return row
+def _spread(estimates: np.ndarray, samples: TrainingSamples) -> np.ndarray:
+    """Put the numbers of the loss tokens at their places, 0 at the others: float32 [tokens]."""
+    column = np.zeros(samples.tokens, dtype=np.float32)
+    column[samples.loss_mask] = estimates
+    return column
+
+
+def _spread_evenly(per_sample: np.ndarray, samples: TrainingSamples) -> np.ndarray:
+    """Give all loss tokens of a sample its number, 0 to the others: float32 [tokens]."""
+    column = np.zeros(samples.tokens, dtype=np.float32)
+    for number, (start, end) in zip(per_sample, pairwise(samples.offsets.tolist()), strict=True):
+        np.copyto(
+            column[start:end], number, where=samples.loss_mask[start:end], casting="same_kind"
+        )
+    return column

@@ -1,9 +1,10 @@
 """The episodes of one training step, and what the trainer says of them. Plain data."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from megatron_gptoss.packing import Sample
+import numpy as np
+
+from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
@@ -29,29 +30,21 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class TokenEstimates:
-    """What advantages need besides rewards: one list per sample, one number per
-    token, 0.0 for the first."""
+    """What advantages need besides rewards: float32 [tokens] of all samples end to end, 0 for the
+    first token of each."""
 
-    values: list[list[float]] | None = None
+    values: np.ndarray | None = None
     """The critic's; None without a critic."""
-    reference_log_probs: list[list[float]] | None = None
+    reference_log_probs: np.ndarray | None = None
     """The reference policy's, in nats; None without a KL penalty."""
 
-    def attach(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with these columns."""
-        attached = list(samples)
-        if self.values is not None:
-            attached = [
-                replace(sample, values=row)
-                for sample, row in zip(attached, self.values, strict=True)
-            ]
-        if self.reference_log_probs is not None:
-            rows = self.reference_log_probs
-            attached = [
-                replace(sample, reference_log_probs=row)
-                for sample, row in zip(attached, rows, strict=True)
-            ]
-        return attached
+    def attach(self, samples: TrainingSamples) -> TrainingSamples:
+        """Return the samples with these columns.
+
+        Raises ColumnError naming one that has another length or dtype than the samples'."""
+        columns = {"values": self.values, "reference_log_probs": self.reference_log_probs}
+        estimated = {name: column for name, column in columns.items() if column is not None}
+        return samples.with_columns(**estimated)
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from megatron_gptoss.packing import GRAFTED, Sample
+import numpy as np
+
+from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
@@ -14,19 +16,22 @@ class OffPolicyError(RuntimeError):
 
 def to_samples(
     groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, version: int
-) -> list[Sample]:
-    """Make one sample of every trajectory, in order, without advantages.
+) -> TrainingSamples:
+    """Lay all trajectories end to end, in order, without advantages.
 
     ``version``: of the trainer's weights. Raises OffPolicyError if the configuration says
-    on-policy and a token was sampled with older weights."""
+    on-policy and a token was sampled with older weights, and ValueError naming a task whose
+    trajectory cannot be trained on."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return [_to_sample(trajectory, config, version) for trajectory in trajectories]
+    return TrainingSamples.join(
+        [_to_sample(trajectory, config, version) for trajectory in trajectories]
+    )
 
 
 def _to_sample(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> Sample:
     trajectory.validate()
     staleness = _staleness(trajectory, version)
-    oldest = max(staleness, default=0)
+    oldest = 0 if staleness is None else int(staleness.max())
     if oldest > 0 and config.old_log_probs_from == "detach":
         raise OffPolicyError(
             f"task {trajectory.task_id}: tokens sampled {oldest} weight versions ago would count as on-policy "
@@ -43,28 +48,46 @@ def _to_sample(trajectory: Trajectory, config: AlgorithmConfig, version: int) ->
     # learns.
     mask = trajectory.loss_mask
     if trajectory.excluded:
-        mask = [0] * len(trajectory)
+        mask = np.zeros_like(mask)
 
-    sample = Sample(trajectory.token_ids, mask, rollout_log_probs=trajectory.rollout_log_probs)
-    if any(staleness):
-        sample.staleness = staleness
-    if replays_engine_routes:
-        sample.routed_experts = trajectory.routed_experts
-    return sample
+    return Sample(
+        trajectory.token_ids,
+        mask,
+        rollout_log_probs=trajectory.rollout_log_probs,
+        staleness=staleness,
+        is_grafted=_is_grafted(trajectory),
+        routed_experts=trajectory.routed_experts if replays_engine_routes else None,
+        name=trajectory.task_id,
+    )
 
 
-def _staleness(trajectory: Trajectory, version: int) -> list[int]:
-    """How many versions older than ``version`` the weights were that sampled each token; GRAFTED
-    where a token was not sampled at its place, 0 where it was not sampled."""
-    staleness = [0] * len(trajectory)
+def _staleness(trajectory: Trajectory, version: int) -> np.ndarray | None:
+    """Return how many versions older than ``version`` the weights were that sampled each token:
+    int32 [tokens], 0 where a token was not sampled at its place. None if all are current."""
+    if all(span.version == version for span in trajectory.weight_versions):
+        return None
+
+    staleness = np.zeros(len(trajectory), dtype=np.int32)
     for span in trajectory.weight_versions:
-        staleness[span.start : span.end] = [version - span.version] * (span.end - span.start)
+        staleness[span.start : span.end] = version - span.version
+    # No weights sampled a grafted token where it stands, so its log-prob has no age.
     for start, end in trajectory.grafted:
-        staleness[start:end] = [GRAFTED] * (end - start)
-    return staleness
+        staleness[start:end] = 0
+    return staleness if staleness.any() else None
 
 
-def max_staleness(samples: Sequence[Sample]) -> int:
+def _is_grafted(trajectory: Trajectory) -> np.ndarray | None:
+    """Mark the tokens that were sampled in another context: bool [tokens]; None if none was."""
+    if not trajectory.grafted:
+        return None
+    is_grafted = np.zeros(len(trajectory), dtype=np.bool_)
+    for start, end in trajectory.grafted:
+        is_grafted[start:end] = True
+    return is_grafted
+
+
+def max_staleness(samples: TrainingSamples) -> int:
     """Return the age in weight versions of the oldest token."""
-    ages = [max(sample.staleness) for sample in samples if sample.staleness]
-    return max(ages, default=0)
+    if samples.staleness is None or samples.tokens == 0:
+        return 0
+    return max(0, int(samples.staleness.max()))

@@ -5,8 +5,12 @@ engine, the trainer and the report."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
+
+from megatron_gptoss.samples import TOKEN_COLUMNS, ColumnError, as_column, check_route_array
+from rl_loop.data.stored_routes import StoredRoutes
 
 
 class FinishReason(StrEnum):
@@ -64,24 +68,30 @@ class Turn:
     """Decoded for people; never fed back to a model."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Trajectory:
-    """One episode of one task. ``validate`` checks what is said here of lengths and values."""
+    """One episode of one task.
+
+    Its columns may be given as lists, of which arrays are made. Raises ColumnError naming the
+    column and the task if one has another length than ``token_ids``, or cannot hold what it is
+    given; an array must have the column's dtype already. ``validate`` checks the rest of what is
+    said here.
+    """
 
     task_id: str
-    token_ids: list[int]
-    """Prompt, turns of the policy, and what tools and user said, as the engine had them."""
-    loss_mask: list[int]
-    """1 exactly on sampled tokens; as long as ``token_ids``."""
-    rollout_log_probs: list[float]
-    """Natural log, at the sampling temperature; 0.0 where the mask is 0; as long as
+    token_ids: np.ndarray
+    """int32: prompt, turns of the policy, and what tools and user said, as the engine had them."""
+    loss_mask: np.ndarray
+    """bool: True exactly on sampled tokens; as long as ``token_ids``."""
+    rollout_log_probs: np.ndarray
+    """float32, natural log, at the sampling temperature; 0.0 where the mask is False; as long as
     ``token_ids``."""
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
     """Which weights sampled which tokens; covers all sampled ones, or none."""
     turns: list[Turn] = field(default_factory=list)
-    routed_experts: np.ndarray | None = None
-    """int16 [len - 1, layers, top_k]: the experts of every token that was an input, so not of the
-    last one."""
+    routed_experts: np.ndarray | StoredRoutes | None = None
+    """uint8 or int16 [len - 1, layers, top_k] (``megatron_gptoss.routes``): the experts of every
+    token that was an input, so not of the last one. On the driver: where they are stored."""
     finish_reason: FinishReason = FinishReason.STOP
     reward: float = 0.0
     """NaN if the episode is ``invalid``."""
@@ -106,12 +116,22 @@ class Trajectory:
     """Set if an infrastructure failure ended it; it must not be trained on. Its tokens are those
     from before."""
 
+    def __post_init__(self) -> None:
+        self.token_ids = self._column("token_ids", self.token_ids, len(self.token_ids))
+        self.loss_mask = self._column("loss_mask", self.loss_mask, len(self))
+        self.rollout_log_probs = self._column(
+            "rollout_log_probs", self.rollout_log_probs, len(self)
+        )
+        if self.routed_experts is not None:
+            check_route_array(self.routed_experts, len(self), self._name)
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(self.loss_mask)
+        # Not sum(): Python's adds numbers of numpy in their own dtype, which may overflow.
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def truncated(self) -> bool:
@@ -127,25 +147,12 @@ class Trajectory:
         if self.invalid is not None:
             raise self._error(f"is invalid ({self.invalid.component}: {self.invalid.reason})")
 
-        length = len(self.token_ids)
-        for name, column in (
-            ("loss_mask", self.loss_mask),
-            ("rollout_log_probs", self.rollout_log_probs),
-        ):
-            if len(column) != length:
-                raise self._error(f"{name} has {len(column)} entries, token_ids {length}")
-
         # Checked where the episode ends: in the trainer, NaN would be a loss without an origin.
-        mask = np.asarray(self.loss_mask)
-        if not np.isin(mask, (0, 1)).all():
-            raise self._error("loss_mask holds values other than 0 and 1")
-
-        log_probs = np.asarray(self.rollout_log_probs, dtype=np.float64)  # None becomes NaN
+        log_probs = self.rollout_log_probs
         finite = np.isfinite(log_probs)
         if not finite.all():
-            first_bad = self.rollout_log_probs[int(finite.argmin())]
-            raise self._error(f"rollout_log_probs holds {first_bad}")
-        if log_probs[mask == 0].any():
+            raise self._error(f"rollout_log_probs holds {log_probs[finite.argmin()]}")
+        if ((log_probs != 0) & ~self.loss_mask).any():
             raise self._error("rollout_log_probs is non-zero outside the loss mask")
 
         # Not every engine tells versions; one that does has to tell those of all tokens.
@@ -154,10 +161,31 @@ class Trajectory:
             raise self._error(
                 f"weight_versions cover {covered} tokens, {self.sampled_tokens} were sampled"
             )
-        if self.routed_experts is not None and len(self.routed_experts) != length - 1:
-            raise self._error(
-                f"routed_experts has {len(self.routed_experts)} rows, expected {length - 1}"
+
+    def _column(self, name: str, values: Any, tokens: int) -> np.ndarray:
+        """Return ``values`` as a column of the trajectory. Raises ColumnError."""
+        if not isinstance(values, np.ndarray):
+            return as_column(name, values, tokens, self._name)
+
+        # An array comes from code that knows what a column is: conversion would hide a mistake,
+        # a byte order or a second dimension for instance.
+        dtype = TOKEN_COLUMNS[name]
+        if values.dtype != dtype:
+            raise ColumnError(
+                f"column {name} of {self._name} holds {values.dtype.str}, expected {dtype.str}"
             )
+        if values.shape != (tokens,):
+            raise ColumnError(
+                f"column {name} of {self._name} has the shape {list(values.shape)}, "
+                f"expected [{tokens}]"
+            )
+        if not values.flags.c_contiguous:
+            raise ColumnError(f"column {name} of {self._name} is not contiguous")
+        return values
+
+    @property
+    def _name(self) -> str:
+        return f"task {self.task_id}"
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"trajectory of task {self.task_id}: {what}")

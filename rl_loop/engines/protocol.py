@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from megatron_gptoss.routes import ROUTE_DTYPES, route_dtype, unknown_route
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.infrastructure import EngineFault
 
@@ -63,7 +64,8 @@ class GenerateResult:
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
     """Spans over ``output_ids``; empty from an engine that knows no versions."""
     routed_experts: np.ndarray | None = None
-    """int16 [len(input_ids) + len(output_ids) - 1, layers, top_k]."""
+    """uint8 or int16, as ``megatron_gptoss.routes.route_dtype`` says for the model:
+    [len(input_ids) + len(output_ids) - 1, layers, top_k]."""
     cached_tokens: int = 0
     """Tokens of the prompt that the engine had in its prefix cache."""
 
@@ -210,8 +212,8 @@ def _check_routes_shape(routes: Any, tokens: int, shape: ModelShape) -> None:
     """Check that ``routes`` are routes of so many tokens through a model of this shape."""
     if routes is None:
         raise _InvalidResult("no routed experts came back, which were asked for")
-    if not isinstance(routes, np.ndarray) or routes.ndim != 3 or routes.dtype.kind not in "iu":
-        raise _InvalidResult("routed experts are no whole numbers of shape [tokens, layers, top_k]")
+    if not isinstance(routes, np.ndarray) or routes.dtype not in ROUTE_DTYPES or routes.ndim != 3:
+        raise _InvalidResult("routed experts are no uint8 or int16 [tokens, layers, top_k]")
 
     expected = (tokens, shape.layers or routes.shape[1], shape.top_k or routes.shape[2])
     if routes.shape != expected:
@@ -225,11 +227,18 @@ def _check_routes_shape(routes: Any, tokens: int, shape: ModelShape) -> None:
 
 
 def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:
-    """Return ``routes``, int16 [tokens, layers, top_k], if a router can have chosen them.
+    """Return ``routes``, whole numbers [tokens, layers, top_k], if a router can have chosen them.
 
     Raises RuntimeError naming the layer that made no real choice: one that has an expert twice, as
-    in a buffer that nobody filled (all zeros), or a number that is none of ``experts``.
+    in a buffer that nobody filled (all zeros), or a number that is none of ``experts``. "Not known"
+    is no choice either.
     """
+    if routes.dtype == np.uint8 and experts > unknown_route(routes.dtype):
+        raise RuntimeError(
+            f"routed experts came as uint8, which cannot tell {experts} experts and "
+            f'"not known" apart; expected {route_dtype(experts)}'
+        )
+
     # Sorted, experts chosen twice are neighbours, and the first and last say whether all exist.
     ordered = np.sort(routes, axis=-1)
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)

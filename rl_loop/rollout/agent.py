@@ -17,16 +17,17 @@ from numbers import Real
 from typing import Any
 
 from rl_loop.config.episode import EpisodeLimits, PurificationConfig
-from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory, Turn
+from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
 from rl_loop.environments.base import Environment, StepResult
 from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage
 from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.off_loop import off_loop
 from rl_loop.rollout.episode_clock import EpisodeClock, OutOfTime
+from rl_loop.rollout.episode_draft import EpisodeDraft
 from rl_loop.rollout.observation import cut_observation
 from rl_loop.rollout.purification import Attempt, Purifier
-from rl_loop.rollout.turn_sampler import TurnSampler, first_routes, shifted
+from rl_loop.rollout.turn_sampler import TurnSampler
 from rl_loop.tasks.prompt_limit import PromptLimit, prompt_of
 
 TOOL_PAUSES = (0.1, 1.0, 4.0)
@@ -105,7 +106,7 @@ class EpisodeRunner:
         self.sampler = sampler
         self.clock = sampler.clock
 
-        self.episode = Trajectory(task_id, token_ids=[], loss_mask=[], rollout_log_probs=[])
+        self.draft = EpisodeDraft(task_id)
         self.unread: list[int] = []
         """What tools answered or the user said: part of the episode once a turn was sampled from
         it."""
@@ -139,7 +140,7 @@ class EpisodeRunner:
         """Render the prompt. Raises UnusablePrompt."""
         prompt = await self._ask(prompt_of, self.environment)
         limit = PromptLimit(self.harmony, self.limits.max_tokens)
-        ids = await off_loop(limit.render, self.episode.task_id, prompt)
+        ids = await off_loop(limit.render, self.draft.task_id, prompt)
         self._append("prompt", ids)
 
     async def play(self) -> Trajectory:
@@ -165,8 +166,8 @@ class EpisodeRunner:
             except OutOfTime:
                 return await self.cut_short(FinishReason.TIMEOUT)
 
-            self.episode.tool_calls += result.tool_calls
-            self.episode.tool_errors += result.tool_errors
+            self.draft.tool_calls += result.tool_calls
+            self.draft.tool_errors += result.tool_errors
             if result.done:
                 reason = FinishReason.FORMAT_ERROR if result.format_error else FinishReason.STOP
                 return self.finish(result, reason)
@@ -180,8 +181,8 @@ class EpisodeRunner:
 
     async def sample_turn(self, number: int) -> SampledTurn:
         """Sample a turn and append it to the episode, behind what it had to read."""
-        episode = self.episode
-        prefix = episode.token_ids + self.unread
+        draft = self.draft
+        prefix = draft.token_ids + self.unread
         room = self._room(len(prefix))
         if room.tokens <= 0:
             return SampledTurn(GenerateResult([], [], FinishReason.LENGTH), cut_by=room.limit)
@@ -193,8 +194,8 @@ class EpisodeRunner:
 
         # All of the episode but what is still unread has been through the engine once.
         if number > 0:
-            episode.reusable_tokens += len(episode)
-            episode.cached_tokens += min(len(episode), sampled.cached_tokens)
+            draft.reusable_tokens += len(draft)
+            draft.cached_tokens += min(len(draft), sampled.cached_tokens)
         if self.unread:
             self._append(self.unread_role, self.unread)
             self.unread = []
@@ -249,9 +250,9 @@ class EpisodeRunner:
             reason = f"rollout.purification needs {name}.save_state"
             raise InfrastructureFailure("environment", reason)
 
-        start = self.episode.turns[-1].start
+        start = self.draft.turns[-1].start
         failed = Attempt(
-            prefix=self.episode.token_ids[:start],
+            prefix=self.draft.token_ids[:start],
             sampled=sampled,
             messages=messages,
             result=result,
@@ -261,9 +262,9 @@ class EpisodeRunner:
         if purified is None:
             return result
 
-        self._remove_last_turn()
+        self.draft.remove_last_turn()
         self._append("assistant", purified.sampled.output_ids, purified.sampled)
-        self.episode.grafted.append((start + purified.kept, len(self.episode)))
+        self.draft.grafted.append((start + purified.kept, len(self.draft)))
         return purified.result
 
     async def observe(self, result: StepResult) -> None:
@@ -278,7 +279,7 @@ class EpisodeRunner:
         try:
             return await off_loop(self.harmony.render_observation, outputs, user)
         except Exception as error:
-            what = f"what a tool or the user said in task {self.episode.task_id}"
+            what = f"what a tool or the user said in task {self.draft.task_id}"
             reason = f"{what} cannot be rendered: {describe(error)}"
             raise InfrastructureFailure("environment", reason) from error
 
@@ -291,7 +292,7 @@ class EpisodeRunner:
 
     def finish(self, result: StepResult, reason: FinishReason) -> Trajectory:
         """Return the episode with its outcome."""
-        episode = self.episode
+        episode = self.draft.to_trajectory()
         episode.finish_reason = reason
         episode.excluded = self.limits.truncated_episodes == "mask" and episode.truncated
         episode.answer = result.answer
@@ -302,8 +303,9 @@ class EpisodeRunner:
         return episode
 
     def invalidate(self, failure: InfrastructureFailure) -> Trajectory:
-        """Return the episode as far as it came; nothing is learned from it."""
-        episode = self.episode
+        """Return the episode as far as it came; nothing is learned from it, so that its
+        routes go nowhere."""
+        episode = self.draft.to_trajectory(with_routes=False)
         episode.finish_reason = FinishReason.ABORT
         episode.invalid = InvalidReason(failure.component, failure.reason)
         episode.excluded = True
@@ -357,7 +359,7 @@ class EpisodeRunner:
             Room(self.limits.max_tokens - used, FinishReason.MAX_CONTEXT),
         ]
         if self.limits.max_sampled_tokens is not None:
-            left = self.limits.max_sampled_tokens - self.episode.sampled_tokens
+            left = self.limits.max_sampled_tokens - self.draft.sampled_tokens
             rooms.append(Room(left, FinishReason.MAX_SAMPLED_TOKENS))
         return min(rooms, key=lambda room: room.tokens)
 
@@ -386,35 +388,9 @@ class EpisodeRunner:
             return None
         return await self.sampler.sample(name, prefix, room.tokens)
 
-    # ---- the trajectory
-
     def _append(self, role: str, ids: list[int], sampled: GenerateResult | None = None) -> None:
         """Append a turn: what the policy ``sampled``, or what others said."""
-        episode = self.episode
-        start = len(episode)
-        episode.token_ids += ids
-        if sampled is None:
-            episode.loss_mask += [0] * len(ids)
-            episode.rollout_log_probs += [0.0] * len(ids)
-        else:
-            episode.loss_mask += [1] * len(ids)
-            episode.rollout_log_probs += sampled.output_log_probs
-            episode.routed_experts = first_routes(episode.routed_experts, sampled.routed_experts)
-            episode.weight_versions += shifted(sampled.weight_versions, start)
-        episode.turns.append(Turn(role, start, len(episode), self.harmony.decode(ids)))
-
-    def _remove_last_turn(self) -> None:
-        """Set the episode back to what it was before the last turn."""
-        episode = self.episode
-        start = episode.turns.pop().start
-        del episode.token_ids[start:]
-        del episode.loss_mask[start:]
-        del episode.rollout_log_probs[start:]
-        episode.weight_versions = [span for span in episode.weight_versions if span.start < start]
-        if episode.routed_experts is not None:
-            # The token before the turn is first an input of the turn itself: no route of it is
-            # known either.
-            episode.routed_experts = episode.routed_experts[: start - 1]
+        self.draft.append(role, ids, self.harmony.decode(ids), sampled)
 
 
 def _checked_end(result: StepResult) -> StepResult:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_gptoss.routes import unknown_route
 from rl_loop.config.episode import PurificationConfig
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.environments.base import Environment, StepResult
@@ -163,8 +164,8 @@ def _similarity(old: str, new: str) -> float:
 def _graft(turn: Attempt, sampled: "GenerateResult", ids: list[int], kept: int) -> "GenerateResult":
     """Return ``ids`` as a result in place of the turn's own; the first ``kept`` are the same.
 
-    Grafted tokens have log-probs of 0 until they are scored, and routes of -1, as none are known
-    for them."""
+    Grafted tokens have log-probs of 0 until they are scored, and routes that are not known: the
+    trainer chooses for them."""
     versions: list[WeightVersionSpan] = []
     if sampled.weight_versions:
         for span in turn.sampled.weight_versions:
@@ -177,7 +178,9 @@ def _graft(turn: Attempt, sampled: "GenerateResult", ids: list[int], kept: int) 
         # Of the last token there is no route, as it was an input to nothing yet.
         rows = len(turn.prefix) + len(ids) - 1
         routes = routes[: min(rows, len(turn.prefix) + kept)]
-        unknown = np.full((rows - len(routes), *routes.shape[1:]), -1, routes.dtype)
+        unknown = np.full(
+            (rows - len(routes), *routes.shape[1:]), unknown_route(routes.dtype), routes.dtype
+        )
         routes = np.concatenate([routes, unknown])
 
     return replace(

@@ -207,7 +207,7 @@ def _joined(begin: GenerateResult, rest: GenerateResult) -> GenerateResult:
 
 
 def first_routes(earlier: np.ndarray | None, latest: np.ndarray | None) -> np.ndarray | None:
-    """Merge the experts of a prefix and of a longer sequence, both int16 [tokens, layers, top_k].
+    """Merge the experts of a prefix and of a longer sequence, both [tokens, layers, top_k].
 
     Every token keeps those that it was first processed with: they made the log-probs that were
     returned."""

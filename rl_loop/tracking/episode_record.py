@@ -18,14 +18,18 @@ def episode_record(
     step, split ("train" or "held_out"), FIGURES
     turns   [{role: "prompt" | "assistant" | "tool", start, end, text}], token ranges [start, end)
     tokens  [{text, mask, logprob?}]; the log-prob (nats) only where mask is 1"""
-    tokens = []
+    # Lists of Python's own numbers, which JSON knows.
     columns = zip(
-        trajectory.token_ids, trajectory.loss_mask, trajectory.rollout_log_probs, strict=True
+        trajectory.token_ids.tolist(),
+        trajectory.loss_mask.tolist(),
+        trajectory.rollout_log_probs.tolist(),
+        strict=True,
     )
-    for token_id, mask, log_prob in columns:
-        token: dict[str, Any] = {"text": decode_token(token_id), "mask": mask}
-        if mask:
-            token["logprob"] = round(float(log_prob), 6)
+    tokens = []
+    for token_id, is_sampled, log_prob in columns:
+        token: dict[str, Any] = {"text": decode_token(token_id), "mask": int(is_sampled)}
+        if is_sampled:
+            token["logprob"] = round(log_prob, 6)
         tokens.append(token)
 
     figures = {name: getattr(trajectory, name) for name in FIGURES}

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_gptoss.packing import Sample
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch
 from rl_loop.data.samples import max_staleness
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
@@ -85,7 +85,7 @@ class StepRecorder:
         self,
         record: StepRecord,
         rollouts: RolloutBatch,
-        samples: Sequence[Sample],
+        samples: TrainingSamples,
         updates: RlUpdates,
     ) -> None:
         """Write a finished step of reinforcement learning. ``samples``: of ``rollouts.train``,

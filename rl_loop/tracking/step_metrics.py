@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megatron_gptoss.packing import Sample
+from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.data.rollout_batch import RlUpdates
@@ -90,39 +90,36 @@ def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], p
 
 
 def add_signal_metrics(
-    metrics: StepMetrics, groups: Sequence[TrajectoryGroup], samples: Sequence[Sample]
+    metrics: StepMetrics, groups: Sequence[TrajectoryGroup], samples: TrainingSamples
 ) -> None:
     """Add in how many groups no token that is trained on has an advantage: nothing is learned from
     them.
 
     ``samples``: of the groups' episodes, in order, with advantages."""
-    # Samples are in the order of the groups' episodes; each group takes its share.
-    remaining = iter(samples)
+    assert samples.advantages is not None
     silent = 0
+    first = 0
     for group in groups:
-        samples_of_group = [next(remaining) for _ in group.trajectories]
-        silent += not any(_has_advantage(sample) for sample in samples_of_group)
+        # Samples are in the order of the groups' episodes; each group takes its share.
+        last = first + len(group.trajectories)
+        tokens = slice(int(samples.offsets[first]), int(samples.offsets[last]))
+        has_advantage = samples.advantages[tokens] != 0
+        silent += not (has_advantage & samples.loss_mask[tokens]).any()
+        first = last
     metrics.add_mean(Name.GROUPS_WITHOUT_SIGNAL, silent, len(groups), "groups")
 
 
-def _has_advantage(sample: Sample) -> bool:
-    is_trained = np.asarray(sample.loss_mask) > 0
-    return bool(np.any(np.asarray(sample.advantages)[is_trained]))
-
-
 def add_mismatch_without_replay(
-    metrics: StepMetrics, samples: Sequence[Sample], log_probs: Sequence[Sequence[float]]
+    metrics: StepMetrics, samples: TrainingSamples, scores: np.ndarray
 ) -> None:
     """Add the mismatch that the trainer would have with the experts that it chooses itself.
 
-    ``log_probs``: its scores of the samples with these experts, in nats, one per token."""
-    for sample, scored in zip(samples, log_probs, strict=True):
-        is_sampled = torch.tensor(sample.loss_mask) > 0
-        rollout = torch.tensor(sample.rollout_log_probs)[is_sampled]
-        k3 = kl_estimate(rollout, torch.tensor(scored)[is_sampled], "k3")
-        metrics.add_mean(
-            "routing/kl_k3_without_replay", float(k3.sum()), int(is_sampled.sum()), "tokens"
-        )
+    ``scores``: its log-probs of the samples with these experts, in nats, float32 [tokens]."""
+    assert samples.rollout_log_probs is not None
+    rollout = torch.from_numpy(samples.rollout_log_probs[samples.loss_mask])
+    scored = torch.from_numpy(scores[samples.loss_mask])
+    k3 = kl_estimate(rollout, scored, "k3").sum(dtype=torch.float64)
+    metrics.add_mean("routing/kl_k3_without_replay", float(k3), len(rollout), "tokens")
 
 
 # -- updates --------------------------------------------------------------------------------------

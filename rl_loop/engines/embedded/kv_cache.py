@@ -11,10 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers import GptOssConfig
+
+from megatron_gptoss.routes import route_dtype
 
 ATTENTION_NAME = "rl_loop_row_cache"
 
@@ -51,12 +54,11 @@ class RowCache:
             device=device,
         )
         """[layers, key or value, rows, kv_heads, capacity, head_size]."""
-        self.routes = torch.zeros(
-            (rows, 0, layers, config.num_experts_per_tok),
-            dtype=torch.int16,
-            device=device,
+        no_routes = np.zeros(
+            (rows, 0, layers, config.num_experts_per_tok), route_dtype(config.num_local_experts)
         )
-        """Experts chosen for each token: int16 [rows, capacity, layers, top_k]."""
+        self.routes = torch.from_numpy(no_routes).to(device)
+        """Experts chosen for each token: uint8 or int16 [rows, capacity, layers, top_k]."""
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         """Tokens of finished sequences; empty for running ones and where nothing is kept."""
         self._last_used = [0] * rows  # a counter, not a time: larger is later

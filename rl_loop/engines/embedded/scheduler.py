@@ -135,7 +135,7 @@ class Scheduler:
             hidden = self._forward(new_tokens, layout)
             # Recorded for every token and not on demand: a cached prefix brings its routes along.
             routes = torch.stack([self._routes[i] for i in range(len(self._routes))], dim=1)
-            self._cache.routes[layout.rows, layout.positions] = routes.to(torch.int16)
+            self._cache.routes[layout.rows, layout.positions] = routes.to(self._cache.routes.dtype)
 
             # Only the last token of a sequence needs logits, 200,000 of them.
             logits = self.model.lm_head(hidden[layout.last_tokens()])
@@ -285,7 +285,7 @@ class Scheduler:
     ) -> None:
         """Complete a sequence's future, unless it was cancelled.
 
-        ``routes`` int16 [processed tokens, layers, top_k]; None if it never ran.
+        ``routes`` uint8 or int16 [processed tokens, layers, top_k]; None if it never ran.
         """
         if not sequence.future.set_running_or_notify_cancel():
             return

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_gptoss.routes import route_dtype
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import (
     GenerateRequest,
@@ -369,7 +370,8 @@ class SglangEngine:
         _extend_versions(result.weight_versions, len(chunk.ids), chunk.version)
 
     def _read_routes(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:
-        """Decode the routes of so many tokens, int16 [tokens, layers, top_k]; None if none came.
+        """Decode the routes of so many tokens, uint8 or int16 [tokens, layers, top_k]; None if none
+        came.
 
         Raises RuntimeError if there are routes that no router chose.
         """
@@ -385,7 +387,8 @@ class SglangEngine:
             raise ServerFailed(
                 f"routed experts of {len(routes)} tokens came back, expected {tokens}"
             )
-        return check_routes(routes.astype(np.int16), self._num_experts)
+        # Checked as they came: a smaller dtype would make experts of numbers that are none.
+        return check_routes(routes, self._num_experts).astype(route_dtype(self._num_experts))
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Score on any server that holds the policy; see ``score_on``."""

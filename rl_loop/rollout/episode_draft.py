@@ -1,0 +1,110 @@
+"""An episode while it is played: lists that grow turn by turn, of which a Trajectory is made at
+the end."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_gptoss.samples import as_column
+from rl_loop.data.trajectory import Trajectory, Turn, WeightVersionSpan
+from rl_loop.engines.protocol import GenerateResult
+from rl_loop.rollout.turn_sampler import shifted
+
+
+class EpisodeDraft:
+    """The tokens of one episode so far, and what is counted of it meanwhile."""
+
+    def __init__(self, task_id: str) -> None:
+        self.task_id = task_id
+        self.token_ids: list[int] = []
+        """Prompt, turns of the policy, and what tools and user said."""
+        self.sampled_tokens = 0
+        self.turns: list[Turn] = []
+        self.grafted: list[tuple[int, int]] = []
+        """Token ranges that were sampled in another context."""
+        self.tool_calls = 0
+        self.tool_errors = 0
+        self.reusable_tokens = 0
+        self.cached_tokens = 0
+
+        self._log_probs: list[float] = []
+        """0.0 where a token was not sampled."""
+        self._weight_versions: list[WeightVersionSpan] = []
+        self._routes: list[np.ndarray] = []
+        """Pieces of the routes of the tokens so far: they weigh most, and are joined once."""
+        self._routed_tokens = 0
+        """Of all pieces."""
+
+    def __len__(self) -> int:
+        """Return the number of tokens so far."""
+        return len(self.token_ids)
+
+    def append(
+        self, role: str, ids: Sequence[int], text: str, sampled: GenerateResult | None = None
+    ) -> None:
+        """Append a turn: what the policy ``sampled``, or what others said.
+
+        ``text``: of ``ids``, for people."""
+        start = len(self)
+        self.token_ids += ids
+        self.turns.append(Turn(role, start, len(self), text))
+        if sampled is None:
+            self._log_probs += [0.0] * len(ids)
+            return
+
+        self.sampled_tokens += len(ids)
+        self._log_probs += sampled.output_log_probs
+        self._weight_versions += shifted(sampled.weight_versions, start)
+        if sampled.routed_experts is not None:
+            # Every token keeps the experts that it was first processed with: they made the
+            # log-probs that were returned. A copy, as a view would keep the routes of the whole
+            # prefix alive, turn after turn.
+            self._append_routes(sampled.routed_experts[self._routed_tokens :].copy())
+
+    def remove_last_turn(self) -> None:
+        """Set the episode back to what it was before its last turn, which the policy sampled."""
+        turn = self.turns.pop()
+        del self.token_ids[turn.start :]
+        del self._log_probs[turn.start :]
+        self.sampled_tokens -= turn.end - turn.start
+        self._weight_versions = [span for span in self._weight_versions if span.start < turn.start]
+
+        # The token before the turn is first an input of the turn itself: no route of it is known
+        # either.
+        known = max(0, turn.start - 1)
+        while self._routed_tokens > known:
+            piece = self._routes.pop()
+            self._routed_tokens -= len(piece)
+            self._append_routes(piece[: max(0, known - self._routed_tokens)])
+
+    def to_trajectory(self, *, with_routes: bool = True) -> Trajectory:
+        """Return the episode, whose outcome is still to be set.
+
+        Raises ColumnError if its columns do not fit together."""
+        whose = f"task {self.task_id}"
+        loss_mask = np.zeros(len(self), dtype=np.bool_)
+        for turn in self.turns:
+            loss_mask[turn.start : turn.end] = turn.role == "assistant"
+
+        routes = None
+        if with_routes and self._routes:
+            routes = np.concatenate(self._routes)
+        return Trajectory(
+            task_id=self.task_id,
+            token_ids=as_column("token_ids", self.token_ids, len(self), whose),
+            loss_mask=loss_mask,
+            rollout_log_probs=as_column("rollout_log_probs", self._log_probs, len(self), whose),
+            weight_versions=self._weight_versions,
+            turns=self.turns,
+            routed_experts=routes,
+            tool_calls=self.tool_calls,
+            tool_errors=self.tool_errors,
+            grafted=self.grafted,
+            reusable_tokens=self.reusable_tokens,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def _append_routes(self, piece: np.ndarray) -> None:
+        if len(piece) > 0:
+            self._routes.append(piece)
+            self._routed_tokens += len(piece)
