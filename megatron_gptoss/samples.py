@@ -50,7 +50,7 @@ class Sample:
     returns: Any = None
     staleness: Any = None
     is_grafted: Any = None
-    routed_experts: np.ndarray | None = None
+    routed_experts: Any = None
     name: str = ""
     """What messages call it: the task, say. Empty: "sample" and its number."""
 

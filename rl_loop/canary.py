@@ -51,12 +51,13 @@ def check_canary(
     otherwise, or CanaryError."""
     loss_mask = [0] + [1] * (len(token_ids) - 1)
     text = TrainingSamples.join([Sample(token_ids, loss_mask, name="the canary")])
-    expected = trainer.score(text, TEMPERATURE)[1:]
+    expected = trainer.score(text, TEMPERATURE)[1:].tolist()
 
     # Every engine by itself: one of several servers may have missed a tensor.
     worst = 0.0
     for worker, log_probs in enumerate(engines.score(token_ids, TEMPERATURE)):
-        gap = float(np.abs(np.array(log_probs) - expected).mean())
+        differences = [abs(a - b) for a, b in zip(log_probs, expected, strict=True)]
+        gap = sum(differences) / len(expected)
         worst = max(worst, gap)
         if not gap <= tolerance:  # also true for NaN
             # Names the tensor if it can; if all are equal, both compute something else with them.

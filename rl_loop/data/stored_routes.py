@@ -4,7 +4,6 @@ A rollout worker puts the routes of an episode into the store, and the ranks tha
 episode read them there. The driver hands on where they are: it would otherwise hold, and copy,
 more than all other columns together."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +24,3 @@ class StoredRoutes:
     @property
     def nbytes(self) -> int:
         return int(np.prod(self.shape)) * self.dtype.itemsize
-
-
-def load_routes(rows: Sequence[Any]) -> list[np.ndarray]:
-    """Return the arrays: views into the store for what is stored there, the others as they are."""
-    references = [row.reference for row in rows if isinstance(row, StoredRoutes)]
-    if not references:
-        return list(rows)
-
-    # Imported here: episodes and environments use this room and need no Ray.
-    import ray
-
-    loaded = iter(ray.get(references))
-    return [next(loaded) if isinstance(row, StoredRoutes) else row for row in rows]

@@ -7,14 +7,16 @@ context-parallel neighbours share, and puts what comes back into the order of th
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
+import ray
 import torch
 
 from megatron_gptoss.packing import PackedBatch, Schedule, build_batch, schedule
 from megatron_gptoss.planning.flops import forward_flops
 from megatron_gptoss.samples import ColumnError, TrainingSamples
-from rl_loop.data.stored_routes import load_routes
+from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.trainer.settings import TrainerSettings
 
 SCORED_COLUMNS = ("token_ids", "loss_mask", "routed_experts")
@@ -173,6 +175,16 @@ class StepPlan:
                 column[start : start + length] = answer[at : at + length]
                 at += length
         return column
+
+
+def load_routes(rows: Sequence[Any]) -> list[np.ndarray]:
+    """Return the routes of sequences as arrays: views into Ray's store of those that are there."""
+    references = [row.reference for row in rows if isinstance(row, StoredRoutes)]
+    if not references:
+        return list(rows)
+
+    loaded = iter(ray.get(references))
+    return [next(loaded) if isinstance(row, StoredRoutes) else row for row in rows]
 
 
 def plan_step(

@@ -6,8 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.canary import CanaryError, check_canary
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
@@ -17,8 +19,8 @@ TINY = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
 
 
 class Trainer:
-    def score(self, samples: list[Any], temperature: float) -> list[list[float]]:
-        return [[0.0, -1.0, -2.0]]
+    def score(self, samples: TrainingSamples, temperature: float) -> np.ndarray:
+        return np.array([0.0, -1.0, -2.0], np.float32)
 
 
 class Engines:
