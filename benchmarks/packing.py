@@ -24,9 +24,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.packing import PackedBatch, Sample, pack
+from megatron_gptoss.packing import PackedBatch, pack
 from megatron_gptoss.planning.flops import forward_flops
+from megatron_gptoss.samples import TrainingSamples
 
 FILE = Path(__file__).with_name("packing_lengths.json")
 LONGEST = 32_768
@@ -89,7 +92,12 @@ def measure(lengths: list[int], ranks: int, limit: int) -> dict[str, float]:
 
     ``useful`` and ``filled`` are shares of the tokens that are computed and that would fit; the
     slowest rank and the slowest of each micro-batch are relative to the mean work of the ranks."""
-    samples = [Sample([0] * length, [0] + [1] * (length - 1)) for length in lengths]
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    samples = TrainingSamples(
+        offsets=offsets,
+        token_ids=np.zeros(offsets[-1], np.int32),
+        loss_mask=np.ones(offsets[-1], np.bool_),
+    )
     per_rank = pack(samples, limit, ranks, 8, lambda length: forward_flops(GPT_OSS_20B, [length]))
 
     batches = [batch for rank in per_rank for batch in rank]

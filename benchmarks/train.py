@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -37,8 +38,9 @@ from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.model import build_model
-from megatron_gptoss.packing import PackedBatch, Sample, build_batch
+from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.planning.flops import forward_flops, matmul_ceiling
+from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.static_shape_p2p import StaticShapeP2P
 from megatron_gptoss.trainer import LossOutput, PolicyTrainer
@@ -149,14 +151,16 @@ def random_weights(model: torch.nn.Module) -> None:
 def random_batches(count: int, sequences: int, length: int, seed: int) -> list[PackedBatch]:
     """Build ``count`` micro-batches of ``sequences`` sequences of ``length`` tokens."""
     generator = torch.Generator().manual_seed(seed)
-    token_ids = torch.randint(0, VOCAB, (count, sequences, length + 1), generator=generator)
-    mask = [0] + [1] * length
+    shape = (count, sequences, length + 1)
+    token_ids = torch.randint(0, VOCAB, shape, generator=generator)
 
-    batches = []
-    for micro_batch in token_ids.tolist():
-        samples = [Sample(ids, mask) for ids in micro_batch]
-        batches.append(build_batch(samples, align=8))
-    return batches
+    samples = TrainingSamples(
+        offsets=np.arange(count * sequences + 1, dtype=np.int64) * (length + 1),
+        token_ids=token_ids.flatten().to(torch.int32).numpy(),
+        loss_mask=np.ones(token_ids.numel(), np.bool_),
+    )
+    micro_batches = np.arange(count * sequences).reshape(count, sequences).tolist()
+    return [build_batch(samples, numbers, align=8) for numbers in micro_batches]
 
 
 def sft_loss(tokens: int) -> Callable[..., LossOutput]:

@@ -17,8 +17,7 @@ import typer
 import typer.core
 from typer import Argument, Option
 
-from rl_loop.config.load import load_config
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.load import load_rl_config, load_run_config
 from rl_loop.logs import configure_logging
 
 
@@ -83,6 +82,7 @@ ConfigFile = Annotated[
     Path,
     Argument(metavar="CONFIG", help="A YAML file, such as configs/rl/tiny_retool.yaml."),
 ]
+TrainingCommand = Literal["rl", "sft"]
 Precision = Literal["bf16", "fp32", "mxfp4"]
 Overrides = Annotated[
     list[str] | None,
@@ -107,7 +107,7 @@ OfSft = Annotated[bool, Option("--sft", help="CONFIG is one of `gptoss sft`.")]
 
 
 def train(
-    kind: type[RunConfig],
+    command: TrainingCommand,
     run: Callable[..., Path],
     path: Path,
     overrides: list[str] | None,
@@ -116,12 +116,13 @@ def train(
     """Run a training command with its progress display and write the report; returns the run
     directory.
 
-    ``start_options`` are resume, resume_or_new and overwrite of ``run``."""
+    ``run`` does what the command says; ``start_options`` are its resume, resume_or_new and
+    overwrite."""
     from launch.output import outlive_output
     from launch.progress import TrainingProgress
     from rl_loop.run import Interrupted
 
-    config = load_config(path, kind, overrides)
+    config = load_run_config(path, command, overrides)
     outlive_output(config.directory / "output.log")  # a run outlives its terminal
 
     try:
@@ -130,8 +131,8 @@ def train(
         # A run that was stopped before it began has left no directory, and nothing to go on from.
         print(stop)
         if config.directory.exists():
-            command = ["gptoss", kind.command, str(path), *(overrides or []), "--resume"]
-            print(f"to continue: {shlex.join(command)}")
+            resume = ["gptoss", command, str(path), *(overrides or []), "--resume"]
+            print(f"to continue: {shlex.join(resume)}")
         raise typer.Exit(stop.exit_status) from None
     except Exception as error:
         print_failure(error, config.directory)
@@ -155,7 +156,7 @@ def sft(
     from rl_loop.run import run_sft
 
     train(
-        SftConfig,
+        "sft",
         run_sft,
         path,
         overrides,
@@ -178,7 +179,7 @@ def rl(
     from rl_loop.run import run_rl
 
     directory = train(
-        RlConfig,
+        "rl",
         run_rl,
         path,
         overrides,
@@ -208,7 +209,7 @@ def evaluate(
 ) -> None:
     """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by
     category."""
-    config = load_config(path, RlConfig, overrides)
+    config = load_rl_config(path, overrides)
     episodes_file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
 
     from rl_loop.lifecycle.start_checks import check_what_an_evaluation_needs
@@ -219,7 +220,7 @@ def evaluate(
     check_what_an_evaluation_needs(config, weights, episodes_file)
 
     from launch.evaluation_table import print_evaluation
-    from rl_loop.evaluation.evaluate import evaluate as run_evaluation
+    from rl_loop.run import run_evaluation
 
     episodes = run_evaluation(config, weights, episodes_file)
     print_evaluation(episodes, baseline_episodes)
@@ -248,14 +249,14 @@ def plan(
 ) -> None:
     """Say how the layout would run: the memory of a GPU, and how layers communicate under context
     parallelism."""
-    config = load_config(path, SftConfig if sft else RlConfig, overrides)
+    config = load_run_config(path, "sft" if sft else "rl", overrides)
     from launch.plan import attention_plan, step_plan
     from megatron_gptoss.planning.memory_advice import memory_plan
 
     print(
         memory_plan(config.memory_inputs, gpu_gb),
-        attention_plan(config),
-        step_plan(config, gpu_gb),
+        attention_plan(config.memory_inputs, config.dtype),
+        step_plan(config.memory_inputs, gpu_gb),
         sep="\n",
     )
 
@@ -270,7 +271,7 @@ def doctor(
 ) -> None:
     """Check that this machine has everything a run needs, and say what to do where it does not."""
     if engine is not None:
-        config = load_config(engine, RlConfig, overrides)
+        config = load_rl_config(engine, overrides)
         from rl_loop.run import run_engine_report
 
         print(run_engine_report(config))
@@ -422,7 +423,7 @@ def launch_start(
     from launch.cluster import load_cluster
 
     cluster_config = load_cluster(cluster, nodes)
-    config = load_config(path, SftConfig if sft else RlConfig, overrides)
+    config = load_run_config(path, "sft" if sft else "rl", overrides)
     config = submit.resolve_paths(config, cluster_config)
     if dry_run:
         print(submit.describe_launch(config, cluster_config))

@@ -18,10 +18,10 @@ from launch.attempts import (
     first_error,
 )
 from launch.cluster import ClusterConfig
+from launch.job_settings import JobSettings
 from launch.node_checks import find_outlier_nodes, find_slow_nodes
 from launch.node_program import POLL_SECONDS, NodeProgram
 from launch.ray_node import HeadAddress
-from rl_loop.config.run import RunConfig
 from rl_loop.lifecycle.interrupt import EXIT_STATUSES
 from rl_loop.tracking.run_directory import read_json, write_json
 
@@ -47,8 +47,8 @@ class HeadNode(NodeProgram):
 
     is_head = True
 
-    def __init__(self, config: RunConfig, cluster: ClusterConfig, config_file: str) -> None:
-        super().__init__(config, cluster, index=0)
+    def __init__(self, settings: JobSettings, cluster: ClusterConfig, config_file: str) -> None:
+        super().__init__(settings, cluster, index=0)
         self.config_file = config_file
         """The configuration file, for the training command."""
         self.lost_node = ""
@@ -171,7 +171,7 @@ class HeadNode(NodeProgram):
             sys.executable,
             "-m",
             "launch",
-            self.config.command,
+            self.settings.command,
             self.config_file,
             "--resume-or-new",
         ]

@@ -17,8 +17,8 @@ from pathlib import Path
 from launch.cluster import load_cluster
 from launch.head_node import HeadNode
 from launch.node_program import AttemptEnded, NodeProgram
-from rl_loop.config.load import load_config
-from rl_loop.config.run import RlConfig, SftConfig
+from launch.submit import job_settings
+from rl_loop.config.load import load_run_config
 
 HEAD_GRACE_SECONDS = 60
 """How long after the deadline a worker still waits for the head node's decision."""
@@ -49,7 +49,7 @@ class WorkerNode(NodeProgram):
 def run_node(config_file: str, cluster_file: str, command: str, group: int) -> int:
     """Run this node until the attempt has ended; returns the exit status."""
     cluster = load_cluster(cluster_file)
-    config = load_config(Path(config_file), RlConfig if command == RlConfig.command else SftConfig)
+    settings = job_settings(load_run_config(Path(config_file), command))
 
     # Slurm numbers the nodes of each part of a heterogeneous job from 0.
     index = int(os.environ.get("SLURM_NODEID", 0))
@@ -57,8 +57,8 @@ def run_node(config_file: str, cluster_file: str, command: str, group: int) -> i
         index += cluster.nodes
 
     if index == 0:
-        return HeadNode(config, cluster, config_file).main()
-    return WorkerNode(config, cluster, index).main()
+        return HeadNode(settings, cluster, config_file).main()
+    return WorkerNode(settings, cluster, index).main()
 
 
 if __name__ == "__main__":

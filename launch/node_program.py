@@ -18,6 +18,7 @@ import psutil
 
 from launch.attempts import Attempt
 from launch.cluster import ClusterConfig
+from launch.job_settings import JobSettings
 from launch.node_checks import NodeCheck, check_node
 from launch.placement import place
 from launch.ray_node import (
@@ -29,8 +30,11 @@ from launch.ray_node import (
 )
 from rl_loop.cluster.placement import end_with_parent
 from rl_loop.cluster.ray_session import ray_environment
+<<<<<<< HEAD
 from rl_loop.config.run import RlConfig, RunConfig
 from rl_loop.lifecycle.store_size import store_bytes, store_need
+=======
+>>>>>>> columns
 from rl_loop.tracking.run_directory import RunDirectory, read_json, write_json
 
 POLL_SECONDS = 0.5
@@ -55,8 +59,8 @@ class NodeProgram:
 
     is_head = False
 
-    def __init__(self, config: RunConfig, cluster: ClusterConfig, index: int) -> None:
-        self.config = config
+    def __init__(self, settings: JobSettings, cluster: ClusterConfig, index: int) -> None:
+        self.settings = settings
         self.cluster = cluster
         self.index = index
 
@@ -68,14 +72,18 @@ class NodeProgram:
         os.environ["GPTOSS_PLACED"] = "1"
 
         attempt = os.environ["GPTOSS_ATTEMPT"]
-        self.run = RunDirectory(config.directory)
+        self.run = RunDirectory(settings.directory)
         self.attempt = Attempt(self.run.path / "attempts" / attempt)
         # Short, because Ray's unix sockets lie below it; with the index, because the nodes of a
         # test share one /tmp.
         self.scratch = Path("/tmp") / f"gptoss-ray-{attempt}-{index}"
         self.ray_log = self.attempt.path / f"{self.name}.ray.log"
+<<<<<<< HEAD
         self.store = store_need(config)
         self.plan = place(config, cluster, isinstance(config, RlConfig))[index]
+=======
+        self.plan = place(settings.parallel, settings.rollout, cluster)[index]
+>>>>>>> columns
 
         self.deadline = time.monotonic() + cluster.ready_seconds
         self.stop_requested = False

@@ -5,10 +5,12 @@ It is computed before a job is submitted."""
 from dataclasses import dataclass, field
 
 from launch.cluster import ClusterConfig
+from megatron_gptoss.config import ParallelConfig
 from rl_loop.cluster.placement import ENGINE_SERVER
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.run import RunConfig
+from rl_loop.config.rollout import RolloutConfig
 from rl_loop.engines.backend import ServerProcesses
+from rl_loop.sandbox.config import SandboxConfig
 
 
 @dataclass
@@ -36,11 +38,14 @@ class NodePlan:
         return {f"{role}_{index}": 1 for role, indices in roles.items() for index in indices}
 
 
-def place(config: RunConfig, cluster: ClusterConfig, uses_rollouts: bool) -> list[NodePlan]:
+def place(
+    parallel: ParallelConfig, rollout: RolloutConfig | None, cluster: ClusterConfig
+) -> list[NodePlan]:
     """Plan the trainer nodes, then the rollout nodes.
 
-    Raises ConfigError naming the keys if the run does not fit."""
-    if cluster.rollout_nodes and not uses_rollouts:
+    ``rollout`` is None for a run without rollouts. Raises ConfigError naming the keys if the run
+    does not fit."""
+    if cluster.rollout_nodes and rollout is None:
         raise ConfigError(
             "cluster.rollout_nodes: supervised fine-tuning has no rollouts; set it to 0",
         )
@@ -50,13 +55,13 @@ def place(config: RunConfig, cluster: ClusterConfig, uses_rollouts: bool) -> lis
     rollouts = [NodePlan(f"rollout {i}", free_gpus=gpus) for i in range(cluster.rollout_nodes)]
     plans = [*trainers, *rollouts]
 
-    _place_ranks(config, cluster, trainers)
-    if uses_rollouts:
+    _place_ranks(parallel, cluster, trainers)
+    if rollout is not None:
         hosts = rollouts or trainers
-        servers = config.rollout.engine.server_processes
+        servers = rollout.engine.server_processes
         if servers is not None:
-            _place_servers(config, servers, cluster, trainers, hosts)
-        _place_workers(config.rollout.workers, hosts)
+            _place_servers(parallel, servers, cluster, trainers, hosts)
+        _place_workers(rollout.workers, hosts)
 
     # A node without work would be paid for, and its program would wait for the end of the run.
     idle = [plan.name for plan in plans if not plan.resources()]
@@ -67,9 +72,11 @@ def place(config: RunConfig, cluster: ClusterConfig, uses_rollouts: bool) -> lis
     return plans
 
 
-def _place_ranks(config: RunConfig, cluster: ClusterConfig, trainers: list[NodePlan]) -> None:
+def _place_ranks(
+    parallel: ParallelConfig, cluster: ClusterConfig, trainers: list[NodePlan]
+) -> None:
     """Put contiguous ranks on each node, so that the innermost parallel groups stay within it."""
-    ranks = config.parallel.world_size
+    ranks = parallel.world_size
     gpus = cluster.gpus_per_node
     if gpus and ranks > cluster.nodes * gpus:
         offered = f"({cluster.nodes} x {gpus}) offers {cluster.nodes * gpus}"
@@ -77,22 +84,22 @@ def _place_ranks(config: RunConfig, cluster: ClusterConfig, trainers: list[NodeP
             f"parallel.world_size ({ranks}) needs {ranks} GPUs, cluster.nodes x gpus_per_node {offered}",
         )
 
-    per_node = _ranks_per_node(config, cluster)
+    per_node = _ranks_per_node(parallel, cluster)
     for rank in range(ranks):
         node = trainers[rank // per_node]
         node.ranks.append(rank)
         node.free_gpus -= 1
 
 
-def _ranks_per_node(config: RunConfig, cluster: ClusterConfig) -> int:
+def _ranks_per_node(parallel: ParallelConfig, cluster: ClusterConfig) -> int:
     """Return a rank per GPU, or evenly spread ranks where there are no GPUs."""
     if cluster.gpus_per_node:
         return cluster.gpus_per_node
-    return -(-config.parallel.world_size // cluster.nodes)
+    return -(-parallel.world_size // cluster.nodes)
 
 
 def _place_servers(
-    config: RunConfig,
+    parallel: ParallelConfig,
     servers: ServerProcesses,
     cluster: ClusterConfig,
     trainers: list[NodePlan],
@@ -100,7 +107,7 @@ def _place_servers(
 ) -> None:
     """Put the servers beside the ranks whose GPUs they share, or where most GPUs are free."""
     if servers.share_trainer_gpus:
-        per_node = _ranks_per_node(config, cluster)
+        per_node = _ranks_per_node(parallel, cluster)
         for server in range(servers.count):
             # Server i uses the GPUs of the ranks from i x gpus_each on.
             node = min(server * servers.gpus_each // per_node, len(trainers) - 1)
@@ -114,7 +121,7 @@ def _place_servers(
             demand = f"{servers.key} ({servers.count} of {servers.gpus_each} GPUs)"
             raise ConfigError(
                 f"{demand}: no node has as many left for server {server} beside the "
-                f"{config.parallel.world_size} trainer ranks; raise cluster.nodes or "
+                f"{parallel.world_size} trainer ranks; raise cluster.nodes or "
                 "cluster.rollout_nodes, or set rollout.engine.colocated"
             )
         roomiest.servers.append(server)
@@ -130,7 +137,9 @@ def _place_workers(count: int, hosts: list[NodePlan]) -> None:
         emptiest.workers.append(worker)
 
 
-def describe_placement(plans: list[NodePlan], config: RunConfig) -> str:
+def describe_placement(
+    plans: list[NodePlan], rollout: RolloutConfig, sandbox: SandboxConfig
+) -> str:
     """Return the placement as text, one node a line."""
     lines = []
     for plan in plans:
@@ -138,12 +147,12 @@ def describe_placement(plans: list[NodePlan], config: RunConfig) -> str:
         if plan.ranks:
             roles.append(f"ranks {plan.ranks[0]} to {plan.ranks[-1]}")
         if plan.servers:
-            servers = config.rollout.engine.server_processes
+            servers = rollout.engine.server_processes
             assert servers is not None
             numbers = ", ".join(map(str, plan.servers))
             roles.append(f"{servers.name}s {numbers} ({servers.gpus_each} GPUs each)")
         if plan.workers:
             roles.append(f"rollout workers {', '.join(map(str, plan.workers))}")
-            roles.append(f"{len(plan.workers) * config.sandbox.workers} sandbox processes")
+            roles.append(f"{len(plan.workers) * sandbox.workers} sandbox processes")
         lines.append(f"  {plan.name:10}  {'; '.join(roles)}")
     return "\n".join(lines)

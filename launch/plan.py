@@ -1,9 +1,9 @@
 """What ``gptoss plan`` prints, computed from the configuration alone."""
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
-from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.context_parallel import (
     AttentionShape,
     ContextLayout,
@@ -14,20 +14,19 @@ from megatron_gptoss.context_parallel import (
 from megatron_gptoss.context_parallel.cost_model import SchemeCost
 from megatron_gptoss.planning.flops import MATMUL_CEILING, forward_flops
 from megatron_gptoss.planning.memory_advice import describe_layout, layouts_that_fit
+from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import StepTime, predict_step
-from rl_loop.config.run import RlConfig, RunConfig
 
 LAYOUTS_SHOWN = 5
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def full_row(config: RunConfig) -> list[int]:
+def full_row(inputs: MemoryInputs) -> list[int]:
     """Return the sequence lengths of a micro-batch that is full of longest episodes."""
-    limit = config.training.max_tokens_per_micro_batch
-    longest = config.rollout.max_tokens
-    lengths = [longest] * (limit // longest)
-    if limit % longest:
-        lengths.append(limit % longest)
+    longest = inputs.longest_sequence
+    lengths = [longest] * (inputs.tokens // longest)
+    if inputs.tokens % longest:
+        lengths.append(inputs.tokens % longest)
     return lengths
 
 
@@ -50,24 +49,23 @@ class UpdatePrediction:
         return f"{self.step.total:.2f} s, {speed}, {self.mfu:.1%} MFU"
 
 
-def predict_update(config: RunConfig, parallel: ParallelConfig) -> UpdatePrediction:
+def predict_update(inputs: MemoryInputs) -> UpdatePrediction:
     """Predict an update on H200s in which every episode is as long as it may be."""
-    lengths = full_row(config)
-    rollout = config.rollout
-    episodes = 1
-    if isinstance(config, RlConfig):
-        episodes = rollout.tasks_per_step * rollout.samples_per_task
+    parallel = inputs.parallel
+    lengths = full_row(inputs)
+    # Supervised runs do not bound the sequences of a step here: one fills the fewest micro-batches.
+    episodes = 1 if math.isinf(inputs.sequences) else int(inputs.sequences)
 
     # Rounded up to what the pipeline's schedule can divide.
     multiple = parallel.micro_batch_multiple
     tokens_per_multiple = sum(lengths) * parallel.data * multiple
-    micro_batches = multiple * max(1, -(-episodes * rollout.max_tokens // tokens_per_multiple))
+    micro_batches = multiple * max(1, -(-episodes * inputs.longest_sequence // tokens_per_multiple))
 
-    step = predict_step(config.model, parallel, config.optimizer, lengths, micro_batches)
+    step = predict_step(inputs.model, parallel, inputs.optimizer, lengths, micro_batches)
     gpu_seconds = step.total * parallel.world_size
     tokens = sum(lengths) * micro_batches * parallel.data
     # The backward pass computes two products for each of the forward pass.
-    flops = 3 * forward_flops(config.model, lengths) * micro_batches * parallel.data
+    flops = 3 * forward_flops(inputs.model, lengths) * micro_batches * parallel.data
     return UpdatePrediction(
         micro_batches=micro_batches,
         tokens=tokens,
@@ -77,11 +75,11 @@ def predict_update(config: RunConfig, parallel: ParallelConfig) -> UpdatePredict
     )
 
 
-def step_plan(config: RunConfig, gigabytes: float) -> str:
+def step_plan(inputs: MemoryInputs, gigabytes: float) -> str:
     """Describe the time of one update as configured, and with the fastest layouts of as many GPUs.
 
     ``gigabytes`` is the memory of a GPU that training may use."""
-    configured = predict_update(config, config.parallel)
+    configured = predict_update(inputs)
     # Parts that would be shown as 0.00 are left out.
     seconds = asdict(configured.step)
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
@@ -92,55 +90,54 @@ def step_plan(config: RunConfig, gigabytes: float) -> str:
     ]
 
     fitting = [
-        (predict_update(config, layout), layout, memory)
-        for layout, memory in layouts_that_fit(config.memory_inputs, gigabytes)
+        (predict_update(replace(inputs, parallel=layout)), layout, memory)
+        for layout, memory in layouts_that_fit(inputs, gigabytes)
     ]
     fitting.sort(key=lambda entry: entry[0].step.total)
     for update, layout, memory in fitting[:LAYOUTS_SHOWN]:
         lines.append(
-            f"  {describe_layout(layout, config.parallel)}: {memory.total / 1e9:.1f} GB, {update}",
+            f"  {describe_layout(layout, inputs.parallel)}: {memory.total / 1e9:.1f} GB, {update}",
         )
     return "\n".join(lines)
 
 
-def attention_plan(config: RunConfig) -> str:
+def attention_plan(inputs: MemoryInputs, dtype: str) -> str:
     """Describe what each context-parallel scheme would send and cost, for every kind of layer.
 
-    The row is full of longest episodes. At run time the same model chooses for every row, from its
-    real lengths."""
-    parallel = config.parallel
+    The row is full of longest episodes, in float32 or bfloat16 (``dtype``). At run time the same
+    model chooses for every row, from its real lengths."""
+    parallel = inputs.parallel
     if parallel.context == 1:
         return "context parallelism: none (parallel.context is 1); every rank attends to whole rows by itself"
 
-    layout = _padded_layout(config)
-    limit = config.training.max_tokens_per_micro_batch
+    layout = _padded_layout(inputs)
     sequences = len(layout.offsets) - 1
     lines = [
-        f"context parallelism over {parallel.context} ranks: {limit} tokens in {sequences} sequences, "
+        f"context parallelism over {parallel.context} ranks: {inputs.tokens} tokens in {sequences} sequences, "
         f"{layout.tokens_per_rank} tokens per rank, {max(layout.shared)} of them of sequences that ranks share",
         f"one layer, forward and backward, at {parallel.context_bandwidth:g} GB/s and "
         f"{parallel.attention_tflops:g} TFLOP/s:",
         f"  {'layers':22}{'scheme':12}{'sent MB':>10}{'communication ms':>18}{'computation ms':>16}{'together ms':>13}",
     ]
-    lines += _scheme_lines(config, layout, kind="full_attention")
-    lines += _scheme_lines(config, layout, kind="sliding_attention")
+    lines += _scheme_lines(inputs, dtype, layout, kind="full_attention")
+    lines += _scheme_lines(inputs, dtype, layout, kind="sliding_attention")
     return "\n".join(lines)
 
 
-def _padded_layout(config: RunConfig) -> ContextLayout:
+def _padded_layout(inputs: MemoryInputs) -> ContextLayout:
     """Return how context-parallel ranks share a full row, padded like a real one."""
-    parallel = config.parallel
-    lengths = full_row(config)
-    padding = -config.training.max_tokens_per_micro_batch % (parallel.context * parallel.tensor)
+    parallel = inputs.parallel
+    lengths = full_row(inputs)
+    padding = -inputs.tokens % (parallel.context * parallel.tensor)
     if padding:
         lengths.append(padding)
     return balanced_layout((0, *accumulate(lengths)), parallel.context)
 
 
-def _scheme_lines(config: RunConfig, layout: ContextLayout, kind: str) -> list[str]:
+def _scheme_lines(inputs: MemoryInputs, dtype: str, layout: ContextLayout, kind: str) -> list[str]:
     """Return a line for each scheme that layers of ``kind``, as in layer_types, could use."""
-    model = config.model
-    parallel = config.parallel
+    model = inputs.model
+    parallel = inputs.parallel
     window: int | None = None
     configured: str = parallel.context_scheme_full
     if kind == "sliding_attention":
@@ -152,7 +149,7 @@ def _scheme_lines(config: RunConfig, layout: ContextLayout, kind: str) -> list[s
         model.num_attention_heads // parallel.tensor,
         model.num_key_value_heads // parallel.tensor,
         model.head_size,
-        ELEMENT_BYTES[config.dtype],
+        ELEMENT_BYTES[dtype],
     )
     machine = Machine(parallel.context_bandwidth * 1e9, parallel.attention_tflops * 1e12)
     costs = candidates(layout, shape, window, machine)  # the best comes first

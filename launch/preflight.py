@@ -7,13 +7,12 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launch.cluster import SBATCH_FIELDS, ClusterConfig
+from launch.job_settings import JobSettings
 from launch.jobs import ClusterError, format_script, run_shell, split_sections
 from launch.node_checks import busy_ports
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.run import RunConfig
 
 Answers = dict[str, list[str]]
 """What preflight.sh printed: the lines of each section."""
@@ -54,9 +53,9 @@ class Partition:
         return f"{self.name} ({self.nodes} nodes, {node}, limit {self.time_limit})"
 
 
-def check_before_queue(config: RunConfig, cluster: ClusterConfig) -> None:
+def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
     """Raise ConfigError with every field that will not work, and what there is instead."""
-    paths = named_paths(config, cluster)
+    paths = [*settings.paths, *_container_paths(cluster)]
     answers = _ask_login_node(cluster, paths)
 
     problems: list[str] = []
@@ -304,32 +303,13 @@ def _ask_slurm(cluster: ClusterConfig) -> list[str]:
     return [f"cluster.{field}: {message}"]
 
 
-def is_path(value: Any, key: str) -> bool:
-    """Whether a value of a configuration is a local path; data may be on the Hub ("hub:...")."""
-    if isinstance(value, Path):
-        return True
-    return key.endswith("_path") and isinstance(value, str) and not value.startswith("hub:")
-
-
-def named_paths(config: RunConfig, cluster: ClusterConfig) -> list[tuple[str, Path]]:
-    """Return (key, path) of everything that must exist on the cluster."""
-    # The run makes output_dir itself.
-    paths = _paths_below(config.model_dump(exclude={"output_dir"}), key="")
-    if cluster.container:
-        sources = [Path(mount.split(":")[0]) for mount in cluster.container.mounts]
-        paths += [("cluster.container.mounts", source) for source in sources]
-        # Anything else is a name that pyxis pulls.
-        if cluster.container.image.startswith("/"):
-            paths.append(("cluster.container.image", Path(cluster.container.image)))
-    return paths
-
-
-def _paths_below(value: Any, key: str) -> list[tuple[str, Path]]:
-    """Return (key, path) of every path in a tree of dictionaries whose own key is ``key``."""
-    if not isinstance(value, dict):
-        return [(key, Path(value))] if is_path(value, key) else []
-
-    paths = []
-    for name, item in value.items():
-        paths += _paths_below(item, key=f"{key}.{name}" if key else name)
+def _container_paths(cluster: ClusterConfig) -> list[tuple[str, Path]]:
+    """Return (key, path) of what the cluster's container is made of."""
+    if cluster.container is None:
+        return []
+    sources = [Path(mount.split(":")[0]) for mount in cluster.container.mounts]
+    paths = [("cluster.container.mounts", source) for source in sources]
+    # Anything else is a name that pyxis pulls.
+    if cluster.container.image.startswith("/"):
+        paths.append(("cluster.container.image", Path(cluster.container.image)))
     return paths

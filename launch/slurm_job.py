@@ -10,9 +10,9 @@ import nemo_run
 from nemo_run.core.frontend.console.api import CONSOLE
 
 from launch.cluster import SBATCH_FIELDS, ClusterConfig
+from launch.job_settings import JobSettings
 from launch.snapshot import node_arguments, write_snapshot
 from rl_loop.config.load import dump_config
-from rl_loop.config.run import RunConfig
 
 CODE = "/nemo_run/code"
 """Where the snapshot lies in a container. Without one nemo-run puts the real path in its place."""
@@ -33,12 +33,12 @@ class SnapshotPackager(nemo_run.Packager):
 class SlurmJob:
     """One submission of a run; ``stamp`` tells it from others of the same run."""
 
-    def __init__(self, config: RunConfig, cluster: ClusterConfig, stamp: str) -> None:
-        self.config = config
+    def __init__(self, settings: JobSettings, cluster: ClusterConfig, stamp: str) -> None:
+        self.settings = settings
         self.cluster = cluster
         self.stamp = stamp
-        self.jobs_dir = config.directory / "launch" / "experiments"
-        self.files = {"run.yaml": dump_config(config), "cluster.yaml": dump_config(cluster)}
+        self.jobs_dir = settings.directory / "launch" / "experiments"
+        self.files = {"run.yaml": settings.configuration, "cluster.yaml": dump_config(cluster)}
 
     def script(self) -> str:
         """Return the sbatch script; nothing is left behind."""
@@ -69,15 +69,15 @@ class SlurmJob:
 
     def _find_script(self, base: Path) -> Path:
         """Return the sbatch script that nemo-run has written below ``base``."""
-        folder = base / "experiments" / self.config.name / f"{self.config.name}_{self.stamp}"
+        folder = base / "experiments" / self.settings.name / f"{self.settings.name}_{self.stamp}"
         return next(folder.glob("*_sbatch.sh"))
 
     def _experiment(self, base: str) -> nemo_run.Experiment:
         # ``gptoss launch`` says itself what was submitted and how to follow it.
         CONSOLE.quiet = True
         return nemo_run.Experiment(
-            self.config.name,
-            id=f"{self.config.name}_{self.stamp}",
+            self.settings.name,
+            id=f"{self.settings.name}_{self.stamp}",
             base_dir=base,
             log_level="WARN",
             clean_mode=True,
@@ -87,7 +87,7 @@ class SlurmJob:
 
     def _add_tasks(self, experiment: nemo_run.Experiment) -> None:
         """Add a task for the trainer nodes and, if there are any, one for the rollout nodes."""
-        name = self.config.name
+        name = self.settings.name
         trainer_task = self._task(group=0)
         trainer_executor = self._executor(self.cluster.nodes)
         if self.cluster.rollout_nodes == 0:
@@ -103,7 +103,7 @@ class SlurmJob:
         )
 
     def _task(self, group: int) -> nemo_run.Script:
-        arguments = node_arguments(self.config.command, group, code=CODE)
+        arguments = node_arguments(self.settings.command, group, code=CODE)
         return nemo_run.Script(
             path="launch.node",
             entrypoint=self.cluster.python,
@@ -164,7 +164,7 @@ class SlurmJob:
         """Return the variables of the job, quoted for the shell."""
         # What the cluster's file sets comes last and may replace ours.
         environment = {
-            "GPTOSS_RUN_DIR": str(self.config.directory),
+            "GPTOSS_RUN_DIR": str(self.settings.directory),
             "PYTHONPATH": f"{CODE}:{CODE}/kernels",
             "PYTHONUNBUFFERED": "1",
             **self.cluster.env,

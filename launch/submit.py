@@ -5,12 +5,14 @@ import subprocess
 import sys
 import tarfile
 import time
+from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
+from launch.job_settings import JobSettings
 from launch.jobs import ACTIVE, Launch, known_launches, query, registry
 from launch.placement import describe_placement, place
-from launch.preflight import check_before_queue, is_path
+from launch.preflight import check_before_queue
 from launch.snapshot import node_arguments, write_snapshot
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config
@@ -32,15 +34,49 @@ def _resolve(value: Any, key: str, cluster: ClusterConfig) -> Any:
         return {name: _resolve(item, name, cluster) for name, item in value.items()}
     if value == sys.executable:  # a default: the interpreter of this machine
         return cluster.python
-    if is_path(value, key):
+    if _is_path(value, key):
         return str(cluster.shared_dir.absolute() / value)
     return value
 
 
+def _is_path(value: Any, key: str) -> bool:
+    """Whether a value of a configuration is a local path; data may be on the Hub ("hub:...")."""
+    if isinstance(value, Path):
+        return True
+    return key.endswith("_path") and isinstance(value, str) and not value.startswith("hub:")
+
+
+def job_settings(config: RunConfig) -> JobSettings:
+    """Collect what the parts of a launch, and the programs on its nodes, need."""
+    # The run makes output_dir itself; every other path must exist on the cluster.
+    paths = _paths_below(config.model_dump(exclude={"output_dir"}), key="")
+    return JobSettings(
+        name=config.name,
+        command=config.command,
+        directory=config.directory,
+        parallel=config.parallel,
+        rollout=config.rollout if isinstance(config, RlConfig) else None,
+        paths=tuple(paths),
+        configuration=dump_config(config),
+    )
+
+
+def _paths_below(value: Any, key: str) -> list[tuple[str, Path]]:
+    """Return (key, path) of every path in a tree of dictionaries whose own key is ``key``."""
+    if not isinstance(value, dict):
+        return [(key, Path(value))] if _is_path(value, key) else []
+
+    paths = []
+    for name, item in value.items():
+        paths += _paths_below(item, key=f"{key}.{name}" if key else name)
+    return paths
+
+
 def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
     """Return what a launch would do, as text; nothing is written or asked of the cluster."""
-    plans = place(config, cluster, uses_rollouts=isinstance(config, RlConfig))
-    sections = {"placement": describe_placement(plans, config)}
+    settings = job_settings(config)
+    plans = place(settings.parallel, settings.rollout, cluster)
+    sections = {"placement": describe_placement(plans, config.rollout, config.sandbox)}
 
     if cluster.gpus_per_node:
         from megatron_gptoss.planning.memory_advice import memory_plan  # imports torch
@@ -50,9 +86,9 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
     if cluster.kind == "slurm":
         from launch.slurm_job import SlurmJob  # imports nemo-run
 
-        sections["sbatch script"] = SlurmJob(config, cluster, stamp="SUBMITTED").script()
+        sections["sbatch script"] = SlurmJob(settings, cluster, stamp="SUBMITTED").script()
 
-    sections["configuration"] = dump_config(config)
+    sections["configuration"] = settings.configuration
     return "\n".join(f"# {title}\n{text.rstrip()}\n" for title, text in sections.items())
 
 
@@ -63,8 +99,9 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
     _check_name_is_free(config.name)
 
     # The cheapest checks come first; ``place`` raises ConfigError if the run does not fit.
-    place(config, cluster, uses_rollouts=isinstance(config, RlConfig))
-    check_before_queue(config, cluster)
+    settings = job_settings(config)
+    place(settings.parallel, settings.rollout, cluster)
+    check_before_queue(settings, cluster)
     if cluster.login is None:
         # Raises ConfigError if the configuration has changed in a way with which the run cannot go
         # on.
@@ -75,9 +112,9 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
     now = time.localtime()
     stamp = time.strftime("%Y%m%d-%H%M%S", now)
     if cluster.kind == "slurm":
-        job = _submit_to_slurm(config, cluster, stamp)
+        job = _submit_to_slurm(settings, cluster, stamp)
     else:
-        job = str(_start_here(config, cluster, stamp))
+        job = str(_start_here(settings, cluster, stamp))
 
     launch = Launch(
         name=config.name,
@@ -104,23 +141,23 @@ def _check_name_is_free(name: str) -> None:
             raise ConfigError(f"{name} is {status.state} ({status.detail}); {advice}")
 
 
-def _submit_to_slurm(config: RunConfig, cluster: ClusterConfig, stamp: str) -> str:
+def _submit_to_slurm(settings: JobSettings, cluster: ClusterConfig, stamp: str) -> str:
     """Submit the run and return the number of its job."""
     from launch.slurm_job import SlurmJob  # imports nemo-run, which takes seconds
 
     # nemo-run keeps a copy of what it submits: here if the run directory is on another machine.
-    base = registry() / config.name if cluster.login else config.directory / "launch"
-    return SlurmJob(config, cluster, stamp).submit(base)
+    base = registry() / settings.name if cluster.login else settings.directory / "launch"
+    return SlurmJob(settings, cluster, stamp).submit(base)
 
 
-def _start_here(config: RunConfig, cluster: ClusterConfig, stamp: str) -> int:
+def _start_here(settings: JobSettings, cluster: ClusterConfig, stamp: str) -> int:
     """Start the program of a cluster's node on this machine, detached, and return its process id.
 
     It runs from the same kind of snapshot as on a cluster."""
-    folder = config.directory / "launch" / stamp
+    folder = settings.directory / "launch" / stamp
     code = folder / "code"
     code.mkdir(parents=True)
-    files = {"run.yaml": dump_config(config), "cluster.yaml": dump_config(cluster)}
+    files = {"run.yaml": settings.configuration, "cluster.yaml": dump_config(cluster)}
 
     # Not from the checkout itself, whose files may change while the run goes on.
     with tarfile.open(write_snapshot(folder / "code.tar.gz", files)) as archive:
@@ -132,7 +169,7 @@ def _start_here(config: RunConfig, cluster: ClusterConfig, stamp: str) -> int:
         "PYTHONPATH": f"{code}:{code}/kernels",
         "GPTOSS_ATTEMPT": f"local-{stamp}",
     }
-    command = [cluster.python, "-m", "launch.node", *node_arguments(config.command, group=0)]
+    command = [cluster.python, "-m", "launch.node", *node_arguments(settings.command, group=0)]
     with open(folder / "node.log", "ab") as output:
         process = subprocess.Popen(
             command,

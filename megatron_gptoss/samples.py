@@ -97,14 +97,12 @@ class TrainingSamples:
     """What messages call the sequences; empty: "sample" and its number."""
 
     def __post_init__(self) -> None:
-        self._check_offsets()
+        self._check_offsets_and_names()
         for name, dtype in TOKEN_COLUMNS.items():
             column = getattr(self, name)
             if column is not None:
                 self._check_column(name, column, dtype)
 
-        if self.names and len(self.names) != len(self):
-            raise ColumnError(f"{len(self.names)} names for {len(self)} sequences")
         if self.routed_experts is not None:
             self._check_routes(self.routed_experts)
 
@@ -183,8 +181,13 @@ class TrainingSamples:
         """Return some of the sequences, in the order given: copies of the per-token columns, the
         routes as they are.
 
-        ``columns``: names of those to take, "routed_experts" among them; None takes all.
+        ``columns``: names of those to take, "routed_experts" among them; None takes all. Raises
+        ColumnError for a name that no column has.
         """
+        for name in columns or ():
+            if name not in TOKEN_COLUMNS and name != "routed_experts":
+                raise ColumnError(f"there is no column {name!r}")
+
         present = self.columns
         wanted = [name for name in present if columns is None or name in columns]
         bounds = [(self.offsets[i], self.offsets[i + 1]) for i in sequences]
@@ -215,12 +218,15 @@ class TrainingSamples:
 
     # -- checks -----------------------------------------------------------------------------------
 
-    def _check_offsets(self) -> None:
+    def _check_offsets_and_names(self) -> None:
         offsets = self.offsets
         if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) == 0 or offsets[0] != 0:
             raise ColumnError(
                 f"offsets must be int64 [n + 1] from 0, got {offsets.dtype} {offsets}"
             )
+        if self.names and len(self.names) != len(self):
+            raise ColumnError(f"{len(self.names)} names for {len(self)} sequences")
+
         empty = np.diff(offsets) < 1
         if empty.any():
             raise ColumnError(f"{self.name_of(int(empty.argmax()))} has no tokens")
@@ -283,11 +289,12 @@ def as_column(name: str, values: Any, tokens: int, whose: str) -> np.ndarray:
     """
     dtype = TOKEN_COLUMNS[name]
     array = np.asarray(values)
-    if array.shape != (tokens,):
+    if array.ndim != 1:
         raise ColumnError(
-            f"column {name} of {whose} has {len(array) if array.ndim else 'no'} entries "
-            f"for {tokens} tokens"
+            f"column {name} of {whose} has the shape {list(array.shape)}, expected [{tokens}]"
         )
+    if len(array) != tokens:
+        raise ColumnError(f"column {name} of {whose} has {len(array)} entries for {tokens} tokens")
     if array.dtype == dtype:
         return np.ascontiguousarray(array)
 
@@ -314,15 +321,15 @@ def _join_column(
 ) -> np.ndarray | None:
     """Join what the sequences have of one column, with 0 where they have nothing; None if none
     has anything."""
-    if all(getattr(sample, name) is None for sample in samples):
-        if name in ("token_ids", "loss_mask"):
-            return np.zeros(0, dtype)
+    is_optional = name not in ("token_ids", "loss_mask")
+    if is_optional and all(getattr(sample, name) is None for sample in samples):
         return None
 
-    rows = []
+    # The empty row is for no sequences at all.
+    rows = [np.zeros(0, dtype)]
     for sample, whose, length in zip(samples, names, lengths, strict=True):
         values = getattr(sample, name)
-        if values is None:
+        if values is None and is_optional:
             rows.append(np.zeros(length, dtype))
         else:
             rows.append(as_column(name, values, length, whose))

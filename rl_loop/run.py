@@ -1,6 +1,7 @@
-"""Runs a configuration from start to export: ``run_sft`` and ``run_rl`` are what the
-``gptoss`` commands call."""
+"""Runs a configuration from start to export: ``run_sft``, ``run_rl`` and ``run_evaluation`` are
+what the ``gptoss`` commands call."""
 
+import asyncio
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rl_loop.session import (
     build_tasks,
     build_trainer,
     loop_settings,
+    worker_settings,
 )
 from rl_loop.tracking.metrics import Name, StepMetrics
 from rl_loop.tracking.progress import ProgressFactory
@@ -27,7 +29,7 @@ from rl_loop.tracking.run_directory import (
     read_json_lines,
 )
 
-__all__ = ["Interrupted", "run_engine_report", "run_rl", "run_sft"]
+__all__ = ["Interrupted", "run_engine_report", "run_evaluation", "run_rl", "run_sft"]
 
 
 def run_sft(
@@ -99,6 +101,36 @@ def run_rl(
             **agreement,
         )
     return config.directory
+
+
+def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list[dict[str, Any]]:
+    """Run ``evaluation.samples_per_task`` episodes of every held-out task and write them to
+    ``output`` as records.
+
+    ``weights`` replace the configuration's ``initial_weights``. Returns the records. Raises
+    ConversionError or EndpointError if there is nothing to evaluate."""
+    from rl_loop.evaluation import evaluate  # imports torch
+
+    evaluation = config.evaluation
+    requests = evaluate.evaluation_requests(
+        build_tasks(config), evaluation.samples_per_task, config.rollout.evaluation_temperature
+    )
+    if evaluation.endpoint is not None:
+        groups = asyncio.run(
+            evaluate.run_at_endpoint(
+                requests, evaluation.endpoint, evaluation, worker_settings(config)
+            )
+        )
+        return evaluate.write_records(requests, groups, output)
+
+    # Weights that cannot be read are found out before engines start.
+    loaded = evaluate.load_weights(weights or config.initial_weights, config.dtype)
+    with ExitStack() as stack:
+        stack.enter_context(ray_session())
+        rollouts = build_rollouts(config)
+        stack.callback(rollouts.close)
+        groups = evaluate.run_with_engines(requests, rollouts, loaded)
+    return evaluate.write_records(requests, groups, output)
 
 
 def run_engine_report(config: RlConfig) -> str:

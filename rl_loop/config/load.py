@@ -42,6 +42,17 @@ def load_config[Config: RunConfig](
     return validated(path, kind, raw)
 
 
+def load_rl_config(path: Path, overrides: list[str] | None = None) -> RlConfig:
+    """Read a configuration of ``gptoss rl``, as ``load_config`` does."""
+    return load_config(path, RlConfig, overrides)
+
+
+def load_run_config(path: Path, command: str, overrides: list[str] | None = None) -> RunConfig:
+    """Read a configuration of ``gptoss COMMAND``, which is rl or sft, as ``load_config`` does."""
+    kinds: dict[str, type[RunConfig]] = {kind.command: kind for kind in (RlConfig, SftConfig)}
+    return load_config(path, kinds[command], overrides)
+
+
 def _insert_named_section(path: Path, tree: Any, key: str, changes: list[str]) -> list[str]:
     """Put the file that ``key`` names, in the YAML tree or in the last override of it, into
     ``tree``.

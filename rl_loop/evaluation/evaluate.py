@@ -1,11 +1,10 @@
-"""Evaluation of a policy on held-out tasks: during training, and ``gptoss eval`` for any
-checkpoint or endpoint."""
+"""The parts of ``gptoss eval``: episodes of held-out tasks, sampled by any checkpoint or endpoint,
+and their records."""
 
 import asyncio
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,22 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.megatron_checkpoint import MegatronCheckpoint
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
-from rl_loop.cluster.ray_session import ray_session
-from rl_loop.config.run import RlConfig
+from rl_loop.config.training import EvaluationConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.backend import LoadedWeights
 from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker
+<<<<<<< HEAD
 from rl_loop.lifecycle.store_size import check_running_store, evaluation_need, store_bytes
 from rl_loop.rollout.pool import GroupRequest
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.session import build_rollouts, build_tasks, worker_settings
+=======
+from rl_loop.rollout.collector import HeldOutTasks
+from rl_loop.rollout.pool import GroupRequest, RolloutPool
+from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
+>>>>>>> columns
 from rl_loop.tracking.run_directory import atomic_write_text
 
 logger = logging.getLogger(__name__)
@@ -48,38 +52,15 @@ def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     yield from MegatronCheckpoint(checkpoint).hf_tensors()
 
 
-def evaluate(config: RlConfig, weights: Path | None, output: Path) -> list[dict[str, Any]]:
-    """Run ``evaluation.samples_per_task`` episodes of every held-out task and write them to
-    ``output`` as records.
+def load_weights(source: Path | None, dtype: str) -> LoadedWeights:
+    """Read all weights of ``source``, as in ``hf_tensors``, in the precision ``dtype``.
 
-    ``weights`` replace the configuration's ``initial_weights``. Returns the records. Raises
-    ConversionError or EndpointError if there is nothing to evaluate."""
-    tasks = build_tasks(config)
-    seeds = tuple(range(config.evaluation.samples_per_task))
-    temperature = config.rollout.evaluation_temperature
-    requests = [GroupRequest(task, seeds, temperature) for task in tasks.held_out()]
-
-    if config.evaluation.endpoint is not None:
-        groups = asyncio.run(_run_at_endpoint(config, config.evaluation.endpoint, requests))
-    else:
-        groups = _run_with_own_engines(config, weights or config.initial_weights, requests)
-
-    records = []
-    for request, group in zip(requests, groups, strict=True):
-        for sample, trajectory in enumerate(group.trajectories):
-            records.append(evaluation_record(request.task, sample, trajectory))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(output, "".join(json.dumps(record) + "\n" for record in records))
-    return records
-
-
-def _run_with_own_engines(
-    config: RlConfig, source: Path | None, requests: Sequence[GroupRequest]
-) -> list[TrajectoryGroup]:
+    Raises ConversionError if there is nothing to read."""
     if source is None:
         raise ConversionError(
             "nothing to evaluate: give --weights, initial_weights or evaluation.endpoint"
         )
+<<<<<<< HEAD
     dtype = getattr(torch, config.dtype)
     named = {name: tensor.to(dtype) for name, tensor in hf_tensors(source)}
     with ExitStack() as stack:
@@ -91,19 +72,44 @@ def _run_with_own_engines(
         rollouts.ready()
         rollouts.sync_weights(LoadedWeights(named), version=0)
         return rollouts.run(requests)
+=======
+    precision = getattr(torch, dtype)
+    return LoadedWeights({name: tensor.to(precision) for name, tensor in hf_tensors(source)})
+>>>>>>> columns
 
 
-async def _run_at_endpoint(
-    config: RlConfig, url: str, requests: Sequence[GroupRequest]
+def evaluation_requests(
+    tasks: HeldOutTasks, samples_per_task: int, temperature: float
+) -> list[GroupRequest]:
+    """Ask for so many episodes of every held-out task, with the same seeds every time."""
+    seeds = tuple(range(samples_per_task))
+    return [GroupRequest(task, seeds, temperature) for task in tasks.held_out()]
+
+
+def run_with_engines(
+    requests: Sequence[GroupRequest], rollouts: RolloutPool, weights: LoadedWeights
 ) -> list[TrajectoryGroup]:
-    settings = config.evaluation
-    engine = CompletionsEngine(url, settings.endpoint_model, settings.concurrency)
-    worker = RolloutWorker(worker_settings(config), lambda: engine, torch.get_num_threads())
-    breaker = InfrastructureBreaker(
-        config.rollout.max_invalid_share, config.rollout.max_invalid_streak
-    )
+    """Run the episodes with the engines of ``rollouts``, given these weights."""
+    rollouts.ready()
+    rollouts.sync_weights(weights, version=0)
+    return rollouts.run(requests)
+
+
+async def run_at_endpoint(
+    requests: Sequence[GroupRequest],
+    url: str,
+    evaluation: EvaluationConfig,
+    worker_settings: WorkerSettings,
+) -> list[TrajectoryGroup]:
+    """Run the episodes in this process; the server at ``url`` samples.
+
+    Raises EndpointError if it cannot be used."""
+    engine = CompletionsEngine(url, evaluation.endpoint_model, evaluation.concurrency)
+    worker = RolloutWorker(worker_settings, lambda: engine, torch.get_num_threads())
+    rollout = worker_settings.rollout
+    breaker = InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)
     # The endpoint takes so many episodes at a time, and a task brings several.
-    slots = asyncio.Semaphore(max(1, settings.concurrency // settings.samples_per_task))
+    slots = asyncio.Semaphore(max(1, evaluation.concurrency // evaluation.samples_per_task))
 
     async def run(request: GroupRequest) -> TrajectoryGroup:
         async with slots:
@@ -116,9 +122,8 @@ async def _run_at_endpoint(
         async with asyncio.TaskGroup() as running:
             groups = [running.create_task(run(request)) for request in requests]
     except ExceptionGroup as errors:
-        raise errors.exceptions[
-            0
-        ] from None  # one is enough: an endpoint that is away fails every episode
+        # One is enough: an endpoint that is away fails every episode.
+        raise errors.exceptions[0] from None
     finally:
         await worker.close()
 
@@ -128,6 +133,20 @@ async def _run_at_endpoint(
         if group.skipped is not None:
             logger.warning("not evaluated: %s", group.skipped)
     return finished
+
+
+def write_records(
+    requests: Sequence[GroupRequest], groups: Sequence[TrajectoryGroup], output: Path
+) -> list[dict[str, Any]]:
+    """Write the episodes of an evaluation to ``output``, one record a line; returns the records."""
+    records = []
+    for request, group in zip(requests, groups, strict=True):
+        for sample, trajectory in enumerate(group.trajectories):
+            records.append(evaluation_record(request.task, sample, trajectory))
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(output, "".join(json.dumps(record) + "\n" for record in records))
+    return records
 
 
 def evaluation_record(task: Task, sample: int, episode: Trajectory) -> dict[str, Any]:

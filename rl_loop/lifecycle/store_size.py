@@ -249,9 +249,7 @@ def check_local_store(need: StoreNeed) -> None:
 
 
 def check_running_store(need: StoreNeed) -> None:
-    """Raise CannotStart unless the Ray that this process is connected to can hold a step.
-
-    On several nodes what one produces and another reads lies on both."""
+    """Raise CannotStart unless the Ray that this process is connected to can hold a step."""
     # Imported here so that reading a configuration needs no Ray.
     import ray
 
@@ -263,18 +261,19 @@ def check_running_store(need: StoreNeed) -> None:
     at_driver = stores.get(ray.get_runtime_context().get_node_id(), 0)
     total = sum(stores.values())
 
-    lower = _listed(need.keys)
-    option = "start Ray's nodes with a larger --object-store-memory"
-    wanted_in_all = need.step if len(stores) == 1 else 2 * need.step
+    advice = f"lower {_listed(need.keys)}, or start Ray's nodes with a larger --object-store-memory"
+    if len(stores) == 1 and total < need.step:
+        raise CannotStart(f"a step needs {need}, and the store has {_gb(total)}: {advice}")
     if at_driver < need.through_driver:
         raise CannotStart(
             f"a step needs {need}, {_gb(need.through_driver)} of it on the driver's node, whose "
-            f"store has {_gb(at_driver)}: lower {lower}, or {option}"
+            f"store has {_gb(at_driver)}: {advice}"
         )
-    if total < wanted_in_all:
+    # What one node produces and another reads lies on both.
+    if len(stores) > 1 and total < 2 * need.step:
         raise CannotStart(
-            f"a step needs {need}, {_gb(wanted_in_all)} with what lies on two nodes, and the "
-            f"stores of {len(stores)} nodes have {_gb(total)}: lower {lower}, or {option}"
+            f"a step needs {need}, most of it on two nodes, and the stores of {len(stores)} nodes "
+            f"have {_gb(total)} together: {advice}"
         )
 
 

@@ -111,7 +111,7 @@ def test_megatron_loads_an_import_strictly_with_the_logits_of_transformers(
     assert not unexpected
     assert all("_extra_state" in key for key in missing), missing
     samples = documents([30, 9, 21], TINY.vocab_size)
-    batch = build_batch(samples, 1)
+    batch = build_batch(samples)
     with torch.no_grad():
         logits = model(
             batch.input_ids[None],

@@ -163,9 +163,9 @@ def test_a_run_that_does_not_fit_names_the_keys(
     config = load_config(ROOT / "configs/rl/gpt-oss-20b_2x8.yaml", RlConfig, list(changes))
     with pytest.raises(ConfigError, match=re.escape(message)):
         place(
-            config,
+            config.parallel,
+            config.rollout,
             ClusterConfig(kind="slurm", shared_dir=Path("/shared"), **cluster),
-            uses_rollouts=True,
         )
 
 
@@ -177,9 +177,9 @@ def test_ranks_are_contiguous_and_engines_fill_what_is_free() -> None:
         [*changes, "parallel.world_size=12"],
     )
     plans = place(
-        config,
+        config.parallel,
+        config.rollout,
         ClusterConfig(kind="slurm", shared_dir=Path("/s"), nodes=2, gpus_per_node=8),
-        True,
     )
     assert [plan.ranks for plan in plans] == [list(range(8)), [8, 9, 10, 11]]
     assert [plan.servers for plan in plans] == [[], [0, 1]]

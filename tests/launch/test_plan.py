@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launch.cluster import ClusterConfig
 from launch.placement import place
 from launch.plan import attention_plan, step_plan
 from megatron_gptoss.config import ParallelConfig
-from megatron_gptoss.packing import Sample, pack
+from megatron_gptoss.packing import schedule
 from megatron_gptoss.planning.memory import fits, parameters_per_gpu, worst_stage
 from megatron_gptoss.planning.memory_advice import layouts_that_fit, memory_plan
 from rl_loop.config.load import load_config
@@ -32,7 +33,8 @@ LONG = [
 
 
 def plan(*overrides: str) -> list[str]:
-    return attention_plan(load_config(CONFIG, RlConfig, list(overrides))).splitlines()
+    config = load_config(CONFIG, RlConfig, list(overrides))
+    return attention_plan(config.memory_inputs, config.dtype).splitlines()
 
 
 def taken(lines: list[str]) -> list[list[str]]:
@@ -85,14 +87,14 @@ def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(
     overrides: list[str],
 ) -> None:
     config = load_config(CONFIG, RlConfig, overrides)
-    episode = Sample([0] * (config.rollout.max_tokens + 1), [0] + [1] * config.rollout.max_tokens)
-    episodes = [episode] * (config.rollout.tasks_per_step * config.rollout.samples_per_task)
+    count = config.rollout.tasks_per_step * config.rollout.samples_per_task
+    lengths = np.full(count, config.rollout.max_tokens + 1)
     row, multiple = (
         config.training.max_tokens_per_micro_batch,
         config.parallel.micro_batch_multiple,
     )
-    packed = pack(episodes, row, config.parallel.data, multiple=multiple)
-    assert config.memory_inputs.micro_batches == len(packed[0])
+    plan = schedule(lengths, row, config.parallel.data, multiple=multiple)
+    assert config.memory_inputs.micro_batches == len(plan.micro_batches[0])
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,8 @@ def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> 
         nodes=-(-gpus // 8),
         gpus_per_node=min(gpus, 8),
     )
-    assert len(place(config, cluster, has_servers)) == cluster.nodes
+    rollout = config.rollout if has_servers else None
+    assert len(place(config.parallel, rollout, cluster)) == cluster.nodes
 
 
 def test_servers_on_the_trainers_gpus_must_fit_beside_what_the_trainer_keeps() -> None:
@@ -176,7 +179,7 @@ def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_as_micro_batches_
             "rollout.tasks_per_step=1",
             "rollout.samples_per_task=6",
         ]
-        text = step_plan(load_config(CONFIG, RlConfig, overrides), 141)
+        text = step_plan(load_config(CONFIG, RlConfig, overrides).memory_inputs, 141)
         return int(text.split(" micro-batches")[0].split()[-1]), float(
             re.search(r"bubble ([\d.]+)", text)[1],
         )
@@ -198,7 +201,8 @@ def test_the_fastest_layouts_that_fit_come_with_memory_time_and_mfu() -> None:
         "training.max_tokens_per_micro_batch=16384",
         "rollout.tasks_per_step=64",
     ]
-    configured, title, *rows = step_plan(load_config(CONFIG, RlConfig, overrides), 80).splitlines()
+    config = load_config(CONFIG, RlConfig, overrides)
+    configured, title, *rows = step_plan(config.memory_inputs, 80).splitlines()
     assert title == "the fastest layouts that fit, as predicted:"
 
     pattern = r"  .*: ([\d.]+) GB, ([\d.]+) s, (\d+) tokens/s/GPU, ([\d.]+)% MFU"
@@ -269,7 +273,9 @@ def test_the_fastest_layouts_validate_too() -> None:
     ]
     path = CONFIGS / "rl/gpt-oss-120b_8x8.yaml"
     config = load_config(path, RlConfig, changes)
-    rows = step_plan(config, 135).partition("that fit, as predicted:\n")[2].splitlines()
+    rows = (
+        step_plan(config.memory_inputs, 135).partition("that fit, as predicted:\n")[2].splitlines()
+    )
     assert rows
     for row in rows:
         layout = row.strip().partition(":")[0]

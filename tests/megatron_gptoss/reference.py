@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
-from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.packing import Sample
+from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.packing import PackedBatch, pack
+from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.scorer import alignment
 from megatron_gptoss.trainer import LossFunction, LossOutput, PolicyTrainer
 
 # hidden != intermediate, more kv heads than ranks of any test, a window that is shorter than the
@@ -50,25 +53,35 @@ def hf_model(config: ModelConfig = TINY, std: float = 0.2, seed: int = 0) -> Gpt
     return model
 
 
-def documents(lengths: list[int], vocab_size: int = 128, seed: int = 1) -> list[Sample]:
-    """Random samples; all tokens but the first are in the loss."""
+def documents(lengths: list[int], vocab_size: int = 128, seed: int = 1) -> TrainingSamples:
+    """Return random samples; all tokens but the first are in the loss."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        Sample(
-            torch.randint(0, vocab_size, (n,), generator=generator).tolist(), [0] + [1] * (n - 1)
-        )
-        for n in lengths
-    ]
+    samples = []
+    for n in lengths:
+        token_ids = torch.randint(0, vocab_size, (n,), generator=generator)
+        samples.append(Sample(token_ids.numpy(), [0] + [1] * (n - 1)))
+    return TrainingSamples.join(samples)
 
 
-def hf_logits(model: GptOssForCausalLM, samples: list[Sample]) -> torch.Tensor:
+def local_batches(
+    samples: TrainingSamples, max_tokens: int, parallel: ParallelConfig
+) -> list[PackedBatch]:
+    """Pack for all data-parallel ranks and return this rank's micro-batches."""
+    per_rank = pack(
+        samples, max_tokens, parallel.data, alignment(), multiple=parallel.micro_batch_multiple
+    )
+    return per_rank[parallel_state.get_data_parallel_rank()]
+
+
+def hf_logits(model: GptOssForCausalLM, samples: TrainingSamples) -> torch.Tensor:
     """[tokens, vocab_size] of the inputs of all samples, each run on its own."""
-    return torch.cat([model(torch.tensor([sample.token_ids[:-1]])).logits[0] for sample in samples])
+    inputs = [torch.tensor(row[None, :-1]).long() for row in samples.rows("token_ids")]
+    return torch.cat([model(row).logits[0] for row in inputs])
 
 
-def hf_loss(model: GptOssForCausalLM, samples: list[Sample]) -> torch.Tensor:
+def hf_loss(model: GptOssForCausalLM, samples: TrainingSamples) -> torch.Tensor:
     """Mean cross-entropy over all labels."""
-    labels = torch.cat([torch.tensor(sample.token_ids[1:]) for sample in samples])
+    labels = torch.cat([torch.tensor(row[1:]).long() for row in samples.rows("token_ids")])
     return torch.nn.functional.cross_entropy(hf_logits(model, samples), labels)
 
 

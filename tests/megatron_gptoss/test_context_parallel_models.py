@@ -12,11 +12,15 @@ from converters.live import export_hf_weights, load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
-from megatron_gptoss.packing import pack
-from megatron_gptoss.scorer import alignment, data_parallel_slice
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
+from tests.megatron_gptoss.reference import (
+    TINY,
+    documents,
+    hf_model,
+    local_batches,
+    mean_cross_entropy,
+)
 
 SAMPLES = documents([90, 5, 18, 41, 2, 3, 23, 12], seed=3)
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -44,8 +48,8 @@ def gradients(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
         model = build_model(WINDOWED, parallel, torch.float32)
         load_hf_weights(model, WINDOWED, hf_model(WINDOWED, std=0.15).state_dict().__getitem__)
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
-        batches = data_parallel_slice(pack(SAMPLES, 256, parallel.data, alignment()))
-        tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
+        batches = local_batches(SAMPLES, 256, parallel)
+        tokens = int(SAMPLES.loss_tokens.sum())
         scores = {}
         for batch, values in zip(batches, trainer.score(batches), strict=True):
             for sample_id in batch.sample_ids[batch.sample_ids >= 0].unique().tolist():

@@ -25,13 +25,12 @@ from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.checkpoint.megatron_faults import lower_half, master_weight
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
-from megatron_gptoss.packing import pack
-from megatron_gptoss.scorer import alignment, data_parallel_slice
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import (
     TINY,
     documents,
     hf_model,
+    local_batches,
     mean_cross_entropy,
     save_checkpoint,
 )
@@ -160,8 +159,8 @@ def train(
         model = build_model(TINY, parallel, torch.bfloat16)
         load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
         policy = trainer.PolicyTrainer(model, OptimizerConfig())
-        batches = data_parallel_slice(pack(SAMPLES, 64, parallel.data, alignment()))
-        tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
+        batches = local_batches(SAMPLES, 64, parallel)
+        tokens = int(SAMPLES.loss_tokens.sum())
         if resume:
             load_checkpoint(resume, policy)
 

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,43 +11,187 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.packing import PackedBatch, Sample, build_batch, pack, unpack
+from megatron_gptoss.packing import PackedBatch, build_batch, pack, schedule, unpack
 from megatron_gptoss.planning.flops import forward_flops
+from megatron_gptoss.samples import Sample, TrainingSamples
 
 MODEL = ModelConfig(num_layers=24, num_experts=32)
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=20)
 
 
-def samples_of(lengths: list[int]) -> list[Sample]:
+def samples_of(lengths: list[int]) -> TrainingSamples:
     """Token ids are unique over all samples, so that a token in a wrong place is seen."""
     starts = np.cumsum([0, *lengths])
-    return [
-        Sample(
-            token_ids=list(range(start, start + n)),
-            loss_mask=[0] + [1] * (n - 1),
-            advantages=[float(start)] * n,
-            rollout_log_probs=[-float(t) for t in range(start, start + n)],
-            routed_experts=np.full((n - 1, 2, 3), start, dtype=np.int16),
-        )
-        for start, n in zip(starts, lengths, strict=False)
-    ]
+    return TrainingSamples.join(
+        [
+            Sample(
+                token_ids=range(start, start + n),
+                loss_mask=[0] + [1] * (n - 1),
+                advantages=[float(start)] * n,
+                rollout_log_probs=[-float(t) for t in range(start, start + n)],
+                routed_experts=np.full((n - 1, 2, 3), start, dtype=np.int16),
+            )
+            for start, n in zip(starts, lengths, strict=False)
+        ]
+    )
+
+
+def flops(length: int) -> float:
+    return forward_flops(MODEL, [length])
 
 
 def test_labels_are_the_next_tokens_of_the_same_sequence() -> None:
-    batch = build_batch([Sample([5, 6, 7], [0, 1, 1]), Sample([8, 9], [0, 1])])
+    samples = TrainingSamples.join([Sample([5, 6, 7], [0, 1, 1]), Sample([8, 9], [0, 1])])
+    batch = build_batch(samples)
     assert batch.input_ids.tolist() == [5, 6, 8]
     assert batch.labels.tolist() == [6, 7, 9]
     assert batch.position_ids.tolist() == [0, 1, 0]
+    assert batch.sample_ids.tolist() == [0, 0, 1]
     assert batch.cu_seqlens.tolist() == [0, 2, 3]
     assert batch.max_seqlen == 2
 
 
 def test_the_padding_tail_is_a_sequence_of_its_own_outside_the_loss() -> None:
-    batch = build_batch([Sample([5, 6, 7], [0, 1, 1])], align=8)
+    batch = build_batch(TrainingSamples.join([Sample([5, 6, 7], [0, 1, 1])]), align=8)
     assert batch.tokens == 8
     assert batch.cu_seqlens.tolist() == [0, 2, 8]
+    assert batch.max_seqlen == 6
     assert batch.loss_mask.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
     assert batch.sample_ids.tolist()[2:] == [-1] * 6
+
+
+COLUMNS = {
+    "advantages": torch.float32,
+    "rollout_log_probs": torch.float32,
+    "old_log_probs": torch.float32,
+    "reference_log_probs": torch.float32,
+    "values": torch.float32,
+    "returns": torch.float32,
+    "staleness": torch.int32,
+    "is_grafted": torch.bool,
+}
+
+
+def random_samples(lengths: list[int], columns: set[str], seed: int) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    samples = []
+    for n in lengths:
+        sample = Sample(rng.integers(0, 1000, n).tolist(), rng.integers(0, 2, n).tolist())
+        for name in columns:
+            is_float = COLUMNS[name].is_floating_point
+            setattr(sample, name, (rng.normal(size=n) if is_float else rng.integers(0, 2, n)))
+        samples.append(sample)
+    return samples
+
+
+@given(
+    lengths,
+    st.sets(st.sampled_from(sorted(COLUMNS))),
+    st.sampled_from([1, 2, 8]),
+    st.integers(0, 99),
+    st.data(),
+)
+def test_a_row_is_what_is_made_of_its_sequences_token_by_token(
+    sizes: list[int], columns: set[str], align: int, seed: int, data: st.DataObject
+) -> None:
+    samples = random_samples(sizes, columns, seed)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(sizes))), min_size=1, unique=True))
+    batch = build_batch(TrainingSamples.join(samples), chosen, align)
+
+    row: dict[str, list[Any]] = {name: [] for name in columns}
+    inputs, labels, positions, mask, numbers = [], [], [], [], []
+    for i in chosen:
+        for t in range(1, sizes[i]):
+            inputs.append(samples[i].token_ids[t - 1])
+            labels.append(samples[i].token_ids[t])
+            positions.append(t - 1)
+            mask.append(samples[i].loss_mask[t])
+            numbers.append(i)
+            for name in columns:
+                row[name].append(getattr(samples[i], name)[t])
+    padding = -len(inputs) % align
+
+    def filled(entries: list[Any], dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
+        return torch.tensor(entries + [fill] * padding, dtype=dtype)
+
+    assert torch.equal(batch.input_ids, filled(inputs, torch.int64))
+    assert torch.equal(batch.labels, filled(labels, torch.int64))
+    assert torch.equal(batch.loss_mask, filled(mask, torch.float32))
+    assert torch.equal(batch.sample_ids, filled(numbers, torch.int64, fill=-1))
+    assert batch.position_ids.tolist() == positions + list(range(padding))
+    for name, dtype in COLUMNS.items():
+        column = getattr(batch, name)
+        if name in columns:
+            assert column.dtype == dtype
+            assert torch.equal(column, filled(row[name], dtype))
+        elif name in ("advantages", "rollout_log_probs"):
+            assert torch.equal(column, filled([0] * len(inputs), dtype))
+        else:
+            assert column is None
+
+
+def naive_schedule(
+    lengths: list[int], limit: int, ranks: int, work: Callable[[int], float], multiple: int
+) -> list[list[list[int]]]:
+    """Return what ``schedule`` does, in plain Python: more micro-batches until all fit."""
+    inputs = [length - 1 for length in lengths]
+    longest_first = sorted(range(len(inputs)), key=lambda i: -inputs[i])
+    count = -(-sum(inputs) // (limit * ranks * multiple)) * ranks * multiple
+    while True:
+        rows: list[list[int]] = [[] for _ in range(count)]
+        for i in longest_first:
+            roomy = [row for row in rows if sum(inputs[j] for j in row) + inputs[i] <= limit]
+            if not roomy:
+                break
+            cheapest = min(roomy, key=lambda row: sum(work(inputs[j]) for j in row))
+            cheapest.append(i)
+        else:
+            rows.sort(key=lambda row: -sum(work(inputs[j]) for j in row))
+            return [rows[rank::ranks] for rank in range(ranks)]
+        count += ranks * multiple
+
+
+@given(
+    lengths,
+    st.integers(39, 90),
+    st.integers(1, 8),
+    st.sampled_from([float, flops]),
+    st.integers(1, 3),
+)
+def test_the_schedule_is_that_of_plain_lists(
+    sizes: list[int], limit: int, ranks: int, work: Callable[[int], float], multiple: int
+) -> None:
+    plan = schedule(np.array(sizes), limit, ranks, work, multiple)
+    assert plan.micro_batches == naive_schedule(sizes, limit, ranks, work, multiple)
+
+
+@given(lengths, st.integers(39, 90), st.integers(1, 4), st.sampled_from([1, 4]))
+def test_a_rank_packs_the_rows_that_it_was_sent_as_if_it_had_all(
+    sizes: list[int], limit: int, ranks: int, align: int
+) -> None:
+    samples = samples_of(sizes)
+    plan = schedule(samples.lengths, limit, ranks)
+    everything = pack(samples, limit, ranks, align)
+
+    for rank in range(ranks):
+        sent = plan.sequences_of(rank)
+        shipment = samples.take(sent)
+        place = {number: i for i, number in enumerate(sent)}
+        for numbers, wanted in zip(plan.micro_batches[rank], everything[rank], strict=True):
+            sequences = [place[number] for number in numbers]
+            batch = build_batch(shipment, sequences, align, sample_ids=numbers)
+            assert_equal(batch, wanted)
+
+
+def assert_equal(batch: PackedBatch, wanted: PackedBatch) -> None:
+    for field in fields(PackedBatch):
+        found = getattr(batch, field.name)
+        expected = getattr(wanted, field.name)
+        if isinstance(expected, torch.Tensor):
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected), field.name
+        else:
+            assert found == expected, field.name
 
 
 @given(lengths, st.integers(1, 3), st.sampled_from([1, 2, 8]), st.integers(1, 4))
@@ -53,16 +201,20 @@ def test_every_label_appears_exactly_once_with_what_belongs_to_it(
     samples = samples_of(sizes)
     per_rank = pack(samples, 100_000, data_parallel, align, multiple=multiple)
     assert [len(rank) for rank in per_rank] == [multiple] * data_parallel
-    seen: dict[int, list[float]] = {}
+    starts_of = [int(row[0]) for row in samples.rows("token_ids")]
+    seen: dict[int, np.ndarray] = {}
     for batch in [batch for rank in per_rank for batch in rank]:
         assert batch.tokens % align == 0
         real = batch.sample_ids >= 0
         assert torch.equal(batch.rollout_log_probs[real], -batch.labels[real].float())
-        starts = torch.tensor([samples[i].token_ids[0] for i in batch.sample_ids[real]])
+        starts = torch.tensor([starts_of[i] for i in batch.sample_ids[real]])
         assert torch.equal(batch.advantages[real], starts.float())
-        assert torch.equal(batch.routed_experts[real, 0, 0].long(), starts)
+        if real.any():
+            assert torch.equal(batch.routed_experts[real, 0, 0].long(), starts)
+            assert (batch.routed_experts[~real] == -1).all()
         seen |= unpack(batch.labels, batch)
-    assert [seen[i][1:] for i in range(len(samples))] == [s.token_ids[1:] for s in samples]
+    for i, row in enumerate(samples.rows("token_ids")):
+        assert seen[i].tolist() == [0, *row[1:]]
 
 
 @given(lengths, st.integers(40, 90), st.integers(1, 2), st.integers(1, 3))
@@ -75,22 +227,53 @@ def test_micro_batches_respect_the_limit_and_ranks_take_the_same_multiple_of_the
     assert all(batch.tokens <= limit for rank in per_rank for batch in rank)
 
 
-def test_a_rank_without_a_sample_passes_one_token_that_is_in_no_loss_and_has_every_column() -> None:
-    (sample,) = samples_of([5])
-    sample.old_log_probs = [-1.0] * 5
-    (busy,), (idle,) = pack([sample], 100, data_parallel_size=2, align=4)
+def test_a_rank_without_a_sequence_passes_a_row_of_padding_that_has_every_column() -> None:
+    samples = samples_of([5]).with_columns(
+        old_log_probs=np.full(5, -1, np.float32),
+        staleness=np.ones(5, np.int32),
+        is_grafted=np.ones(5, np.bool_),
+    )
+    (busy,), (idle,) = pack(samples, 100, data_parallel_size=2, align=4)
     assert busy.loss_mask.tolist() == [1] * 4
-    assert idle.loss_mask.tolist() == [0] * 4 and idle.sample_ids.tolist() == [-1] * 4
-    assert idle.old_log_probs is not None and (idle.routed_experts == -1).all()
+    assert busy.is_grafted.tolist() == [True] * 4
+
+    assert idle.cu_seqlens.tolist() == [0, 4]
+    assert idle.loss_mask.tolist() == [0] * 4
+    assert idle.sample_ids.tolist() == [-1] * 4
+    assert idle.old_log_probs.tolist() == [0] * 4
+    assert idle.staleness.tolist() == [0] * 4
+    assert idle.is_grafted.tolist() == [False] * 4
     assert unpack(idle.labels, idle) == {}
+    # The routers choose, as they do for all padding.
+    assert idle.routed_experts is None
+
+
+def test_padding_has_the_unknown_route_of_the_dtype() -> None:
+    routes = np.full((3, 2, 4), 7, np.uint8)
+    sample = Sample([5, 6, 7, 8], [0, 1, 1, 1], routed_experts=routes)
+    batch = build_batch(TrainingSamples.join([sample]), align=4)
+    assert batch.routed_experts.dtype == torch.uint8
+    assert (batch.routed_experts[:3] == 7).all()
+    assert (batch.routed_experts[3:] == 255).all()
+
+
+def test_unpack_splits_vectors_of_tokens_too() -> None:
+    batch = build_batch(samples_of([3, 2]), [1, 0], align=4, sample_ids=[8, 5])
+    values = torch.arange(8.0).reshape(4, 2)
+    per_sample = unpack(values, batch)
+    assert per_sample.keys() == {8, 5}
+    assert per_sample[8].tolist() == [[0, 0], [0, 1]]
+    assert per_sample[5].tolist() == [[0, 0], [2, 3], [4, 5]]
 
 
 def test_a_long_tail_is_shared_out_by_work_at_every_micro_batch() -> None:
     lengths = np.random.default_rng(0).lognormal(8.0, 1.0, 512).clip(64, 32_000).astype(int)
-    samples = [Sample([1] * n, [1] * n) for n in lengths]
-
-    def flops(length: int) -> float:
-        return forward_flops(MODEL, [length])
+    tokens = int(lengths.sum())
+    samples = TrainingSamples(
+        offsets=np.cumsum([0, *lengths]),
+        token_ids=np.ones(tokens, np.int32),
+        loss_mask=np.ones(tokens, np.bool_),
+    )
 
     def imbalance(per_rank: list[list[PackedBatch]]) -> float:
         """Of the time that ranks take which wait for the slowest at every micro-batch."""
@@ -102,8 +285,8 @@ def test_a_long_tail_is_shared_out_by_work_at_every_micro_batch() -> None:
     by_work = pack(samples, 65_536, 8, align=8, work=flops)
     assert imbalance(by_work) < 0.01
     assert imbalance(pack(samples, 65_536, 8, align=8)) > 2 * imbalance(by_work)
-    tokens = sum(batch.tokens for rank in by_work for batch in rank)
-    assert (sum(lengths) - len(lengths)) / tokens > 0.999
+    computed = sum(batch.tokens for rank in by_work for batch in rank)
+    assert (tokens - len(lengths)) / computed > 0.999
 
 
 @given(lengths, st.sampled_from([2, 3, 4, 8]))
@@ -139,11 +322,11 @@ def test_context_parallel_shards_come_back_into_the_order_of_the_row(
         ),
         ([], 10, 2, "there are no samples to pack"),
         ([Sample([1], [1])], 10, 1, "sample 0 has 1 tokens"),
-        ([Sample([1, 2, 3], [0, 1])], 10, 1, "loss_mask has 2 entries for 3 tokens"),
+        ([Sample([1, 2], [1, 1]), Sample([1], [1], name="fib/3")], 10, 1, "fib/3 has 1 tokens"),
     ],
 )
 def test_what_cannot_be_packed_is_named(
     samples: list[Sample], limit: int, data_parallel: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        pack(samples, limit, data_parallel)
+        pack(TrainingSamples.join(samples), limit, data_parallel)

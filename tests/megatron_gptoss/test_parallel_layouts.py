@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,14 +20,15 @@ from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
-from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
-from megatron_gptoss.scorer import alignment, data_parallel_slice
+from megatron_gptoss.packing import PackedBatch, unpack
+from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.trainer import PolicyTrainer, StepStatistics
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import (
     TINY,
     documents,
     hf_model,
+    local_batches,
     mean_cross_entropy,
     save_checkpoint,
 )
@@ -45,16 +47,15 @@ LAYOUTS = {
 }
 
 
-def packed(samples: list[Sample], parallel: ParallelConfig) -> Sequence[PackedBatch]:
+def packed(samples: TrainingSamples, parallel: ParallelConfig) -> list[PackedBatch]:
     """Of this rank: as many rows as an interleaved pipeline needs to reach its steady state."""
     limit = 32 if parallel.virtual_pipeline > 1 else 64
-    multiple = parallel.micro_batch_multiple
-    return data_parallel_slice(pack(samples, limit, parallel.data, alignment(), multiple=multiple))
+    return local_batches(samples, limit, parallel)
 
 
 def scores_of(
-    trainer: PolicyTrainer, samples: list[Sample], parallel: ParallelConfig
-) -> dict[int, list[float]]:
+    trainer: PolicyTrainer, samples: TrainingSamples, parallel: ParallelConfig
+) -> dict[int, np.ndarray]:
     batches = packed(samples, parallel)
     scores = zip(trainer.score(batches), batches, strict=True)
     return {i: row for values, batch in scores for i, row in unpack(values, batch).items()}
@@ -106,7 +107,7 @@ def train(
             assert torch.equal(tensor, hf_weights[name]), name
 
         batches = packed(SAMPLES, parallel)
-        tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
+        tokens = int(SAMPLES.loss_tokens.sum())
         if resume:
             load_checkpoint(resume, trainer)
         steps = []
@@ -122,7 +123,7 @@ def train(
             "norms": [step.grad_norm for step in steps],
             "gradients": gradients(trainer, config),
             "scores": scores_of(trainer, SAMPLES, parallel),
-            "alone": scores_of(trainer, SAMPLES[:1], parallel),
+            "alone": scores_of(trainer, SAMPLES.take([0]), parallel),
             "not finite": None,
         }
         if parallel.pipeline > 1:
@@ -310,7 +311,7 @@ def train_on_a_gpu(
         load_hf_weights(model, SHAPED, hf_model(SHAPED, std=0.05).state_dict().__getitem__)
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1.0))
         samples = documents([300, 50, 180, 260, 110, 20, 230, 90], seed=3, vocab_size=1024)
-        batches = data_parallel_slice(pack(samples, 320, parallel.data, alignment()))
+        batches = local_batches(samples, 320, parallel)
         if resume:
             load_checkpoint(resume, trainer)
 

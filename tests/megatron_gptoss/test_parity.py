@@ -53,7 +53,7 @@ def megatron(
 
 
 def logits(model: torch.nn.Module, align: int = 1) -> torch.Tensor:
-    batch = build_batch(SAMPLES, align)
+    batch = build_batch(SAMPLES, align=align)
     with torch.no_grad():
         out = model(
             batch.input_ids[None],
@@ -61,7 +61,7 @@ def logits(model: torch.nn.Module, align: int = 1) -> torch.Tensor:
             None,
             packed_seq_params=batch.packed_seq_params(),
         )
-    return out[0, : sum(len(s.token_ids) - 1 for s in SAMPLES)]
+    return out[0, : int(SAMPLES.loss_tokens.sum())]
 
 
 def distance(model: torch.nn.Module, reference: torch.nn.Module) -> float:
@@ -104,8 +104,8 @@ def test_gradients_match_transformers() -> None:
     hf_loss(reference, SAMPLES).backward()
     model = megatron(reference)
     trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
-    tokens = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
-    batches = [build_batch(SAMPLES[:2]), build_batch(SAMPLES[2:])]
+    tokens = int(SAMPLES.loss_tokens.sum())
+    batches = [build_batch(SAMPLES, [0, 1]), build_batch(SAMPLES, [2, 3])]
     trainer.train_step(batches, mean_cross_entropy(tokens), learning_rate=1e-9)
     expected = build_model(TINY, ParallelConfig(), torch.float32)
     load_hf_weights(

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.model import build_model
-from megatron_gptoss.packing import PackedBatch, Sample, pack, unpack
+from megatron_gptoss.packing import PackedBatch, RecordedRoutes, build_batch, pack, unpack
+from megatron_gptoss.routes import route_dtype, unknown_route
 from megatron_gptoss.routing_replay import LayerReplay, RoutingReplay
-from megatron_gptoss.scorer import alignment, data_parallel_slice
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer
+from megatron_gptoss.samples import TrainingSamples
+from megatron_gptoss.trainer import LossOutput, PolicyTrainer, StepStatistics
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
 
@@ -31,20 +34,36 @@ LAYOUTS = {
 }
 
 
-def with_random_routes(samples: list[Sample]) -> list[Sample]:
+def with_random_routes(samples: TrainingSamples, dtype: np.dtype) -> TrainingSamples:
     """Four different experts for every token and layer, but for the last rows, where the
     trainer chooses."""
     rng = np.random.default_rng(0)
-    for sample in samples:
-        shape = (len(sample.token_ids) - 1, TINY.num_layers, TINY.num_experts)
-        routes = rng.random(shape).argsort(axis=-1)[..., :4].astype(np.int16)
-        routes[-1] = -1
-        sample.routed_experts = routes
-    return samples
+    routes = []
+    for length in samples.lengths:
+        noise = rng.random((length - 1, TINY.num_layers, TINY.num_experts))
+        row = np.ascontiguousarray(noise.argsort(axis=-1)[..., :4].astype(dtype))
+        row[-1] = unknown_route(dtype)
+        routes.append(row)
+    return samples.with_routes(routes)
 
 
-SAMPLES = with_random_routes(documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3))
-TOKENS = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
+DOCUMENTS = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
+SAMPLES = with_random_routes(DOCUMENTS, route_dtype(TINY.num_experts))
+TOKENS = int(SAMPLES.loss_tokens.sum())
+ALIGN = 16
+"""Of all rows, so that there is padding in every layout."""
+
+Routes = dict[tuple[int, int, int], tuple[int, ...]]
+"""(sequence, position, layer) -> experts, sorted"""
+
+
+def micro_batches(samples: TrainingSamples, parallel: ParallelConfig) -> list[PackedBatch]:
+    """Return this data-parallel rank's micro-batches, and behind them some without a sequence."""
+    limit = 32 if parallel.virtual_pipeline > 1 else 64
+    multiple = parallel.micro_batch_multiple
+    per_rank = pack(samples, limit, parallel.data, ALIGN, multiple=multiple)
+    idle = [build_batch(samples, [], ALIGN)] * multiple
+    return per_rank[parallel_state.get_data_parallel_rank()] + idle
 
 
 def square_error(values: torch.Tensor, batch: PackedBatch) -> LossOutput:
@@ -55,51 +74,135 @@ def square_error(values: torch.Tensor, batch: PackedBatch) -> LossOutput:
     return LossOutput(loss, {"loss": loss, "tokens": on.sum()})
 
 
-def recorded_routes(
-    trainer: PolicyTrainer, batches: list[PackedBatch], parallel: ParallelConfig
-) -> dict[int, Any]:
+def policy(parallel: ParallelConfig) -> PolicyTrainer:
+    model = build_model(TINY, parallel, torch.float32)
+    load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
+    trainer = PolicyTrainer(model, OptimizerConfig())
+    trainer.replay = RoutingReplay(model)
+    return trainer
+
+
+def record(trainer: PolicyTrainer, batches: list[PackedBatch]) -> list[RecordedRoutes]:
     assert trainer.replay is not None
     trainer.replay.start_recording()
     trainer.score(batches)
-    rows: dict[int, Any] = {}
-    for routes, batch in zip(trainer.replay.recorded(), batches, strict=True):
-        if parallel.context > 1:
-            routes = routes[batch.context_layout_over(parallel.context).inverse]
-        rows |= {i: np.array(row[1:]) for i, row in unpack(routes.flatten(1), batch).items()}
-    return rows
+    return trainer.replay.recorded()
+
+
+def local_tokens(batch: PackedBatch, column: torch.Tensor) -> torch.Tensor:
+    """Cut out those that this rank's routers see: its share of the context, of which tensor-
+    parallel ranks each have a share again."""
+    size = parallel_state.get_context_parallel_world_size()
+    if size > 1:
+        layout = batch.context_layout_over(size)
+        column = column[layout.rank_tokens(parallel_state.get_context_parallel_rank())]
+    shares = column.chunk(parallel_state.get_tensor_model_parallel_world_size())
+    return shares[parallel_state.get_tensor_model_parallel_rank()]
+
+
+def by_token(
+    trainer: PolicyTrainer, batches: list[PackedBatch], recorded: list[RecordedRoutes]
+) -> Routes:
+    """Say which expert which token had, whichever rank held it; without padding."""
+    assert trainer.replay is not None
+    routes: Routes = {}
+    for batch, micro_batch in zip(batches, recorded, strict=True):
+        numbers = local_tokens(batch, batch.sample_ids).tolist()
+        positions = local_tokens(batch, batch.position_ids).tolist()
+        for replay, layer in zip(trainer.replay.layers, micro_batch.layers, strict=True):
+            assert layer.dtype == torch.int16
+            experts = layer.sort(dim=-1).values.tolist()
+            for number, position, chosen in zip(numbers, positions, experts, strict=True):
+                if number >= 0:
+                    routes[number, position, replay.layer] = tuple(chosen)
+    return routes
+
+
+def disturb_routers(trainer: PolicyTrainer) -> None:
+    """Change the routers as if the policy had learned something, alike in every layout."""
+    for chunk in trainer.chunks:
+        for layer in chunk.decoder.layers:
+            generator = torch.Generator().manual_seed(layer.layer_number)
+            weight = layer.mlp.router.weight.data
+            weight += 0.1 * torch.randn(weight.shape, generator=generator)
+
+
+def statistics_of(steps: list[StepStatistics]) -> dict[str, Any]:
+    return {
+        "losses": [step.sums["loss"] for step in steps],
+        "norms": [step.grad_norm for step in steps],
+        "agreeing": [step.sums["routes_agreeing"] for step in steps],
+        "compared": [step.sums["routes_compared"] for step in steps],
+    }
+
+
+def replay_prescribed_routes(parallel: ParallelConfig) -> dict[str, Any]:
+    """Train with routes that come with the samples, as those of an engine do (R3)."""
+    trainer = policy(parallel)
+    batches = micro_batches(SAMPLES, parallel)
+    steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3) for _ in range(3)]
+    recorded = record(trainer, batches)
+    return statistics_of(steps) | {"recorded": by_token(trainer, batches, recorded)}
+
+
+def replay_recorded_routes(parallel: ParallelConfig) -> dict[str, Any]:
+    """Train with the routes that this rank's routers chose before the policy changed (R2)."""
+    trainer = policy(parallel)
+    assert trainer.replay is not None
+    batches = micro_batches(DOCUMENTS, parallel)
+    recorded = record(trainer, batches)
+    replaying = [
+        replace(batch, recorded_routes=routes)
+        for batch, routes in zip(batches, recorded, strict=True)
+    ]
+    disturb_routers(trainer)
+
+    steps = []
+    differing = padding = padding_routed_anew = 0
+    for _ in range(3):
+        trainer.replay.start_recording()
+        steps.append(trainer.train_step(replaying, mean_cross_entropy(TOKENS), 3e-3))
+        used = trainer.replay.recorded()
+        for batch, before, now in zip(batches, recorded, used, strict=True):
+            is_real = local_tokens(batch, batch.sample_ids) >= 0
+            for wanted, found in zip(before.layers, now.layers, strict=True):
+                is_other = (wanted != found).any(dim=-1)
+                differing += int((is_other & is_real).sum())
+                padding += int((~is_real).sum())
+                padding_routed_anew += int((is_other & ~is_real).sum())
+
+    return statistics_of(steps) | {
+        "recorded": by_token(trainer, batches, recorded),
+        "differing": differing,
+        "padding": padding,
+        "padding_routed_anew": padding_routed_anew,
+        "free": by_token(trainer, batches, record(trainer, batches)),
+    }
+
+
+def train_critic(parallel: ParallelConfig) -> dict[str, Any]:
+    other = build_model(TINY, parallel, torch.float32)
+    load_hf_weights(other, TINY, hf_model(std=0.1).state_dict().__getitem__)
+    critic = ValueTrainer(make_critic(other), OptimizerConfig())
+    batches = micro_batches(DOCUMENTS, parallel)
+    steps = [critic.train_step(batches, square_error, 3e-3) for _ in range(4)]
+
+    values: dict[int, np.ndarray] = {}
+    for batch, row in zip(batches, critic.score(batches), strict=True):
+        values |= unpack(row, batch)
+    return {
+        "steps": [(step.sums["loss"], step.grad_norm) for step in steps],
+        "values": values,
+    }
 
 
 def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
     distributed.initialize(parallel, rank, port=port)
     try:
-        model = build_model(TINY, parallel, torch.float32)
-        load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
-        trainer = PolicyTrainer(model, OptimizerConfig())
-        trainer.replay = RoutingReplay(model)
-        limit = 32 if parallel.virtual_pipeline > 1 else 64
-        multiple = parallel.micro_batch_multiple
-        batches = list(
-            data_parallel_slice(pack(SAMPLES, limit, parallel.data, alignment(), multiple=multiple))
-        )
-        steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3) for _ in range(3)]
-        recorded = recorded_routes(trainer, batches, parallel)
-
-        other = build_model(TINY, parallel, torch.float32)
-        load_hf_weights(other, TINY, hf_model(std=0.1).state_dict().__getitem__)
-        critic = ValueTrainer(make_critic(other), OptimizerConfig())
-        fitted = [critic.train_step(batches, square_error, 3e-3) for _ in range(4)]
         return {
-            "losses": [step.sums["loss"] for step in steps],
-            "norms": [step.grad_norm for step in steps],
-            "agreement": [
-                (step.sums["routes_agreeing"], step.sums["routes_compared"]) for step in steps
-            ],
-            "recorded": recorded,
-            "critic": [(step.sums["loss"], step.grad_norm) for step in fitted],
-            "values": {
-                tuple(batch.labels.tolist()): row.tolist()
-                for batch, row in zip(batches, critic.score(batches), strict=True)
-            },
+            "R3": replay_prescribed_routes(parallel),
+            "R2": replay_recorded_routes(parallel),
+            "critic": train_critic(parallel),
         }
     finally:
         distributed.shutdown()
@@ -127,24 +230,74 @@ def one_rank() -> dict[str, Any]:
 def test_replay_under_a_layout_trains_as_in_one_process(
     layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
+    want = one_rank["R3"]
     for rank in two_ranks:
-        assert rank[layout]["losses"] == pytest.approx(one_rank["losses"], rel=1e-5)
-        assert rank[layout]["norms"] == pytest.approx(one_rank["norms"], rel=2e-4)
-        for got, want in zip(rank[layout]["agreement"], one_rank["agreement"], strict=True):
-            assert got[1] == want[1] == TINY.num_layers * (TOKENS - len(SAMPLES))
-            assert got[0] == pytest.approx(want[0], abs=3)
+        got = rank[layout]["R3"]
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
+        assert got["norms"] == pytest.approx(want["norms"], rel=2e-4)
+        # Of every sequence the last token's route is unknown.
+        known = TINY.num_layers * (TOKENS - len(SAMPLES))
+        assert got["compared"] == want["compared"] == [known] * 3
+        assert got["agreeing"] == pytest.approx(want["agreeing"], abs=3)
+
+
+def of_all_ranks(ranks: list[dict[str, Any]], layout: str, kind: str, name: str) -> Routes:
+    return {key: experts for rank in ranks for key, experts in rank[layout][kind][name].items()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_recorded_routes_are_those_that_were_given(
+    layout: str, two_ranks: list[dict[str, Any]]
+) -> None:
+    recorded = of_all_ranks(two_ranks, layout, "R3", "recorded")
+    assert len(recorded) == TINY.num_layers * TOKENS
+    assert SAMPLES.routed_experts is not None
+    for (number, position, layer), experts in recorded.items():
+        given = SAMPLES.routed_experts[number][position, layer]
+        if position < len(SAMPLES.routed_experts[number]) - 1:
+            assert experts == tuple(sorted(given))
+        else:
+            assert given[0] == unknown_route(given.dtype)
+            assert len({*experts} & {*range(TINY.num_experts)}) == TINY.experts_per_token
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_routes_that_a_rank_recorded_are_used_for_the_same_tokens_and_not_for_padding(
     layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
+    for rank in (one_rank, *(rank[layout] for rank in two_ranks)):
+        assert rank["R2"]["differing"] == 0
+        assert rank["R2"]["padding"] >= 3 * ALIGN
+        assert rank["R2"]["padding_routed_anew"] > 0.3 * rank["R2"]["padding"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_record_what_one_process_does_for_the_same_tokens(
+    layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    want = one_rank["R2"]["recorded"]
+    got = of_all_ranks(two_ranks, layout, "R2", "recorded")
+    assert got.keys() == want.keys()
+    assert len(want) == TINY.num_layers * TOKENS
+    assert got == want
+    # Without replay the changed routers would have chosen others.
+    free = of_all_ranks(two_ranks, layout, "R2", "free")
+    assert sum(free[token] != experts for token, experts in want.items()) > 0.3 * len(want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replay_of_a_ranks_own_routes_trains_as_in_one_process(
+    layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    want = one_rank["R2"]
+    assert want["losses"][-1] < want["losses"][0]
     for rank in two_ranks:
-        for i, rows in rank[layout]["recorded"].items():
-            given = SAMPLES[i].routed_experts
-            assert given is not None
-            assert np.array_equal(rows[:-1].reshape(given[:-1].shape), given[:-1])
-            assert (rows[-1] >= 0).all()
+        got = rank[layout]["R2"]
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
+        assert got["norms"] == pytest.approx(want["norms"], rel=2e-4)
+        assert got["compared"] == want["compared"] == [TINY.num_layers * TOKENS] * 3
+        assert got["agreeing"] == pytest.approx(want["agreeing"], abs=3)
+        assert got["agreeing"][0] < 0.7 * got["compared"][0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -152,10 +305,35 @@ def test_the_critic_under_a_layout_learns_as_in_one_process(
     layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
     want = one_rank["critic"]
-    assert want[-1][0] < want[0][0]
+    assert want["steps"][-1][0] < want["steps"][0][0]
     for rank in two_ranks:
-        for got, expected in zip(rank[layout]["critic"], want, strict=True):
+        for got, expected in zip(rank[layout]["critic"]["steps"], want["steps"], strict=True):
             assert got == pytest.approx(expected, rel=2e-3)
+
+    values = {i: row for rank in two_ranks for i, row in rank[layout]["critic"]["values"].items()}
+    assert values.keys() == want["values"].keys() == {*range(len(DOCUMENTS))}
+    for i, row in want["values"].items():
+        np.testing.assert_allclose(values[i], row, atol=1e-2)
+
+
+def test_a_byte_per_expert_gives_the_same_step_as_two_bit_for_bit() -> None:
+    found = []
+    distributed.initialize(ParallelConfig(), 0, port=free_port())
+    try:
+        for dtype in (np.dtype(np.uint8), np.dtype(np.int16)):
+            trainer = policy(ParallelConfig())
+            samples = with_random_routes(DOCUMENTS, dtype)
+            batches = pack(samples, 64, align=ALIGN)[0]
+            assert batches[0].routed_experts.numpy().dtype == dtype
+            steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3) for _ in "12"]
+            weights = [parameter.detach().clone() for parameter in trainer.module.parameters()]
+            found.append((statistics_of(steps), weights))
+    finally:
+        distributed.shutdown()
+
+    (one_byte, byte_weights), (two_bytes, two_byte_weights) = found
+    assert one_byte == two_bytes
+    assert all(map(torch.equal, byte_weights, two_byte_weights))
 
 
 class Router:

@@ -20,6 +20,7 @@ from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch, pack
+from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port, run_distributed
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.gpu
 # full width, all experts active: a token routed differently would hide everything else
 WIDE = ModelConfig(num_layers=2, num_experts=8, experts_per_token=8, vocab_size=8192)
 SAMPLES = documents([300, 41, 700], vocab_size=8192)
-TOKENS = sum(len(sample.token_ids) - 1 for sample in SAMPLES)
+TOKENS = int(SAMPLES.loss_tokens.sum())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,7 +177,7 @@ def test_transformer_engines_attention_is_as_exact_as_ours(
         pytest.skip("cuDNN below 9.26")
     samples = documents([length + 1] * 4, vocab_size=8192) if length else SAMPLES
     batch = build_batch(samples).to("cuda")
-    tokens = sum(len(sample.token_ids) - 1 for sample in samples)
+    tokens = int(samples.loss_tokens.sum())
     with torch.device("cuda"), torch.no_grad():
         exact = (
             hf_logits(reference(torch.float32), samples)
@@ -232,10 +233,12 @@ def test_gradients_of_any_dtype_are_clipped_to_the_norm_that_is_reported() -> No
 def test_layers_that_are_computed_again_replay_their_routes_again() -> None:
     config = WIDE.model_copy(update={"experts_per_token": 2})
     rng = np.random.default_rng(0)
-    samples = documents([300, 41, 700], vocab_size=8192)
-    for sample in samples:
-        shape = (len(sample.token_ids) - 1, config.num_layers, config.num_experts)
-        sample.routed_experts = rng.random(shape).argsort(axis=-1)[..., :2].astype(np.int16)
+    dtype = route_dtype(config.num_experts)
+    routes = []
+    for length in SAMPLES.lengths:
+        noise = rng.random((length - 1, config.num_layers, config.num_experts))
+        routes.append(np.ascontiguousarray(noise.argsort(axis=-1)[..., :2].astype(dtype)))
+    samples = SAMPLES.with_routes(routes)
     weights = reference(torch.float32).state_dict()
     found = []
 
@@ -245,7 +248,7 @@ def test_layers_that_are_computed_again_replay_their_routes_again() -> None:
         trainer = PolicyTrainer(model, OptimizerConfig())
         trainer.replay = RoutingReplay(model)
 
-        batches = [build_batch(samples[:2]), build_batch(samples[2:])]
+        batches = [build_batch(samples, [0, 1]), build_batch(samples, [2])]
         steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 1e-4) for _ in range(2)]
         trainer.replay.check_consumed()
         assert all(step.sums["routes_compared"] == TOKENS * config.num_layers for step in steps)

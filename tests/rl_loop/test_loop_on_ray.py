@@ -241,12 +241,8 @@ def test_after_its_first_update_a_rank_searches_little_for_garbage(tmp_path: Pat
     )
 
     def searched() -> int:
-        return trainer._join(
-            [
-                rank.__ray_call__.remote(lambda worker: len(gc.get_objects()))
-                for rank in trainer._ranks
-            ]
-        )[0]
+        (actor,) = trainer.ranks.actors
+        return ray.get(actor.__ray_call__.remote(lambda worker: len(gc.get_objects())))
 
     try:
         trainer.ready()
@@ -277,8 +273,8 @@ def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
         killer.join()
         wait_until(lambda: pool._call(0, "__ray_call__", lambda worker: os.getpid()) != victim)
         assert pool._restarts == 1
-        assert [[t.token_ids for t in g.trajectories] for g in groups] == [
-            [t.token_ids for t in g.trajectories] for g in expected
+        assert [[t.token_ids.tolist() for t in g.trajectories] for g in groups] == [
+            [t.token_ids.tolist() for t in g.trajectories] for g in expected
         ]
         assert all(
             span.version == 7 for g in groups for t in g.trajectories for span in t.weight_versions

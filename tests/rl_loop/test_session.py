@@ -81,25 +81,73 @@ def test_nothing_that_a_run_has_started_is_left_after_it(
     assert not list((config.directory / "checkpoints").glob("*.partial"))
 
 
+PRODUCT = ("kernels/gptoss_kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
 MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION = {
+    "launch/submit.py",
     "rl_loop/config/load.py",
-    "rl_loop/evaluation/evaluate.py",
     "rl_loop/lifecycle/resume.py",
     "rl_loop/lifecycle/start_checks.py",
     "rl_loop/run.py",
     "rl_loop/session.py",
 }
 """All others are given the sections that they need."""
+WHOLE_CONFIGURATIONS = {"RunConfig", "RlConfig", "SftConfig"}
 
 
-def imports_a_whole_configuration(file: Path) -> bool:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "rl_loop.config.run":
-            return True
+def knows_a_whole_configuration(source: str) -> bool:
+    """Whether a module imports the types of whole configurations, from wherever, or names one."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        for name in names:
+            if f"{name}.".startswith("rl_loop.config.run."):
+                return True
+            if name.rpartition(".")[2] in WHOLE_CONFIGURATIONS:
+                return True
     return False
 
 
 def test_few_modules_know_a_whole_configuration() -> None:
-    files = sorted((ROOT / "rl_loop").rglob("*.py"))
-    knowing = {str(file.relative_to(ROOT)) for file in files if imports_a_whole_configuration(file)}
+    files = [file for package in PRODUCT for file in sorted((ROOT / package).rglob("*.py"))]
+    definition = ROOT / "rl_loop/config/run.py"
+    assert definition in files
+    knowing = {
+        str(file.relative_to(ROOT))
+        for file in files
+        if file != definition and knows_a_whole_configuration(file.read_text())
+    }
     assert knowing == MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION
+    assert len(knowing) <= 6
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from rl_loop.config.run import check_reward_parts",
+        "from rl_loop.config import run",
+        "import rl_loop.config.run as run",
+        "from rl_loop.config.load import RlConfig",
+        "from rl_loop.config import load\nkind = load.SftConfig",
+        "def later():\n    from rl_loop.config.run import RunConfig",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rl_loop.session import RunConfig",
+    ],
+)
+def test_no_way_to_import_a_whole_configuration_is_overlooked(source: str) -> None:
+    assert knows_a_whole_configuration(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from rl_loop.config.rollout import RolloutConfig",
+        "from rl_loop.config.load import load_run_config",
+        "from rl_loop.run import run_rl",
+    ],
+)
+def test_a_section_or_a_loader_is_no_whole_configuration(source: str) -> None:
+    assert not knows_a_whole_configuration(source)

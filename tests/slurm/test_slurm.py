@@ -13,7 +13,7 @@ import pytest
 
 from launch.cluster import load_cluster
 from launch.preflight import check_before_queue
-from launch.submit import resolve_paths
+from launch.submit import job_settings, resolve_paths
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
@@ -266,7 +266,7 @@ def test_preflight_names_the_field_and_what_there_is_instead(lab: Lab, change: d
         cluster,
     )
     with pytest.raises(ConfigError) as raised:
-        check_before_queue(config, cluster)
+        check_before_queue(job_settings(config), cluster)
     assert message in str(raised.value)
 
 
@@ -284,4 +284,4 @@ def test_preflight_finds_weights_that_are_not_on_the_cluster(
         ConfigError,
         match=f"initial_weights: {lab.shared}/runs/tiny_retool_sft does not exist",
     ):
-        check_before_queue(config, cluster)
+        check_before_queue(job_settings(config), cluster)

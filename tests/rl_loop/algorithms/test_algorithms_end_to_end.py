@@ -177,13 +177,13 @@ def test_stale_tokens_are_not_taken_for_on_policy(tmp_path: Path, rollouts: Loca
         metrics = StepMetrics(0)
         loop.sync_weights(3, metrics)
         groups = loop.collector.collect(0, first_task=0).train
-        assert all(sample.staleness is None for sample in to_samples(groups, settings.algorithm, 3))
+        assert to_samples(groups, settings.algorithm, 3).staleness is None
         with pytest.raises(
             OffPolicyError, match="sampled 1 weight versions ago would count as on-policy"
         ):
             to_samples(groups, settings.algorithm, 4)
         groups[0].trajectories[0] = replace(groups[0].trajectories[0], excluded=True)
-        assert sum(to_samples(groups, settings.algorithm, 3)[0].loss_mask) == 0
+        assert to_samples(groups, settings.algorithm, 3).loss_tokens[0] == 0
 
 
 def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> None:

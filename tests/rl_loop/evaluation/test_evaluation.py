@@ -16,7 +16,7 @@ from launch.cli import app
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments.base import final
-from rl_loop.evaluation.evaluate import evaluate
+from rl_loop.run import run_evaluation
 from rl_loop.session import build_tasks
 from rl_loop.tasks.evaluation_records import read_evaluation
 from rl_loop.tasks.source import TaskSource
@@ -67,7 +67,7 @@ def test_an_endpoint_is_evaluated_token_in_token_out(
 ) -> None:
     url, handler = endpoint
     config = load_config(CONFIG, RlConfig, [*SMALL, f"evaluation.endpoint={url}"])
-    records = evaluate(config, None, tmp_path / "deep" / "episodes.jsonl")
+    records = run_evaluation(config, None, tmp_path / "deep" / "episodes.jsonl")
     assert read_evaluation(tmp_path / "deep" / "episodes.jsonl") == records
     assert len(records) == len(handler.requests) == 6 * 4
     assert all(request["return_token_ids"] for request in handler.requests)

@@ -117,7 +117,11 @@ def test_what_lives_longer_or_at_the_same_time_counts() -> None:
     assert rounds.episodes == plain.episodes + 2 * 12 * 8
     assert "algorithm.dynamic_sampling_rounds" in rounds.keys
 
-    estimates = ["algorithm=ppo", "algorithm.critic.warmup_steps=0", "algorithm.kl.coefficient=0.001"]
+    estimates = [
+        "algorithm=ppo",
+        "algorithm.critic.warmup_steps=0",
+        "algorithm.kl.coefficient=0.001",
+    ]
     estimated = store_need(rl_config(*estimates))
     # values, returns and reference, and a pass before that has ids, mask and two answers
     assert estimated.columns == plain.columns + 12 * 8 * 384 * (4 + 4 + 4 + (4 + 1 + 4 + 4))
@@ -226,9 +230,9 @@ def hold_step():
     samples = TrainingSamples.join([episode() for _ in range(36)])
     samples = samples.with_columns(advantages=np.zeros(samples.tokens, np.float32))
     plan = plan_step(samples, trainer_settings(config))
-    held.append(ray.put(plan.shipment(samples, 0, SCORED_COLUMNS)))
+    held += [ray.put(shipment) for shipment in plan.shipments(samples, SCORED_COLUMNS)]
     held.append(ray.put(np.zeros(samples.tokens, np.float32)))
-    held.append(ray.put(plan.shipment(samples, 0)))
+    held += [ray.put(shipment) for shipment in plan.shipments(samples)]
     return held
 
 def is_spilled():
@@ -263,7 +267,7 @@ ray.shutdown()
         "a step needs 0.2 GB of Ray's object store for 44 episodes of up to 32,768 tokens"
         in refused
     )
-    assert "the stores of 1 nodes have 0.1 GB: lower rollout.tasks_per_step, " in refused
+    assert "and the store has 0.1 GB: lower rollout.tasks_per_step, " in refused
     assert "start Ray's nodes with a larger --object-store-memory" in refused
     assert spilled == "True"
 

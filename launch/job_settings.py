@@ -1,0 +1,28 @@
+"""What starting a run on a cluster needs to know of its configuration."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_gptoss.config import ParallelConfig
+from rl_loop.config.rollout import RolloutConfig
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What a job runs, where it writes, and what has to find a place on its nodes."""
+
+    name: str
+    """The run's name; the job is called after it."""
+    command: str
+    """The ``gptoss`` command that trains: ``rl`` or ``sft``."""
+    directory: Path
+    """Of the run."""
+    parallel: ParallelConfig
+    """How many trainer ranks there are."""
+    rollout: RolloutConfig | None
+    """How many servers and workers there are; None without reinforcement learning, which needs
+    no place for them."""
+    paths: tuple[tuple[str, Path], ...]
+    """(key, path) of every file that the configuration names and the cluster must have."""
+    configuration: str
+    """The whole of it as YAML, for the training command on the cluster to read."""
