@@ -30,11 +30,7 @@ from launch.ray_node import (
 )
 from rl_loop.cluster.placement import end_with_parent
 from rl_loop.cluster.ray_session import ray_environment
-<<<<<<< HEAD
-from rl_loop.config.run import RlConfig, RunConfig
-from rl_loop.lifecycle.store_size import store_bytes, store_need
-=======
->>>>>>> columns
+from rl_loop.lifecycle.store_size import store_bytes
 from rl_loop.tracking.run_directory import RunDirectory, read_json, write_json
 
 POLL_SECONDS = 0.5
@@ -78,12 +74,7 @@ class NodeProgram:
         # test share one /tmp.
         self.scratch = Path("/tmp") / f"gptoss-ray-{attempt}-{index}"
         self.ray_log = self.attempt.path / f"{self.name}.ray.log"
-<<<<<<< HEAD
-        self.store = store_need(config)
-        self.plan = place(config, cluster, isinstance(config, RlConfig))[index]
-=======
         self.plan = place(settings.parallel, settings.rollout, cluster)[index]
->>>>>>> columns
 
         self.deadline = time.monotonic() + cluster.ready_seconds
         self.stop_requested = False
@@ -122,7 +113,7 @@ class NodeProgram:
     def join_ray(self) -> None:
         """Check the node and bring it into Ray, together with all others."""
         self.report("checking")
-        check = check_node(self.cluster, self.store)
+        check = check_node(self.cluster, self.settings.store)
         if check.problems:
             self._give_up("; ".join(check.problems), check)
 
@@ -154,7 +145,7 @@ class NodeProgram:
             is_head=self.is_head,
             resources=self.plan.resources(),
             scratch=self.scratch,
-            object_store_bytes=store_bytes(self.store),
+            object_store_bytes=store_bytes(self.settings.store),
         )
         # Ray would start an idle worker per CPU; the actors are few and start when they are
         # needed.

@@ -20,16 +20,9 @@ from rl_loop.engines.backend import LoadedWeights
 from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker
-<<<<<<< HEAD
-from rl_loop.lifecycle.store_size import check_running_store, evaluation_need, store_bytes
-from rl_loop.rollout.pool import GroupRequest
-from rl_loop.rollout.worker import RolloutWorker
-from rl_loop.session import build_rollouts, build_tasks, worker_settings
-=======
 from rl_loop.rollout.collector import HeldOutTasks
 from rl_loop.rollout.pool import GroupRequest, RolloutPool
 from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
->>>>>>> columns
 from rl_loop.tracking.run_directory import atomic_write_text
 
 logger = logging.getLogger(__name__)
@@ -60,22 +53,8 @@ def load_weights(source: Path | None, dtype: str) -> LoadedWeights:
         raise ConversionError(
             "nothing to evaluate: give --weights, initial_weights or evaluation.endpoint"
         )
-<<<<<<< HEAD
-    dtype = getattr(torch, config.dtype)
-    named = {name: tensor.to(dtype) for name, tensor in hf_tensors(source)}
-    with ExitStack() as stack:
-        need = evaluation_need(config)
-        stack.enter_context(ray_session(store_bytes(need)))
-        check_running_store(need)
-        rollouts = build_rollouts(config)
-        stack.callback(rollouts.close)
-        rollouts.ready()
-        rollouts.sync_weights(LoadedWeights(named), version=0)
-        return rollouts.run(requests)
-=======
     precision = getattr(torch, dtype)
     return LoadedWeights({name: tensor.to(precision) for name, tensor in hf_tensors(source)})
->>>>>>> columns
 
 
 def evaluation_requests(

@@ -31,7 +31,9 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-SMALL_STORE = StoreNeed(episodes=1, longest=1, columns=1, routes=0, weights=0, keys=["rollout.max_tokens"])
+SMALL_STORE = StoreNeed(
+    episodes=1, longest=1, columns=1, routes=0, weights=0, keys=["rollout.max_tokens"]
+)
 EXAMPLES = [
     ("gpt-oss-20b_2x8", "slurm", ()),
     ("gpt-oss-120b_8x8", "slurm_container", ("--nodes", "8")),
