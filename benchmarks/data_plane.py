@@ -38,7 +38,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -134,6 +133,9 @@ class Case:
 class DummyRolloutWorker:
     """Makes episodes without an engine, and sends them as a RolloutWorker does."""
 
+    def __init__(self) -> None:
+        self._routes: np.ndarray | None = None
+
     def run_group(self, case: Case, task: int) -> TrajectoryGroup:
         """Return the episodes of one task; their routes are in the store."""
         task_id = f"task-{task}"
@@ -172,16 +174,15 @@ class DummyRolloutWorker:
     def _store_routes(self, case: Case) -> StoredRoutes | None:
         if not case.layers:
             return None
-        routes = _random_routes(case)
-        return StoredRoutes(ray.put(routes), routes.shape, routes.dtype)
 
-
-@cache
-def _random_routes(case: Case) -> np.ndarray:
-    model = case.config().model
-    shape = (case.length - 1, model.num_layers, model.experts_per_token)
-    generator = np.random.default_rng(1)
-    return generator.integers(0, model.num_experts, shape, route_dtype(model.num_experts))
+        # Made once: what they say is of no consequence.
+        model = case.config().model
+        shape = (case.length - 1, model.num_layers, model.experts_per_token)
+        if self._routes is None or self._routes.shape != shape:
+            generator = np.random.default_rng(0)
+            dtype = route_dtype(model.num_experts)
+            self._routes = generator.integers(0, model.num_experts, shape, dtype)
+        return StoredRoutes(ray.put(self._routes), self._routes.shape, self._routes.dtype)
 
 
 # -- trainer ranks --------------------------------------------------------------------------------
