@@ -258,13 +258,9 @@ class DummyRanks:
     def __init__(self, processes: Sequence[Any], ranks: int) -> None:
         self.processes = processes
         self.count = ranks
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Forget what was counted."""
         self.rank_seconds = np.zeros(self.count)
-        self.shipped_bytes = 0
-        self.answer_bytes = 0
+        self.shipped: list[Any] = []
+        self.answered: list[Any] = []
         self.waiting = Spent()
 
     def ready(self) -> list[RankPlace]:
@@ -272,7 +268,7 @@ class DummyRanks:
 
     def store(self, value: Any) -> Any:
         reference = ray.put(value)
-        self.shipped_bytes += stored_bytes(reference)
+        self.shipped.append(reference)
         return reference
 
     def call(
@@ -287,16 +283,17 @@ class DummyRanks:
 
         results, seconds = zip(*ray.get(calls), strict=True)
         self.rank_seconds += seconds
-        self.answer_bytes += sum(map(stored_bytes, calls))
+        self.answered += calls
         return [results[rank] for rank in asked]
 
     def close(self) -> None:
         pass
 
 
-def stored_bytes(reference: Any) -> int:
-    """Return the size of an object in the store; 0 for small ones, which are not there."""
-    return ray.experimental.get_object_locations([reference])[reference].get("object_size") or 0
+def stored_bytes(references: Sequence[Any]) -> int:
+    """Add up the sizes of objects in the store; small ones are not there and count as 0."""
+    locations = ray.experimental.get_object_locations(references)
+    return sum(location.get("object_size") or 0 for location in locations.values())
 
 
 # -- measuring ------------------------------------------------------------------------------------
@@ -394,8 +391,8 @@ def measure_step(case: Case, references: Sequence[Any], processes: Sequence[Any]
         "rank_cpu_seconds": rank_cpu,
         "together_seconds": driver_cpu + rank_cpu,
         "share_of_step": (driver_cpu + rank_cpu) / (STEP_SECONDS * tokens / STEP_TOKENS),
-        "wire_bytes_per_token": ranks.shipped_bytes / tokens,
-        "answer_bytes_per_token": ranks.answer_bytes / tokens,
+        "wire_bytes_per_token": stored_bytes(ranks.shipped) / tokens,
+        "answer_bytes_per_token": stored_bytes(ranks.answered) / tokens,
         "route_bytes_per_token": sum(row.nbytes for row in routes) / tokens,
         "column_bytes": samples.bytes,
         "driver_peak": peak.bytes / samples.bytes,
