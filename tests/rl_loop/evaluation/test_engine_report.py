@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron_gptoss.packing import Sample
+from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.engines.sglang.config import MOE_CONFIGS, SglangConfig
 from rl_loop.evaluation.engine_comparison import gap_table
 from rl_loop.harmony.codec import Harmony
@@ -21,8 +22,9 @@ def test_gaps_are_shown_by_position_and_class_of_sampled_tokens_only(full: Harmo
     tokens = [text[0]] * 130 + text
     mask = [0] * 130 + [1] * len(text)
     sample = Sample(tokens, mask, rollout_log_probs=[5.0] * 130 + [-1.0] * len(text))
-    scores = [-1.5] * 130 + [-1.25] * (len(text) - 1) + [-2.0]
-    lines = {line[:26].strip(): line[26:].split() for line in gap_table([sample], [scores], full)}
+    scores = np.array([-1.5] * 130 + [-1.25] * (len(text) - 1) + [-2.0], np.float32)
+    table = gap_table(TrainingSamples.join([sample]), scores, full)
+    lines = {line[:26].strip(): line[26:].split() for line in table}
     n = len(text)
     assert lines["all"][0] == lines["position 128 and on"][0] == str(n)
     assert float(lines["all"][1]) == pytest.approx((0.25 * (n - 1) + 1.0) / n, rel=1e-2)
