@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron_gptoss.config import ParallelConfig
 from rl_loop.config.rollout import RolloutConfig
+from rl_loop.lifecycle.store_size import StoreNeed
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class JobSettings:
     rollout: RolloutConfig | None
     """How many servers and workers there are; None without reinforcement learning, which needs
     no place for them."""
+    store: StoreNeed
+    """What a step holds in Ray's object store."""
     paths: tuple[tuple[str, Path], ...]
     """(key, path) of every file that the configuration names and the cluster must have."""
     configuration: str

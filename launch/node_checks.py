@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
+from rl_loop.config.errors import CannotStart
+from rl_loop.lifecycle.store_size import StoreNeed, check_local_store
 
 IDLE_MIB = 1024
 """Memory in use above which a GPU counts as busy; a driver alone takes a few hundred MiB."""
@@ -42,9 +44,13 @@ class Gpu:
     """MiB."""
 
 
-def check_node(cluster: ClusterConfig) -> NodeCheck:
-    """Check this node's disks, ports and GPUs."""
+def check_node(cluster: ClusterConfig, store: StoreNeed) -> NodeCheck:
+    """Check this node's disks, ports and GPUs, and its room for Ray's object store."""
     check = NodeCheck()
+    try:
+        check_local_store(store)
+    except CannotStart as too_small:
+        check.problems.append(str(too_small))
     check.problems.extend(full_disks(cluster))
     check.problems.extend(busy_ports(cluster))
     if not cluster.gpus_per_node:

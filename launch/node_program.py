@@ -30,6 +30,7 @@ from launch.ray_node import (
 )
 from rl_loop.cluster.placement import end_with_parent
 from rl_loop.cluster.ray_session import ray_environment
+from rl_loop.lifecycle.store_size import store_bytes
 from rl_loop.tracking.run_directory import RunDirectory, read_json, write_json
 
 POLL_SECONDS = 0.5
@@ -112,7 +113,7 @@ class NodeProgram:
     def join_ray(self) -> None:
         """Check the node and bring it into Ray, together with all others."""
         self.report("checking")
-        check = check_node(self.cluster)
+        check = check_node(self.cluster, self.settings.store)
         if check.problems:
             self._give_up("; ".join(check.problems), check)
 
@@ -144,6 +145,7 @@ class NodeProgram:
             is_head=self.is_head,
             resources=self.plan.resources(),
             scratch=self.scratch,
+            object_store_bytes=store_bytes(self.settings.store),
         )
         # Ray would start an idle worker per CPU; the actors are few and start when they are
         # needed.

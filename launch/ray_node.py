@@ -64,6 +64,8 @@ class RayNode:
     """Custom resources that bring the planned actors to this node."""
     scratch: Path
     """Ray's temporary directory; short, because unix sockets lie below it."""
+    object_store_bytes: int
+    """Of the node's part of Ray's store: a step has to fit."""
 
 
 # Ports of Ray's parts on every node, as distances from cluster.ray_port. The head uses 0, 3, 8 and
@@ -95,6 +97,7 @@ def ray_start_command(node: RayNode, head: HeadAddress) -> list[str]:
         f"--node-name={node.name}",
         f"--num-cpus={cluster.cpus_per_node or os.cpu_count()}",
         f"--num-gpus={cluster.gpus_per_node}",
+        f"--object-store-memory={node.object_store_bytes}",
         f"--resources={json.dumps(node.resources)}",
         f"--temp-dir={node.scratch}",
     ]

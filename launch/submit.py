@@ -19,6 +19,7 @@ from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig, RunConfig
 from rl_loop.lifecycle.resume import changes_since
 from rl_loop.lifecycle.start_checks import check_what_a_run_needs
+from rl_loop.lifecycle.store_size import store_need
 from rl_loop.tracking.run_directory import RunDirectory
 
 
@@ -56,6 +57,7 @@ def job_settings(config: RunConfig) -> JobSettings:
         directory=config.directory,
         parallel=config.parallel,
         rollout=config.rollout if isinstance(config, RlConfig) else None,
+        store=store_need(config),
         paths=tuple(paths),
         configuration=dump_config(config),
     )

@@ -8,6 +8,12 @@ from typing import Any
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.lifecycle.store_size import (
+    check_running_store,
+    evaluation_need,
+    store_bytes,
+    store_need,
+)
 from rl_loop.session import (
     Interrupted,
     Session,
@@ -125,7 +131,9 @@ def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list
     # Weights that cannot be read are found out before engines start.
     loaded = evaluate.load_weights(weights or config.initial_weights, config.dtype)
     with ExitStack() as stack:
-        stack.enter_context(ray_session())
+        need = evaluation_need(config)
+        stack.enter_context(ray_session(store_bytes(need)))
+        check_running_store(need)
         rollouts = build_rollouts(config)
         stack.callback(rollouts.close)
         groups = evaluate.run_with_engines(requests, rollouts, loaded)
@@ -138,7 +146,7 @@ def run_engine_report(config: RlConfig) -> str:
     from rl_loop.evaluation.engine_comparison import engine_report
 
     with ExitStack() as stack:
-        stack.enter_context(ray_session())
+        stack.enter_context(ray_session(store_bytes(store_need(config))))
         tasks = build_tasks(config)
         trainer = build_trainer(config)
         stack.callback(trainer.close)

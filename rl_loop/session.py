@@ -15,6 +15,7 @@ from rl_loop.engines.registry import build_backend
 from rl_loop.lifecycle.interrupt import Interrupt, SeparateSessions
 from rl_loop.lifecycle.resume import Change, changes_since, write_config
 from rl_loop.lifecycle.start_checks import check_what_a_run_needs
+from rl_loop.lifecycle.store_size import check_running_store, store_bytes, store_need
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.progress import Progress, ProgressFactory
 from rl_loop.tracking.run_directory import (
@@ -139,8 +140,10 @@ class Session:
         # is gone.
         self._stack.callback(self._delete_half_checkpoints)
         daemons = self._stack.enter_context(SeparateSessions())
-        self._stack.enter_context(ray_session())
+        need = store_need(self._config)
+        self._stack.enter_context(ray_session(store_bytes(need)))
         daemons.all_started()
+        check_running_store(need)
         self.interrupt.install()  # Ray has taken SIGTERM
 
     def _start_actors(self) -> None:

@@ -21,6 +21,10 @@ from rl_loop.cluster.placement import free_port
 START_SECONDS = 300.0
 """How long Ray may take to start; an idle machine needs 5 s."""
 
+DEFAULT_STORE_BYTES = 512 << 20
+"""Of a local Ray's object store. Training runs say what they need
+(``rl_loop.lifecycle.store_size``)."""
+
 RAY_SETTINGS = {
     # a worker process that is not up by then is killed and started again, which helps nobody on a
     # busy machine
@@ -57,10 +61,11 @@ class RayStartError(UserError):
 
 
 @contextmanager
-def ray_session() -> Iterator[None]:
+def ray_session(object_store_bytes: int = DEFAULT_STORE_BYTES) -> Iterator[None]:
     """Use the Ray that is running, else the cluster that RAY_ADDRESS names, else a local one.
 
-    What was not running before is left again at the end."""
+    ``object_store_bytes``: of a local one. What was not running before is left again at the
+    end."""
     # imported here so that reading a configuration needs no Ray
     import ray
 
@@ -72,7 +77,7 @@ def ray_session() -> Iterator[None]:
         os.environ.update(ray_environment())
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     else:
-        start_local_ray()
+        start_local_ray(object_store_bytes=object_store_bytes)
     try:
         yield
     finally:
@@ -94,7 +99,9 @@ def local_environment() -> dict[str, str]:
 
 
 def start_local_ray(
-    num_cpus: int | None = None, object_store_bytes: int = 512 << 20, seconds: float = START_SECONDS
+    num_cpus: int | None = None,
+    object_store_bytes: int = DEFAULT_STORE_BYTES,
+    seconds: float = START_SECONDS,
 ) -> None:
     """Start a Ray on this machine and connect to it.
 

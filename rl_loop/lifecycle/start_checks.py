@@ -16,6 +16,7 @@ from rl_loop.environments import environment_class
 from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
 from rl_loop.lifecycle.disk_checks import check_disk, check_writable, checkpoint_bytes
+from rl_loop.lifecycle.store_size import check_local_store, evaluation_need, store_need
 from rl_loop.lifecycle.weight_checks import check_newest_checkpoint, check_weights
 from rl_loop.sandbox import check_isolation
 from rl_loop.tasks.task_file import TaskData
@@ -44,6 +45,8 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
     has_critic = isinstance(config, RlConfig) and config.algorithm.critic is not None
     checkpoint = checkpoint_bytes(config.model, config.dtype, has_critic=has_critic)
     check_disk(config.directory, config.training, checkpoint)
+    if has_own_ray or not os.environ.get("RAY_ADDRESS"):
+        check_local_store(store_need(config))
 
 
 def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, output: Path) -> None:
@@ -51,6 +54,8 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
 
     ``weights`` replace those of the configuration; the episodes go to the file ``output``."""
     endpoint = config.evaluation.endpoint
+    if endpoint is None and not os.environ.get("RAY_ADDRESS"):
+        check_local_store(evaluation_need(config))
     if endpoint is not None:
         check_endpoint(endpoint)
     elif weights is not None:

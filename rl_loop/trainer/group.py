@@ -129,8 +129,13 @@ class TrainerGroup:
         self, samples: TrainingSamples, plan: StepPlan, columns: Sequence[str] | None = None
     ) -> list[Any]:
         """Put what each data-parallel rank gets where its ranks read it."""
-        # One after the other: no more than one rank's part is held besides the whole.
-        return [self.ranks.store(shipment) for shipment in plan.shipments(samples, columns)]
+        # One after the other, and each let go before the next is made: no more than one rank's part
+        # is held besides the whole.
+        stored = []
+        for shipment in plan.shipments(samples, columns):
+            stored.append(self.ranks.store(shipment))
+            del shipment
+        return stored
 
     def _on_shipments(
         self, method: str, shipments: Sequence[Any], asked: Sequence[int], *arguments: Any

@@ -9,6 +9,7 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,15 +21,19 @@ from launch.cluster import ClusterConfig, load_cluster
 from launch.node_checks import NodeCheck, check_node, find_outlier_nodes, find_slow_nodes
 from launch.placement import place
 from launch.preflight import Partition, parse_seconds
-from launch.ray_node import node_address
+from launch.ray_node import HeadAddress, RayNode, node_address, ray_start_command
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
+from rl_loop.lifecycle.store_size import StoreNeed
 from rl_loop.tracking.run_directory import read_json
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
+SMALL_STORE = StoreNeed(
+    episodes=1, longest=1, columns=1, routes=0, weights=0, keys=["rollout.max_tokens"]
+)
 EXAMPLES = [
     ("gpt-oss-20b_2x8", "slurm", ()),
     ("gpt-oss-120b_8x8", "slurm_container", ("--nodes", "8")),
@@ -304,13 +309,30 @@ def test_a_node_with_a_busy_or_missing_gpu_is_bad(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_nvidia_smi(tmp_path, "0, H200, 570, 1980, 4\n1, H200, 570, 1980, 4", monkeypatch)
-    check = check_node(cluster_of_gpus(tmp_path))
+    check = check_node(cluster_of_gpus(tmp_path), SMALL_STORE)
     assert check == NodeCheck({"GPU": "H200", "driver": "570", "SM clock": "1980"})
     fake_nvidia_smi(tmp_path, "0, H200, 570, 1980, 40960", monkeypatch)
-    problems = check_node(cluster_of_gpus(tmp_path, min_free_disk=1e9)).problems
+    problems = check_node(cluster_of_gpus(tmp_path, min_free_disk=1e9), SMALL_STORE).problems
     assert "1 GPUs visible, cluster.gpus_per_node is 2" in problems
     assert "GPU 0 holds 40960 MiB of another job" in problems
     assert any("cluster.min_free_disk is 1e+09" in problem for problem in problems)
+
+
+def test_a_node_without_room_for_a_steps_part_of_rays_store_is_bad(tmp_path: Path) -> None:
+    too_much = replace(SMALL_STORE, routes=1 << 60)
+    problems = check_node(cluster_of_gpus(tmp_path, gpus_per_node=0), too_much).problems
+    assert len(problems) == 1
+    assert "a step needs" in problems[0]
+    assert "lower rollout.max_tokens" in problems[0]
+
+
+def test_a_node_starts_ray_with_room_for_a_step(tmp_path: Path) -> None:
+    head = HeadAddress("10.0.0.1", "", port=1, dashboard_port=2, check_port=3, client_port=4)
+    node = RayNode(
+        cluster=cluster_of_gpus(tmp_path), name="n0", is_head=True, resources={}, scratch=tmp_path,
+        object_store_bytes=12345,
+    )  # fmt: skip
+    assert "--object-store-memory=12345" in ray_start_command(node, head)
 
 
 def test_a_node_with_another_driver_or_clock_is_named() -> None:

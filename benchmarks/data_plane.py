@@ -1,0 +1,476 @@
+"""What a step's tokens cost on their way from the rollout workers to the trainer's ranks.
+
+    python benchmarks/data_plane.py                      # 512 x 32,768 and 1,024 x 8,192 tokens: ten minutes, 12 GB
+    python benchmarks/data_plane.py --scale 0.1          # a tenth of the episodes
+    python benchmarks/data_plane.py --shapes 512x32768 --layers 36 --ranks 64 --passes estimates
+
+Ray is real, and so is all code that handles tokens: rollout workers (one process) put groups of episodes and
+their routes into Ray's store; the driver makes samples and advantages of them and ships every data-parallel rank
+its share (TrainerGroup); ranks read theirs, build their micro-batches and answer (TrainerWorker). Only the models are
+missing: log-probs and values are zeros, and an update does nothing.
+
+A few processes are all the ranks: each receives and answers for one after the other. So nobody waits for a processor
+that 64 machines would have, and seconds of the driver and of one rank, the slowest, add up to what a step pays. What
+64 ranks do at the same time is not in it: reading over a network.
+
+Per case one line of JSON, the median of ``--rounds``:
+
+- driver_seconds: wall time by stage. fetch: episodes out of the store; samples: columns of them; estimate: a pass for
+  values and reference log-probs, there and back; advantages; train: shipments and statistics. Time in which the
+  driver waits for ranks is left out, but their answers' way is in.
+- driver_cpu_seconds, rank_cpu_seconds: processor time, Ray's threads included, of the driver and of the slowest rank in
+  all passes. together_seconds is their sum, share_of_step that of the 36 s that a step of 16.8 million tokens took.
+- wire_bytes_per_token: shipments of all passes; answer_bytes_per_token: what came back; route_bytes_per_token: what
+  rollout workers put there and ranks read, which passes the driver by.
+- driver_peak: the most anonymous memory (RssAnon) that the driver had during the step, beyond what it had before, by
+  the bytes of the columns. The store's pages are shared and not in it; the episodes' texts are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.packing import PackedBatch, RecordedRoutes
+from megatron_gptoss.routes import route_dtype
+from megatron_gptoss.samples import TrainingSamples
+from megatron_gptoss.trainer import StepStatistics
+from rl_loop.cluster.placement import free_address
+from rl_loop.cluster.ray_session import start_local_ray
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.data.credit import assign_advantages
+from rl_loop.data.samples import to_samples
+from rl_loop.data.stored_routes import StoredRoutes
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn, WeightVersionSpan
+from rl_loop.lifecycle.store_size import check_local_store, store_bytes, store_need
+from rl_loop.session import trainer_settings
+from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.settings import TrainerSettings
+from rl_loop.trainer.worker import RankPlace, TrainerWorker
+
+ROOT = Path(__file__).parents[1]
+SAMPLES_PER_TASK = 8
+TURNS = 8
+"""Of an episode; half of its tokens are sampled."""
+TEXT = "word "
+"""Of one token, in the episode's turns."""
+STEP_SECONDS = 36.0
+"""Of a step of STEP_TOKENS."""
+STEP_TOKENS = 512 * 32_768
+
+PASSES = {
+    "plain": [],
+    "R2": ["algorithm.routing_replay=R2", "algorithm.old_log_probs=forward"],
+    "estimates": [
+        "algorithm=ppo",
+        "algorithm.whiten_advantages=false",
+        "algorithm.critic.warmup_steps=0",
+        "algorithm.kl.coefficient=0.001",
+    ],
+}
+"""Overrides of the configuration. R2: the ranks' own routes of a first pass are replayed. estimates: a critic and a KL
+penalty, so a pass before the advantages."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step."""
+
+    episodes: int
+    length: int
+    """Tokens of every episode."""
+    layers: int
+    """Of routes that the engine records and the trainer replays (R3); 0 for none."""
+    ranks: int
+    """Data-parallel."""
+    passes: str
+    """Of PASSES."""
+
+    def config(self) -> RlConfig:
+        """Return the configuration of a run with such steps."""
+        replays = ["algorithm.routing_replay=R3", "rollout.routed_experts=true"]
+        return load_config(
+            ROOT / "configs/rl/gpt-oss-20b_1x8.yaml",
+            RlConfig,
+            [
+                "initial_weights=null",
+                f"model.num_layers={self.layers or 24}",
+                "model.num_experts=128",
+                "parallel.expert=1",
+                f"parallel.world_size={self.ranks}",
+                f"training.max_tokens_per_micro_batch={max(self.length, 32_768)}",
+                f"rollout.max_tokens={self.length}",
+                f"rollout.tasks_per_step={self.episodes // SAMPLES_PER_TASK}",
+                f"rollout.samples_per_task={SAMPLES_PER_TASK}",
+                *(replays if self.layers else []),
+                *PASSES[self.passes],
+            ],
+        )
+
+
+# -- rollout workers ------------------------------------------------------------------------------
+
+
+class DummyRolloutWorker:
+    """Makes episodes without an engine, and sends them as a RolloutWorker does."""
+
+    def __init__(self) -> None:
+        self._routes: np.ndarray | None = None
+
+    def run_group(self, case: Case, task: int) -> TrajectoryGroup:
+        """Return the episodes of one task; their routes are in the store."""
+        task_id = f"task-{task}"
+        trajectories = [
+            self._episode(case, task_id, reward=float(number % 2))
+            for number in range(SAMPLES_PER_TASK)
+        ]
+        return TrajectoryGroup(task_id, trajectories)
+
+    def _episode(self, case: Case, task_id: str, reward: float) -> Trajectory:
+        turns, spans = [], []
+        loss_mask = np.zeros(case.length, np.bool_)
+        bounds = np.linspace(0, case.length, 2 * TURNS + 1).astype(int).tolist()
+        for number, (start, end) in enumerate(pairwise(bounds)):
+            is_sampled = number % 2 == 1
+            turns.append(
+                Turn("assistant" if is_sampled else "tool", start, end, TEXT * (end - start))
+            )
+            if is_sampled:
+                loss_mask[start:end] = True
+                spans.append(WeightVersionSpan(start, end, version=0))
+
+        generator = np.random.default_rng(0)
+        log_probs = -generator.random(case.length, np.float32)
+        return Trajectory(
+            task_id=task_id,
+            token_ids=generator.integers(0, 200_000, case.length, np.int32),
+            loss_mask=loss_mask,
+            rollout_log_probs=np.where(loss_mask, log_probs, np.float32(0)),
+            weight_versions=spans,
+            turns=turns,
+            routed_experts=self._store_routes(case),
+            reward=reward,
+        )
+
+    def _store_routes(self, case: Case) -> StoredRoutes | None:
+        if not case.layers:
+            return None
+
+        # Made once: what they say is of no consequence.
+        model = case.config().model
+        shape = (case.length - 1, model.num_layers, model.experts_per_token)
+        if self._routes is None or self._routes.shape != shape:
+            generator = np.random.default_rng(0)
+            dtype = route_dtype(model.num_experts)
+            self._routes = generator.integers(0, model.num_experts, shape, dtype)
+        return StoredRoutes(ray.put(self._routes), self._routes.shape, self._routes.dtype)
+
+
+# -- trainer ranks --------------------------------------------------------------------------------
+
+
+class DummyReplay:
+    """Stands for RoutingReplay: has recorded something for every micro-batch."""
+
+    def __init__(self) -> None:
+        self.micro_batches = 0
+
+    def start_recording(self) -> None:
+        self.micro_batches = 0
+
+    def recorded(self) -> list[RecordedRoutes]:
+        return [RecordedRoutes([]) for _ in range(self.micro_batches)]
+
+    def agreement(self) -> dict[str, float]:
+        return {}
+
+
+class DummyModel:
+    """Stands for a trainer, critic or reference policy: all it computes is 0."""
+
+    def __init__(self, replay: DummyReplay | None = None) -> None:
+        self.replay = replay
+
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
+        if self.replay is not None:
+            self.replay.micro_batches += len(batches)
+        return [torch.zeros(batch.tokens) for batch in batches]
+
+
+class DummyRank(TrainerWorker):
+    """A trainer rank without models: it loads, packs and answers as one that trains does."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self.use(settings)
+        torch.set_num_threads(1)
+        distributed.initialize(ParallelConfig(), 0, *free_address())
+
+    def use(self, settings: TrainerSettings) -> None:
+        """Become a rank of another group."""
+        algorithm = settings.algorithm
+        self.settings = settings
+        self.algorithm = algorithm
+        self.trainer: Any = DummyModel(
+            DummyReplay() if algorithm.routing_replay != "none" else None
+        )
+        self.critic: Any = DummyModel() if algorithm.critic else None
+        self.reference: Any = DummyModel() if algorithm.kl else None
+
+    def _update(self, *arguments: Any) -> StepStatistics:
+        return StepStatistics(
+            sums={}, maxima={}, grad_norm=0.0, learning_rate=0.0, parameters_updated=False
+        )
+
+    def call(
+        self, method: str, shipment: list[Any], is_asked: bool, arguments: Sequence[Any]
+    ) -> tuple[Any, float]:
+        """Return what a method returns, and its processor time in seconds.
+
+        ``shipment``: its reference, in a list so that Ray does not read it before."""
+        started = time.process_time()
+        result = getattr(self, method)(ray.get(shipment[0]), *arguments)
+        seconds = time.process_time() - started
+        return (result if is_asked else None), seconds
+
+
+class DummyRanks:
+    """All data-parallel ranks in a few processes (``rl_loop.trainer.group.Ranks``)."""
+
+    def __init__(self, processes: Sequence[Any], ranks: int) -> None:
+        self.processes = processes
+        self.count = ranks
+        self.rank_seconds = np.zeros(self.count)
+        self.shipped: list[Any] = []
+        self.answered: list[Any] = []
+        self.waiting = Spent()
+
+    def ready(self) -> list[RankPlace]:
+        return [RankPlace(data=rank, answers=True) for rank in range(self.count)]
+
+    def store(self, value: Any) -> Any:
+        reference = ray.put(value)
+        self.shipped.append(reference)
+        return reference
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], asked: Sequence[int]
+    ) -> list[Any]:
+        calls = []
+        for rank, (shipment, *others) in enumerate(arguments):
+            process = self.processes[rank % len(self.processes)]
+            calls.append(process.call.remote(method, [shipment], rank in asked, others))
+        with self.waiting.measured():
+            ray.wait(calls, num_returns=len(calls))
+
+        results, seconds = zip(*ray.get(calls), strict=True)
+        self.rank_seconds += seconds
+        self.answered += calls
+        return [results[rank] for rank in asked]
+
+    def close(self) -> None:
+        pass
+
+
+def stored_bytes(references: Sequence[Any]) -> int:
+    """Add up the sizes of objects in the store; small ones are not there and count as 0."""
+    locations = ray.experimental.get_object_locations(references)
+    return sum(location.get("object_size") or 0 for location in locations.values())
+
+
+# -- measuring ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Spent:
+    """Seconds that this process has spent on something."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.wall += time.perf_counter() - wall
+        self.cpu += time.process_time() - cpu
+
+
+@dataclass
+class PeakMemory:
+    """The most anonymous memory that this process has at a time, beyond that at the start."""
+
+    bytes: int = 0
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def sampled(self) -> Iterator[None]:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        before = anonymous_bytes()
+
+        def sample() -> None:
+            while not self._ended.wait(0.005):
+                self.bytes = max(self.bytes, anonymous_bytes() - before)
+
+        thread = threading.Thread(target=sample, daemon=True)
+        thread.start()
+        yield
+        self._ended.set()
+        thread.join()
+
+
+def anonymous_bytes() -> int:
+    """Return this process's resident memory that is no file's and not shared."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def run_step(
+    references: Sequence[Any], config: RlConfig, group: TrainerGroup
+) -> tuple[dict[str, Spent], TrainingSamples]:
+    """Take one step as RlLoop does; returns what each stage took, and the samples."""
+    algorithm = config.algorithm
+    stages = {name: Spent() for name in ("fetch", "samples", "estimate", "advantages", "train")}
+    with stages["fetch"].measured():
+        groups = [ray.get(reference) for reference in references]
+    with stages["samples"].measured():
+        samples = to_samples(groups, algorithm, version=0)
+    if algorithm.critic is not None or algorithm.kl is not None:
+        with stages["estimate"].measured():
+            estimates = group.compute_values_and_reference_log_probs(samples)
+            samples = estimates.attach(samples)
+    with stages["advantages"].measured():
+        samples = assign_advantages(samples, groups, algorithm, config.rollout.max_response_tokens)
+    with stages["train"].measured():
+        group.rl_step(samples, step=0)
+    return stages, samples
+
+
+def measure_step(case: Case, references: Sequence[Any], processes: Sequence[Any]) -> dict[str, Any]:
+    """Take one step and return its numbers."""
+    config = case.config()
+    settings = trainer_settings(config)
+    ray.get([process.use.remote(settings) for process in processes])
+    ranks = DummyRanks(processes, case.ranks)
+    group = TrainerGroup(settings, ranks)
+    group.ready()
+
+    peak = PeakMemory()
+    with peak.sampled():
+        stages, samples = run_step(references, config, group)
+
+    tokens = samples.tokens
+    driver_cpu = sum(spent.cpu for spent in stages.values()) - ranks.waiting.cpu
+    rank_cpu = float(ranks.rank_seconds.max())
+    routes = samples.routed_experts or []
+    return {
+        **{f"{name}_seconds": spent.wall for name, spent in stages.items()},
+        "driver_seconds": sum(spent.wall for spent in stages.values()) - ranks.waiting.wall,
+        "driver_cpu_seconds": driver_cpu,
+        "rank_cpu_seconds": rank_cpu,
+        "together_seconds": driver_cpu + rank_cpu,
+        "share_of_step": (driver_cpu + rank_cpu) / (STEP_SECONDS * tokens / STEP_TOKENS),
+        "wire_bytes_per_token": stored_bytes(ranks.shipped) / tokens,
+        "answer_bytes_per_token": stored_bytes(ranks.answered) / tokens,
+        "route_bytes_per_token": sum(row.nbytes for row in routes) / tokens,
+        "column_bytes": samples.bytes,
+        "driver_peak": peak.bytes / samples.bytes,
+    }
+
+
+def measure(case: Case, rounds: int, references: Sequence[Any], processes: Sequence[Any]) -> None:
+    """Print the medians of a case."""
+    steps = [measure_step(case, references, processes) for _ in range(rounds)]
+    medians = {name: round(median(step[name] for step in steps), 4) for name in steps[0]}
+    tokens = case.episodes * case.length
+    print(json.dumps({**vars(case), "tokens": tokens, **medians}), flush=True)
+
+
+# -- the program ----------------------------------------------------------------------------------
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """List the cases; those with the same episodes one after the other."""
+    cases = []
+    for shape in options.shapes:
+        episodes, length = map(int, shape.split("x"))
+        tasks = max(1, round(episodes * options.scale / SAMPLES_PER_TASK))
+        ranks_of_all = [ranks for ranks in options.ranks if ranks <= tasks * SAMPLES_PER_TASK]
+        for layers in options.layers:
+            for passes in options.passes:
+                # Engine's routes and R2's own exclude each other.
+                if passes == "R2" and layers:
+                    continue
+                cases += [
+                    Case(tasks * SAMPLES_PER_TASK, length, layers, ranks, passes)
+                    for ranks in ranks_of_all
+                ]
+    return cases
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", default=["512x32768", "1024x8192"], metavar="EPISODESxTOKENS"
+    )
+    parser.add_argument(
+        "--layers", nargs="+", type=int, default=[0, 24, 36], help="of routes; 0: none"
+    )
+    parser.add_argument("--ranks", nargs="+", type=int, default=[4, 16, 64], help="data-parallel")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the episodes")
+    parser.add_argument("--processes", type=int, default=1, help="that are the ranks in turn")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+
+    cases = cases_of(options)
+    needs = [store_need(case.config()) for case in cases]
+    largest = max(needs, key=lambda need: need.step)
+    check_local_store(largest)
+    start_local_ray(num_cpus=2, object_store_bytes=store_bytes(largest))
+    try:
+        worker = ray.remote(num_cpus=0)(DummyRolloutWorker).remote()
+        settings = trainer_settings(cases[0].config())
+        rank_class = ray.remote(num_cpus=0)(DummyRank)
+        processes = [rank_class.remote(settings) for _ in range(options.processes)]
+
+        references: list[Any] = []
+        made_for = None
+        for case in cases:
+            episodes = (case.episodes, case.length, case.layers)
+            if episodes != made_for:
+                references = []  # the store has no room for those of two cases
+                tasks = range(case.episodes // SAMPLES_PER_TASK)
+                references = [worker.run_group.remote(case, task) for task in tasks]
+                ray.wait(references, num_returns=len(references))
+                made_for = episodes
+            measure(case, options.rounds, references, processes)
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""How large Ray's object store has to be for a run, and whether a machine or a cluster has room
+for it.
+
+Episodes, the shares of the trainer's ranks and the weights of embedded engines go through the
+store. What does not fit there Ray writes to the disk, and a step takes minutes longer without a
+word about it. So the size follows from the configuration, from the longest episodes that it
+allows, and a run whose step cannot fit is refused before it starts.
+
+Ray maps the store to a file in /dev/shm, whose pages take memory only once they are written to.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from megatron_gptoss.routes import route_dtype
+from megatron_gptoss.samples import TOKEN_COLUMNS
+from rl_loop.config.errors import CannotStart
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+
+SMALLEST_STORE = 512 << 20
+"""Bytes. Every machine has room for it; where /dev/shm is smaller still, as in a container, Ray
+takes a directory on the disk."""
+
+HEAD_ROOM = 1.25
+"""Objects that nobody wants any more are freed within a second or two, and leave gaps."""
+
+RAY_SHARE_OF_MEMORY = 0.3
+"""Ray's own default. The whole weights, which go through the store once, for the export at the
+end, get as much and spill to the disk beyond."""
+
+EPISODE_COLUMNS = ("token_ids", "loss_mask", "rollout_log_probs")
+"""What an episode brings of every token, besides its routes."""
+
+TEXT_BYTES = 5
+"""Per token: the decoded text of an episode's turns, for people."""
+
+SCORED_COLUMNS = ("token_ids", "loss_mask")
+"""What a forward pass without a loss is sent."""
+
+WEIGHT_COPIES = 3
+"""Of an embedded engine's weights during a sync: as the trainer's rank returns them, as they are
+put there for the workers, and the earlier version, with which a worker that died would begin."""
+
+SHARED_MEMORY = Path("/dev/shm")
+CGROUP = Path("/sys/fs/cgroup")
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class StoreNeed:
+    """What is in the store at the same time, at most, in bytes."""
+
+    episodes: int
+    """Episodes at a time, of this step, of the next one and of an evaluation together."""
+    longest: int
+    """Tokens of the longest episode."""
+    columns: int
+    """Per-token columns, as episodes and as the shares of the trainer's ranks."""
+    routes: int
+    """The experts of every token, where the engine records them."""
+    weights: int
+    """On their way to embedded engines."""
+    exported: int = 0
+    """The whole weights, when the run is over and nothing else is there."""
+    keys: list[str] = field(default_factory=list)
+    """What to lower in the configuration if this is too much."""
+
+    @property
+    def step(self) -> int:
+        """All of it, with head room."""
+        return math.ceil((self.columns + self.routes + self.weights) * HEAD_ROOM)
+
+    @property
+    def through_driver(self) -> int:
+        """What the driver's node holds, with head room. Routes pass it by."""
+        return math.ceil((self.columns + self.weights) * HEAD_ROOM)
+
+    def __str__(self) -> str:
+        parts = [f"columns {_gb(self.columns)}"]
+        if self.routes:
+            parts.append(f"routes {_gb(self.routes)}")
+        if self.weights:
+            parts.append(f"weights {_gb(self.weights)}")
+        return (
+            f"{_gb(self.step)} of Ray's object store for {self.episodes:,} episodes of up to "
+            f"{self.longest:,} tokens at a time ({', '.join(parts)})"
+        )
+
+
+# -- from the configuration -----------------------------------------------------------------------
+
+
+def store_need(config: RunConfig) -> StoreNeed:
+    """Compute what the steps of a run, with their evaluations, hold in the store."""
+    exported = config.model.num_parameters * _weight_bytes(config)
+    if isinstance(config, SftConfig):
+        longest = config.training.max_tokens_per_micro_batch
+        tokens = config.sequences_per_step * longest
+        return StoreNeed(
+            episodes=config.sequences_per_step,
+            longest=longest,
+            columns=tokens * _bytes_of(SCORED_COLUMNS),
+            routes=0,
+            weights=0,
+            exported=exported,
+            keys=["sequences_per_step", "training.max_tokens_per_micro_batch"],
+        )
+
+    assert isinstance(config, RlConfig)
+    rollout, algorithm = config.rollout, config.algorithm
+    trained = rollout.tasks_per_step * rollout.samples_per_task
+    held_out = len(config.tasks.sources) * config.tasks.held_out_tasks
+
+    # Rounds of dynamic sampling keep all their groups until the step's are chosen. A step that is
+    # sampled ahead does so while the step before it, with its evaluation, is still trained on.
+    sampled = algorithm.dynamic_sampling_rounds * trained
+    episodes = sampled + held_out
+    if algorithm.max_staleness > 0:
+        episodes += trained
+
+    keys = ["rollout.tasks_per_step", "rollout.samples_per_task", "rollout.max_tokens"]
+    if algorithm.dynamic_sampling_rounds > 1:
+        keys.append("algorithm.dynamic_sampling_rounds")
+    if algorithm.max_staleness > 0:
+        keys.append("algorithm.max_staleness")
+    if held_out > trained:
+        keys.append("tasks.held_out_tasks")
+    weight_copies = WEIGHT_COPIES if rollout.engine.takes_tensors else 0
+    return StoreNeed(
+        episodes=episodes,
+        longest=rollout.max_tokens,
+        columns=rollout.max_tokens
+        * (episodes * _episode_bytes() + trained * _shipped_bytes(config)),
+        routes=rollout.max_tokens * episodes * _route_bytes(config),
+        weights=weight_copies * exported,
+        exported=exported,
+        keys=keys,
+    )
+
+
+def evaluation_need(config: RlConfig) -> StoreNeed:
+    """Compute what ``gptoss eval`` holds in the store."""
+    rollout = config.rollout
+    held_out = len(config.tasks.sources) * config.tasks.held_out_tasks
+    episodes = held_out * config.evaluation.samples_per_task
+    weights = config.model.num_parameters * _weight_bytes(config)
+    return StoreNeed(
+        episodes=episodes,
+        longest=rollout.max_tokens,
+        columns=episodes * rollout.max_tokens * _episode_bytes(),
+        routes=episodes * rollout.max_tokens * _route_bytes(config),
+        weights=weights if rollout.engine.takes_tensors else 0,
+        keys=["evaluation.samples_per_task", "tasks.held_out_tasks", "rollout.max_tokens"],
+    )
+
+
+def store_bytes(need: StoreNeed) -> int:
+    """Return the size of the store to start on this machine."""
+    wanted = max(need.step, min(need.exported, int(memory_bytes() * RAY_SHARE_OF_MEMORY)))
+
+    # Never more than there is, but what a step needs (``check_local_store``).
+    wanted = max(need.step, min(wanted, shared_memory_bytes()))
+    return max(wanted, SMALLEST_STORE)
+
+
+def _episode_bytes() -> int:
+    return _bytes_of(EPISODE_COLUMNS) + TEXT_BYTES
+
+
+def _shipped_bytes(config: RlConfig) -> int:
+    """Add up what the ranks are sent of a token, in all passes over a step, and their answers."""
+    algorithm = config.algorithm
+    trained_on = [*EPISODE_COLUMNS, "advantages"]
+    answers = []
+    if algorithm.kl is not None:
+        trained_on.append("reference_log_probs")
+        answers.append("reference_log_probs")
+    if algorithm.critic is not None:
+        trained_on += ["values", "returns"]
+        answers.append("values")
+    if algorithm.old_log_probs_from != "detach":
+        trained_on.append("staleness")
+    if config.rollout.purification is not None:
+        trained_on.append("is_grafted")
+
+    total = _bytes_of(trained_on)
+    if answers:
+        total += _bytes_of(SCORED_COLUMNS) + _bytes_of(answers)
+    if algorithm.routing_replay != "none":
+        # Episodes of a step with an evaluation are scored without replay, too.
+        total += _bytes_of(SCORED_COLUMNS) + _bytes_of(["old_log_probs"])
+    return total
+
+
+def _route_bytes(config: RlConfig) -> int:
+    """Return the bytes of one token's experts, 0 where they are not recorded."""
+    if not config.rollout.routed_experts:
+        return 0
+    model = config.model
+    return model.num_layers * model.experts_per_token * route_dtype(model.num_experts).itemsize
+
+
+def _weight_bytes(config: RunConfig) -> int:
+    return {"float32": 4, "bfloat16": 2}[config.dtype]
+
+
+def _bytes_of(columns: list[str] | tuple[str, ...]) -> int:
+    return sum(TOKEN_COLUMNS[name].itemsize for name in columns)
+
+
+# -- what there is --------------------------------------------------------------------------------
+
+
+def shared_memory_bytes() -> int:
+    """Return what is free in /dev/shm, 0 where there is none."""
+    return psutil.disk_usage(str(SHARED_MEMORY)).free if SHARED_MEMORY.is_dir() else 0
+
+
+def memory_bytes() -> int:
+    """Return the memory that is free on this machine, or in the container that this is."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - used))
+
+
+def check_local_store(need: StoreNeed) -> None:
+    """Raise CannotStart unless a Ray on this machine can have a store that holds a step."""
+    shared, memory = shared_memory_bytes(), memory_bytes()
+    if need.step <= min(shared, memory) or need.step <= SMALLEST_STORE:
+        return
+
+    lower = _listed(need.keys)
+    if memory < shared:
+        raise CannotStart(
+            f"a step needs {need}, and {_gb(memory)} of memory are free: lower {lower}"
+        )
+    raise CannotStart(
+        f"a step needs {need}, and /dev/shm has {_gb(shared)}: lower {lower}, "
+        "or enlarge /dev/shm (docker run --shm-size)"
+    )
+
+
+def check_running_store(need: StoreNeed) -> None:
+    """Raise CannotStart unless the Ray that this process is connected to can hold a step."""
+    # Imported here so that reading a configuration needs no Ray.
+    import ray
+
+    stores = {
+        node["NodeID"]: int(node["Resources"].get("object_store_memory", 0))
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    at_driver = stores.get(ray.get_runtime_context().get_node_id(), 0)
+    total = sum(stores.values())
+
+    advice = f"lower {_listed(need.keys)}, or start Ray's nodes with a larger --object-store-memory"
+    if len(stores) == 1 and total < need.step:
+        raise CannotStart(f"a step needs {need}, and the store has {_gb(total)}: {advice}")
+    if at_driver < need.through_driver:
+        raise CannotStart(
+            f"a step needs {need}, {_gb(need.through_driver)} of it on the driver's node, whose "
+            f"store has {_gb(at_driver)}: {advice}"
+        )
+    # What one node produces and another reads lies on both.
+    if len(stores) > 1 and total < 2 * need.step:
+        raise CannotStart(
+            f"a step needs {need}, most of it on two nodes, and the stores of {len(stores)} nodes "
+            f"have {_gb(total)} together: {advice}"
+        )
+
+
+def _listed(keys: list[str]) -> str:
+    return f"{', '.join(keys[:-1])} or {keys[-1]}" if len(keys) > 1 else keys[0]
+
+
+def _gb(count: float) -> str:
+    return f"{count / GB:,.1f} GB" if count >= GB / 10 else f"{count / GB * 1000:,.0f} MB"

@@ -1,0 +1,301 @@
+"""The size of Ray's store follows from the configuration, and what does not fit is refused before it starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from rl_loop.config.errors import CannotStart
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.lifecycle import store_size
+from rl_loop.lifecycle.store_size import (
+    SMALLEST_STORE,
+    StoreNeed,
+    check_local_store,
+    evaluation_need,
+    store_bytes,
+    store_need,
+)
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "configs/rl").glob("*.yaml")) + sorted(
+    (ROOT / "configs/sft").glob("*.yaml")
+)
+NODE_BYTES = 64 << 30
+"""Of /dev/shm, and of memory, on a small node with GPUs."""
+
+STEP = [
+    "tasks.held_out_tasks=8",
+    "model.max_length=32768",
+    "model.num_layers=24",
+    "model.experts_per_token=4",
+    "model.num_experts=128",
+    "model.yarn_original_length=4096",
+    "training.max_tokens_per_micro_batch=32768",
+    "rollout.max_tokens=32768",
+    "rollout.tasks_per_step=6",
+    "rollout.samples_per_task=6",
+    "rollout.routed_experts=true",
+    "algorithm.routing_replay=R3",
+    "rollout.engine.type=sglang",
+]
+"""Of a step of 36 and an evaluation of 8 episodes, with 24 layers of routes."""
+
+
+def configuration(path: Path) -> RunConfig:
+    return load_config(path, RlConfig if path.parent.name == "rl" else SftConfig)
+
+
+def rl_config(*overrides: str) -> RlConfig:
+    return load_config(
+        ROOT / "configs/rl/tiny_retool.yaml", RlConfig, ["initial_weights=null", *overrides]
+    )
+
+
+def run_program(code: str, **environment: str) -> str:
+    """Output of a Python program, in a process of its own: it starts a Ray of another size."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_configuration_of_the_project_fits_an_ordinary_node(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: NODE_BYTES)
+    monkeypatch.setattr(store_size, "memory_bytes", lambda: NODE_BYTES)
+    need = store_need(configuration(path))
+    check_local_store(need)
+    assert need.step <= store_bytes(need) <= NODE_BYTES
+    if path.stem.startswith("tiny"):
+        assert store_bytes(need) == SMALLEST_STORE
+
+
+def test_a_step_is_counted_as_its_columns_weigh() -> None:
+    config = rl_config(*STEP)
+    tokens = (36 + 8) * 32_768
+    need = store_need(config)
+    assert need.episodes == 36 + 8
+    # uint8 for 128 experts
+    assert need.routes == tokens * 24 * 4
+    # ids, mask, log-probs and text of every episode; advantages besides for the ranks, and once more ids and mask,
+    # and the answers, where an evaluation scores without replay
+    assert need.columns == tokens * (4 + 1 + 4 + 5) + 36 * 32_768 * ((4 + 1 + 4 + 4) + (4 + 1 + 4))
+    assert need.weights == 0, "servers get weights without Ray's store"
+    assert (
+        store_need(
+            rl_config(*STEP, "algorithm.routing_replay=none", "rollout.routed_experts=false")
+        ).routes
+        == 0
+    )
+
+
+def test_what_lives_longer_or_at_the_same_time_counts() -> None:
+    plain = store_need(rl_config())
+    assert plain.episodes == 12 * 8 + 128
+
+    ahead = store_need(rl_config("algorithm.max_staleness=1"))
+    assert ahead.episodes == plain.episodes + 12 * 8
+    assert "algorithm.max_staleness" in ahead.keys
+
+    rounds = store_need(rl_config("algorithm.dynamic_sampling_rounds=3"))
+    assert rounds.episodes == plain.episodes + 2 * 12 * 8
+    assert "algorithm.dynamic_sampling_rounds" in rounds.keys
+
+    estimates = [
+        "algorithm=ppo",
+        "algorithm.critic.warmup_steps=0",
+        "algorithm.kl.coefficient=0.001",
+    ]
+    estimated = store_need(rl_config(*estimates))
+    # values, returns and reference, and a pass before that has ids, mask and two answers
+    assert estimated.columns == plain.columns + 12 * 8 * 384 * (4 + 4 + 4 + (4 + 1 + 4 + 4))
+
+    # in fp32, three times: returned, put, and the earlier version
+    assert plain.weights == 3 * 4 * rl_config().model.num_parameters
+
+
+def test_an_evaluation_has_as_many_episodes_as_it_samples() -> None:
+    need = evaluation_need(rl_config("evaluation.samples_per_task=32"))
+    assert need.episodes == 128 * 32
+    assert need.columns == 128 * 32 * 384 * (4 + 1 + 4 + 5)
+
+
+def need_of(step: int) -> StoreNeed:
+    columns = int(step / store_size.HEAD_ROOM)
+    return StoreNeed(
+        episodes=1,
+        longest=1,
+        columns=columns,
+        routes=0,
+        weights=0,
+        exported=1 << 50,
+        keys=["rollout.max_tokens"],
+    )
+
+
+def test_a_store_is_no_larger_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Ray puts it on the disk, or does not start."""
+    monkeypatch.setattr(store_size, "memory_bytes", lambda: 100 << 30)
+    monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: 8 << 30)
+    assert store_bytes(need_of(1 << 30)) == 8 << 30, "the export's weights get what there is"
+
+    monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: 80 << 30)
+    assert store_bytes(need_of(1 << 30)) == int(0.3 * (100 << 30)), (
+        "or Ray's usual share of the memory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shared", "memory", "message"),
+    [
+        (
+            1 << 30,
+            8 << 30,
+            "and /dev/shm has 1.1 GB: lower rollout.max_tokens, or enlarge /dev/shm",
+        ),
+        (8 << 30, 1 << 30, "and 1.1 GB of memory are free: lower rollout.max_tokens"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused_in_one_line(
+    shared: int, memory: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: shared)
+    monkeypatch.setattr(store_size, "memory_bytes", lambda: memory)
+    check_local_store(need_of(1 << 30))
+    with pytest.raises(CannotStart) as refused:
+        check_local_store(need_of(2 << 30))
+    assert message in str(refused.value)
+    assert str(refused.value).startswith("a step needs 2.1 GB of Ray's object store for 1 episodes")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_container_with_64_mb_of_shared_memory_still_runs_what_is_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Docker's default. Ray then takes a directory on the disk."""
+    monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: 64 << 20)
+    need = store_need(rl_config())
+    check_local_store(need)
+    assert store_bytes(need) == SMALLEST_STORE
+
+
+FILL = f"""
+import ray
+import numpy as np
+from pathlib import Path
+from ray._private.internal_api import memory_summary
+from megatron_gptoss.routes import route_dtype
+from megatron_gptoss.samples import Sample, TrainingSamples
+from rl_loop.cluster.ray_session import start_local_ray
+from rl_loop.config.errors import CannotStart
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.lifecycle.store_size import EPISODE_COLUMNS, check_running_store, store_need
+from rl_loop.session import trainer_settings
+from rl_loop.trainer.shipment import SCORED_COLUMNS, plan_step
+
+config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["initial_weights=null", *{STEP!r}])
+need = store_need(config)
+tokens = config.rollout.max_tokens
+model = config.model
+routes_shape = (tokens - 1, model.num_layers, model.experts_per_token)
+
+def episode():
+    log_probs = np.zeros(tokens, np.float32)
+    return Sample(np.ones(tokens, np.int32), np.ones(tokens, bool), rollout_log_probs=log_probs)
+
+def hold_step():
+    # 36 episodes to train on and 8 held-out ones, their routes, what two passes send and one brings back
+    held = []
+    for _ in range(44):
+        held.append(ray.put((vars(episode()), b"." * (5 * tokens))))
+        held.append(ray.put(np.ones(routes_shape, route_dtype(model.num_experts))))
+
+    samples = TrainingSamples.join([episode() for _ in range(36)])
+    samples = samples.with_columns(advantages=np.zeros(samples.tokens, np.float32))
+    plan = plan_step(samples, trainer_settings(config))
+    held += [ray.put(shipment) for shipment in plan.shipments(samples, SCORED_COLUMNS)]
+    held.append(ray.put(np.zeros(samples.tokens, np.float32)))
+    held += [ray.put(shipment) for shipment in plan.shipments(samples)]
+    return held
+
+def is_spilled():
+    return "Spilled" in memory_summary(stats_only=True)
+"""
+
+
+def test_a_store_of_the_computed_size_holds_a_step() -> None:
+    program = f"""{FILL}
+start_local_ray(num_cpus=1, object_store_bytes=need.step)
+check_running_store(need)
+held = hold_step()
+print(is_spilled())
+ray.shutdown()
+"""
+    assert run_program(program).split() == ["False"]
+
+
+def test_a_running_ray_that_a_step_does_not_fit_is_refused_and_would_have_spilled() -> None:
+    program = f"""{FILL}
+start_local_ray(num_cpus=1, object_store_bytes=need.step // 2)
+try:
+    check_running_store(need)
+except CannotStart as refused:
+    print(refused)
+held = hold_step()
+print(is_spilled())
+ray.shutdown()
+"""
+    refused, spilled = run_program(program).strip().split("\n")
+    assert (
+        "a step needs 0.2 GB of Ray's object store for 44 episodes of up to 32,768 tokens"
+        in refused
+    )
+    assert "and the store has 0.1 GB: lower rollout.tasks_per_step, " in refused
+    assert "start Ray's nodes with a larger --object-store-memory" in refused
+    assert spilled == "True"
+
+
+def test_a_session_refuses_a_ray_that_is_too_small_before_it_writes_anything(
+    tmp_path: Path,
+) -> None:
+    program = f"""
+    import ray
+    from pathlib import Path
+    from rl_loop.cluster.ray_session import start_local_ray
+    from rl_loop.config.errors import CannotStart
+    from rl_loop.config.load import load_config
+    from rl_loop.config.run import RlConfig
+    from rl_loop.run import run_rl
+
+    overrides = ["initial_weights=null", "output_dir={tmp_path}", "rollout.tasks_per_step=20000"]
+    config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, overrides)
+    start_local_ray(num_cpus=2, object_store_bytes=100 << 20)
+    try:
+        run_rl(config, None)
+    except CannotStart as refused:
+        print(refused)
+    print(config.directory.exists())
+    ray.shutdown()
+    """
+    refused, exists = run_program(program).strip().split("\n")
+    assert (
+        "a step needs 2." in refused and "on the driver's node, whose store has 0.1 GB" in refused
+    )
+    assert exists == "False"

@@ -1,0 +1,81 @@
+"""benchmarks/data_plane.py runs, with real Ray, and what it counts is what a step weighs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+TOKENS = 16 * 8192
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[tuple[int, str], dict[str, Any]]:
+    """The benchmark's lines, by layers of routes and passes."""
+    program = [sys.executable, "benchmarks/data_plane.py", "--shapes", "16x8192", "--ranks", "2"]
+    done = subprocess.run(
+        [*program, "--layers", "0", "36", "--rounds", "1"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(line["layers"], line["passes"]): line for line in lines}
+
+
+def test_every_case_is_measured(cases: dict[tuple[int, str], dict[str, Any]]) -> None:
+    assert set(cases) == {
+        (0, "plain"),
+        (0, "R2"),
+        (0, "estimates"),
+        (36, "plain"),
+        (36, "estimates"),
+    }
+    for case in cases.values():
+        assert case["tokens"] == TOKENS
+        assert case["ranks"] == 2
+        assert 0 < case["rank_cpu_seconds"] < case["together_seconds"]
+        assert case["driver_peak"] > 0
+
+
+def test_a_token_is_sent_as_the_columns_that_it_has(
+    cases: dict[tuple[int, str], dict[str, Any]],
+) -> None:
+    """Ids, mask, the engine's log-probs and advantages; routes only where they are stored already."""
+    for layers in (0, 36):
+        assert cases[layers, "plain"]["wire_bytes_per_token"] == pytest.approx(
+            4 + 1 + 4 + 4, abs=0.3
+        )
+        assert cases[layers, "plain"]["answer_bytes_per_token"] < 0.1
+    assert cases[0, "plain"]["route_bytes_per_token"] == 0
+    # One of 8,192 tokens is no input.
+    assert cases[36, "plain"]["route_bytes_per_token"] == pytest.approx(
+        36 * 4 * 8191 / 8192, abs=1e-3
+    )
+
+
+def test_estimates_come_back_once_and_go_out_again(
+    cases: dict[tuple[int, str], dict[str, Any]],
+) -> None:
+    plain, estimates = cases[0, "plain"], cases[0, "estimates"]
+    sent = estimates["wire_bytes_per_token"] - plain["wire_bytes_per_token"]
+    assert sent == pytest.approx((4 + 1) + 3 * 4, abs=0.3), (
+        "ids and mask before, three columns more after"
+    )
+    assert estimates["answer_bytes_per_token"] == pytest.approx(2 * 4, abs=0.1)
+
+
+def test_routes_of_the_ranks_own_pass_add_nothing_on_the_wire(
+    cases: dict[tuple[int, str], dict[str, Any]],
+) -> None:
+    for name in ("wire_bytes_per_token", "answer_bytes_per_token", "route_bytes_per_token"):
+        assert cases[0, "R2"][name] == pytest.approx(cases[0, "plain"][name], abs=0.01)
