@@ -61,7 +61,8 @@ from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn, WeightVersionSpan
-from rl_loop.lifecycle.store_size import check_local_store, store_bytes, store_need
+from rl_loop.lifecycle.start_checks import store_need
+from rl_loop.lifecycle.store_size import check_local_store, store_bytes
 from rl_loop.session import trainer_settings
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.settings import TrainerSettings

@@ -18,8 +18,7 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig, RunConfig
 from rl_loop.lifecycle.resume import changes_since
-from rl_loop.lifecycle.start_checks import check_what_a_run_needs
-from rl_loop.lifecycle.store_size import store_need
+from rl_loop.lifecycle.start_checks import check_what_a_run_needs, store_need
 from rl_loop.tracking.run_directory import RunDirectory
 
 

@@ -8,12 +8,8 @@ from typing import Any
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
-from rl_loop.lifecycle.store_size import (
-    check_running_store,
-    evaluation_need,
-    store_bytes,
-    store_need,
-)
+from rl_loop.lifecycle.start_checks import evaluation_need, store_need
+from rl_loop.lifecycle.store_size import check_running_store, store_bytes
 from rl_loop.session import (
     Interrupted,
     Session,

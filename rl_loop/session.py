@@ -14,8 +14,8 @@ from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
 from rl_loop.lifecycle.interrupt import Interrupt, SeparateSessions
 from rl_loop.lifecycle.resume import Change, changes_since, write_config
-from rl_loop.lifecycle.start_checks import check_what_a_run_needs
-from rl_loop.lifecycle.store_size import check_running_store, store_bytes, store_need
+from rl_loop.lifecycle.start_checks import check_what_a_run_needs, store_need
+from rl_loop.lifecycle.store_size import check_running_store, store_bytes
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.progress import Progress, ProgressFactory
 from rl_loop.tracking.run_directory import (

@@ -10,13 +10,19 @@ from pathlib import Path
 
 from rl_loop.cluster.placement import has_placement
 from rl_loop.config.errors import CannotStart
-from rl_loop.config.run import RlConfig, RunConfig
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.environments import environment_class
 from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
 from rl_loop.lifecycle.disk_checks import check_disk, check_writable, checkpoint_bytes
-from rl_loop.lifecycle.store_size import check_local_store, evaluation_need, store_need
+from rl_loop.lifecycle.store_size import (
+    StoreNeed,
+    check_local_store,
+    evaluation_store_need,
+    rl_store_need,
+    sft_store_need,
+)
 from rl_loop.lifecycle.weight_checks import check_newest_checkpoint, check_weights
 from rl_loop.sandbox import check_isolation
 from rl_loop.tasks.task_file import TaskData
@@ -130,3 +136,29 @@ def check_tracking() -> None:
         raise CannotStart(
             "WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it"
         )
+
+
+def store_need(config: RunConfig) -> StoreNeed:
+    """Compute what the steps of a run hold in Ray's object store."""
+    if isinstance(config, RlConfig):
+        return rl_store_need(
+            config.model,
+            config.dtype,
+            config.rollout,
+            config.algorithm,
+            held_out=len(config.tasks.sources) * config.tasks.held_out_tasks,
+        )
+    assert isinstance(config, SftConfig)
+    return sft_store_need(
+        config.model,
+        config.dtype,
+        sequences=config.sequences_per_step,
+        longest=config.training.max_tokens_per_micro_batch,
+    )
+
+
+def evaluation_need(config: RlConfig) -> StoreNeed:
+    """Compute what ``gptoss eval`` holds in Ray's object store."""
+    held_out = len(config.tasks.sources) * config.tasks.held_out_tasks
+    episodes = held_out * config.evaluation.samples_per_task
+    return evaluation_store_need(config.model, config.dtype, config.rollout, episodes=episodes)

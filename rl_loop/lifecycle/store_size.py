@@ -15,17 +15,21 @@ from pathlib import Path
 
 import psutil
 
+from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.samples import TOKEN_COLUMNS
+from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.errors import CannotStart
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.rollout import RolloutConfig
 
 SMALLEST_STORE = 512 << 20
 """Bytes. Every machine has room for it; where /dev/shm is smaller still, as in a container, Ray
 takes a directory on the disk."""
 
-HEAD_ROOM = 1.25
-"""Objects that nobody wants any more are freed within a second or two, and leave gaps."""
+HEAD_ROOM = 1.5
+"""Ray begins to write objects to the disk when the store is four fifths full
+(RAY_object_spilling_threshold). Besides, what nobody wants any more is freed within a second or
+two, and leaves gaps."""
 
 RAY_SHARE_OF_MEMORY = 0.3
 """Ray's own default. The whole weights, which go through the store once, for the export at the
@@ -94,26 +98,31 @@ class StoreNeed:
 # -- from the configuration -----------------------------------------------------------------------
 
 
-def store_need(config: RunConfig) -> StoreNeed:
-    """Compute what the steps of a run, with their evaluations, hold in the store."""
-    exported = config.model.num_parameters * _weight_bytes(config)
-    if isinstance(config, SftConfig):
-        longest = config.training.max_tokens_per_micro_batch
-        tokens = config.sequences_per_step * longest
-        return StoreNeed(
-            episodes=config.sequences_per_step,
-            longest=longest,
-            columns=tokens * _bytes_of(SCORED_COLUMNS),
-            routes=0,
-            weights=0,
-            exported=exported,
-            keys=["sequences_per_step", "training.max_tokens_per_micro_batch"],
-        )
+def sft_store_need(model: ModelConfig, dtype: str, *, sequences: int, longest: int) -> StoreNeed:
+    """Compute what a step of supervised fine-tuning holds in the store: so many sequences of at
+    most ``longest`` tokens."""
+    return StoreNeed(
+        episodes=sequences,
+        longest=longest,
+        columns=sequences * longest * _bytes_of(SCORED_COLUMNS),
+        routes=0,
+        weights=0,
+        exported=_weight_bytes(model, dtype),
+        keys=["sequences_per_step", "training.max_tokens_per_micro_batch"],
+    )
 
-    assert isinstance(config, RlConfig)
-    rollout, algorithm = config.rollout, config.algorithm
+
+def rl_store_need(
+    model: ModelConfig,
+    dtype: str,
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    *,
+    held_out: int,
+) -> StoreNeed:
+    """Compute what the steps of reinforcement learning hold in the store, with their evaluations
+    of ``held_out`` episodes."""
     trained = rollout.tasks_per_step * rollout.samples_per_task
-    held_out = len(config.tasks.sources) * config.tasks.held_out_tasks
 
     # Rounds of dynamic sampling keep all their groups until the step's are chosen. A step that is
     # sampled ahead does so while the step before it, with its evaluation, is still trained on.
@@ -129,30 +138,32 @@ def store_need(config: RunConfig) -> StoreNeed:
         keys.append("algorithm.max_staleness")
     if held_out > trained:
         keys.append("tasks.held_out_tasks")
+
+    weights = _weight_bytes(model, dtype)
     weight_copies = WEIGHT_COPIES if rollout.engine.takes_tensors else 0
+    shipped = trained * _shipped_bytes(rollout, algorithm)
     return StoreNeed(
         episodes=episodes,
         longest=rollout.max_tokens,
-        columns=rollout.max_tokens
-        * (episodes * _episode_bytes() + trained * _shipped_bytes(config)),
-        routes=rollout.max_tokens * episodes * _route_bytes(config),
-        weights=weight_copies * exported,
-        exported=exported,
+        columns=rollout.max_tokens * (episodes * _episode_bytes() + shipped),
+        # An evaluation replays nothing.
+        routes=rollout.max_tokens * (episodes - held_out) * _route_bytes(model, rollout),
+        weights=weight_copies * weights,
+        exported=weights,
         keys=keys,
     )
 
 
-def evaluation_need(config: RlConfig) -> StoreNeed:
+def evaluation_store_need(
+    model: ModelConfig, dtype: str, rollout: RolloutConfig, *, episodes: int
+) -> StoreNeed:
     """Compute what ``gptoss eval`` holds in the store."""
-    rollout = config.rollout
-    held_out = len(config.tasks.sources) * config.tasks.held_out_tasks
-    episodes = held_out * config.evaluation.samples_per_task
-    weights = config.model.num_parameters * _weight_bytes(config)
+    weights = _weight_bytes(model, dtype)
     return StoreNeed(
         episodes=episodes,
         longest=rollout.max_tokens,
         columns=episodes * rollout.max_tokens * _episode_bytes(),
-        routes=episodes * rollout.max_tokens * _route_bytes(config),
+        routes=0,
         weights=weights if rollout.engine.takes_tensors else 0,
         keys=["evaluation.samples_per_task", "tasks.held_out_tasks", "rollout.max_tokens"],
     )
@@ -171,9 +182,8 @@ def _episode_bytes() -> int:
     return _bytes_of(EPISODE_COLUMNS) + TEXT_BYTES
 
 
-def _shipped_bytes(config: RlConfig) -> int:
+def _shipped_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
     """Add up what the ranks are sent of a token, in all passes over a step, and their answers."""
-    algorithm = config.algorithm
     trained_on = [*EPISODE_COLUMNS, "advantages"]
     answers = []
     if algorithm.kl is not None:
@@ -184,7 +194,7 @@ def _shipped_bytes(config: RlConfig) -> int:
         answers.append("values")
     if algorithm.old_log_probs_from != "detach":
         trained_on.append("staleness")
-    if config.rollout.purification is not None:
+    if rollout.purification is not None:
         trained_on.append("is_grafted")
 
     total = _bytes_of(trained_on)
@@ -196,16 +206,15 @@ def _shipped_bytes(config: RlConfig) -> int:
     return total
 
 
-def _route_bytes(config: RlConfig) -> int:
+def _route_bytes(model: ModelConfig, rollout: RolloutConfig) -> int:
     """Return the bytes of one token's experts, 0 where they are not recorded."""
-    if not config.rollout.routed_experts:
+    if not rollout.routed_experts:
         return 0
-    model = config.model
     return model.num_layers * model.experts_per_token * route_dtype(model.num_experts).itemsize
 
 
-def _weight_bytes(config: RunConfig) -> int:
-    return {"float32": 4, "bfloat16": 2}[config.dtype]
+def _weight_bytes(model: ModelConfig, dtype: str) -> int:
+    return model.num_parameters * {"float32": 4, "bfloat16": 2}[dtype]
 
 
 def _bytes_of(columns: list[str] | tuple[str, ...]) -> int:

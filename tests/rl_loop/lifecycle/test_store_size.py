@@ -14,13 +14,12 @@ from rl_loop.config.errors import CannotStart
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.lifecycle import store_size
+from rl_loop.lifecycle.start_checks import evaluation_need, store_need
 from rl_loop.lifecycle.store_size import (
     SMALLEST_STORE,
     StoreNeed,
     check_local_store,
-    evaluation_need,
     store_bytes,
-    store_need,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -92,7 +91,7 @@ def test_a_step_is_counted_as_its_columns_weigh() -> None:
     need = store_need(config)
     assert need.episodes == 36 + 8
     # uint8 for 128 experts
-    assert need.routes == tokens * 24 * 4
+    assert need.routes == 36 * 32_768 * 24 * 4, "an evaluation replays nothing"
     # ids, mask, log-probs and text of every episode; advantages besides for the ranks, and once more ids and mask,
     # and the answers, where an evaluation scores without replay
     assert need.columns == tokens * (4 + 1 + 4 + 5) + 36 * 32_768 * ((4 + 1 + 4 + 4) + (4 + 1 + 4))
@@ -196,6 +195,8 @@ def test_a_container_with_64_mb_of_shared_memory_still_runs_what_is_small(
 
 
 FILL = f"""
+import time
+
 import ray
 import numpy as np
 from pathlib import Path
@@ -206,7 +207,8 @@ from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.lifecycle.store_size import EPISODE_COLUMNS, check_running_store, store_need
+from rl_loop.lifecycle.start_checks import store_need
+from rl_loop.lifecycle.store_size import EPISODE_COLUMNS, check_running_store
 from rl_loop.session import trainer_settings
 from rl_loop.trainer.shipment import SCORED_COLUMNS, plan_step
 
@@ -221,11 +223,12 @@ def episode():
     return Sample(np.ones(tokens, np.int32), np.ones(tokens, bool), rollout_log_probs=log_probs)
 
 def hold_step():
-    # 36 episodes to train on and 8 held-out ones, their routes, what two passes send and one brings back
+    # 36 episodes to train on, with routes, and 8 held-out ones; what two passes send and one brings back
     held = []
-    for _ in range(44):
+    for number in range(44):
         held.append(ray.put((vars(episode()), b"." * (5 * tokens))))
-        held.append(ray.put(np.ones(routes_shape, route_dtype(model.num_experts))))
+        if number < 36:
+            held.append(ray.put(np.ones(routes_shape, route_dtype(model.num_experts))))
 
     samples = TrainingSamples.join([episode() for _ in range(36)])
     samples = samples.with_columns(advantages=np.zeros(samples.tokens, np.float32))
@@ -236,7 +239,10 @@ def hold_step():
     return held
 
 def is_spilled():
-    return "Spilled" in memory_summary(stats_only=True)
+    time.sleep(3)  # the disk is written to in the background
+    # The address, because other tests may have a Ray of their own.
+    address = ray.get_runtime_context().gcs_address
+    return "Spilled" in memory_summary(address, stats_only=True)
 """
 
 
@@ -295,7 +301,6 @@ def test_a_session_refuses_a_ray_that_is_too_small_before_it_writes_anything(
     ray.shutdown()
     """
     refused, exists = run_program(program).strip().split("\n")
-    assert (
-        "a step needs 2." in refused and "on the driver's node, whose store has 0.1 GB" in refused
-    )
+    assert "a step needs 2.5 GB" in refused
+    assert "and the store has 0.1 GB: lower rollout.tasks_per_step" in refused
     assert exists == "False"
