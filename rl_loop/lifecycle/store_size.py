@@ -24,8 +24,10 @@ SMALLEST_STORE = 512 << 20
 """Bytes. Every machine has room for it; where /dev/shm is smaller still, as in a container, Ray
 takes a directory on the disk."""
 
-HEAD_ROOM = 1.25
-"""Objects that nobody wants any more are freed within a second or two, and leave gaps."""
+HEAD_ROOM = 1.5
+"""Ray begins to write objects to the disk when the store is four fifths full
+(RAY_object_spilling_threshold). Besides, what nobody wants any more is freed within a second or
+two, and leaves gaps."""
 
 RAY_SHARE_OF_MEMORY = 0.3
 """Ray's own default. The whole weights, which go through the store once, for the export at the
