@@ -89,7 +89,13 @@ class LocalRollouts:
     ) -> list[TrajectoryGroup]:
         async def all_groups() -> list[TrajectoryGroup]:
             groups = [
-                self._worker.run_group(r.task, r.seeds, r.temperature, purify=r.purify)
+                self._worker.run_group(
+                    r.task,
+                    r.seeds,
+                    r.temperature,
+                    purify=r.purify,
+                    with_routes=r.with_routes,
+                )
                 for r in requests
             ]
             return list(await asyncio.gather(*groups))

@@ -7,7 +7,6 @@ its own and never enters loss or metrics.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -355,20 +354,3 @@ def _fill(
 
     by_cost = np.argsort(-cost, kind="stable")
     return [micro_batches[i] for i in by_cost]
-
-
-def unpack(values: torch.Tensor, batch: PackedBatch) -> dict[int, np.ndarray]:
-    """Split per-token values [T] or [T, ...] by sequence.
-
-    Returns:
-        {sample id: array of as many entries as the sequence has tokens}, with 0 for the first
-        token, which nothing predicts.
-    """
-    array = values.cpu().numpy()
-    per_sample = {}
-    for start, end in pairwise(batch.cu_seqlens.tolist()):
-        sample_id = int(batch.sample_ids[start])
-        if sample_id >= 0:
-            nothing = np.zeros((1, *array.shape[1:]), array.dtype)
-            per_sample[sample_id] = np.concatenate([nothing, array[start:end]])
-    return per_sample

@@ -25,7 +25,7 @@ digits."""
 ROUNDING = 1e-12
 """A mean below this share of the largest value is 0: fp64 keeps sixteen digits and a sum loses a
 few."""
-TIME_BLOCK = 512
+TIME_BLOCK = 256
 """Tokens of every sample that generalized advantages are computed of at a time."""
 
 
@@ -199,17 +199,10 @@ def generalized_advantages_of_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute advantages and returns of samples of different lengths that lie end to end.
 
-    Args:
-        values: [tokens], of sampled tokens only.
-        lengths: integers [samples], tokens of each.
-        final_rewards: [samples], what the last token of each earns; its dtype is that of the
-            computation.
-        token_rewards: [tokens], what every token earns besides; None for nothing.
-        gamma, lam: as of ``generalized_advantages``.
-        dtype: of the results.
-
-    Returns:
-        Advantages and returns, [tokens] each.
+    ``values`` [tokens] are of sampled tokens only, ``lengths`` of each of the samples. Every last
+    token earns one of ``final_rewards`` [samples], whose dtype is that of the computation; every
+    token earns ``token_rewards`` [tokens] besides, if there are any. Returns both as ``dtype``
+    [tokens].
     """
     estimates = np.empty(len(values), dtype)
     returns = np.empty(len(values), dtype)
@@ -229,16 +222,19 @@ def generalized_advantages_of_rows(
         firsts = starts[:rows] + begin
         counts = np.minimum(lengths[:rows] - begin, TIME_BLOCK)
         block_values = _cut_block(values, firsts, counts, running.dtype)
-        following = np.concatenate([block_values[:, 1:], next_values[:rows, None]], axis=1)
+        delta = np.concatenate([block_values[:, 1:], next_values[:rows, None]], axis=1)
+        delta *= gamma
 
-        # Adding -0.0 changes no number, not even 0.0.
-        rewards = np.full_like(block_values, -0.0)
-        if token_rewards is not None:
-            rewards = _cut_block(token_rewards, firsts, counts, running.dtype)
         ending = np.flatnonzero(lengths[:rows] - begin == counts)
-        rewards[ending, counts[ending] - 1] += final_rewards[ending]
+        last_tokens = (ending, counts[ending] - 1)
+        if token_rewards is None:
+            delta[last_tokens] += final_rewards[ending]
+        else:
+            rewards = _cut_block(token_rewards, firsts, counts, running.dtype)
+            rewards[last_tokens] += final_rewards[ending]
+            delta += rewards
+        delta -= block_values
 
-        delta = rewards + gamma * following - block_values
         _sum_backwards(delta, running[:rows], gamma * lam)
         next_values[:rows] = block_values[:, 0]
 

@@ -15,7 +15,7 @@ class StoredRoutes:
     """Stands for an array in the store."""
 
     reference: Any
-    """A ``ray.ObjectRef``."""
+    """A ``ray.ObjectRef``; None until the one who asked for the episode puts in what Ray gave it."""
     shape: tuple[int, ...]
     """[tokens - 1, layers, top_k]."""
     dtype: np.dtype

@@ -61,7 +61,7 @@ def engine_report(
     canary = check_canary(trainer, rollouts, tasks.canary(), tolerance=canary_tolerance, version=0)
     lines.append(f"canary: {canary:.2e} nats per token")
 
-    groups = rollouts.run(held_out_requests(tasks, temperature))
+    groups = rollouts.run(held_out_requests(tasks, temperature, with_routes=True))
     samples = to_samples(groups, algorithm, version=0)
     # First with the experts that the trainer chooses: what a run without replay would see.
     table = gap_table(samples, trainer.score(samples.without_routes()), tasks.harmony)

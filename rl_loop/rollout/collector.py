@@ -35,9 +35,16 @@ class HeldOutTasks(Protocol):
     def held_out(self) -> list[Task]: ...
 
 
-def held_out_requests(tasks: HeldOutTasks, temperature: float) -> list[GroupRequest]:
-    """Ask for one episode of every held-out task, with the same seeds every time."""
-    return [GroupRequest(task, (i,), temperature) for i, task in enumerate(tasks.held_out())]
+def held_out_requests(
+    tasks: HeldOutTasks, temperature: float, *, with_routes: bool = False
+) -> list[GroupRequest]:
+    """Ask for one episode of every held-out task, with the same seeds every time.
+
+    ``with_routes``: for whoever compares engine and trainer on them."""
+    return [
+        GroupRequest(task, (i,), temperature, with_routes=with_routes)
+        for i, task in enumerate(tasks.held_out())
+    ]
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,9 @@ class RolloutCollector:
             # Blocks, positions and samples each have room of their own, so no two seeds are equal.
             base = ((self._seed * 1_000_003 + block) * 1_000_003 + position) * 1_000
             seeds = tuple(range(base, base + self._rollout.samples_per_task))
-            requests.append(GroupRequest(task, seeds, self._rollout.temperature, purify=True))
+            requests.append(
+                GroupRequest(task, seeds, self._rollout.temperature, purify=True, with_routes=True)
+            )
         return requests
 
     def _run(self, requests: Sequence[GroupRequest]) -> list[TrajectoryGroup]:

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -12,6 +12,7 @@ import torch
 from ray.exceptions import RayActorError
 
 from rl_loop.cluster.placement import ROLLOUT_WORKER, outlive_sigterm, placement_options
+from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import RolloutBackend, WeightSource
 from rl_loop.environments import Task
@@ -41,14 +42,21 @@ class GroupRequest:
     purify: bool = False
     """Whether ``rollout.purification`` applies, which only episodes to train on have: an
     evaluation measures the policy, not the policy and its retries."""
+    with_routes: bool = False
+    """Whether the experts that the engine chose come along, where ``rollout.routed_experts`` says
+    so: they are stored for the trainer, and weigh more than all else of an episode."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A request that a worker is at work on, both as indices."""
+    """A request that a worker is at work on."""
 
     request: int
+    """Its index."""
     worker: int
+    """The worker's index."""
+    routes: list[Any]
+    """References to the routes of the group's episodes, if they come along."""
 
 
 class RolloutsAbandoned(Exception):
@@ -153,7 +161,7 @@ class RolloutPool:
         running: dict[Any, Assignment] = {}
         for number, request in enumerate(requests):
             worker = number % len(self._workers)
-            running[self._submit(worker, request)] = Assignment(number, worker)
+            self._submit(number, request, worker, running)
 
         # One at a time, so that a dead worker is noticed before the others have finished.
         while running:
@@ -170,7 +178,7 @@ class RolloutPool:
             except RayActorError as death:
                 running = self._redo_work_of(assignment, running, requests, death)
                 continue
-            results[assignment.request] = group
+            results[assignment.request] = _with_references(group, assignment.routes)
             self._counters.count(assignment.worker, group)
             breaker.observe(group)
 
@@ -200,14 +208,27 @@ class RolloutPool:
 
         self._replace(failed.worker, death)
         for number in lost:
-            reference = self._submit(failed.worker, requests[number])
-            still_running[reference] = Assignment(number, failed.worker)
+            self._submit(number, requests[number], failed.worker, still_running)
         return still_running
 
-    def _submit(self, index: int, request: GroupRequest) -> Any:
-        return self._workers[index].run_group.remote(
-            request.task, request.seeds, request.temperature, purify=request.purify
-        )
+    def _submit(
+        self, number: int, request: GroupRequest, index: int, running: dict[Any, Assignment]
+    ) -> None:
+        """Give a request to a worker and add it to those that are running, by the reference to its
+        group."""
+        worker = self._workers[index]
+        arguments = (request.task, request.seeds, request.temperature)
+        if request.with_routes and self._settings.rollout.routed_experts:
+            # As objects of their own, which belong to this process but stay where they are: they
+            # survive the worker and are freed with the last reference.
+            run_group = worker.run_group_and_store_routes.options(
+                num_returns=1 + len(request.seeds)
+            )
+            reference, *routes = run_group.remote(*arguments, purify=request.purify)
+        else:
+            reference = worker.run_group.remote(*arguments, purify=request.purify)
+            routes = []
+        running[reference] = Assignment(number, index, routes)
 
     # -- engines ----------------------------------------------------------------------------------
 
@@ -272,3 +293,14 @@ class RolloutPool:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
         for worker in self._workers:
             ray.kill(worker)
+
+
+def _with_references(group: TrajectoryGroup, routes: Sequence[Any]) -> TrajectoryGroup:
+    """Return a group whose stored routes know where they are stored."""
+    trajectories = list(group.trajectories)
+    for i, trajectory in enumerate(trajectories):
+        stored = trajectory.routed_experts
+        if isinstance(stored, StoredRoutes):
+            located = replace(stored, reference=routes[i])
+            trajectories[i] = replace(trajectory, routed_experts=located)
+    return replace(group, trajectories=trajectories)

@@ -5,12 +5,14 @@ Megatron nor the optimizer."""
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megatron_gptoss.config import ModelConfig
 from rl_loop.config.rollout import RolloutConfig
+from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.backend import EngineFactory
 from rl_loop.engines.protocol import ModelShape, SamplingParams
@@ -74,15 +76,25 @@ class RolloutWorker:
         return await self.engine.score(token_ids, temperature)
 
     async def run_group(
-        self, task: Task, seeds: tuple[int, ...], temperature: float, purify: bool = False
+        self,
+        task: Task,
+        seeds: tuple[int, ...],
+        temperature: float,
+        *,
+        purify: bool = False,
+        with_routes: bool = False,
     ) -> TrajectoryGroup:
-        """Run one episode per seed, all at the same time; failed calls are retried only with
-        ``purify``. Episodes that infrastructure failures ended are set apart; a task whose prompt
-        is of no use is skipped."""
+        """Run one episode per seed, all at the same time.
+
+        Failed calls are retried only with ``purify``, and the engine is asked for routes only with
+        ``with_routes``, if the configuration says so besides. Episodes that infrastructure failures
+        ended are set apart; a task whose prompt is of no use is skipped."""
         try:
             async with asyncio.TaskGroup() as running:
                 tasks = [
-                    running.create_task(self._run_episode(task, seed, temperature, purify))
+                    running.create_task(
+                        self._run_episode(task, seed, temperature, purify, with_routes)
+                    )
                     for seed in seeds
                 ]
         except ExceptionGroup as errors:
@@ -97,8 +109,27 @@ class RolloutWorker:
         invalid = [episode for episode in episodes if episode.invalid is not None]
         return TrajectoryGroup(task.task_id, valid, invalid)
 
+    async def run_group_and_store_routes(
+        self, task: Task, seeds: tuple[int, ...], temperature: float, *, purify: bool = False
+    ) -> tuple[TrajectoryGroup | np.ndarray | None, ...]:
+        """Run episodes like ``run_group`` and return the group without routes, followed by one
+        entry per seed: the routes of the group's first, second... episode, None behind the last.
+
+        Of each entry Ray makes an object of its own, which belongs to the caller: it outlives this
+        process and never passes through the caller's."""
+        group = await self.run_group(task, seeds, temperature, purify=purify, with_routes=True)
+
+        routes: list[np.ndarray | None] = [None] * len(seeds)
+        for i, episode in enumerate(group.trajectories):
+            if isinstance(episode.routed_experts, np.ndarray):
+                array = episode.routed_experts
+                routes[i] = array
+                placeholder = StoredRoutes(None, array.shape, array.dtype)
+                group.trajectories[i] = replace(episode, routed_experts=placeholder)
+        return group, *routes
+
     async def _run_episode(
-        self, task: Task, seed: int, temperature: float, purify: bool
+        self, task: Task, seed: int, temperature: float, purify: bool, with_routes: bool
     ) -> Trajectory:
         rollout = self.settings.rollout
         return await run_episode(
@@ -109,7 +140,7 @@ class RolloutWorker:
             rollout,
             SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p),
             seed=seed,
-            routed_experts=rollout.routed_experts,
+            routed_experts=rollout.routed_experts and with_routes,
             purification=rollout.purification if purify else None,
             shape=self._shape,
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from transformers import GptOssConfig, GptOssForCausalLM
@@ -71,6 +73,23 @@ def local_batches(
         samples, max_tokens, parallel.data, alignment(), multiple=parallel.micro_batch_multiple
     )
     return per_rank[parallel_state.get_data_parallel_rank()]
+
+
+def unpack(values: torch.Tensor, batch: PackedBatch) -> dict[int, np.ndarray]:
+    """Split per-token values [T] or [T, ...] by sequence.
+
+    Returns:
+        {sample id: array of as many entries as the sequence has tokens}, with 0 for the first
+        token, which nothing predicts.
+    """
+    array = values.cpu().numpy()
+    per_sample = {}
+    for start, end in pairwise(batch.cu_seqlens.tolist()):
+        sample_id = int(batch.sample_ids[start])
+        if sample_id >= 0:
+            nothing = np.zeros((1, *array.shape[1:]), array.dtype)
+            per_sample[sample_id] = np.concatenate([nothing, array[start:end]])
+    return per_sample
 
 
 def hf_logits(model: GptOssForCausalLM, samples: TrainingSamples) -> torch.Tensor:

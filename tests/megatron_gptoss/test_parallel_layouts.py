@@ -20,7 +20,7 @@ from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
-from megatron_gptoss.packing import PackedBatch, unpack
+from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.trainer import PolicyTrainer, StepStatistics
 from tests.distributed import free_port, run_distributed
@@ -31,6 +31,7 @@ from tests.megatron_gptoss.reference import (
     local_batches,
     mean_cross_entropy,
     save_checkpoint,
+    unpack,
 )
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)

@@ -15,13 +15,19 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.model import build_model
-from megatron_gptoss.packing import PackedBatch, RecordedRoutes, build_batch, pack, unpack
+from megatron_gptoss.packing import PackedBatch, RecordedRoutes, build_batch, pack
 from megatron_gptoss.routes import route_dtype, unknown_route
 from megatron_gptoss.routing_replay import LayerReplay, RoutingReplay
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.trainer import LossOutput, PolicyTrainer, StepStatistics
 from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
+from tests.megatron_gptoss.reference import (
+    TINY,
+    documents,
+    hf_model,
+    mean_cross_entropy,
+    unpack,
+)
 
 LAYOUTS = {
     "data": {},

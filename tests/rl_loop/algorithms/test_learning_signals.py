@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_gptoss.packing import PackedBatch
-from megatron_gptoss.samples import Sample
+from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.algorithms.advantages import BatchRewards, group_advantages, sample_advantages, whiten
 from rl_loop.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig
 from rl_loop.algorithms.correction import mismatch_sums, rollout_correction
@@ -89,11 +89,11 @@ def group(rewards: list[float], task: str = "t") -> TrajectoryGroup:
 
 def credited(
     groups: list[TrajectoryGroup], config: AlgorithmConfig, limit: int = 100
-) -> list[Sample]:
+) -> TrainingSamples:
     """Samples with advantages; a critic's values are 0."""
     samples = to_samples(groups, config, version=0)
     if config.advantage == "gae":
-        samples = [replace(sample, values=[0.0] * len(sample.token_ids)) for sample in samples]
+        samples = samples.with_columns(values=np.zeros(samples.tokens, dtype=np.float32))
     return assign_advantages(samples, groups, config, limit)
 
 
@@ -126,8 +126,7 @@ def test_a_batch_of_equal_rewards_has_advantages_of_exactly_zero(
     for config in every_advantage():
         if config.advantage == "gae" and not config.whiten_advantages:
             continue  # it compares with the critic, not with other episodes
-        for sample in credited(groups, config):
-            assert not np.any(sample.advantages), config
+        assert not np.any(credited(groups, config).advantages), config
 
 
 @settings(max_examples=100, deadline=None)
@@ -140,8 +139,8 @@ def test_a_task_of_equal_rewards_has_advantages_of_exactly_zero_beside_others(
     for config in every_advantage():
         if config.advantage in ("gae", "reinforce") or config.whitens_over == "tokens":
             continue  # these compare with other tasks, or move everything by the mean over tokens
-        for sample in credited(groups, config)[:size]:
-            assert not np.any(sample.advantages), config
+        for row in credited(groups, config).rows("advantages")[:size]:
+            assert not np.any(row), config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -167,10 +166,10 @@ def test_tasks_may_have_lost_some_or_all_of_their_episodes(config: AlgorithmConf
     groups = [group([]), group([1.0]), group([0.0, 1.0, 1.0]), group([])]
     samples = credited(groups, config)
     assert len(samples) == 4
-    assert all(np.isfinite(sample.advantages).all() for sample in samples)  # type: ignore[arg-type]
+    assert np.isfinite(samples.advantages).all()  # type: ignore[arg-type]
     if config.advantage not in ("gae", "reinforce") and config.whitens_over != "tokens":
-        assert not np.any(samples[0].advantages), "it has nothing to be compared with"
-    assert credited([group([])], config) == []
+        assert not np.any(samples.rows("advantages")[0]), "it has nothing to be compared with"
+    assert len(credited([group([])], config)) == 0
     assert not has_signal(groups[0], config)
 
 
@@ -352,9 +351,16 @@ def test_equal_rewards_move_no_policy_whatever_loss_and_correction(
     config = algorithm(
         advantage, policy_loss=loss, mini_batches=2, correction={"weight": correction, "veto": 1e-4}
     )
+    credit = credited([group([-0.8] * 8, "a"), group([-0.8] * 8, "b")], config)
     samples = [
-        replace(sample, old_log_probs=[x + 0.1 for x in sample.rollout_log_probs])
-        for sample in credited([group([-0.8] * 8, "a"), group([-0.8] * 8, "b")], config)
+        Sample(ids, mask, advantages, log_probs, old_log_probs=log_probs + 0.1)
+        for ids, mask, advantages, log_probs in zip(
+            credit.rows("token_ids"),
+            credit.rows("loss_mask"),
+            credit.rows("advantages"),
+            credit.rows("rollout_log_probs"),
+            strict=True,
+        )
     ]
     batch = packed(samples)
     log_probs = batch.rollout_log_probs + 0.3
@@ -495,9 +501,9 @@ def test_gdpo_takes_the_penalty_on_length_as_one_more_reward() -> None:
         whiten_over="samples",
     )
     got = [
-        float(max(s.advantages, key=abs))
-        for s in credited([TrajectoryGroup("t", episodes)], config, limit=10)
-    ]  # type: ignore[arg-type]
+        float(max(row, key=abs))
+        for row in credited([TrajectoryGroup("t", episodes)], config, limit=10).rows("advantages")
+    ]
     penalties = torch.tensor([0.0, 0.0, -0.5, -1.0], dtype=torch.float64)
     assert got == pytest.approx(whiten(0.5 * group_advantages(penalties)).tolist())
     assert got[0] > got[2] > got[3]
@@ -512,7 +518,7 @@ def test_a_reward_part_that_an_episode_does_not_have_counts_as_zero() -> None:
     got = credited(
         [TrajectoryGroup("t", episodes)], algorithm("gdpo", reward_weights={"score": 1.0})
     )
-    assert [np.sign(sample.advantages[-1]) for sample in got] == [1, -1, -1]  # type: ignore[index]
+    assert [np.sign(row[-1]) for row in got.rows("advantages")] == [1, -1, -1]
 
 
 def test_the_penalty_on_length_counts_what_the_policy_sampled() -> None:
@@ -522,7 +528,7 @@ def test_the_penalty_on_length_counts_what_the_policy_sampled() -> None:
     )  # a long prompt, or much tool output
     wordy = Trajectory("t", list(range(12)), [0] * 2 + [1] * 10, [0.0] * 12)
     got = credited([TrajectoryGroup("t", [terse, wordy])], config, limit=10)
-    assert [sample.advantages[-1] for sample in got] == [0.5, -0.5]  # type: ignore[index]
+    assert [row[-1] for row in got.rows("advantages")] == [0.5, -0.5]
 
 
 # ---- signal
@@ -566,12 +572,14 @@ def test_a_stale_token_is_no_part_of_a_kl_penalty_in_the_reward(estimator: str) 
     )  # fmt: skip
     groups = [group([0.0, 1.0])]
     samples = to_samples(groups, config, version=0)
-    samples = [
-        replace(s, reference_log_probs=[x - 0.3 for x in s.rollout_log_probs]) for s in samples
-    ]  # type: ignore[union-attr]
-    samples[0].staleness = [0, 1, 0]
+    assert samples.rollout_log_probs is not None
+    reference = samples.rollout_log_probs - np.float32(0.3)
+    staleness = np.zeros(samples.tokens, dtype=np.int32)
+    staleness[1] = 1  # of three tokens of the first sample
+    samples = samples.with_columns(reference_log_probs=reference, staleness=staleness)
     first = assign_advantages(samples, groups, config, 10)
-    samples[0].rollout_log_probs = [0.0, -50.0, -0.5]
-    assert np.array_equal(
-        assign_advantages(samples, groups, config, 10)[1].advantages, first[1].advantages
-    )
+
+    changed = samples.rollout_log_probs.copy()
+    changed[1] = -50.0
+    second = assign_advantages(samples.with_columns(rollout_log_probs=changed), groups, config, 10)
+    assert np.array_equal(second.rows("advantages")[1], first.rows("advantages")[1])

@@ -147,7 +147,7 @@ def test_routes_equal_those_of_a_plain_forward_in_a_ragged_batch() -> None:
             assert result.routed_experts is None
             continue
         routes = result.routed_experts
-        assert routes is not None and routes.dtype == np.int16
+        assert routes is not None and routes.dtype == np.uint8
         assert routes.shape == (len(p) + len(result.output_ids) - 1, LAYERS, TOP_K)
         np.testing.assert_array_equal(routes, plain_routes(MODEL, p + result.output_ids))
 

@@ -116,7 +116,7 @@ async def test_tokens_log_probs_routes_and_versions_arrive_as_sampled() -> None:
         check(result, PROMPT)
         assert result.finish_reason is FinishReason.LENGTH
         assert result.routed_experts.shape == (len(PROMPT) + 29, LAYERS, TOP_K)
-        assert result.routed_experts.dtype == np.int16
+        assert result.routed_experts.dtype == np.uint8
         stop = result.output_ids[11]
         stopping = GenerateRequest("s/0/0/0", PROMPT, SamplingParams(30, stop_token_ids=(stop,)))
         result = await engine.generate(stopping)

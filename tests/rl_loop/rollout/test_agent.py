@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,7 +74,7 @@ def check_against_engine(trajectory: Trajectory, engine: ScriptedEngine, harmony
     """Every field says what the engine consumed and produced, and when."""
     last, result = engine.requests[-1], engine.results[-1]
     n = len(trajectory)
-    assert trajectory.token_ids == (last.input_ids + result.output_ids)[:n]
+    assert trajectory.token_ids.tolist() == (last.input_ids + result.output_ids)[:n]
     sampled_in: dict[int, int] = {}  # position -> number of the request that sampled it
     processed_in: dict[
         int, int
@@ -82,18 +83,18 @@ def check_against_engine(trajectory: Trajectory, engine: ScriptedEngine, harmony
         zip(engine.requests, engine.results, strict=True), start=1
     ):
         start = len(request.input_ids)
-        assert request.input_ids == trajectory.token_ids[:start] or not made.output_ids
+        assert request.input_ids == trajectory.token_ids[:start].tolist() or not made.output_ids
         sampled_in |= dict.fromkeys(range(start, start + len(made.output_ids)), version)
         for position in range(start + len(made.output_ids) - 1):
             processed_in.setdefault(position, version)
     assert [p for p, m in enumerate(trajectory.loss_mask) if m] == sorted(sampled_in)
-    assert trajectory.rollout_log_probs == [
+    assert trajectory.rollout_log_probs.tolist() == [
         log_prob_at(p) if p in sampled_in else 0.0 for p in range(n)
     ]
     spans = {p: s.version for s in trajectory.weight_versions for p in range(s.start, s.end)}
     assert spans == sampled_in
     if trajectory.sampled_tokens:
-        assert trajectory.routed_experts is not None
+        assert isinstance(trajectory.routed_experts, np.ndarray)
         assert trajectory.routed_experts[:, 0].tolist() == [
             [p, processed_in[p]] for p in range(n - 1)
         ]
@@ -103,8 +104,8 @@ def check_against_engine(trajectory: Trajectory, engine: ScriptedEngine, harmony
     ]
     assert trajectory.turns[-1].end == n
     for turn in trajectory.turns:
-        assert set(trajectory.loss_mask[turn.start : turn.end]) == {int(turn.role == "assistant")}
-        assert turn.text == harmony.decode(trajectory.token_ids[turn.start : turn.end])
+        assert set(trajectory.loss_mask[turn.start : turn.end]) == {turn.role == "assistant"}
+        assert turn.text == harmony.decode(trajectory.token_ids[turn.start : turn.end].tolist())
     trajectory.validate()
 
 
@@ -112,7 +113,7 @@ def test_answer_after_a_tool_call(harmony: Harmony) -> None:
     engine = ScriptedEngine([call(harmony), answer(harmony)])
     trajectory = episode(harmony, engine, ["391\n"])
     prompt, tool = prompt_ids(harmony), ToolOutput("python", "analysis", "391\n")
-    assert trajectory.token_ids == (
+    assert trajectory.token_ids.tolist() == (
         prompt + call(harmony) + harmony.render_observation([tool]) + answer(harmony)
     )
     check_against_engine(trajectory, engine, harmony)
@@ -161,7 +162,9 @@ def test_an_episode_is_what_went_through_the_engine_whatever_ends_it(
     )
     assert trajectory.reward == (1.0 if whole else -1.0)
     if whole:  # special tokens of the prompt, of calls and answers to them, of the final answer: no tool made one
-        specials = sum(i >= 199_998 for i in tiny.vocabulary.to_harmony(trajectory.token_ids))
+        specials = sum(
+            i >= 199_998 for i in tiny.vocabulary.to_harmony(trajectory.token_ids.tolist())
+        )
         assert specials == 4 + len(outputs) * (3 + 5) + 7
 
 
@@ -181,7 +184,7 @@ def test_a_tools_answer_that_leaves_no_room_is_not_part_of_the_episode(harmony: 
     prompt = prompt_ids(harmony)
     limits = EpisodeLimits(max_turns=8, max_tokens=len(prompt) + len(call(harmony)) + 10)
     trajectory = episode(harmony, engine, ["1 " * 100], limits)
-    assert trajectory.token_ids == prompt + call(harmony)
+    assert trajectory.token_ids.tolist() == prompt + call(harmony)
     assert (trajectory.finish_reason, trajectory.tool_calls) == (FinishReason.MAX_CONTEXT, 1)
     check_against_engine(trajectory, engine, harmony)
 
@@ -261,7 +264,7 @@ def test_time_runs_out_before_the_first_token_of_a_turn(tiny: Harmony) -> None:
         "t", environment, engine, tiny, limits, SamplingParams(500), seed=5, routed_experts=True
     )
     trajectory = asyncio.run(run)
-    assert trajectory.token_ids == prompt_ids(tiny) + call(tiny)
+    assert trajectory.token_ids.tolist() == prompt_ids(tiny) + call(tiny)
     assert trajectory.finish_reason is FinishReason.TIMEOUT
     check_against_engine(trajectory, engine, tiny)
 

@@ -184,6 +184,7 @@ MISBEHAVIOURS: dict[str, Callable[[GenerateRequest, GenerateResult], Any]] = {
     "no routes": lie(routed_experts=None),
     "routes of other tokens": lie(routed_experts=lambda routes: routes[1:]),
     "routes of one dimension": lie(routed_experts=lambda routes: routes.reshape(-1)),
+    "routes of wide numbers": lie(routed_experts=lambda routes: routes.astype(np.int64)),
     "routes that are fractions": lie(routed_experts=lambda routes: routes.astype(np.float32)),
     "versions of fewer tokens": lie(weight_versions=[WeightVersionSpan(0, 1, 1)]),
     "versions with a hole": lie(
@@ -245,8 +246,8 @@ def test_an_engine_that_misbehaves_twice_loses_nothing(
     undisturbed = play(tiny, ScriptedEngine(turns))
     assert episode.invalid is None
     assert episode.reward == 1.0
-    assert episode.token_ids == undisturbed.token_ids
-    assert episode.rollout_log_probs == undisturbed.rollout_log_probs
+    assert np.array_equal(episode.token_ids, undisturbed.token_ids)
+    assert np.array_equal(episode.rollout_log_probs, undisturbed.rollout_log_probs)
 
 
 def test_the_experts_of_routes_are_checked_where_they_are_known(tiny: Harmony) -> None:
@@ -575,11 +576,12 @@ def test_a_groups_baseline_is_that_of_its_valid_episodes() -> None:
     disturbed = [
         TrajectoryGroup("t", [valid(1.0), valid(0.0)], invalid=[failed(), failed("engine")])
     ]
-    advantages = []
+    advantages: list[Any] = []
     for groups in (whole, disturbed):
         samples = assign_advantages(to_samples(groups, config, 0), groups, config, 100)
-        advantages.append([list(sample.advantages) for sample in samples])
-    assert advantages[0] == advantages[1] == [[0.0, 0.5], [0.0, -0.5]]
+        advantages.append(samples.advantages)
+    for column in advantages:
+        assert column.tolist() == [0.0, 0.5, 0.0, -0.5]
 
 
 def test_a_group_of_one_valid_episode_teaches_nothing_and_one_of_none_is_no_sample() -> None:
@@ -589,7 +591,8 @@ def test_a_group_of_one_valid_episode_teaches_nothing_and_one_of_none_is_no_samp
         TrajectoryGroup("u", [], invalid=[failed()]),
     ]
     samples = assign_advantages(to_samples(groups, config, 0), groups, config, 100)
-    assert [list(sample.advantages) for sample in samples] == [[0.0, 0.0]]
+    assert samples.advantages is not None
+    assert samples.advantages.tolist() == [0.0, 0.0]
 
 
 def test_invalid_episodes_are_counted_by_what_failed_and_skipped_tasks_by_themselves() -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megatron_gptoss.packing import GRAFTED
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.episode import EpisodeLimits, PurificationConfig
 from rl_loop.data.samples import to_samples
@@ -84,7 +83,8 @@ def test_a_like_call_replaces_the_failed_one_behind_the_old_reasoning(tiny: Harm
     trajectory, engine, programs = episode(tiny, [bad, good, answer(tiny)], PurificationConfig())
     merged = think(tiny, "Use python.", "print(17*23)")
     prompt = engine.requests[0].input_ids
-    assert trajectory.token_ids[len(prompt) : len(prompt) + len(merged)] == merged
+    tokens = trajectory.token_ids.tolist()
+    assert tokens[len(prompt) : len(prompt) + len(merged)] == merged
     assert (
         engine.requests[2].input_ids[: len(prompt) + len(merged)] == prompt + merged
     )  # without any error
@@ -94,10 +94,11 @@ def test_a_like_call_replaces_the_failed_one_behind_the_old_reasoning(tiny: Harm
     assert programs[0] == "print(17*23"
     ((start, end),) = trajectory.grafted
     assert end == len(prompt) + len(merged)
-    assert tiny.decode(trajectory.token_ids[start:end]).endswith("print(17*23)<|call|>")
-    assert tiny.decode(trajectory.token_ids[:start]).endswith("Use python.<|end|>")
+    assert tiny.decode(tokens[start:end]).endswith("print(17*23)<|call|>")
+    assert tiny.decode(tokens[:start]).endswith("Use python.<|end|>")
     # log-probs where the tokens now stand, and versions of when they were sampled
-    assert trajectory.rollout_log_probs[start:end] == [log_prob_at(i) for i in range(start, end)]
+    log_probs = trajectory.rollout_log_probs[start:end].tolist()
+    assert log_probs == [log_prob_at(i) for i in range(start, end)]
     versions = {s.start: s.version for s in trajectory.weight_versions}
     assert versions[start] == 2
     assert versions[len(prompt)] == 1
@@ -111,16 +112,17 @@ def test_grafted_tokens_enter_neither_correction_nor_replay(tiny: Harmony) -> No
     ]
     trajectory, _, _ = episode(tiny, turns, PurificationConfig())
     ((start, end),) = trajectory.grafted
-    assert trajectory.routed_experts is not None
+    assert isinstance(trajectory.routed_experts, np.ndarray)
     # the last grafted token is first an input of the next turn, where it stands in its place
     assert (trajectory.routed_experts[start : end - 1] == -1).all()
     assert (np.delete(trajectory.routed_experts, range(start, end - 1), axis=0) >= 0).all()
     config = AlgorithmConfig(mini_batches=2, max_staleness=9)
-    (sample,) = to_samples([TrajectoryGroup("t", [trajectory])], config, version=3)
-    assert sample.staleness is not None
-    assert set(sample.staleness[start:end]) == {GRAFTED}
-    assert GRAFTED not in sample.staleness[:start] + sample.staleness[end:]
-    assert sample.loss_mask[start:end] == [1] * (end - start)
+    samples = to_samples([TrajectoryGroup("t", [trajectory])], config, version=3)
+    assert samples.is_grafted is not None and samples.staleness is not None
+    assert np.flatnonzero(samples.is_grafted).tolist() == list(range(start, end))
+    assert not samples.staleness[start:end].any(), "where they stand they were not sampled"
+    assert samples.staleness.any(), "others are stale"
+    assert samples.loss_mask[start:end].all()
 
 
 def test_an_unlike_call_replaces_the_whole_turn(tiny: Harmony) -> None:
@@ -129,7 +131,7 @@ def test_an_unlike_call_replaces_the_whole_turn(tiny: Harmony) -> None:
         tiny, [bad, good, answer(tiny)], PurificationConfig(similarity=0.9)
     )
     prompt = len(engine.requests[0].input_ids)
-    assert trajectory.token_ids[prompt : prompt + len(good)] == good
+    assert trajectory.token_ids[prompt : prompt + len(good)].tolist() == good
     assert trajectory.grafted == [(prompt, prompt + len(good))]
 
 
@@ -144,8 +146,8 @@ def test_after_the_last_retry_the_error_stays_as_it_was_sampled(
     kept, engine, programs = episode(tiny, [bad, bad, bad, answer(tiny)], config)
     assert len(programs) == 3
     assert len(engine.requests) == 4
-    assert kept.token_ids == plain.token_ids
-    assert kept.rollout_log_probs == plain.rollout_log_probs
+    assert np.array_equal(kept.token_ids, plain.token_ids)
+    assert np.array_equal(kept.rollout_log_probs, plain.rollout_log_probs)
     assert kept.tool_errors == 1
     assert not kept.grafted
 

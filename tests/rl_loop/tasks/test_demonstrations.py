@@ -328,8 +328,8 @@ def test_every_demonstration_is_an_episode_token_for_token(
     right = 0.0
     tasks = [task_of(environment, i, **options) for i in range(20)]
     for demo, episode in asyncio.run(replay(harmony, tasks)):
-        assert demo.token_ids == episode.token_ids
-        assert demo.loss_mask == episode.loss_mask
+        assert demo.token_ids == episode.token_ids.tolist()
+        assert demo.loss_mask == episode.loss_mask.tolist()
         assert episode.finish_reason is FinishReason.STOP
         assert demo.result is not None
         assert demo.result.reward == episode.reward

@@ -21,7 +21,7 @@ from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.collector import held_out_requests
 from rl_loop.rollout.pool import GroupRequest, RolloutPool
-from rl_loop.session import build_tasks, loop_settings
+from rl_loop.session import build_tasks, loop_settings, worker_settings
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import read_json_lines
 from rl_loop.tracking.signal_watch import PATIENCE, SignalWatch
@@ -267,16 +267,20 @@ def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path
 
 
 def test_a_pool_tells_its_workers_which_episodes_to_purify(tmp_path: Path) -> None:
-    settings = config(tmp_path, "rollout.purification={}")
+    settings = config(tmp_path, "rollout.purification={}", "rollout.routed_experts=false")
     calls: list[dict[str, Any]] = []
-    worker = SimpleNamespace(
-        run_group=SimpleNamespace(remote=lambda *_, **options: calls.append(options))
-    )
+
+    def run_group(*_: Any, **options: Any) -> int:
+        calls.append(options)
+        return len(calls)
+
+    worker = SimpleNamespace(run_group=SimpleNamespace(remote=run_group))
     pool = object.__new__(RolloutPool)
     pool._workers = [worker]
+    pool._settings = worker_settings(settings)
     loop = loop_over(settings, FakeRollouts(lambda task: True), RunState())
     for request in (loop.collector.requests(0, 0)[0], held_out_requests(loop.tasks, 1.0)[0]):
-        pool._submit(0, request)
+        pool._submit(0, request, 0, running={})
     assert calls == [{"purify": True}, {"purify": False}]
 
 

@@ -1,0 +1,130 @@
+"""Credit on columns, against sums written out token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_loop.algorithms.advantages import TIME_BLOCK, generalized_advantages, whiten
+from rl_loop.algorithms.config import AlgorithmConfig
+from rl_loop.data.credit import assign_advantages
+from rl_loop.data.rollout_batch import TokenEstimates
+from rl_loop.data.samples import to_samples
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+
+LENGTHS = [2, 3 * TIME_BLOCK + 7, TIME_BLOCK + 1, 40, 2 * TIME_BLOCK, 2]
+
+
+def batch(config: AlgorithmConfig, seed: int) -> tuple[list[TrajectoryGroup], TokenEstimates]:
+    """Episodes whose policy was interrupted by tools, the last one without any sampled token."""
+    generator = np.random.default_rng(seed)
+    groups = []
+    for number, length in enumerate(LENGTHS):
+        mask = generator.random(length) < 0.7
+        mask[0] = False
+        mask[-1] = number != len(LENGTHS) - 1
+        log_probs = np.where(mask, -generator.exponential(1, length), 0).astype(np.float32)
+        ids = generator.integers(0, 1000, length).astype(np.int32)
+        episode = Trajectory("t", ids, mask, log_probs, reward=float(generator.normal()))
+        groups.append(TrajectoryGroup("t", [episode]))
+
+    tokens = sum(LENGTHS)
+    values = generator.normal(size=tokens).astype(np.float32)
+    reference = generator.normal(size=tokens).astype(np.float32) if config.kl else None
+    return groups, TokenEstimates(values, reference)
+
+
+def expected(
+    groups: list[TrajectoryGroup], estimates: TokenEstimates, config: AlgorithmConfig
+) -> tuple[list[float], list[float]]:
+    """Advantages and returns of all tokens by the recursion of GAE, one token at a time."""
+    assert estimates.values is not None
+    advantages: list[float] = []
+    returns: list[float] = []
+    for group in groups:
+        (episode,) = group.trajectories
+        first = len(advantages)
+        advantages += [0.0] * len(episode)
+        returns += [0.0] * len(episode)
+        reward, next_value, running = episode.reward, 0.0, 0.0
+        for i in reversed(np.flatnonzero(episode.loss_mask).tolist()):
+            value = float(estimates.values[first + i])
+            penalty = 0.0
+            if estimates.reference_log_probs is not None:
+                assert config.kl is not None
+                log_ratio = float(episode.rollout_log_probs[i]) - float(
+                    estimates.reference_log_probs[first + i]
+                )
+                penalty = config.kl.coefficient * log_ratio
+            delta = reward - penalty + config.gamma * next_value - value
+            running = delta + config.gamma * config.gae_lambda * running
+            advantages[first + i], returns[first + i] = running, running + value
+            reward, next_value = 0.0, value
+    return advantages, returns
+
+
+@pytest.mark.parametrize("kl", [None, {"coefficient": 0.1, "estimator": "k1", "place": "reward"}])
+@pytest.mark.parametrize("whiten_advantages", [False, True])
+def test_generalized_advantages_of_any_lengths_are_those_of_the_recursion(
+    whiten_advantages: bool, kl: dict[str, Any] | None
+) -> None:
+    config = AlgorithmConfig.model_validate(
+        {
+            "advantage": "gae",
+            "critic": {},
+            "gamma": 0.99,
+            "gae_lambda": 0.95,
+            "kl": kl,
+            "whiten_advantages": whiten_advantages,
+        }
+    )
+    groups, estimates = batch(config, seed=1)
+    samples = estimates.attach(to_samples(groups, config, version=0))
+    credited = assign_advantages(samples, groups, config, 10_000)
+
+    advantages, returns = expected(groups, estimates, config)
+    wanted = np.array(advantages)
+    if whiten_advantages:
+        sampled = torch.from_numpy(wanted[samples.loss_mask])
+        wanted[samples.loss_mask] = whiten(sampled, config.standard_deviation).numpy()
+    assert credited.advantages is not None and credited.returns is not None
+    np.testing.assert_allclose(credited.advantages, wanted.astype(np.float32), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(credited.returns, np.float32(returns), rtol=1e-6, atol=1e-9)
+    assert not credited.advantages[~samples.loss_mask].any()
+    assert credited.values is estimates.values
+
+
+def test_the_recursion_over_blocks_of_time_has_the_bits_of_one_over_all_of_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 2 * TIME_BLOCK + 5)
+    rewards = torch.randn(shape, generator=generator, dtype=torch.float64)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    advantages, returns = generalized_advantages(rewards, values, 0.99, 0.95)
+
+    running = torch.zeros(3, dtype=torch.float64)
+    following = torch.zeros(3, dtype=torch.float64)
+    for t in reversed(range(shape[1])):
+        delta = rewards[:, t] + 0.99 * following - values[:, t]
+        running = delta + 0.99 * 0.95 * running
+        following = values[:, t]
+        assert torch.equal(advantages[:, t], running)
+        assert torch.equal(returns[:, t], running + values[:, t])
+
+
+def test_all_sampled_tokens_of_an_episode_have_its_advantage_and_others_none() -> None:
+    config = AlgorithmConfig(advantage="dr_grpo")
+    episodes = [
+        Trajectory("t", [1] * 4, [0, 1, 0, 1], [0.0, -1.0, 0.0, -1.0], reward=-1.0),  # type: ignore[arg-type]
+        Trajectory("t", [1] * 3, [0, 1, 1], [0.0, -1.0, -1.0], reward=1.0, excluded=True),  # type: ignore[arg-type]
+        Trajectory("t", [1] * 3, [0, 0, 1], [0.0, 0.0, -1.0], reward=3.0),  # type: ignore[arg-type]
+    ]
+    groups = [TrajectoryGroup("t", episodes)]
+    credited = assign_advantages(to_samples(groups, config, version=0), groups, config, 100)
+    assert credited.advantages is not None
+    assert credited.advantages.dtype == np.float32
+    assert credited.advantages.tolist() == [0, -2, 0, -2, 0, 0, 0, 0, 0, 2]
+    assert not np.signbit(credited.advantages[[0, 2, 4, 5, 6, 7, 8]]).any(), "0 and not -0"
+    assert credited.returns is None

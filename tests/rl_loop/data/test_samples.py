@@ -1,0 +1,100 @@
+"""From trajectories to training samples: columns end to end, ages, grafts and routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_gptoss.samples import ColumnError
+from rl_loop.algorithms.config import AlgorithmConfig
+from rl_loop.data.rollout_batch import TokenEstimates
+from rl_loop.data.samples import OffPolicyError, max_staleness, to_samples
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
+
+STALE = AlgorithmConfig(max_staleness=9, mini_batches=2)
+ON_POLICY = AlgorithmConfig()
+
+
+def episode(task: str, tokens: int, version: int = 5, **fields: Any) -> Trajectory:
+    """An episode of two prompt tokens, the others sampled with weights ``version``."""
+    mask = [0, 0] + [1] * (tokens - 2)
+    log_probs = [0.0, 0.0] + [-i / 8 for i in range(1, tokens - 1)]
+    spans = [WeightVersionSpan(2, tokens, version)]
+    first = 100 * tokens
+    ids = list(range(first, first + tokens))
+    return Trajectory(task, ids, mask, log_probs, **{"weight_versions": spans} | fields)  # type: ignore[arg-type]
+
+
+def groups(*episodes: Trajectory) -> list[TrajectoryGroup]:
+    return [TrajectoryGroup(trajectory.task_id, [trajectory]) for trajectory in episodes]
+
+
+def test_episodes_lie_end_to_end_under_the_names_of_their_tasks() -> None:
+    short, long = episode("a", 4), episode("b", 7)
+    samples = to_samples([TrajectoryGroup("a", [short]), *groups(long)], ON_POLICY, version=5)
+    assert samples.offsets.tolist() == [0, 4, 11]
+    assert list(samples.names) == ["a", "b"]
+    for name in ("token_ids", "loss_mask", "rollout_log_probs"):
+        expected = np.concatenate([getattr(short, name), getattr(long, name)])
+        assert np.array_equal(getattr(samples, name), expected), name
+    assert samples.staleness is None and samples.is_grafted is None
+    assert samples.advantages is None and samples.routed_experts is None
+    assert max_staleness(samples) == 0
+
+
+def test_no_episode_makes_no_samples() -> None:
+    samples = to_samples([TrajectoryGroup("a", [])], ON_POLICY, version=5)
+    assert (len(samples), samples.tokens, max_staleness(samples)) == (0, 0, 0)
+
+
+def test_an_excluded_episode_stays_and_no_token_of_it_learns() -> None:
+    excluded = episode("a", 5, excluded=True)
+    samples = to_samples(groups(excluded, episode("b", 4)), ON_POLICY, version=5)
+    assert samples.loss_mask.tolist() == [False] * 7 + [True] * 2
+    assert excluded.loss_mask.any(), "the episode itself stays as it was"
+
+
+def test_tokens_have_the_age_of_their_weights_and_grafted_ones_none() -> None:
+    spans = [WeightVersionSpan(2, 4, 3), WeightVersionSpan(4, 7, 2), WeightVersionSpan(7, 9, 5)]
+    old = episode("a", 9, weight_versions=spans, grafted=[(3, 5)])
+    samples = to_samples(groups(episode("b", 4), old), STALE, version=5)
+    assert samples.staleness is not None and samples.is_grafted is not None
+    assert samples.staleness.tolist() == [0] * 4 + [0, 0, 2, 0, 0, 3, 3, 0, 0]
+    assert np.flatnonzero(samples.is_grafted).tolist() == [7, 8]
+    assert max_staleness(samples) == 3
+
+
+def test_stale_tokens_do_not_count_as_on_policy_unless_they_are_grafted() -> None:
+    with pytest.raises(OffPolicyError, match="task a: tokens sampled 2 weight versions ago"):
+        to_samples(groups(episode("b", 4), episode("a", 5, version=3)), ON_POLICY, version=5)
+
+    grafted = episode("a", 5, version=3, grafted=[(2, 5)])
+    samples = to_samples(groups(grafted), ON_POLICY, version=5)
+    assert samples.staleness is None, "an age of nothing is no age"
+
+
+def test_routes_are_handed_on_as_they_are_and_missed_by_name() -> None:
+    routes = np.zeros((4, 2, 4), dtype=np.uint8)
+    with_routes = episode("a", 5, routed_experts=routes)
+    replayed = AlgorithmConfig(routing_replay="R3")
+    (row,) = to_samples(groups(with_routes), replayed, version=5).routed_experts or [None]
+    assert row is routes
+    assert to_samples(groups(with_routes), ON_POLICY, version=5).routed_experts is None
+    with pytest.raises(
+        ValueError, match="task b: routing_replay R3, and the episode has no routes"
+    ):
+        to_samples(groups(with_routes, episode("b", 5)), replayed, version=5)
+
+
+def test_estimates_become_columns_or_are_refused_by_name() -> None:
+    samples = to_samples(groups(episode("a", 4), episode("b", 5)), ON_POLICY, version=5)
+    values = np.arange(9, dtype=np.float32)
+    assert TokenEstimates(values).attach(samples).values is values
+    assert TokenEstimates(values).attach(samples).reference_log_probs is None
+    assert TokenEstimates().attach(samples).columns.keys() == samples.columns.keys()
+    with pytest.raises(ColumnError, match=r"column values of a to b has the shape \[8\]"):
+        TokenEstimates(values[:8]).attach(samples)
+    with pytest.raises(ColumnError, match="column reference_log_probs of a to b holds float64"):
+        TokenEstimates(reference_log_probs=values.astype(np.float64)).attach(samples)

@@ -1,0 +1,204 @@
+"""Routes on their way from the engine to the ranks, through the store of a real Ray and past the driver."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+from rl_loop.cluster.ray_session import start_local_ray
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.data.rollout_batch import RolloutBatch
+from rl_loop.data.stored_routes import StoredRoutes
+from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
+from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend, WeightSource
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult
+from rl_loop.rollout.collector import RolloutCollector, held_out_requests
+from rl_loop.rollout.pool import RolloutPool
+from rl_loop.session import build_tasks, worker_settings
+from rl_loop.trainer.shipment import load_routes
+from tests.waiting import wait_until
+
+CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
+LAYERS, TOP_K, EXPERTS = 36, 4, 128
+TURN = 2000
+"""Sampled tokens: the routes of so many are no small object, which Ray would not put into the store."""
+TASKS, EPISODES, WORKERS = 3, 2, 2
+
+
+def routes_of(ids: Sequence[int]) -> np.ndarray:
+    """Routes that a router could have chosen, different for every token and every layer."""
+    first = np.asarray(ids)[:-1, None, None] + 7 * np.arange(len(ids) - 1)[:, None, None]
+    chosen = first + np.arange(LAYERS)[:, None] + np.arange(TOP_K)
+    return (chosen % EXPERTS).astype(np.uint8)
+
+
+class RoutedEngine:
+    """Samples one long turn and says by which experts every token went."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        seed = request.sampling.seed or 0
+        ids = np.random.default_rng(seed).integers(20, 90, TURN).tolist()
+        routes = routes_of(request.input_ids + ids) if request.return_routed_experts else None
+        return GenerateResult(
+            output_ids=ids,
+            output_log_probs=[-1.0] * TURN,
+            finish_reason=FinishReason.LENGTH,
+            weight_versions=[WeightVersionSpan(0, TURN, 0)],
+            routed_experts=routes,
+        )
+
+    async def close(self) -> None: ...
+
+
+class RoutedBackend(RolloutBackend):
+    """An engine of the above in every worker."""
+
+    def engine_factory(self) -> Any:
+        return RoutedEngine
+
+    def sync_weights(self, source: WeightSource, version: int) -> None: ...
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        return []
+
+    def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray() -> Iterator[None]:
+    start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
+    yield
+    ray.shutdown()
+
+
+def settings(tmp_path: Path, *overrides: str) -> RlConfig:
+    options = [
+        f"model.num_layers={LAYERS}",
+        "model.max_length=4096",
+        f"model.num_experts={EXPERTS}",
+        f"model.experts_per_token={TOP_K}",
+        f"rollout.max_new_tokens_per_turn={TURN}",
+        "rollout.max_tokens=4096",
+        "rollout.routed_experts=true",
+        f"rollout.workers={WORKERS}",
+        f"rollout.tasks_per_step={TASKS}",
+        f"rollout.samples_per_task={EPISODES}",
+        "tasks.held_out_tasks=2",
+        f"output_dir={tmp_path}",
+        *overrides,
+    ]
+    return load_config(CONFIG, RlConfig, options)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RlConfig:
+    return settings(tmp_path)
+
+
+@pytest.fixture
+def pool(config: RlConfig, tmp_path: Path) -> Iterator[RolloutPool]:
+    context = BackendContext(config.model, config.dtype, 0, tmp_path, routed_experts=True)
+    made = RolloutPool(RoutedBackend(EngineConfig(), context), worker_settings(config))
+    try:
+        made.ready()
+        yield made
+    finally:
+        made.close()
+
+
+def collector(pool: RolloutPool, config: RlConfig) -> RolloutCollector:
+    return RolloutCollector(pool, build_tasks(config), config.rollout, config.algorithm, seed=1)
+
+
+def stored_bytes() -> int:
+    """What is in the store of this Ray, pinned or not."""
+    state = get_state_from_address(ray.get_runtime_context().gcs_address)
+    return get_memory_info_reply(state).store_stats.object_store_bytes_used
+
+
+def stored_routes(batch: RolloutBatch) -> list[StoredRoutes]:
+    rows = [episode.routed_experts for episode in batch.episodes]
+    assert len(rows) == TASKS * EPISODES
+    assert all(isinstance(row, StoredRoutes) for row in rows)
+    return rows  # type: ignore[return-value]
+
+
+def test_routes_are_in_the_store_once_equal_to_the_engines_and_freed_with_their_groups(
+    pool: RolloutPool, config: RlConfig
+) -> None:
+    empty = stored_bytes()
+    batch = collector(pool, config).collect(0, 0)
+    rows = stored_routes(batch)
+    weight = sum(row.nbytes for row in rows)
+    assert weight > len(rows) * TURN * LAYERS * TOP_K
+
+    # Besides the routes there are the other columns of the groups, 9 bytes for each token.
+    wait_until(lambda: stored_bytes() - empty >= weight)
+    assert stored_bytes() - empty < 1.2 * weight
+    assert len(pickle.dumps([t.token_ids for t in batch.episodes])) < 0.1 * weight
+
+    for row, episode in zip(load_routes(rows), batch.episodes, strict=True):
+        assert np.array_equal(row, routes_of(episode.token_ids.tolist()))
+        assert (row.shape, row.dtype) == (
+            episode.routed_experts.shape,  # type: ignore[union-attr]
+            episode.routed_experts.dtype,  # type: ignore[union-attr]
+        )
+        assert not row.flags.owndata, "a view into the store"
+    assert stored_bytes() - empty < 1.2 * weight
+
+    del batch, rows, row, episode
+    gc.collect()
+    wait_until(lambda: stored_bytes() - empty < 0.1 * weight)
+
+
+def test_routes_outlive_the_worker_that_recorded_them(pool: RolloutPool, config: RlConfig) -> None:
+    batch = collector(pool, config).collect(0, 0)
+    for index in range(WORKERS):
+        os.kill(pool._call(index, "__ray_call__", lambda worker: os.getpid()), signal.SIGKILL)
+    # Only when Ray has noticed is it known that nothing went with them.
+    for index in range(WORKERS):
+        pool._call(index, "__ray_call__", lambda worker: os.getpid())
+    assert pool._restarts == WORKERS
+    for row, episode in zip(load_routes(stored_routes(batch)), batch.episodes, strict=True):
+        assert np.array_equal(row, routes_of(episode.token_ids.tolist()))
+
+
+def test_routes_of_episodes_that_were_begun_ahead_wait_for_their_step(
+    pool: RolloutPool, config: RlConfig
+) -> None:
+    empty = stored_bytes()
+    ahead = collector(pool, config)
+    ahead.prefetch(1, 0)
+    ahead.finish_prefetch()
+    gc.collect()
+    batch = ahead.collect(1, 0)
+    weight = sum(row.nbytes for row in stored_routes(batch))
+    assert weight <= stored_bytes() - empty < 1.2 * weight
+    for row, episode in zip(load_routes(stored_routes(batch)), batch.episodes, strict=True):
+        assert np.array_equal(row, routes_of(episode.token_ids.tolist()))
+
+    del batch, row, episode
+    gc.collect()
+    wait_until(lambda: stored_bytes() - empty < 0.1 * weight)
+    ahead.close()
+
+
+def test_held_out_episodes_bring_no_routes(pool: RolloutPool, config: RlConfig) -> None:
+    tasks = build_tasks(config)
+    for group in pool.run(held_out_requests(tasks, 1.0)):
+        assert [episode.routed_experts for episode in group.trajectories] == [None]
+    for group in pool.run(held_out_requests(tasks, 1.0, with_routes=True)):
+        (episode,) = group.trajectories
+        assert isinstance(episode.routed_experts, StoredRoutes)
