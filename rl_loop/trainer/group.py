@@ -78,7 +78,7 @@ class TrainerGroup:
 
     def sft_step(self, samples: TrainingSamples, step: int) -> StepStatistics:
         """Take one optimizer step on demonstrations."""
-        shipments = self._ship(samples, self._plan(samples, mini_batches=1))
+        shipments = self._ship(samples, self._plan(samples))
         return self._on_shipments("sft_step", shipments, [0], step)[0]
 
     def compute_values_and_reference_log_probs(self, samples: TrainingSamples) -> TokenEstimates:
@@ -98,7 +98,8 @@ class TrainerGroup:
 
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates:
         """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy."""
-        shipments = self._ship(samples, self._plan(samples))
+        plan = self._plan(samples, self._settings.algorithm.mini_batches)
+        shipments = self._ship(samples, plan)
         return self._on_shipments("rl_step", shipments, [0], step)[0]
 
     def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray:
@@ -116,11 +117,10 @@ class TrainerGroup:
         answers = self._on_shipments("greedy_tokens", shipments, self._answering)
         return plan.place_answers(samples, answers, "greedy_tokens", np.dtype(np.int64))
 
-    def _plan(self, samples: TrainingSamples, mini_batches: int | None = None) -> StepPlan:
-        """Decide which rank takes which sequences. Samples of the same lengths get the same plan:
-        all passes of a step."""
-        if mini_batches is None:
-            mini_batches = self._settings.algorithm.mini_batches
+    def _plan(self, samples: TrainingSamples, mini_batches: int = 1) -> StepPlan:
+        """Decide which rank takes which sequences: once for all passes of a step, unless its
+        update has several mini-batches. The others then still take all samples together, which
+        are fewer micro-batches, and what they compute does not depend on the updates."""
         if self._last_plan is None or not self._last_plan.is_for(samples, mini_batches):
             self._last_plan = plan_step(samples, self._settings, mini_batches)
         return self._last_plan

@@ -178,7 +178,7 @@ def test_neighbours_share_a_shipment_and_only_owners_answer() -> None:
     # Two data-parallel ranks of two neighbours each, in Megatron's order.
     places = [RankPlace(data=rank // 2, answers=rank % 2 == 1) for rank in range(4)]
     ranks = RecordingRanks(places)
-    trainer = TrainerGroup(settings_of(2, mini_batches=2), ranks)
+    trainer = TrainerGroup(settings_of(2), ranks)
     trainer.ready()
 
     samples = samples_of([6, 4, 9, 3])
@@ -193,9 +193,21 @@ def test_neighbours_share_a_shipment_and_only_owners_answer() -> None:
         assert arguments[0][0] is arguments[1][0]
         assert arguments[2][0] is arguments[3][0]
         assert arguments[0][0] is not arguments[2][0]
-    # A sequence stays on its rank in all passes: what was recorded of it there is used there.
     for first, second in zip(ranks.stored[:2], ranks.stored[2:], strict=True):
-        assert first.samples.names == second.samples.names
+        assert first.samples.names == second.samples.names, "packing decides once"
+
+
+def test_only_updates_are_cut_into_mini_batches() -> None:
+    ranks = RecordingRanks([RankPlace(data=0, answers=True)])
+    trainer = TrainerGroup(settings_of(1, mini_batches=2), ranks)
+    trainer.ready()
+
+    samples = samples_of([6, 4, 9, 3])
+    trainer.score(samples)
+    trainer.rl_step(samples, 3)
+    scored, updated = ranks.stored
+    assert [len(share.loss_tokens) for share in scored.mini_batches] == [4]
+    assert [len(share.loss_tokens) for share in updated.mini_batches] == [2, 2]
 
 
 @settings(deadline=None, max_examples=5)
