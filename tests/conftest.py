@@ -25,6 +25,10 @@ START_RAY = {
     "tests/rl_loop/cluster/test_ray_session.py",
     "tests/rl_loop/engines/test_outside_backend.py",
     "tests/rl_loop/engines/test_sglang_sync.py",
+    "tests/rl_loop/lifecycle/test_store_size.py",
+    "tests/rl_loop/rollout/test_stored_routes.py",
+    "tests/rl_loop/trainer/test_data_plane_benchmark.py",
+    "tests/rl_loop/trainer/test_shipment.py",
 }
 """One after the other: on two cores, two clusters take turns at starving the sandbox and each other's workers."""
 

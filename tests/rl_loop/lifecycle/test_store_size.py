@@ -270,7 +270,7 @@ ray.shutdown()
 """
     refused, spilled = run_program(program).strip().split("\n")
     assert (
-        "a step needs 0.3 GB of Ray's object store for 44 episodes of up to 32,768 tokens"
+        "a step needs 0.2 GB of Ray's object store for 44 episodes of up to 32,768 tokens"
         in refused
     )
     assert "and the store has 0.1 GB: lower rollout.tasks_per_step, " in refused
