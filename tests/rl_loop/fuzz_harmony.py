@@ -90,15 +90,16 @@ def play(harmony: Harmony, rng: random.Random) -> FinishReason:
         run_episode("t", environment, engine, harmony, LIMITS, SamplingParams(300), seed=1)
     )
     expected = [token for result in engine.results for token in result.output_ids]
-    kept = [token for token, mask in zip(episode.token_ids, episode.loss_mask, strict=True) if mask]
+    ids_of_episode = episode.token_ids.tolist()
+    kept = episode.token_ids[episode.loss_mask].tolist()
     assert kept == expected, "an episode holds other tokens than were sampled"
     prompt = harmony.render_prompt(
         environment.prompt(), environment.tools(), environment.builtin_tools()
     )
-    assert episode.token_ids[: len(prompt)] == prompt
+    assert ids_of_episode[: len(prompt)] == prompt
     for turn in episode.turns:
         if turn.role == "tool":
-            ids = harmony.vocabulary.to_harmony(episode.token_ids[turn.start : turn.end])
+            ids = harmony.vocabulary.to_harmony(ids_of_episode[turn.start : turn.end])
             special = sum(token >= FIRST_SPECIAL_ID for token in ids)
             assert special % 4 == 1, "a tool's answer holds a special token"
     assert episode.finish_reason in FinishReason

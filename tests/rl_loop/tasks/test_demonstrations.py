@@ -316,9 +316,7 @@ def test_fine_tuning_learns_from_every_turn_of_the_user_in_either_form() -> None
     by_turn = source.demonstrations(0, 5, DemonstrationConfig(history="harmony"))
     assert len(whole) == 5
     assert len(by_turn) == 10
-    assert sum(sum(sample.loss_mask) for sample in whole) == sum(
-        sum(sample.loss_mask) for sample in by_turn
-    )
+    assert whole.loss_tokens.sum() == by_turn.loss_tokens.sum() > 0
 
 
 @pytest.mark.parametrize(("environment", "options"), KINDS)
