@@ -72,7 +72,8 @@ class TrainerGroup:
 
     def _all(self, method: str, *arguments: Any) -> Any:
         """Call a method on every rank; what rank 0 returns is the result."""
-        return self.ranks.call(method, [arguments] * len(self._places), asked=[0])[0]
+        everyone = [arguments] * self._settings.parallel.world_size
+        return self.ranks.call(method, everyone, asked=[0])[0]
 
     # -- what every data-parallel rank does with its sequences ------------------------------------
 

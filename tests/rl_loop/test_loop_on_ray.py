@@ -263,6 +263,7 @@ def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
     pool, tasks = build_rollouts(config), build_tasks(config)
     try:
         pool.ready()
+        trainer.ready()
         pool.sync_weights(trainer, 7)
         requests = [GroupRequest(task, (1, 2), 1.0) for task in tasks.train(0, 8)]
         expected = pool.run(requests)
@@ -290,6 +291,7 @@ def test_the_canary_sees_a_single_weight_that_did_not_arrive(tmp_path: Path) -> 
     pool, tasks = build_rollouts(config), build_tasks(config)
     try:
         pool.ready()
+        trainer.ready()
         weights = trainer.weights()
         pool.sync_weights(LoadedWeights(weights), 1)
         assert check_canary(trainer, pool, tasks.canary(), tolerance=1e-3, version=1) < 1e-5
