@@ -28,6 +28,10 @@ TOKEN_COLUMNS: dict[str, np.dtype] = {
 """Columns with one entry per token, and their dtypes. All but the first two may be missing."""
 
 
+INPUT_COLUMNS = ("token_ids", "loss_mask")
+"""What every pass needs; a pass without a loss needs no other but the routes that it replays."""
+
+
 class ColumnError(ValueError):
     """A column is not what it is said to be. The message names it and whose it is."""
 
@@ -92,7 +96,7 @@ class TrainingSamples:
     routed_experts: Sequence[Any] | None = None
     """Per sequence uint8 or int16 [its tokens - 1, layers, top_k] (``megatron_gptoss.routes``), or
     what stands for such an array, with its shape and dtype, until it is loaded. Not joined: they
-    weigh a hundred times what the other columns do, and whoever packs them copies them once."""
+    weigh ten times what the other columns do, and whoever packs them copies them once."""
     names: Sequence[str] = field(default=())
     """What messages call the sequences; empty: "sample" and its number."""
 
@@ -159,7 +163,7 @@ class TrainingSamples:
         """
         names = [sample.name or f"sample {i}" for i, sample in enumerate(samples)]
         lengths = [len(sample.token_ids) for sample in samples]
-        columns = {
+        columns: dict[str, Any] = {
             name: _join_column(name, dtype, samples, names, lengths)
             for name, dtype in TOKEN_COLUMNS.items()
         }
@@ -174,7 +178,7 @@ class TrainingSamples:
             offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
             routed_experts=routes if any(has_routes) else None,
             names=names,
-            **columns,  # type: ignore[arg-type]
+            **columns,
         )
 
     def take(self, sequences: Sequence[int], columns: Sequence[str] | None = None) -> Self:
@@ -206,7 +210,8 @@ class TrainingSamples:
 
     def with_columns(self, **columns: np.ndarray | None) -> Self:
         """Return the same sequences with other or more columns; the others are shared."""
-        return replace(self, **columns)  # type: ignore[arg-type]
+        changed: dict[str, Any] = dict(columns)
+        return replace(self, **changed)
 
     def with_routes(self, routes: Sequence[Any]) -> Self:
         """Return the same sequences with other routes."""
@@ -321,7 +326,7 @@ def _join_column(
 ) -> np.ndarray | None:
     """Join what the sequences have of one column, with 0 where they have nothing; None if none
     has anything."""
-    is_optional = name not in ("token_ids", "loss_mask")
+    is_optional = name not in INPUT_COLUMNS
     if is_optional and all(getattr(sample, name) is None for sample in samples):
         return None
 

@@ -17,7 +17,7 @@ import psutil
 
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.routes import route_dtype
-from megatron_gptoss.samples import TOKEN_COLUMNS
+from megatron_gptoss.samples import INPUT_COLUMNS, TOKEN_COLUMNS
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.rollout import RolloutConfig
@@ -40,9 +40,6 @@ EPISODE_COLUMNS = ("token_ids", "loss_mask", "rollout_log_probs")
 
 TEXT_BYTES = 5
 """Per token: the decoded text of an episode's turns, for people."""
-
-SCORED_COLUMNS = ("token_ids", "loss_mask")
-"""What a forward pass without a loss is sent."""
 
 WEIGHT_COPIES = 3
 """Of an embedded engine's weights during a sync: as the trainer's rank returns them, as they are
@@ -104,7 +101,7 @@ def sft_store_need(model: ModelConfig, dtype: str, *, sequences: int, longest: i
     return StoreNeed(
         episodes=sequences,
         longest=longest,
-        columns=sequences * longest * _bytes_of(SCORED_COLUMNS),
+        columns=sequences * longest * _bytes_of(INPUT_COLUMNS),
         routes=0,
         weights=0,
         exported=_weight_bytes(model, dtype),
@@ -199,10 +196,10 @@ def _shipped_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
 
     total = _bytes_of(trained_on)
     if answers:
-        total += _bytes_of(SCORED_COLUMNS) + _bytes_of(answers)
+        total += _bytes_of(INPUT_COLUMNS) + _bytes_of(answers)
     if algorithm.routing_replay != "none":
         # Episodes of a step with an evaluation are scored without replay, too.
-        total += _bytes_of(SCORED_COLUMNS) + _bytes_of(["old_log_probs"])
+        total += _bytes_of(INPUT_COLUMNS) + _bytes_of(["old_log_probs"])
     return total
 
 

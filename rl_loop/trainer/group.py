@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron_gptoss.samples import TrainingSamples
+from megatron_gptoss.samples import INPUT_COLUMNS, TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.engines.backend import WeightSender
@@ -85,7 +85,8 @@ class TrainerGroup:
     def compute_values_and_reference_log_probs(self, samples: TrainingSamples) -> TokenEstimates:
         """Compute what advantages need, as far as the algorithm has a use for it."""
         plan = self._plan(samples)
-        shipments = self._ship(samples, plan, ("token_ids", "loss_mask"))
+        # Neither of the two models replays the policy's routes.
+        shipments = self._ship(samples, plan, INPUT_COLUMNS)
         answers: list[TokenEstimates] = self._on_shipments(
             "compute_values_and_reference_log_probs", shipments, self._answering
         )
@@ -143,5 +144,7 @@ class TrainerGroup:
     ) -> list[Any]:
         """Call a method with each rank's shipment. Returns what the ranks ``asked`` returned; of
         the others nothing is sent."""
+        if not self._places:
+            raise RuntimeError(f"{method}: TrainerGroup.ready has not been called")
         calls = [(shipments[place.data], *arguments) for place in self._places]
         return self.ranks.call(method, calls, asked)

@@ -15,12 +15,12 @@ import torch
 
 from megatron_gptoss.packing import PackedBatch, Schedule, build_batch, schedule
 from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.samples import ColumnError, TrainingSamples
+from megatron_gptoss.samples import INPUT_COLUMNS, ColumnError, TrainingSamples
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.trainer.settings import TrainerSettings
 
-SCORED_COLUMNS = ("token_ids", "loss_mask", "routed_experts")
-"""What a forward pass without a loss needs."""
+SCORED_COLUMNS = (*INPUT_COLUMNS, "routed_experts")
+"""What the policy's forward pass without a loss needs."""
 
 
 @dataclass
@@ -106,10 +106,7 @@ class MiniBatchPlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which data-parallel rank takes which sequences, in all passes over a step's samples.
-
-    A sequence stays on its rank, so that what the rank recorded of it in one pass is there in the
-    next."""
+    """Which data-parallel rank takes which sequences, in which mini-batch and micro-batch."""
 
     offsets: np.ndarray
     """Of the samples that it is a plan for."""

@@ -210,6 +210,12 @@ def test_only_updates_are_cut_into_mini_batches() -> None:
     assert [len(share.loss_tokens) for share in updated.mini_batches] == [2, 2]
 
 
+def test_a_group_that_was_not_waited_for_says_so() -> None:
+    trainer = TrainerGroup(settings_of(1), RecordingRanks([RankPlace(data=0, answers=True)]))
+    with pytest.raises(RuntimeError, match=r"score: TrainerGroup.ready has not been called"):
+        trainer.score(samples_of([6]))
+
+
 @settings(deadline=None, max_examples=5)
 @given(lengths)
 def test_what_is_sent_is_arrays_and_no_number_by_itself(sizes: list[int]) -> None:
