@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.log_probs import CHUNK_COLUMNS, CHUNK_TOKENS
-from megatron_gptoss.planning.memory_inputs import MemoryInputs
+from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
 
 EXPERT_LOAD = 1.1
 """Tokens that the fullest expert-parallel rank gets, relative to the mean, where nothing balances
@@ -83,8 +83,10 @@ def worst_stage(inputs: MemoryInputs) -> Memory:
 
 def fits(inputs: MemoryInputs, memory: Memory, gigabytes: float) -> bool:
     """Return whether training fits, and servers beside what the trainer keeps between steps."""
-    beside_servers = memory.resting + inputs.engine_share * gigabytes * 1e9
-    return max(memory.total, beside_servers) <= gigabytes * 1e9
+    engine = inputs.engine or EngineMemory(awake_fraction=0.0, asleep_bytes=0, sync_bytes=0)
+    training = memory.total + engine.asleep_bytes
+    generating = memory.resting + engine.awake_fraction * gigabytes * 1e9
+    return max(training, generating) <= gigabytes * 1e9
 
 
 def parameters_per_gpu(

@@ -141,8 +141,8 @@ def _summary(inputs: MemoryInputs, memory: Memory, gigabytes: float) -> str:
         text += ", with the critic" if optimizer else ", with the reference policy"
 
     text += f": {memory.total / 1e9:.1f} GB"
-    if inputs.engine_share:
-        share = f"{inputs.engine_share:.0%}"
+    if inputs.engine:
+        share = f"{inputs.engine.awake_fraction:.0%}"
         text += f"; {memory.resting / 1e9:.1f} GB while servers have {share}"
     if not fits(inputs, memory, gigabytes):
         text += f", more than the {gigabytes:g} GB of the GPU"

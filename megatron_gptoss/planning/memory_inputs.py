@@ -12,6 +12,20 @@ from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 
 
 @dataclass(frozen=True)
+class EngineMemory:
+    """What rollout engines hold of each trainer GPU that they share. The context and libraries of
+    a server's process are included."""
+
+    awake_fraction: float
+    """Share of the whole GPU while they generate: weights, key/value cache, graphs, everything."""
+    asleep_bytes: int
+    """While the trainer works."""
+    sync_bytes: int
+    """Buffers of a weight sync, the trainer's and the server's together, besides what is held
+    awake; freed after it."""
+
+
+@dataclass(frozen=True)
 class MemoryInputs:
     """The models, the layout and the batch of a training run."""
 
@@ -24,8 +38,8 @@ class MemoryInputs:
     auxiliary_models: Sequence[OptimizerConfig | None] = ()
     """Further models in the policy's layout, of which one at a time computes: a critic's
     optimizer, None for a reference policy, which has none."""
-    engine_share: float = 0.0
-    """Share of each GPU's memory that servers on it take while they generate."""
+    engine: EngineMemory | None = None
+    """Of servers that share the trainer's GPUs."""
     micro_batches: float = math.inf
     """The most that a data-parallel rank has in a step: a pipeline holds no more of them."""
     longest_sequence: int = 1

@@ -146,7 +146,7 @@ class RlConfig(RunConfig):
         inputs = replace(
             super().memory_inputs,
             auxiliary_models=auxiliary_models,
-            engine_share=self.rollout.engine.trainer_gpu_memory_fraction,
+            engine=self.rollout.engine.memory_on_trainer_gpus,
             mini_batches=self.algorithm.mini_batches,
         )
         return inputs.with_sequences(self.rollout.tasks_per_step * self.rollout.samples_per_task)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron_gptoss.config import ModelConfig, StrictModel
+from megatron_gptoss.planning.memory_inputs import EngineMemory
 from megatron_gptoss.user_error import UserError
 
 if TYPE_CHECKING:
@@ -75,9 +76,9 @@ class EngineConfig(StrictModel):
         return processes is not None and processes.share_trainer_gpus
 
     @property
-    def trainer_gpu_memory_fraction(self) -> float:
-        """Share of each trainer GPU's memory that the engine holds while it generates."""
-        return 0.0
+    def memory_on_trainer_gpus(self) -> EngineMemory | None:
+        """What the engine holds of each trainer GPU; None if it shares none."""
+        return None
 
     @property
     def scores_at_any_temperature(self) -> bool:

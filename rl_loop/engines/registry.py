@@ -5,6 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend, ServerProcesses
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.sglang.config import SglangConfig
@@ -50,8 +51,8 @@ class ExternalEngineConfig(EngineConfig):
         return self.settings().server_processes
 
     @property
-    def trainer_gpu_memory_fraction(self) -> float:
-        return self.settings().trainer_gpu_memory_fraction
+    def memory_on_trainer_gpus(self) -> EngineMemory | None:
+        return self.settings().memory_on_trainer_gpus
 
     @property
     def scores_at_any_temperature(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
 
 Command = Callable[[str, int], list[str]]
@@ -19,6 +20,9 @@ PLUGIN = Path(__file__).parent / "plugin"
 MOE_CONFIGS = Path(__file__).parent / "moe_configs"
 """Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by
 ``benchmarks/tune_moe.py``."""
+
+ASLEEP_BYTES = 6_930_000_000
+"""What a sleeping server of the 20B keeps on an H200: context, libraries, CUDA graphs."""
 
 
 class SglangConfig(EngineConfig):
@@ -79,8 +83,15 @@ class SglangConfig(EngineConfig):
         )
 
     @property
-    def trainer_gpu_memory_fraction(self) -> float:
-        return self.memory_fraction if self.colocated else 0.0
+    def memory_on_trainer_gpus(self) -> EngineMemory | None:
+        if not self.colocated:
+            return None
+        return EngineMemory(
+            awake_fraction=self.memory_fraction,
+            asleep_bytes=ASLEEP_BYTES,
+            # A bucket in the server, and in the trainer the one that is sent and the next.
+            sync_bytes=3 * self.bucket_bytes,
+        )
 
     @property
     def scores_at_any_temperature(self) -> bool:
