@@ -70,19 +70,34 @@ def sink_attention(
         scale = q.shape[2] ** -0.5
     segments = Segments(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
 
-    if backend == "flash4":
-        # It is differentiable by itself and knows sinks.
-        o, lse = flash.flash4_sink_attention(q, k, v, sinks, segments, window, scale)
-    elif backend == "flash3":
-        passes = flash.folded_passes(flash.flash3_kernels(), segments, window, scale)
-        o, lse = SinkAttention.apply(q, k, v, sinks, passes)
-    else:
-        passes = _bound_passes(backend, layout, window, scale)
-        o, lse = SinkAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), sinks, passes)
-
+    o, lse = _run_backend(backend, q, k, v, sinks, layout, segments, window, scale)
     if return_lse:
         return o, lse
     return o
+
+
+def _run_backend(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    layout: PackedLayout,
+    segments: Segments,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return O and LSE as one backend computes them, O differentiable."""
+    if backend == "flash4":
+        # It is differentiable by itself and knows sinks.
+        return flash.flash4_sink_attention(q, k, v, sinks, segments, window, scale)
+
+    if backend == "flash3":
+        passes = flash.folded_passes(flash.flash3_kernels(), segments, window, scale)
+        return SinkAttention.apply(q, k, v, sinks, passes)
+
+    passes = _bound_passes(backend, layout, window, scale)
+    return SinkAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), sinks, passes)
 
 
 def _resolve_backend(backend: str, shape: ShapeClass, layout: PackedLayout) -> str:

@@ -163,31 +163,44 @@ def window_backward(
     """
     q, k, v, sinks, o, lse = saved
     q, k, v, o, lse, grad_o = (_dense(x) for x in (q, k, v, o, lse, grad_o))
+    dense = (q, k, v, sinks.float(), o, lse)
+
+    grad_q, row_stats, shares = _query_gradients(dense, grad_o, layout, window, scale)
+    if not shares.numel():
+        return grad_q, torch.empty_like(k), torch.empty_like(v), torch.zeros_like(sinks)
+
+    grad_k, grad_v, grad_sinks = _key_gradients(
+        dense, grad_o, row_stats, shares, layout, window, scale
+    )
+    return grad_q, grad_k, grad_v, grad_sinks.to(sinks.dtype)
+
+
+def _query_gradients(
+    saved: SavedTensors, grad_o: Tensor, layout: PackedLayout, window: int | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dQ, and for the other kernel (LSE, delta) [tokens, heads, 2] and the items' shares
+    of the sinks' gradient [items, heads], both fp32."""
+    q, k, v, sinks, o, lse = saved
     heads = q.shape[1]
     shape = KernelShape(heads // k.shape[1], window)
 
     if window is None:
-        row_kernel = "full_backward_q"
-        row_order = "sequence"
-        key_order = "queries"
+        name = "full_backward_q"
+        order = "sequence"
     else:
-        row_kernel = "window_backward_q"
-        row_order = None
-        key_order = None
-    items, count = _items(layout, shape.chunk(row_kernel), q.device, row_order)
+        name = "window_backward_q"
+        order = None
+    items, count = _items(layout, shape.chunk(name), q.device, order)
 
     grad_q = torch.empty_like(q)
-    grad_k = torch.empty_like(k)
-    grad_v = torch.empty_like(v)
-    grad_sinks = torch.empty(heads, dtype=torch.float32, device=q.device)
-    if count == 0:
-        return grad_q, grad_k, grad_v, grad_sinks.zero_().to(sinks.dtype)
-
     row_stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
     shares = torch.empty(count, heads, dtype=torch.float32, device=q.device)
+    if count == 0:
+        return grad_q, row_stats, shares
+
     blocks = count * heads // shape.group
-    launch = _kernel(row_kernel, shape, q.device)
-    inputs = (sinks.float(), o, lse, grad_o)
+    launch = _kernel(name, shape, q.device)
+    inputs = (sinks, o, lse, grad_o)
     outputs = (grad_q, row_stats, shares)
     if window is None:
         maps = (_tensor_map(k, heads=1), _tensor_map(v, heads=1))
@@ -195,10 +208,30 @@ def window_backward(
         launch(blocks, THREADS, q, *maps, *inputs, *outputs, items, heads, *scales)
     else:
         launch(blocks, THREADS, q, k, v, *inputs, *outputs, items, heads, scale)
+    return outputs
 
-    items, item_count = _items(layout, KEYS, q.device, key_order)
+
+def _key_gradients(
+    saved: SavedTensors,
+    grad_o: Tensor,
+    row_stats: Tensor,
+    shares: Tensor,
+    layout: PackedLayout,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dK, dV and, from the items' shares, the sinks' gradient [heads] in fp32."""
+    q, k, v = saved[:3]
+    heads = q.shape[1]
+    shape = KernelShape(heads // k.shape[1], window)
+    order = "queries" if window is None else None
+    items, count = _items(layout, KEYS, q.device, order)
+
+    grad_k = torch.empty_like(k)
+    grad_v = torch.empty_like(v)
+    grad_sinks = torch.empty(heads, dtype=torch.float32, device=q.device)
     _kernel("backward_kv", shape, q.device)(
-        item_count * k.shape[1],
+        count * k.shape[1],
         THREADS,
         _tensor_map(q, heads=shape.group),
         k,
@@ -209,13 +242,13 @@ def window_backward(
         grad_v,
         items,
         shares,
-        count,
+        len(shares),
         grad_sinks,
         heads,
         scale,
         scale * LOG2_E,
     )
-    return grad_q, grad_k, grad_v, grad_sinks.to(sinks.dtype)
+    return grad_k, grad_v, grad_sinks
 
 
 def _dense(x: Tensor) -> Tensor:
