@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.leftover_processes import (  # noqa: F401 (hooks of pytest)
     pytest_configure,
@@ -14,6 +15,10 @@ from tests.leftover_processes import (  # noqa: F401 (hooks of pytest)
     pytest_testnodedown,
 )
 from tests.load import pytest_sessionstart, pytest_unconfigure  # noqa: F401 (hooks of pytest)
+
+# Hypothesis would fail an example that takes 0.2 s, which on a busy machine any may.
+settings.register_profile("without deadlines", deadline=None)
+settings.load_profile("without deadlines")
 
 START_RAY = {
     "tests/launch/test_cli.py",
