@@ -179,7 +179,9 @@ def _assign_generalized_advantages(
     bounds = list(pairwise(samples.offsets.tolist()))
     token_rewards = None
     if _penalizes_kl(config):
-        token_rewards = [-_kl_penalties(samples, start, end, config).numpy() for start, end in bounds]
+        token_rewards = [
+            -_kl_penalties(samples, start, end, config).numpy() for start, end in bounds
+        ]
 
     # Columns of this size are slow to get from the system: everything is computed in the two that
     # are returned. The numbers of a sample's sampled tokens first lie at the head of its place.

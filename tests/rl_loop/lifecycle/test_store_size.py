@@ -210,7 +210,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.start_checks import store_need
 from rl_loop.lifecycle.store_size import EPISODE_COLUMNS, check_running_store
 from rl_loop.session import trainer_settings
-from rl_loop.trainer.shipment import SCORED_COLUMNS, plan_step
+from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, plan_step
 
 config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["initial_weights=null", *{STEP!r}])
 need = store_need(config)
@@ -233,9 +233,10 @@ def hold_step():
     samples = TrainingSamples.join([episode() for _ in range(36)])
     samples = samples.with_columns(advantages=np.zeros(samples.tokens, np.float32))
     plan = plan_step(samples, trainer_settings(config))
-    held += [ray.put(shipment) for shipment in plan.shipments(samples, SCORED_COLUMNS)]
+    shipper = Shipper(ray.put)
+    held += shipper.ship(samples, plan, SCORED_COLUMNS)
     held.append(ray.put(np.zeros(samples.tokens, np.float32)))
-    held += [ray.put(shipment) for shipment in plan.shipments(samples)]
+    held += shipper.ship(samples, plan)
     return held
 
 def is_spilled():
