@@ -15,12 +15,7 @@ import torch
 
 from megatron_gptoss.packing import PackedBatch, Schedule, build_batch, schedule
 from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.samples import (
-    INPUT_COLUMNS,
-    TOKEN_COLUMNS,
-    ColumnError,
-    TrainingSamples,
-)
+from megatron_gptoss.samples import INPUT_COLUMNS, TOKEN_COLUMNS, ColumnError, TrainingSamples
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.trainer.settings import TrainerSettings
 
