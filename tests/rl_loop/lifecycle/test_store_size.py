@@ -125,9 +125,10 @@ def test_what_lives_longer_or_at_the_same_time_counts() -> None:
     # values, returns and reference, and two answers of a pass before; ids and mask are sent once
     assert estimated.columns == plain.columns + 12 * 8 * 384 * (4 + 4 + 4 + (4 + 4))
 
-    # Mini-batches give ranks other sequences than the pass before them did.
+    # Mini-batches give ranks other sequences than the pass before them did, so that ids and mask
+    # are sent again; and they need the old log-probs.
     cut = store_need(rl_config(*estimates, "algorithm.mini_batches=2"))
-    assert cut.columns == estimated.columns + 12 * 8 * 384 * (4 + 1)
+    assert cut.columns == estimated.columns + 12 * 8 * 384 * (4 + 1 + 4)
 
     # in fp32, three times: returned, put, and the earlier version
     assert plain.weights == 3 * 4 * rl_config().model.num_parameters
