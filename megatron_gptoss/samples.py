@@ -194,8 +194,7 @@ class TrainingSamples:
 
         present = self.columns
         wanted = [name for name in present if columns is None or name in columns]
-        bounds = [(self.offsets[i], self.offsets[i + 1]) for i in sequences]
-        taken = {name: _gather(present[name], bounds) for name in wanted}
+        taken = {name: self.gather(name, sequences) for name in wanted}
 
         routes = None
         if self.routed_experts is not None and (columns is None or "routed_experts" in columns):
@@ -207,6 +206,13 @@ class TrainingSamples:
             names=[self.name_of(i) for i in sequences],
             **taken,
         )
+
+    def gather(self, name: str, sequences: Sequence[int]) -> np.ndarray:
+        """Copy what some of the sequences have of a per-token column behind one another."""
+        column: np.ndarray = getattr(self, name)
+        if len(sequences) == 0:
+            return column[:0].copy()
+        return np.concatenate([column[self.offsets[i] : self.offsets[i + 1]] for i in sequences])
 
     def with_columns(self, **columns: np.ndarray | None) -> Self:
         """Return the same sequences with other or more columns; the others are shared."""
@@ -339,10 +345,3 @@ def _join_column(
         else:
             rows.append(as_column(name, values, length, whose))
     return np.concatenate(rows)
-
-
-def _gather(column: np.ndarray, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Copy ranges [start, end) of a column behind one another."""
-    if not bounds:
-        return column[:0].copy()
-    return np.concatenate([column[start:end] for start, end in bounds])

@@ -173,44 +173,48 @@ def generalized_advantages(
     A_t + V_t (GAE, arXiv 1506.02438, eq. 16). Time counts sampled tokens only: V_{t+1} is the
     value before the next token that the policy chose, whatever a tool said in between. Shorter
     samples are filled up with zeros, which change nothing."""
-    samples, time = rewards.shape
-    estimates, returns = generalized_advantages_of_rows(
-        values=values.numpy().reshape(-1),
-        lengths=np.full(samples, time),
-        final_rewards=np.zeros(samples, dtype=values.numpy().dtype),
-        token_rewards=rewards.numpy().reshape(-1),
+    estimates = torch.empty_like(values)
+    returns = values.clone()
+    generalized_advantages_in_place(
+        values=list(returns.numpy()),
+        estimates=list(estimates.numpy()),
+        final_rewards=np.zeros(len(values), dtype=values.numpy().dtype),
+        token_rewards=list(rewards.numpy()),
         gamma=gamma,
         lam=lam,
-        dtype=values.numpy().dtype,
     )
-    shape = (samples, time)
-    return torch.from_numpy(estimates).view(shape), torch.from_numpy(returns).view(shape)
+    return estimates, returns
 
 
-def generalized_advantages_of_rows(
+def generalized_advantages_in_place(
     *,
-    values: np.ndarray,
-    lengths: np.ndarray,
+    values: Sequence[np.ndarray],
+    estimates: Sequence[np.ndarray],
     final_rewards: np.ndarray,
-    token_rewards: np.ndarray | None,
+    token_rewards: Sequence[np.ndarray] | None,
     gamma: float,
     lam: float,
-    dtype: type[np.floating] | np.dtype,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Compute advantages and returns of samples of different lengths that lie end to end.
+) -> None:
+    """Compute advantages and returns of samples of different lengths, in memory that is there.
 
-    ``values`` [tokens] are of sampled tokens only, ``lengths`` of each of the samples. Every last
-    token earns one of ``final_rewards`` [samples], whose dtype is that of the computation; every
-    token earns ``token_rewards`` [tokens] besides, if there are any. Returns both as ``dtype``
-    [tokens].
+    Args:
+        values: [sampled tokens] of each sample. The returns take their place.
+        estimates: of the same lengths; get the advantages.
+        final_rewards: [samples], what the last token of each earns. The computation has their
+            dtype.
+        token_rewards: [sampled tokens] of each sample, what every token earns besides, if there
+            is anything.
+        gamma: discount per token.
+        lam: lambda of the estimator.
     """
-    estimates = np.empty(len(values), dtype)
-    returns = np.empty(len(values), dtype)
-
     # The longest first, so that those which reach a block of time are the first rows of it.
-    order = np.argsort(-lengths, kind="stable")
-    starts = (np.cumsum(lengths) - lengths)[order]
-    lengths = lengths[order]
+    unsorted_lengths = np.array([len(row) for row in values], dtype=np.int64)
+    order = np.argsort(-unsorted_lengths, kind="stable")
+    lengths = unsorted_lengths[order]
+    values = [values[i] for i in order]
+    estimates = [estimates[i] for i in order]
+    if token_rewards is not None:
+        token_rewards = [token_rewards[i] for i in order]
     final_rewards = final_rewards[order]
     running = np.zeros(len(lengths), final_rewards.dtype)
     next_values = np.zeros(len(lengths), final_rewards.dtype)
@@ -219,9 +223,8 @@ def generalized_advantages_of_rows(
     longest = int(lengths.max(initial=0))
     for begin in reversed(range(0, longest, TIME_BLOCK)):
         rows = int(np.count_nonzero(lengths > begin))
-        firsts = starts[:rows] + begin
         counts = np.minimum(lengths[:rows] - begin, TIME_BLOCK)
-        block_values = _cut_block(values, firsts, counts, running.dtype)
+        block_values = _cut_block(values[:rows], begin, counts, running.dtype)
         delta = np.concatenate([block_values[:, 1:], next_values[:rows, None]], axis=1)
         delta *= gamma
 
@@ -230,7 +233,7 @@ def generalized_advantages_of_rows(
         if token_rewards is None:
             delta[last_tokens] += final_rewards[ending]
         else:
-            rewards = _cut_block(token_rewards, firsts, counts, running.dtype)
+            rewards = _cut_block(token_rewards[:rows], begin, counts, running.dtype)
             rewards[last_tokens] += final_rewards[ending]
             delta += rewards
         delta -= block_values
@@ -238,10 +241,9 @@ def generalized_advantages_of_rows(
         _sum_backwards(delta, running[:rows], gamma * lam)
         next_values[:rows] = block_values[:, 0]
 
-        _paste_block(delta, estimates, firsts, counts)
+        _paste_block(delta, estimates[:rows], begin, counts)
         delta += block_values
-        _paste_block(delta, returns, firsts, counts)
-    return estimates, returns
+        _paste_block(delta, values[:rows], begin, counts)
 
 
 def _sum_backwards(delta: np.ndarray, running: np.ndarray, decay: float) -> None:
@@ -262,22 +264,22 @@ def _sum_backwards(delta: np.ndarray, running: np.ndarray, decay: float) -> None
 
 
 def _cut_block(
-    column: np.ndarray, starts: np.ndarray, counts: np.ndarray, dtype: np.dtype
+    rows: Sequence[np.ndarray], begin: int, counts: np.ndarray, dtype: np.dtype
 ) -> np.ndarray:
-    """Copy ``counts`` entries of a column from each of ``starts`` on into rows, filled up with
-    zeros: [rows, TIME_BLOCK or fewer]."""
-    block = np.zeros((len(starts), int(counts.max())), dtype)
-    for row, start, count in zip(block, starts.tolist(), counts.tolist(), strict=True):
-        row[:count] = column[start : start + count]
+    """Copy ``counts`` entries of every row from ``begin`` on, filled up with zeros: [rows,
+    TIME_BLOCK or fewer]."""
+    block = np.zeros((len(rows), int(counts.max())), dtype)
+    for target, row, count in zip(block, rows, counts.tolist(), strict=True):
+        target[:count] = row[begin : begin + count]
     return block
 
 
 def _paste_block(
-    block: np.ndarray, column: np.ndarray, starts: np.ndarray, counts: np.ndarray
+    block: np.ndarray, rows: Sequence[np.ndarray], begin: int, counts: np.ndarray
 ) -> None:
-    """Copy the rows of a block to where ``_cut_block`` would have taken them from."""
-    for row, start, count in zip(block, starts.tolist(), counts.tolist(), strict=True):
-        column[start : start + count] = row[:count]
+    """Copy a block to where ``_cut_block`` would have taken it from."""
+    for source, row, count in zip(block, rows, counts.tolist(), strict=True):
+        row[begin : begin + count] = source[:count]
 
 
 def whiten(

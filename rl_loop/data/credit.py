@@ -176,29 +176,46 @@ def _assign_generalized_advantages(
     if samples.values is None:
         raise ValueError("gae needs the critic's values")
 
+    bounds = list(pairwise(samples.offsets.tolist()))
     token_rewards = None
     if _penalizes_kl(config):
-        token_rewards = np.concatenate(
-            [
-                -_kl_penalties(samples, start, end, config).numpy()
-                for start, end in pairwise(samples.offsets.tolist())
-            ]
-        )
+        token_rewards = [
+            -_kl_penalties(samples, start, end, config).numpy() for start, end in bounds
+        ]
 
-    estimates, returns = advantages.generalized_advantages_of_rows(
-        values=samples.values[samples.loss_mask],
-        lengths=_sampled_tokens(samples),
+    # Columns of this size are slow to get from the system: everything is computed in the two that
+    # are returned. The numbers of a sample's sampled tokens first lie at the head of its place.
+    counts = _sampled_tokens(samples)
+    returns = np.empty(samples.tokens, dtype=np.float32)
+    sampled_values = _heads(returns, samples, counts)
+    for head, row, is_sampled in zip(
+        sampled_values, samples.rows("values"), samples.rows("loss_mask"), strict=True
+    ):
+        head[:] = row[is_sampled]
+
+    # Whitening needs those of all tokens together, and in fp64.
+    whitens = config.whitens_over == "tokens"
+    if whitens:
+        estimates = np.empty(int(counts.sum()), dtype=np.float64)
+        sampled_estimates = np.split(estimates, np.cumsum(counts)[:-1])
+    else:
+        estimates = np.empty(samples.tokens, dtype=np.float32)
+        sampled_estimates = _heads(estimates, samples, counts)
+
+    advantages.generalized_advantages_in_place(
+        values=sampled_values,
+        estimates=sampled_estimates,
         final_rewards=rewards.numpy(),
         token_rewards=token_rewards,
         gamma=config.gamma,
         lam=config.gae_lambda,
-        dtype=np.float64 if config.whitens_over == "tokens" else np.float32,
     )
-    if config.whitens_over == "tokens":
-        estimates = _whiten_over_tokens(estimates, config)
-    return samples.with_columns(
-        advantages=_spread(estimates, samples), returns=_spread(returns, samples)
-    )
+    _spread_heads(returns, samples, counts)
+    if whitens:
+        estimates = _spread(_whiten_over_tokens(estimates, config), samples)
+    else:
+        _spread_heads(estimates, samples, counts)
+    return samples.with_columns(advantages=estimates, returns=returns)
 
 
 # -- columns of samples ---------------------------------------------------------------------------
@@ -221,6 +238,23 @@ def _spread(estimates: np.ndarray, samples: TrainingSamples) -> np.ndarray:
     column = np.zeros(samples.tokens, dtype=np.float32)
     column[samples.loss_mask] = estimates
     return column
+
+
+def _heads(column: np.ndarray, samples: TrainingSamples, counts: np.ndarray) -> list[np.ndarray]:
+    """Cut ``counts`` entries from the beginning of every sample's place: views."""
+    starts = samples.offsets[:-1].tolist()
+    return [column[start : start + n] for start, n in zip(starts, counts.tolist(), strict=True)]
+
+
+def _spread_heads(column: np.ndarray, samples: TrainingSamples, counts: np.ndarray) -> None:
+    """Bring the numbers that ``_heads`` cuts to the loss tokens' places, with 0 at the others; in
+    place."""
+    bounds = pairwise(samples.offsets.tolist())
+    for (start, end), count in zip(bounds, counts.tolist(), strict=True):
+        row = column[start:end]
+        numbers = row[:count].copy()
+        row[:] = 0
+        row[samples.loss_mask[start:end]] = numbers
 
 
 def _spread_evenly(per_sample: np.ndarray, samples: TrainingSamples) -> np.ndarray:

@@ -194,12 +194,14 @@ def _shipped_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
     if rollout.purification is not None:
         trained_on.append("is_grafted")
 
-    total = _bytes_of(trained_on)
-    if answers:
-        total += _bytes_of(INPUT_COLUMNS) + _bytes_of(answers)
+    # Episodes of a step with an evaluation are scored without replay, too.
     if algorithm.routing_replay != "none":
-        # Episodes of a step with an evaluation are scored without replay, too.
-        total += _bytes_of(INPUT_COLUMNS) + _bytes_of(["old_log_probs"])
+        answers.append("old_log_probs")
+
+    total = _bytes_of(trained_on) + _bytes_of(answers)
+    # Passes before an update in mini-batches give ranks other sequences than the update does.
+    if answers and algorithm.mini_batches > 1:
+        total += _bytes_of(INPUT_COLUMNS)
     return total
 
 

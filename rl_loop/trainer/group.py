@@ -12,7 +12,7 @@ from megatron_gptoss.trainer import StepStatistics
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.engines.backend import WeightSender
 from rl_loop.trainer.settings import TrainerSettings
-from rl_loop.trainer.shipment import SCORED_COLUMNS, StepPlan, plan_step
+from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, StepPlan, plan_step
 from rl_loop.trainer.worker import RankPlace
 
 
@@ -38,6 +38,7 @@ class TrainerGroup:
         """``ranks`` have been started; ``ready`` waits for them."""
         self.ranks = ranks
         self._settings = settings
+        self._shipper = Shipper(ranks.store)
         self._last_plan: StepPlan | None = None
         self._places: list[RankPlace] = []
         self._answering: list[int] = []
@@ -79,14 +80,16 @@ class TrainerGroup:
 
     def sft_step(self, samples: TrainingSamples, step: int) -> StepStatistics:
         """Take one optimizer step on demonstrations."""
-        shipments = self._ship(samples, self._plan(samples))
-        return self._on_shipments("sft_step", shipments, [0], step)[0]
+        shipments = self._shipper.ship(samples, self._plan(samples))
+        statistics = self._on_shipments("sft_step", shipments, [0], step)[0]
+        self._shipper.forget()
+        return statistics
 
     def compute_values_and_reference_log_probs(self, samples: TrainingSamples) -> TokenEstimates:
         """Compute what advantages need, as far as the algorithm has a use for it."""
         plan = self._plan(samples)
         # Neither of the two models replays the policy's routes.
-        shipments = self._ship(samples, plan, INPUT_COLUMNS)
+        shipments = self._shipper.ship(samples, plan, INPUT_COLUMNS)
         answers: list[TokenEstimates] = self._on_shipments(
             "compute_values_and_reference_log_probs", shipments, self._answering
         )
@@ -101,13 +104,16 @@ class TrainerGroup:
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates:
         """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy."""
         plan = self._plan(samples, self._settings.algorithm.mini_batches)
-        shipments = self._ship(samples, plan)
-        return self._on_shipments("rl_step", shipments, [0], step)[0]
+        shipments = self._shipper.ship(samples, plan)
+        updates = self._on_shipments("rl_step", shipments, [0], step)[0]
+        # An update is the last pass over its samples.
+        self._shipper.forget()
+        return updates
 
     def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray:
         """Compute log-probs in nats: float32 [tokens], 0 for the first token of a sequence."""
         plan = self._plan(samples)
-        shipments = self._ship(samples, plan, SCORED_COLUMNS)
+        shipments = self._shipper.ship(samples, plan, SCORED_COLUMNS)
         answers = self._on_shipments("score", shipments, self._answering, temperature)
         return plan.place_answers(samples, answers, "log_probs", np.dtype(np.float32))
 
@@ -115,7 +121,7 @@ class TrainerGroup:
         """Compute what greedy decoding would have put in each place: int64 [tokens], 0 for the
         first token of a sequence."""
         plan = self._plan(samples)
-        shipments = self._ship(samples, plan, SCORED_COLUMNS)
+        shipments = self._shipper.ship(samples, plan, SCORED_COLUMNS)
         answers = self._on_shipments("greedy_tokens", shipments, self._answering)
         return plan.place_answers(samples, answers, "greedy_tokens", np.dtype(np.int64))
 
@@ -126,18 +132,6 @@ class TrainerGroup:
         if self._last_plan is None or not self._last_plan.is_for(samples, mini_batches):
             self._last_plan = plan_step(samples, self._settings, mini_batches)
         return self._last_plan
-
-    def _ship(
-        self, samples: TrainingSamples, plan: StepPlan, columns: Sequence[str] | None = None
-    ) -> list[Any]:
-        """Put what each data-parallel rank gets where its ranks read it."""
-        # One after the other, and each let go before the next is made: no more than one rank's part
-        # is held besides the whole.
-        stored = []
-        for shipment in plan.shipments(samples, columns):
-            stored.append(self.ranks.store(shipment))
-            del shipment
-        return stored
 
     def _on_shipments(
         self, method: str, shipments: Sequence[Any], asked: Sequence[int], *arguments: Any

@@ -4,9 +4,9 @@ The driver decides once, from lengths, which rank takes which sequences in which
 sends every data-parallel rank its own sequences, which the rank's tensor-, pipeline- and
 context-parallel neighbours share, and puts what comes back into the order of the samples."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,16 @@ import torch
 
 from megatron_gptoss.packing import PackedBatch, Schedule, build_batch, schedule
 from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.samples import INPUT_COLUMNS, ColumnError, TrainingSamples
+from megatron_gptoss.samples import INPUT_COLUMNS, TOKEN_COLUMNS, ColumnError, TrainingSamples
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.trainer.settings import TrainerSettings
 
 SCORED_COLUMNS = (*INPUT_COLUMNS, "routed_experts")
 """What the policy's forward pass without a loss needs."""
+
+PARCEL_BYTES = 8 << 20
+"""Columns of a rank are copied together, on their way into Ray's store, up to this size. So the
+driver needs little memory besides its own columns, however few ranks share them."""
 
 
 @dataclass
@@ -52,11 +56,28 @@ class MiniBatchShare:
 
 @dataclass(frozen=True)
 class Shipment:
-    """The sequences of one data-parallel rank."""
+    """The sequences of one data-parallel rank, for one pass. Their columns are in Ray's store by
+    themselves: the next pass is sent where those are that do not change."""
 
-    samples: TrainingSamples
-    """In the order in which the rank takes them."""
+    inputs: Any
+    """TrainingSamples with INPUT_COLUMNS, in the order in which the rank takes them, or the
+    ``ray.ObjectRef`` of such."""
+    parcels: list[Any]
+    """Other columns of the same sequences by name, dict[str, np.ndarray] each, or references."""
+    routed_experts: list[Any] | None
+    """See ``TrainingSamples``."""
     mini_batches: list[MiniBatchShare]
+
+    @cached_property
+    def samples(self) -> TrainingSamples:
+        """All of it, as views into the store; routes where they are. Raises ColumnError naming a
+        column that does not belong to these sequences."""
+        inputs, *parcels = _load([self.inputs, *self.parcels])
+        columns = {name: column for parcel in parcels for name, column in parcel.items()}
+        samples: TrainingSamples = inputs.with_columns(**columns)
+        if self.routed_experts is None:
+            return samples
+        return samples.with_routes(self.routed_experts)
 
     @property
     def rows(self) -> Iterator[range]:
@@ -129,23 +150,18 @@ class StepPlan:
             for i in plan.schedule.sequences_of(rank)
         ]
 
-    def shipments(
-        self, samples: TrainingSamples, columns: Sequence[str] | None = None
-    ) -> Iterator[Shipment]:
-        """Cut out what each data-parallel rank gets, one after the other. ``columns``: names of
-        those that are needed; None for all."""
-        loss_tokens = samples.loss_tokens
-        for rank in range(self.ranks):
-            shares = []
-            taken = 0
-            for plan in self.mini_batches:
-                sample_ids = plan.schedule.micro_batches[rank]
-                rows = []
-                for micro_batch in sample_ids:
-                    rows.append(range(taken, taken + len(micro_batch)))
-                    taken += len(micro_batch)
-                shares.append(MiniBatchShare(rows, sample_ids, loss_tokens[list(plan.sequences)]))
-            yield Shipment(samples.take(self.sequences_of(rank), columns), shares)
+    def shares_of(self, rank: int, loss_tokens: np.ndarray) -> list[MiniBatchShare]:
+        """Say what a rank does with its sequences. ``loss_tokens``: of all samples."""
+        shares = []
+        taken = 0
+        for plan in self.mini_batches:
+            sample_ids = plan.schedule.micro_batches[rank]
+            rows = []
+            for micro_batch in sample_ids:
+                rows.append(range(taken, taken + len(micro_batch)))
+                taken += len(micro_batch)
+            shares.append(MiniBatchShare(rows, sample_ids, loss_tokens[list(plan.sequences)]))
+        return shares
 
     def place_answers(
         self, samples: TrainingSamples, answers: Sequence[np.ndarray], name: str, dtype: np.dtype
@@ -172,6 +188,101 @@ class StepPlan:
                 column[start : start + length] = answer[at : at + length]
                 at += length
         return column
+
+
+class Shipper:
+    """Puts what ranks need of samples where they read it.
+
+    Ids and mask, which every pass over a step needs, are put there by its first pass only."""
+
+    def __init__(self, store: Callable[[Any], Any]) -> None:
+        """``store`` puts a value where ranks read it, and returns what stands for it."""
+        self._store = store
+        self._last_samples: TrainingSamples | None = None
+        self._last_plan: StepPlan | None = None
+        self._last_inputs: list[Any] = []
+
+    def ship(
+        self, samples: TrainingSamples, plan: StepPlan, columns: Sequence[str] | None = None
+    ) -> list[Any]:
+        """Store a Shipment for each data-parallel rank; returns what stands for them.
+
+        ``columns``: names of those that are needed; None for all."""
+        inputs = self._ship_inputs(samples, plan)
+        others = [
+            name
+            for name in samples.columns
+            if name not in INPUT_COLUMNS and (columns is None or name in columns)
+        ]
+        routes = samples.routed_experts
+        if columns is not None and "routed_experts" not in columns:
+            routes = None
+
+        shipments = []
+        loss_tokens = samples.loss_tokens
+        for rank in range(plan.ranks):
+            sequences = plan.sequences_of(rank)
+            # ``map`` lets go of each parcel before the next is made.
+            parcels = list(map(self._store, _parcels(samples, sequences, others)))
+            shipment = Shipment(
+                inputs=inputs[rank],
+                parcels=parcels,
+                routed_experts=None if routes is None else [routes[i] for i in sequences],
+                mini_batches=plan.shares_of(rank, loss_tokens),
+            )
+            shipments.append(self._store(shipment))
+        return shipments
+
+    def forget(self) -> None:
+        """Let go of what was stored, as the next pass is over other samples."""
+        self._last_samples = None
+        self._last_plan = None
+        self._last_inputs = []
+
+    def _ship_inputs(self, samples: TrainingSamples, plan: StepPlan) -> list[Any]:
+        """Store INPUT_COLUMNS of each rank's sequences, unless the last pass did."""
+        last = self._last_samples
+        # The same arrays and not equal ones: comparing them would take as long as sending them.
+        is_there = (
+            last is not None
+            and self._last_plan is plan
+            and all(getattr(last, name) is getattr(samples, name) for name in INPUT_COLUMNS)
+        )
+        if not is_there:
+            self.forget()
+            inputs = (
+                samples.take(plan.sequences_of(rank), INPUT_COLUMNS) for rank in range(plan.ranks)
+            )
+            self._last_inputs = list(map(self._store, inputs))
+            self._last_samples = samples
+            self._last_plan = plan
+        return self._last_inputs
+
+
+def _parcels(
+    samples: TrainingSamples, sequences: Sequence[int], names: Sequence[str]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Copy columns of some of the sequences, as many at a time as PARCEL_BYTES allow."""
+    tokens = int(samples.lengths[list(sequences)].sum())
+    together: list[str] = []
+    size = 0
+    for name in names:
+        column_bytes = tokens * TOKEN_COLUMNS[name].itemsize
+        if together and size + column_bytes > PARCEL_BYTES:
+            yield {other: samples.gather(other, sequences) for other in together}
+            together = []
+            size = 0
+        together.append(name)
+        size += column_bytes
+    if together:
+        yield {name: samples.gather(name, sequences) for name in together}
+
+
+def _load(values: list[Any]) -> list[Any]:
+    """Return what is in Ray's store. Where the rank is the driver's process, nothing is."""
+    if isinstance(values[0], ray.ObjectRef):
+        return list(ray.get(values))
+    return values
 
 
 def load_routes(rows: Sequence[Any]) -> list[np.ndarray]:

@@ -92,9 +92,9 @@ def test_a_step_is_counted_as_its_columns_weigh() -> None:
     assert need.episodes == 36 + 8
     # uint8 for 128 experts
     assert need.routes == 36 * 32_768 * 24 * 4, "an evaluation replays nothing"
-    # ids, mask, log-probs and text of every episode; advantages besides for the ranks, and once more ids and mask,
-    # and the answers, where an evaluation scores without replay
-    assert need.columns == tokens * (4 + 1 + 4 + 5) + 36 * 32_768 * ((4 + 1 + 4 + 4) + (4 + 1 + 4))
+    # ids, mask, log-probs and text of every episode; advantages besides for the ranks, and the
+    # answers, where an evaluation scores without replay
+    assert need.columns == tokens * (4 + 1 + 4 + 5) + 36 * 32_768 * ((4 + 1 + 4 + 4) + 4)
     assert need.weights == 0, "servers get weights without Ray's store"
     assert (
         store_need(
@@ -122,8 +122,13 @@ def test_what_lives_longer_or_at_the_same_time_counts() -> None:
         "algorithm.kl.coefficient=0.001",
     ]
     estimated = store_need(rl_config(*estimates))
-    # values, returns and reference, and a pass before that has ids, mask and two answers
-    assert estimated.columns == plain.columns + 12 * 8 * 384 * (4 + 4 + 4 + (4 + 1 + 4 + 4))
+    # values, returns and reference, and two answers of a pass before; ids and mask are sent once
+    assert estimated.columns == plain.columns + 12 * 8 * 384 * (4 + 4 + 4 + (4 + 4))
+
+    # Mini-batches give ranks other sequences than the pass before them did, so that ids and mask
+    # are sent again; and they need the old log-probs.
+    cut = store_need(rl_config(*estimates, "algorithm.mini_batches=2"))
+    assert cut.columns == estimated.columns + 12 * 8 * 384 * (4 + 1 + 4)
 
     # in fp32, three times: returned, put, and the earlier version
     assert plain.weights == 3 * 4 * rl_config().model.num_parameters
@@ -210,7 +215,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.start_checks import store_need
 from rl_loop.lifecycle.store_size import EPISODE_COLUMNS, check_running_store
 from rl_loop.session import trainer_settings
-from rl_loop.trainer.shipment import SCORED_COLUMNS, plan_step
+from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, plan_step
 
 config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["initial_weights=null", *{STEP!r}])
 need = store_need(config)
@@ -233,9 +238,10 @@ def hold_step():
     samples = TrainingSamples.join([episode() for _ in range(36)])
     samples = samples.with_columns(advantages=np.zeros(samples.tokens, np.float32))
     plan = plan_step(samples, trainer_settings(config))
-    held += [ray.put(shipment) for shipment in plan.shipments(samples, SCORED_COLUMNS)]
+    shipper = Shipper(ray.put)
+    held += shipper.ship(samples, plan, SCORED_COLUMNS)
     held.append(ray.put(np.zeros(samples.tokens, np.float32)))
-    held += [ray.put(shipment) for shipment in plan.shipments(samples)]
+    held += shipper.ship(samples, plan)
     return held
 
 def is_spilled():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.samples import ColumnError, Sample, TrainingSamples
 from rl_loop.data.stored_routes import StoredRoutes
+from rl_loop.trainer import shipment as shipment_module
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipment, plan_step
+from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipment, Shipper, StepPlan, plan_step
 from rl_loop.trainer.worker import RankPlace
 
 MODEL = ModelConfig(num_layers=2, num_experts=8)
@@ -60,13 +62,20 @@ def samples_of(sizes: list[int], *, routes: bool = False) -> TrainingSamples:
     return TrainingSamples.join(samples)
 
 
+def ship(
+    samples: TrainingSamples, plan: StepPlan, columns: Sequence[str] | None = None
+) -> list[Shipment]:
+    """What each rank gets, without a store."""
+    return Shipper(lambda value: value).ship(samples, plan, columns)
+
+
 @given(lengths, st.integers(1, 4), st.integers(1, 3))
 def test_every_sequence_reaches_one_rank_with_what_belongs_to_it(
     sizes: list[int], ranks: int, mini_batches: int
 ) -> None:
     samples = samples_of(sizes, routes=True)
     plan = plan_step(samples, settings_of(ranks), mini_batches)
-    shipments = list(plan.shipments(samples))
+    shipments = ship(samples, plan)
 
     everyone = [i for rank in range(ranks) for i in plan.sequences_of(rank)]
     assert sorted(everyone) == list(range(len(sizes)))
@@ -104,7 +113,7 @@ def test_answers_come_back_into_the_order_of_the_samples(
     samples = samples_of(sizes)
     plan = plan_step(samples, settings_of(ranks), mini_batches)
     answers = []
-    for shipment in plan.shipments(samples, SCORED_COLUMNS):
+    for shipment in ship(samples, plan, SCORED_COLUMNS):
         batches = [b for mini_batch in shipment.unpack(4) for b in mini_batch.micro_batches]
         values = [batch.labels.float() for batch in batches]
         answers.append(shipment.column_of(values, np.dtype(np.float32)))
@@ -140,7 +149,7 @@ def test_a_sequence_that_is_too_long_is_named() -> None:
 
 def test_a_pass_without_a_loss_ships_no_column_of_the_loss() -> None:
     samples = samples_of([6, 4], routes=True)
-    (shipment,) = plan_step(samples, settings_of(1)).shipments(samples, SCORED_COLUMNS)
+    (shipment,) = ship(samples, plan_step(samples, settings_of(1)), SCORED_COLUMNS)
     assert set(shipment.samples.columns) == {"token_ids", "loss_mask"}
     assert shipment.samples.routed_experts is not None
     assert shipment.samples.bytes == 5 * samples.tokens
@@ -151,8 +160,12 @@ class RecordingRanks:
 
     def __init__(self, places: list[RankPlace]) -> None:
         self.places = places
-        self.stored: list[Shipment] = []
+        self.stored: list[Any] = []
         self.calls: list[tuple[str, list[Any], list[int]]] = []
+
+    @property
+    def shipments(self) -> list[Shipment]:
+        return [value for value in self.stored if isinstance(value, Shipment)]
 
     def ready(self) -> list[RankPlace]:
         return self.places
@@ -186,14 +199,14 @@ def test_neighbours_share_a_shipment_and_only_owners_answer() -> None:
     assert trainer.rl_step(samples, 3) == "what rank 0 said"
 
     scored, updated = ranks.calls
-    assert len(ranks.stored) == 4, "one for each data-parallel rank and pass"
+    assert len(ranks.shipments) == 4, "one for each data-parallel rank and pass"
     assert scored[2] == [1, 3]
     assert updated[2] == [0]
     for _, arguments, _ in ranks.calls:
         assert arguments[0][0] is arguments[1][0]
         assert arguments[2][0] is arguments[3][0]
         assert arguments[0][0] is not arguments[2][0]
-    for first, second in zip(ranks.stored[:2], ranks.stored[2:], strict=True):
+    for first, second in zip(ranks.shipments[:2], ranks.shipments[2:], strict=True):
         assert first.samples.names == second.samples.names, "packing decides once"
 
 
@@ -205,7 +218,7 @@ def test_only_updates_are_cut_into_mini_batches() -> None:
     samples = samples_of([6, 4, 9, 3])
     trainer.score(samples)
     trainer.rl_step(samples, 3)
-    scored, updated = ranks.stored
+    scored, updated = ranks.shipments
     assert [len(share.loss_tokens) for share in scored.mini_batches] == [4]
     assert [len(share.loss_tokens) for share in updated.mini_batches] == [2, 2]
 
@@ -216,13 +229,105 @@ def test_a_group_that_was_not_waited_for_says_so() -> None:
         trainer.score(samples_of([6]))
 
 
+@pytest.mark.parametrize(
+    ("mini_batches", "copies"),
+    [(1, 1), pytest.param(2, 2, id="ranks then have other sequences than before")],
+)
+def test_ids_and_mask_are_sent_once_for_all_passes_of_a_step(
+    mini_batches: int, copies: int
+) -> None:
+    ranks = RecordingRanks([RankPlace(data=rank, answers=True) for rank in range(2)])
+    trainer = TrainerGroup(settings_of(2, mini_batches), ranks)
+    trainer.ready()
+
+    samples = samples_of([6, 4, 9, 3], routes=True)
+    trainer.score(samples.without_routes())
+    trainer.score(samples)
+    values = np.arange(samples.tokens, dtype=np.float32)
+    estimated = samples.with_columns(values=values)
+    trainer.rl_step(estimated, 3)
+
+    sent = [value for value in ranks.stored if isinstance(value, TrainingSamples)]
+    assert len(sent) == 2 * copies
+    assert sum(inputs.tokens for inputs in sent) == copies * samples.tokens
+    last_pass = ranks.shipments[-2:]
+    for shipment in last_pass:
+        got = shipment.samples
+        assert got.columns.keys() == estimated.columns.keys()
+        assert np.array_equal(got.token_ids, got.advantages - 0.5)
+        assert np.array_equal(got.values, values[got.token_ids])
+        assert got.routed_experts is not None
+    assert sum(shipment.samples.tokens for shipment in last_pass) == samples.tokens
+
+
+def test_other_samples_and_those_of_a_later_step_are_sent_anew() -> None:
+    sent: list[Any] = []
+
+    def store(value: Any) -> Any:
+        sent.append(value)
+        return value
+
+    def inputs() -> int:
+        return sum(isinstance(value, TrainingSamples) for value in sent)
+
+    shipper = Shipper(store)
+    samples = samples_of([6, 4, 9])
+    plan = plan_step(samples, settings_of(1))
+    shipper.ship(samples, plan)
+    shipper.ship(samples.with_columns(returns=samples.advantages), plan)
+    assert inputs() == 1
+
+    # A mask that leaves more out, of sequences as long as before.
+    stricter = samples.with_columns(loss_mask=samples.loss_mask & (samples.token_ids > 9))
+    (shipment,) = shipper.ship(stricter, plan)
+    assert inputs() == 2
+    assert shipment.samples.loss_mask.sum() == stricter.loss_mask.sum()
+
+    shipper.forget()
+    shipper.ship(stricter, plan)
+    assert inputs() == 3
+
+
+def test_columns_are_copied_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = samples_of([6, 4, 9])
+    numbers = np.zeros(samples.tokens, np.float32)
+    samples = samples.with_columns(values=numbers, returns=numbers, reference_log_probs=numbers)
+    plan = plan_step(samples, settings_of(1))
+    monkeypatch.setattr(shipment_module, "PARCEL_BYTES", 2 * numbers.nbytes)
+    (shipment,) = ship(samples, plan)
+    assert [len(parcel) for parcel in shipment.parcels] == [2, 2, 1]
+
+    monkeypatch.setattr(shipment_module, "PARCEL_BYTES", 1)
+    (by_one,) = ship(samples, plan)
+    assert [len(parcel) for parcel in by_one.parcels] == [1] * 5
+    for name, column in shipment.samples.columns.items():
+        assert np.array_equal(column, by_one.samples.columns[name])
+
+
+@pytest.mark.parametrize(
+    ("column", "found"),
+    [
+        (np.zeros(9, np.float32), r"has the shape \[9\], expected \[10\]"),
+        (np.zeros(10, np.float64), "holds float64, expected float32"),
+    ],
+)
+def test_a_parcel_of_other_sequences_is_refused_by_column_and_task(
+    column: np.ndarray, found: str
+) -> None:
+    samples = samples_of([6, 4])
+    (shipment,) = ship(samples, plan_step(samples, settings_of(1)))
+    wrong = replace(shipment, parcels=[{"values": column}])
+    with pytest.raises(ColumnError, match=f"column values of task 0 to task 1 {found}"):
+        wrong.unpack(align=1)
+
+
 @settings(deadline=None, max_examples=5)
 @given(lengths)
 def test_what_is_sent_is_arrays_and_no_number_by_itself(sizes: list[int]) -> None:
     samples = samples_of([size * 50 for size in sizes])
     big = settings_of(1)
     big.training.max_tokens_per_micro_batch = 4000
-    (shipment,) = plan_step(samples, big).shipments(samples)
+    (shipment,) = ship(samples, plan_step(samples, big))
     buffers: list[pickle.PickleBuffer] = []
     in_band = pickle.dumps(shipment, protocol=5, buffer_callback=buffers.append)
     assert sum(len(buffer.raw()) for buffer in buffers) >= samples.bytes
@@ -247,11 +352,24 @@ def test_ranks_read_routes_out_of_the_store(local_ray: Any, tmp_path: Path) -> N
     ]
     shipped = samples.with_routes(stored)
     plan = plan_step(shipped, settings_of(1))
-    (got,) = next(plan.shipments(shipped)).unpack(align=1)
-    (want,) = next(plan.shipments(samples)).unpack(align=1)
+    (got,) = ship(shipped, plan)[0].unpack(align=1)
+    (want,) = ship(samples, plan)[0].unpack(align=1)
     for got_batch, want_batch in zip(got.micro_batches, want.micro_batches, strict=True):
         assert torch.equal(got_batch.routed_experts, want_batch.routed_experts)
 
     wrong = replace(stored[1], shape=(2, LAYERS, TOP_K))
     with pytest.raises(ColumnError, match="column routed_experts of task 1 has 2 rows, expected 3"):
         samples.with_routes([stored[0], wrong, stored[2]])
+
+
+def test_ranks_read_columns_out_of_the_store(local_ray: Any) -> None:
+    samples = samples_of([6, 4, 9])
+    plan = plan_step(samples, settings_of(2))
+    shipper = Shipper(ray.put)
+    shipper.ship(samples, plan, SCORED_COLUMNS)
+    stored = ray.get(shipper.ship(samples, plan))
+    for got, want in zip(stored, ship(samples, plan), strict=True):
+        assert isinstance(got.inputs, ray.ObjectRef)
+        for name, column in want.samples.columns.items():
+            assert np.array_equal(got.samples.columns[name], column)
+            assert not got.samples.columns[name].flags.owndata, "read where it lies"
