@@ -15,7 +15,7 @@ limits. So rewards teach nothing (``reward.tool_use`` makes them differ), and wh
 time, memory and agreement, not learning.
 
 The first step compiles, and alone measures the mismatch without routing replay; medians are those
-of the others. Memory is the most that ``nvidia-smi`` showed of each GPU in a phase.
+of the others. Memory is the most that ``nvidia-smi`` showed of each GPU in a phase of any step.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Watch:
         self.steps: list[dict[str, float]] = []
         """Metrics of every finished step, and ``seconds/sleep`` and ``seconds/wake``."""
         self.memory: dict[str, dict[int, int]] = defaultdict(dict)
-        """By phase and GPU: the most MiB in use, first step left out."""
+        """By phase and GPU: the most MiB in use."""
         self.seconds: dict[str, float] = defaultdict(float)
         """Of the step under way, by what was timed."""
         self._phase = "start"
@@ -256,9 +256,8 @@ class Watch:
         assert process.stdout is not None
         for line in process.stdout:
             index, used = (int(cell) for cell in line.split(","))
-            if self.steps:
-                most = self.memory[self._phase]
-                most[index] = max(used, most.get(index, 0))
+            most = self.memory[self._phase]
+            most[index] = max(used, most.get(index, 0))
 
 
 class Report:
