@@ -66,7 +66,10 @@ def main() -> None:
         print(f"random weights written in {time.monotonic() - began:.1f} s", flush=True)
 
         watch = Watch()
-        steps = run(config, options.steps, watch)
+        try:
+            steps = run(config, options.steps, watch)
+        finally:
+            keep_server_logs(config, options.out)
         report = Report(config, steps, watch, server_speeds(config))
 
     text = report.text()
@@ -392,10 +395,23 @@ class Report:
         return lines
 
 
+def keep_server_logs(config: RlConfig, out: Path | None) -> None:
+    """Copy the servers' logs beside ``out``, also of a run that failed."""
+    if out is None:
+        return
+    for log in server_logs(config):
+        shutil.copy(log, out.with_name(f"{out.stem}_{log.name}"))
+
+
+def server_logs(config: RlConfig) -> list[Path]:
+    """Find what SGLang's servers printed."""
+    return sorted((config.directory / "engine").glob("server_*.log"))
+
+
 def server_speeds(config: RlConfig) -> list[tuple[int, float]]:
     """Read running requests and tokens per second of decoding from the logs of SGLang's servers."""
     speeds = []
-    for log in sorted((config.directory / "engine").glob("server_*.log")):
+    for log in server_logs(config):
         for found in DECODE_LINE.finditer(log.read_text(errors="replace")):
             speeds.append((int(found[1]), float(found[2])))
     return speeds
