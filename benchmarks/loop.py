@@ -168,8 +168,10 @@ def no_checkpoints() -> Iterator[None]:
     """Ask for no room for checkpoints, as the benchmark writes none."""
     original = start_checks.check_disk
     start_checks.check_disk = lambda directory, *unused: check_writable(directory)
-    yield
-    start_checks.check_disk = original
+    try:
+        yield
+    finally:
+        start_checks.check_disk = original
 
 
 @contextmanager
@@ -188,8 +190,10 @@ def timed_waking(watch: Watch) -> Iterator[None]:
         return result
 
     SglangFleet._change_memory = change_memory  # type: ignore[method-assign, assignment]
-    yield
-    SglangFleet._change_memory = original  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SglangFleet._change_memory = original  # type: ignore[method-assign]
 
 
 class Watch:
@@ -219,9 +223,11 @@ class Watch:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             reader = Thread(target=self._read_memory, args=(process,), daemon=True)
             reader.start()
-            yield self
-            process.terminate()
-            reader.join()
+            try:
+                yield self
+            finally:
+                process.terminate()
+                reader.join()
 
     def phase(self, name: str) -> None:
         self._phase = name
