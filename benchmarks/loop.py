@@ -291,7 +291,7 @@ class Report:
         model = self.config.model
         rollout = self.config.rollout
         lines = [
-            f"{model.num_layers} layers, {model.num_experts} experts, {self.gpus} GPUs, engine "
+            f"{model.num_layers} layers, {model.num_experts} experts, GPUs: {self.gpus}, engine "
             f"{rollout.engine.type}, {self.episodes} episodes of at most {rollout.max_tokens} tokens "
             f"and {rollout.max_turns} turns",
             "",
