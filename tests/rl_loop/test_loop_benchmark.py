@@ -23,6 +23,8 @@ from rl_loop.tasks.demonstrations import harmony_of
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/rl/tiny_retool.yaml"
 TURN_TOKENS = 12
+TEXT = "12+34-5*6/8"
+"""Nothing of what a call begins with, whose tokens have certain successors."""
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def test_text_ends_as_often_as_it_was_asked_to_and_is_never_special(
     policy: Any, harmony: Harmony, random_policy: ModuleType
 ) -> None:
     following = random_policy.next_tokens(harmony, TURN_TOKENS)
-    text = harmony.vocabulary.encode_text("12 34+5*(6-7)/8")
+    text = harmony.vocabulary.encode_text(TEXT)
     probs = next_log_probs(policy, call_of(harmony) + text)[-len(text) :].exp()
     assert probs[:, following.impossible].sum(-1).max() < 1e-6
     ends = probs[:, following.end].mean()
@@ -82,7 +84,7 @@ def test_text_ends_as_often_as_it_was_asked_to_and_is_never_special(
 
 
 def test_log_probs_of_text_depend_on_the_layers(policy: Any, harmony: Harmony) -> None:
-    ids = call_of(harmony) + harmony.vocabulary.encode_text("12 34+5*(6-7)/8")
+    ids = call_of(harmony) + harmony.vocabulary.encode_text(TEXT)
     before = next_log_probs(policy, ids)[-1]
     with torch.no_grad():
         policy.model.layers[1].mlp.experts.down_proj.zero_()
