@@ -3,11 +3,13 @@
     python benchmarks/sglang.py --layers 4 gap turns deterministic --attention fa3 triton
     python benchmarks/sglang.py --layers 24 sync --server-gpu 1 --transport nccl
     python benchmarks/sglang.py --layers 8 sync --transport cuda_ipc
+    python benchmarks/sglang.py --layers 24 decode
 
-Cases run one after the other on one server. Without ``--server-gpu`` trainer and server share one
-GPU. The model has GPT-OSS-20B's widths and random weights (normal with std 0.02, small enough that
-routing margins decide). SGLang runs in its own environment: ``--python`` and ``--pythonpath``. No
-Ray. Prints one JSON object per case. ``--device cpu --tiny`` is for an SGLang that serves on CPUs.
+``decode`` is described in ``decoding.py``. The other cases run one after the other on one server.
+Without ``--server-gpu`` trainer and server share one GPU. The model has GPT-OSS-20B's widths and
+random weights (normal with std 0.02, small enough that routing margins decide). SGLang runs in its
+own environment: ``--python`` and ``--pythonpath``. No Ray. Prints one JSON object per case.
+``--device cpu --tiny`` is for an SGLang that serves on CPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import asyncio
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +29,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from decoding import measure_decoding
+from sglang_servers import (
+    make_engine,
+    make_server,
+    model_config,
+    server_settings,
+    used_gpu_memory,
+    wait_until_healthy,
+)
 
 from converters.live import export_hf_weights
 from megatron_gptoss import distributed
@@ -40,9 +50,8 @@ from megatron_gptoss.scorer import Scorer, alignment
 from rl_loop.cluster.placement import free_port
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
-from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine, score_on
-from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
+from rl_loop.engines.sglang.server import SglangServer
 from rl_loop.engines.sglang.weight_sender import SyncPlan, send_weights
 
 TRANSPORTS = ["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"]
@@ -63,19 +72,13 @@ class Bench:
         self.scorer = Scorer(self.model)
 
     async def run(self) -> None:
-        hf_config = self.model_config.to_hf_config(dtype="bfloat16")
-        (self.scratch / "config.json").write_text(json.dumps(hf_config))
-
-        server = self.make_server()
-        began = time.monotonic()
+        settings = server_settings(self.arguments, self.attention)
+        log = self.arguments.log or self.scratch / "server.log"
+        server = make_server(self.arguments, settings, self.model_config, self.scratch, log)
         try:
-            while (status := await server.status()).state is not ServerState.STALE:
-                if status.fault:
-                    raise SystemExit(status.fault)
-                await asyncio.sleep(0.5)
-            self.emit("start", seconds=time.monotonic() - began)
+            self.emit("start", seconds=await wait_until_healthy(server))
 
-            engine = self.make_engine(server)
+            engine = make_engine(server, self.model_config)
             # The first sync makes the process group, and its figures stand apart.
             await self.sync_in_buckets(server, self.arguments.bucket_mib[0], rounds=1)
             for case in self.arguments.cases:
@@ -83,64 +86,6 @@ class Bench:
             await engine.close()
         finally:
             await server.stop()
-
-    def make_server(self) -> SglangServer:
-        settings = self.settings()
-        full_command = settings.command(
-            0,
-            self.scratch,
-            "bfloat16",
-            routed_experts=self.on_gpu,
-            seed=0,
-        )
-
-        def command(host: str, port: int) -> list[str]:
-            words = full_command(host, port)
-            return [word for word in words if word.removeprefix("--") not in self.arguments.without]
-
-        environment = {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": self.server_gpu()}
-        if not self.on_gpu:
-            environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        return SglangServer(
-            command,
-            environment | settings.environment,
-            self.arguments.log or self.scratch / "server.log",
-            health_seconds=60,
-        )
-
-    def settings(self) -> SglangConfig:
-        options = self.arguments
-        server_arguments = ["--disable-piecewise-cuda-graph"]
-        if not self.on_gpu:
-            server_arguments = ["--device", "cpu", "--max-total-tokens", "8192"]
-        server_arguments += options.server_arguments.split()
-
-        environment = {"PYTHONPATH": options.pythonpath}
-        for setting in options.server_env:
-            name, value = setting.split("=", 1)
-            environment[name] = value
-
-        return SglangConfig(
-            python=options.python,
-            attention_backend=self.attention,
-            memory_fraction=options.memory_fraction,
-            weight_sync=options.transport,
-            arguments=server_arguments,
-            deterministic="deterministic" in options.cases,
-            env=environment,
-        )
-
-    def make_engine(self, server: SglangServer) -> SglangEngine:
-        async def statuses() -> list[ServerStatus]:
-            return [await server.status()]
-
-        return SglangEngine(
-            statuses,
-            num_layers=self.model_config.num_layers,
-            top_k=self.model_config.experts_per_token,
-            num_experts=self.model_config.num_experts,
-            vocab_size=self.model_config.vocab_size,
-        )
 
     def emit(self, case: str, **figures: Any) -> None:
         """Print one JSON object; numbers have four significant digits."""
@@ -237,22 +182,11 @@ class Bench:
         )
         return ((name, tensor.to(torch.bfloat16)) for name, tensor in exported)
 
-    def server_gpu(self) -> str:
-        """Return the server's GPU as the whole machine numbers it."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-        return visible.split(",")[self.arguments.server_gpu]
-
     def server_memory(self) -> int:
         """Return bytes in use on the server's GPU, the trainer's too if they share it."""
         if not self.on_gpu:
             return 0
-        command = [
-            "nvidia-smi",
-            f"--id={self.server_gpu()}",
-            "--query-gpu=memory.used",
-            "--format=csv,noheader,nounits",
-        ]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) << 20
+        return used_gpu_memory(self.arguments)
 
     def link(self) -> float:
         """Measure GB/s of a copy between the two GPUs, or within the one: no transport beats
@@ -468,23 +402,6 @@ class SyncMemory:
     sender: int
 
 
-def model_config(arguments: argparse.Namespace) -> ModelConfig:
-    if not arguments.tiny:
-        return ModelConfig(num_layers=arguments.layers, num_experts=32, max_length=32_768)
-    return ModelConfig(
-        num_layers=arguments.layers,
-        num_experts=4,
-        experts_per_token=2,
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_size=32,
-        vocab_size=1024,
-        max_length=32_768,
-    )
-
-
 def random_model(config: ModelConfig) -> torch.nn.Module:
     """Make a bf16 model with normal weights; norms are 1."""
     model = build_model(config, ParallelConfig(), torch.bfloat16)
@@ -525,13 +442,18 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option = parser.add_argument
-    option("cases", nargs="+", choices=["gap", "turns", "deterministic", "sync"])
+    option("cases", nargs="+", choices=["gap", "turns", "deterministic", "sync", "decode"])
     option("--layers", type=int, default=4)
     option("--attention", nargs="+", default=["fa3"])
     option("--transport", default="cuda_ipc", choices=TRANSPORTS)
     option("--bucket-mib", type=int, nargs="+", default=[1024])
     option("--episodes", type=int, default=32)
     option("--tokens", type=int, default=256, help="sampled per turn")
+    option("--running", type=int, nargs="+", default=[1, 8, 64, 256], help="decode: requests")
+    option("--prompt", type=int, default=512, help="decode: tokens of every prompt")
+    option("--rounds", type=int, default=5, help="decode: of which the median counts")
+    option("--cache-gb", type=float, default=16.0, help="decode: of every server, for KV")
+    option("--out", type=Path, help="decode: file for the table")
 
     option("--python", default=sys.executable, help="interpreter that has SGLang")
     option("--pythonpath", default="", help="of the server")
@@ -548,10 +470,16 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    distributed.initialize(ParallelConfig(), port=free_port())
-    for attention in arguments.attention:
-        with tempfile.TemporaryDirectory() as scratch:
-            asyncio.run(Bench(arguments, attention, Path(scratch)).run())
+    with tempfile.TemporaryDirectory() as scratch:
+        if "decode" in arguments.cases:
+            arguments.cases.remove("decode")
+            asyncio.run(measure_decoding(arguments, Path(scratch)))
+
+    if arguments.cases:
+        distributed.initialize(ParallelConfig(), port=free_port())
+        for attention in arguments.attention:
+            with tempfile.TemporaryDirectory() as scratch:
+                asyncio.run(Bench(arguments, attention, Path(scratch)).run())
     os._exit(0)  # shared-memory helpers of torch would keep a pipe of this process open
 
 

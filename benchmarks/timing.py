@@ -1,4 +1,5 @@
-"""Device times of several variants: a CUDA graph each, replayed in turn, and the median."""
+"""Device times of several variants: a CUDA graph each, replayed in turn, and the median; and the
+bandwidth that bounds them."""
 
 from collections.abc import Callable
 from statistics import median
@@ -57,3 +58,11 @@ def time_call(call: Callable[[], object]) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end)
+
+
+def read_bandwidth() -> float:
+    """Measure the bytes per second that this GPU reads, by summing 4 GB."""
+    data = torch.ones(1 << 30, device="cuda", dtype=torch.float32)
+    data.sum()
+    times = [time_call(data.sum) for _ in range(5)]
+    return data.nbytes / (median(times) / 1000)

@@ -4,12 +4,18 @@
     python benchmarks/train.py step --layers 4 --length 4096 --sequences 4
     torchrun --nproc_per_node 4 benchmarks/train.py step --expert 4 --sequences 4 --micro-batches 2
     torchrun --nproc_per_node 4 benchmarks/train.py stock --expert 4
+    python benchmarks/train.py stock --packed --layers 4 --sequences 2
     torchrun --nproc_per_node 2 benchmarks/train.py check-overlap --layers 2 --experts 8
+    python benchmarks/train.py table --out FILE
 
 Weights are random (normal with std 0.02, biases and sinks 0, norms 1), tokens uniform, routing
 what follows from them. ``--also "step ARGUMENTS"`` runs a further case in the same processes.
-Prints a JSON object per case; ``--out FILE`` appends them as lines. MFU is taken against a matrix
-product measured beforehand.
+Prints a JSON object per case; ``--out FILE`` appends them as lines, and ``table`` makes a Markdown
+table of these. MFU is taken against a matrix product measured beforehand.
+
+``stock`` is Megatron with its own layers and Transformer Engine's attention; ``--packed`` gives it
+``--sequences`` sequences in one row instead of one. A baseline on one GPU that cannot run, for
+want of memory or of a kernel, is a line that says so.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from chosen_attention import chosen_attention
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -499,15 +506,18 @@ def replicas_equal(model: torch.nn.Module) -> bool:
 def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     """Time Megatron as its examples run GPT-OSS.
 
-    Unpacked, Transformer Engine's attention, logits held, one sequence at a time. The router's
-    bias is bf16 there, which is numerically wrong but costs no time."""
+    Transformer Engine's attention, logits held; unpacked one sequence at a time. The router's bias
+    is bf16 there, which is numerically wrong but costs no time."""
     from megatron.core.distributed import finalize_model_grads
 
     model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
     model = stock_model(args, model_config)
     optimizer = stock_optimizer(model)
-    rows = torch.randint(0, VOCAB, (args.micro_batches, 1, args.length), device="cuda")
-    positions = torch.arange(args.length, device="cuda")[None]
+    packing = stock_packing(args)
+    sequences = args.sequences if args.packed else 1
+    shape = (args.micro_batches, 1, sequences * args.length)
+    rows = torch.randint(0, VOCAB, shape, device="cuda")
+    positions = torch.arange(args.length, device="cuda").repeat(sequences)[None]
 
     def step() -> None:
         model.zero_grad_buffer()
@@ -516,14 +526,62 @@ def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
             # Gradients are reduced after the last micro-batch only.
             is_last = i == len(rows) - 1
             with contextlib.nullcontext() if is_last else model.no_sync():
-                losses = model(row, positions, None, labels=row.roll(-1, 1))
+                labels = row.roll(-1, 1)
+                losses = model(row, positions, None, labels=labels, packed_seq_params=packing)
                 losses.float().mean().backward()
         finalize_model_grads([model])
         optimizer.step()
 
-    tokens = args.micro_batches * args.length
-    flops = 3 * forward_flops(model_config, [args.length] * args.micro_batches)
-    return measure_steps(step, args.steps, tokens, flops, ceiling)
+    lengths = [args.length] * sequences * args.micro_batches
+    flops = 3 * forward_flops(model_config, lengths)
+    result = measure_steps(step, args.steps, sum(lengths), flops, ceiling)
+    return {**result, "last_attention": chosen_attention()}
+
+
+def stock_packing(args: argparse.Namespace) -> Any:
+    """Return what tells Megatron where the sequences of a packed row end; None if unpacked."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    if not args.packed:
+        return None
+    ends = torch.arange(args.sequences + 1, device="cuda", dtype=torch.int32) * args.length
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=args.length,
+        max_seqlen_kv=args.length,
+    )
+
+
+def measure_or_explain(
+    measure: Callable[[argparse.Namespace, float], dict[str, Any]],
+    args: argparse.Namespace,
+    ceiling: float,
+) -> dict[str, Any]:
+    """Return what ``measure`` returns, or in one line why it cannot be measured.
+
+    With several ranks errors are raised: the others may wait for the one that failed."""
+    try:
+        return measure(args, ceiling)
+    except torch.cuda.OutOfMemoryError as error:
+        if dist.get_world_size() > 1:
+            raise
+        reason = f"out of memory: {first_line(error)}"
+    except (ValueError, RuntimeError, AssertionError) as error:
+        if dist.get_world_size() > 1:
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    return {
+        "failed": reason,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "last_attention": chosen_attention(),
+    }
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).splitlines() or [""])[0]
 
 
 def stock_model(args: argparse.Namespace, model_config: ModelConfig) -> Any:
@@ -546,6 +604,7 @@ def stock_model(args: argparse.Namespace, model_config: ModelConfig) -> Any:
         calculate_per_token_loss=False,
         moe_router_force_load_balancing=args.balanced,
         perform_initialization=False,
+        **json.loads(args.config),
     )
     yarn = {
         "position_embedding_type": "yarn",
@@ -605,7 +664,7 @@ def argument_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("case", choices=["log-probs", "step", "stock", "check-overlap"])
+    add("case", choices=["log-probs", "step", "stock", "check-overlap", "table"])
 
     # The model and its batch.
     add("--layers", type=int, default=24)
@@ -613,6 +672,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--length", type=int, default=4096, help="tokens of every sequence")
     add("--sequences", type=int, default=1, help="sequences packed into one micro-batch")
     add("--micro-batches", type=int, default=1)
+    add("--packed", action="store_true", help="stock: all sequences of a micro-batch in one row")
     add("--balanced", action="store_true", help="route at random and evenly, for comparison only")
 
     # The layout.
@@ -659,7 +719,7 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
     if args.case == "step":
         return step_case(args, ceiling)
     if args.case == "stock":
-        return stock_case(args, ceiling)
+        return measure_or_explain(stock_case, args, ceiling)
     if args.case == "check-overlap":
         return check_overlap_case(args, ceiling)
     return dict(log_probs_case())
@@ -702,9 +762,44 @@ def run(args: argparse.Namespace, port: int) -> None:
     distributed.shutdown()
 
 
+def table(lines: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of what ``--out`` collected."""
+    rows = [
+        "| case | GPUs | layers | tokens of a step and GPU | attention | seconds | tokens/s/GPU | MFU | peak GB |",
+        "|---" * 9 + "|",
+    ]
+    for line in lines:
+        arguments = line["arguments"]
+        case = arguments["case"]
+        if arguments.get("packed"):
+            case += ", packed"
+        sequences = arguments["sequences"]
+        if arguments["case"] == "stock" and not arguments.get("packed"):
+            sequences = 1
+        tokens = sequences * arguments["length"] * arguments["micro_batches"]
+        cells = [
+            case,
+            str(line["gpus"]),
+            str(arguments["layers"]),
+            f"{tokens:,}",
+            line.get("last_attention") or arguments["attention"],
+        ]
+        if "failed" in line:
+            cells += [line["failed"], "-", "-"]
+        else:
+            speed = f"{line['tokens_per_second_per_gpu']:,.0f}"
+            cells += [f"{line['seconds']:.3f}", speed, f"{100 * line['mfu']:.1f} %"]
+        cells.append(f"{line['peak_gb']:.1f}")
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     """Run the case of the command line and those of ``--also``, each with groups of its own."""
     args = argument_parser().parse_args()
+    if args.case == "table":
+        print(table([json.loads(line) for line in args.out.read_text().splitlines()]))
+        return
     run(args, port=29_777)
     for index, further in enumerate(args.also):
         out = ["--out", str(args.out)] if args.out else []

@@ -27,11 +27,12 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from timing import read_bandwidth, time_call
 
 # Beside this file lies a sglang.py, which Python would take for the package.
 sys.path = [
@@ -214,7 +215,7 @@ class Layer:
                 self.run(product, settings, routing)
 
         graph.replay()
-        times = [milliseconds(graph.replay) for _ in range(rounds)]
+        times = [time_call(graph.replay) for _ in range(rounds)]
         return median(times) * 1000 / ROUTINGS
 
     def relative_error(self, product: str, settings: dict[str, Any]) -> float:
@@ -331,24 +332,6 @@ def fastest(layer: Layer, product: str, block_m: int) -> tuple[float, Settings]:
     for _, settings in timed[:5]:
         again.append((layer.microseconds(product, asdict(settings), rounds=7), settings))
     return min(again, key=lambda pair: pair[0])
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    """Measure the time that a call takes on the GPU."""
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-def read_bandwidth() -> float:
-    """Measure the bytes per second that this GPU reads, by summing 4 GB."""
-    data = torch.ones(1 << 30, device="cuda", dtype=torch.float32)
-    times = [milliseconds(data.sum) for _ in range(5)]
-    return data.numel() * 4 / (median(times) / 1000)
 
 
 def write(directory: Path, shape: Shape, choices: dict[int, Choice]) -> None:

@@ -2,7 +2,7 @@
 
 window   our kernels for sliding-window layers: they win every such case, whatever the lengths.
 short    our kernels for full attention: they win where sequences average SHORT_MEAN tokens or
-         less.
+         less, and serve longer ones where no FlashAttention is installed.
 flash4   wins full attention over longer ones on Hopper, and takes windows and head sizes that our
          kernels do not.
 flash3   is second there, by the price of the sink's extra pass.
@@ -47,9 +47,9 @@ def choose_backend(shape: ShapeClass, short: bool) -> str:
         shape: the layer and its tensors.
         short: whether the mean length is at most SHORT_MEAN.
     """
-    order = ["window", "flash4", "flash3"]
+    order = ["window", "flash4", "flash3", "short"]
     if short:
-        order.insert(1, "short")
+        order = ["window", "short", "flash4", "flash3"]
     reasons = {backend: unsupported_reason(backend, shape) for backend in order}
     supported = [backend for backend in order if reasons[backend] is None]
     chosen = supported[0] if supported else "reference"

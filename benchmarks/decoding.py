@@ -1,0 +1,375 @@
+"""Decoding and prefill with and without our settings of SGLang's mixture-of-experts kernel, and
+against what the GPU's memory allows: ``python benchmarks/sglang.py decode``.
+
+Two servers with the same random weights share one GPU, and rounds go to them in turn, so that a
+change of the clocks meets both: ``as_it_comes`` does not find our settings, ``tuned`` does. A round
+is three calls with the same prompts: one new token each (prefill), the same again, now from the
+prefix cache (what a call costs besides), and ``--tokens`` more (decoding). A decoding step is the
+difference of the last two over the tokens. Requests go through the rollouts' own client.
+
+The limit is the bytes that a decoding step has to read, once, over the bandwidth that reading 4 GB
+reaches on this GPU: attention, router, the experts that the running requests are routed to
+(counted from the routes that the server returns), the head, and the keys and values in sight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from sglang_servers import (
+    free_gpu_memory,
+    make_engine,
+    make_server,
+    model_config,
+    server_settings,
+    wait_until_healthy,
+)
+from timing import read_bandwidth
+
+from converters.names import hf_shapes
+from megatron_gptoss.config import ModelConfig
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
+from rl_loop.engines.sglang.engine import SglangEngine
+from rl_loop.engines.sglang.server import SglangServer
+from rl_loop.engines.sglang.weight_sender import SyncPlan, send_weights
+
+BF16_BYTES = 2
+ROUTED_TOKENS = 16
+"""Decoding steps in which the experts are counted."""
+MOE_VARIABLE = "SGLANG_MOE_CONFIG_DIR"
+WAYS = {"as_it_comes": (MOE_VARIABLE,), "tuned": ()}
+"""By name: the variables of ours that the server does not get."""
+
+
+@dataclass
+class Times:
+    """Seconds of every round of one server with one number of requests."""
+
+    prefill: list[float] = field(default_factory=list)
+    """Of all prompts."""
+    step: list[float] = field(default_factory=list)
+    """Of one decoding step."""
+    cached: list[float] = field(default_factory=list)
+    """Not seconds, but the share of the prompts that came from the prefix cache."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the servers."""
+
+    name: str
+    server: SglangServer
+    engine: SglangEngine
+
+
+async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
+    """Start both servers, measure, and print the table; ends both whatever happens."""
+    config = model_config(options)
+    bandwidth = 0.0
+    if options.device != "cpu":
+        bandwidth = read_bandwidth()
+        torch.cuda.empty_cache()
+        emit("bandwidth", terabytes_per_second=bandwidth / 1e12)
+
+    ways: list[Way] = []
+    try:
+        # One after the other: a server takes its share of what is free when it starts.
+        for name in WAYS:
+            ways.append(prepare(name, options, config, scratch))
+            emit("start", way=name, seconds=await wait_until_healthy(ways[-1].server))
+        emit("weights", seconds=await send_random_weights(ways, options, config, scratch))
+
+        rows = []
+        for running in options.running:
+            rows.append(await measure_row(ways, running, options, config, bandwidth))
+            print(table(rows, options, config), flush=True)
+        for way in ways:
+            await way.engine.close()
+    finally:
+        for way in ways:
+            await way.server.stop()
+
+    if options.out:
+        options.out.write_text(table(rows, options, config))
+
+
+def prepare(name: str, options: argparse.Namespace, config: ModelConfig, scratch: Path) -> Way:
+    """Prepare one of the servers."""
+    arguments = []
+    if options.device != "cpu":
+        graphs = [str(count) for count in sorted(options.running)]
+        arguments = ["--cuda-graph-bs", *graphs]
+        wanted_bytes = weight_bytes(config) + options.cache_gb * 1e9
+        fraction = wanted_bytes / free_gpu_memory(options)
+        arguments += ["--mem-fraction-static", f"{fraction:.3f}"]
+
+    attention = options.attention[0]
+    log = scratch / f"{name}.log"
+    if options.log:
+        log = options.log.with_name(f"{name}_{options.log.name}")
+    directory = scratch / name
+    directory.mkdir()
+    settings = server_settings(options, attention, arguments)
+    server = make_server(options, settings, config, directory, log, WAYS[name])
+    return Way(name, server, make_engine(server, config))
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    """Return the bytes of the whole model in bf16."""
+    return config.num_parameters * BF16_BYTES
+
+
+def random_weights(config: ModelConfig, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Draw bf16 weights by Hugging Face name: normal with std 0.02, sinks with std 1, norms 1.
+
+    Tokens then differ enough to be routed to all experts.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    for name, shape in hf_shapes(config).items():
+        tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        if "norm" in name:
+            tensor.fill_(1)
+        elif name.endswith("sinks"):
+            tensor.normal_(0, 1, generator=generator)
+        else:
+            tensor.normal_(0, 0.02, generator=generator)
+        yield name, tensor
+
+
+async def send_random_weights(
+    ways: list[Way], options: argparse.Namespace, config: ModelConfig, scratch: Path
+) -> float:
+    """Give all servers the same weights; returns seconds."""
+    statuses = [await way.server.status() for way in ways]
+    for way, status in zip(ways, statuses, strict=True):
+        await way.server.begin_sync(status.incarnation)
+    plan = SyncPlan(
+        urls=tuple(status.url for status in statuses),
+        version=1,
+        transport=options.transport,
+        bucket_bytes=options.bucket_mib[0] << 20,
+        directory=scratch / "weights",
+        compare=False,
+    )
+
+    device = "cpu" if options.device == "cpu" else "cuda"
+    began = time.perf_counter()
+    await send_weights(random_weights(config, device), config, plan)
+    seconds = time.perf_counter() - began
+
+    for way, status in zip(ways, statuses, strict=True):
+        await way.server.end_sync(status.incarnation, 1)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return seconds
+
+
+# -- times ----------------------------------------------------------------------------------------
+
+
+async def measure_row(
+    ways: list[Way],
+    running: int,
+    options: argparse.Namespace,
+    config: ModelConfig,
+    bandwidth: float,
+) -> dict[str, Any]:
+    """Measure one number of running requests on all servers; return the row's figures."""
+    generator = random.Random(running)
+    times = {way.name: Times() for way in ways}
+
+    # The first round warms up: kernels are compiled, and the allocator learns what is needed.
+    for number in range(options.rounds + 1):
+        prompts = random_prompts(generator, running, options.prompt, config)
+        in_turn = ways if number % 2 else ways[::-1]
+        for way in in_turn:
+            measured = Times() if number == 0 else times[way.name]
+            await time_round(way, f"{running}/{number}", prompts, options.tokens, measured)
+
+    experts = await count_experts(ways[-1], running, generator, options, config)
+    context = options.prompt + options.tokens // 2
+    read = bytes_of_step(config, running, context, experts)
+    row: dict[str, Any] = {
+        "running": running,
+        "experts_used": experts,
+        "gigabytes_read": read / 1e9,
+    }
+    if bandwidth:
+        row["limit_ms"] = read / bandwidth * 1e3
+    for name, measured in times.items():
+        row[f"{name}_prefill_tokens_per_second"] = (
+            running * options.prompt / median(measured.prefill)
+        )
+        row[f"{name}_ms"] = median(measured.step) * 1e3
+        row[f"{name}_all_ms"] = [round(step * 1e3, 3) for step in measured.step]
+        row[f"{name}_cached_share"] = min(measured.cached)
+    emit("decode", layers=config.num_layers, **row)
+    return row
+
+
+async def time_round(
+    way: Way, name: str, prompts: list[list[int]], tokens: int, times: Times
+) -> None:
+    """Add the seconds of the prompts' prefill and of one decoding step to ``times``."""
+    began = time.perf_counter()
+    await generate(way, f"{name}/prefill", prompts, 1)
+    prefilled = time.perf_counter()
+    cached = await generate(way, f"{name}/cached", prompts, 1)
+    found = time.perf_counter()
+    await generate(way, f"{name}/decode", prompts, 1 + tokens)
+    ended = time.perf_counter()
+
+    times.prefill.append(prefilled - began)
+    times.step.append(((ended - found) - (found - prefilled)) / tokens)
+    cached_tokens = sum(result.cached_tokens for result in cached)
+    times.cached.append(cached_tokens / sum(map(len, prompts)))
+
+
+async def generate(
+    way: Way, name: str, prompts: list[list[int]], tokens: int, with_routes: bool = False
+) -> list[GenerateResult]:
+    """Continue all prompts at once."""
+    requests = [
+        GenerateRequest(f"{name}/{i}/0/0", prompt, SamplingParams(tokens), with_routes)
+        for i, prompt in enumerate(prompts)
+    ]
+    return list(await asyncio.gather(*map(way.engine.generate, requests)))
+
+
+def random_prompts(
+    generator: random.Random, count: int, length: int, config: ModelConfig
+) -> list[list[int]]:
+    """Draw prompts of uniform tokens, none of them special."""
+    limit = config.vocab_size - 1100
+    if limit < 1000:
+        limit = config.vocab_size - 100
+    return [[generator.randrange(10, limit) for _ in range(length)] for _ in range(count)]
+
+
+# -- the limit ------------------------------------------------------------------------------------
+
+
+async def count_experts(
+    way: Way,
+    running: int,
+    generator: random.Random,
+    options: argparse.Namespace,
+    config: ModelConfig,
+) -> float:
+    """Return how many experts of a layer a decoding step needs, mean over steps and layers."""
+    if options.device == "cpu":  # servers on CPUs return no routes
+        return expected_experts(config, running)
+    prompts = random_prompts(generator, running, options.prompt, config)
+    name = f"{running}/routes"
+    results = await generate(way, name, prompts, ROUTED_TOKENS, with_routes=True)
+
+    # Of the sampled tokens that were read again; a request that ended early is left out.
+    routes = []
+    for result in results:
+        assert result.routed_experts is not None
+        if len(result.output_ids) == ROUTED_TOKENS:
+            routes.append(result.routed_experts[options.prompt :])
+    return mean_experts_used(np.stack(routes))
+
+
+def mean_experts_used(routes: np.ndarray) -> float:
+    """Count different experts per step and layer: ``routes`` [requests, steps, layers, top_k]."""
+    counts = []
+    for step in range(routes.shape[1]):
+        for layer in range(routes.shape[2]):
+            counts.append(len(np.unique(routes[:, step, layer])))
+    return float(np.mean(counts))
+
+
+def expected_experts(config: ModelConfig, running: int) -> float:
+    """Return how many experts of a layer are used if all are equally likely."""
+    unused = (1 - config.experts_per_token / config.num_experts) ** running
+    return config.num_experts * (1 - unused)
+
+
+def bytes_of_step(config: ModelConfig, running: int, context: int, experts: float) -> float:
+    """Return the bytes that one decoding step must read.
+
+    Args:
+        config: of the model, in bf16.
+        running: requests.
+        context: tokens before the new one, of every request.
+        experts: of a layer that the requests are routed to.
+    """
+    width = config.hidden_size
+    attention = width * (config.query_size + 2 * config.key_size) + config.query_size * width
+    router = width * config.num_experts
+    one_expert = 3 * width * config.intermediate_size
+    layer = attention + router + experts * one_expert
+    head = width * config.vocab_size
+
+    keys_and_values = 0
+    for layer_type in config.layer_types:
+        in_sight = context
+        if layer_type == "sliding_attention":
+            in_sight = min(context, config.sliding_window)
+        keys_and_values += running * in_sight * 2 * config.key_size
+    return (config.num_layers * layer + head + keys_and_values) * BF16_BYTES
+
+
+# -- output ---------------------------------------------------------------------------------------
+
+
+def table(rows: list[dict[str, Any]], options: argparse.Namespace, config: ModelConfig) -> str:
+    """Return a Markdown table of what was measured."""
+    lines = [
+        f"{config.num_layers} layers, {options.attention[0]}, prompts of {options.prompt} tokens, "
+        f"{options.tokens} decoded, medians of {options.rounds} rounds",
+        "",
+        "| running | prefill tokens/s, as it comes | tuned | times | decoding step ms, as it comes | tuned "
+        "| times | tokens/s, as it comes | tuned | experts used | limit ms | tuned over limit |",
+        "|---" * 12 + "|",
+    ]
+    for row in rows:
+        running = row["running"]
+        stock = row["as_it_comes_ms"]
+        tuned = row["tuned_ms"]
+        stock_prefill = row["as_it_comes_prefill_tokens_per_second"]
+        tuned_prefill = row["tuned_prefill_tokens_per_second"]
+        limit = row.get("limit_ms")
+        cells = [
+            f"{running}",
+            f"{stock_prefill:,.0f}",
+            f"{tuned_prefill:,.0f}",
+            f"{tuned_prefill / stock_prefill:.2f}",
+            f"{stock:.2f}",
+            f"{tuned:.2f}",
+            f"**{stock / tuned:.2f}**",
+            f"{running / stock * 1e3:,.0f}",
+            f"{running / tuned * 1e3:,.0f}",
+            f"{row['experts_used']:.1f}",
+            f"{limit:.2f}" if limit else "-",
+            f"{tuned / limit:.2f}" if limit else "-",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def emit(case: str, **figures: Any) -> None:
+    """Print one JSON object; numbers have four significant digits."""
+    line: dict[str, Any] = {"case": case}
+    for name, value in figures.items():
+        if isinstance(value, float):
+            value = float(f"{value:.4g}")
+        line[name] = value
+    print(json.dumps(line), file=sys.stdout, flush=True)

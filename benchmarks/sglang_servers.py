@@ -1,0 +1,149 @@
+"""Servers of SGLang without Ray, as ``benchmarks/sglang.py`` starts them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from megatron_gptoss.config import ModelConfig
+from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.engine import SglangEngine
+from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
+
+
+def model_config(options: argparse.Namespace) -> ModelConfig:
+    """Return GPT-OSS-20B with ``--layers`` layers, or a tiny model."""
+    if not options.tiny:
+        return ModelConfig(num_layers=options.layers, num_experts=32, max_length=32_768)
+    return ModelConfig(
+        num_layers=options.layers,
+        num_experts=4,
+        experts_per_token=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_size=32,
+        vocab_size=1024,
+        max_length=32_768,
+    )
+
+
+def server_settings(
+    options: argparse.Namespace,
+    attention: str,
+    further_arguments: list[str] | None = None,
+) -> SglangConfig:
+    """Return the settings of a server, from the command line's options."""
+    server_arguments = ["--disable-piecewise-cuda-graph"]
+    if options.device == "cpu":
+        server_arguments = ["--device", "cpu", "--max-total-tokens", "8192"]
+    server_arguments += further_arguments or []
+    server_arguments += options.server_arguments.split()
+
+    environment = {"PYTHONPATH": options.pythonpath}
+    for setting in options.server_env:
+        name, value = setting.split("=", 1)
+        environment[name] = value
+
+    return SglangConfig(
+        python=options.python,
+        attention_backend=attention,
+        memory_fraction=options.memory_fraction,
+        weight_sync=options.transport,
+        arguments=server_arguments,
+        deterministic="deterministic" in options.cases,
+        env=environment,
+    )
+
+
+def make_server(
+    options: argparse.Namespace,
+    settings: SglangConfig,
+    config: ModelConfig,
+    directory: Path,
+    log: Path,
+    without_variables: tuple[str, ...] = (),
+) -> SglangServer:
+    """Prepare a server of ``config`` with dummy weights; the first question starts it.
+
+    ``without_variables``: those of the settings' environment that it does not get.
+    """
+    hf_config = config.to_hf_config(dtype="bfloat16")
+    (directory / "config.json").write_text(json.dumps(hf_config))
+    on_gpu = options.device != "cpu"
+    full_command = settings.command(
+        0,
+        directory,
+        "bfloat16",
+        routed_experts=on_gpu,
+        seed=0,
+    )
+
+    def command(host: str, port: int) -> list[str]:
+        words = full_command(host, port)
+        return [word for word in words if word.removeprefix("--") not in options.without]
+
+    environment = {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": server_gpu(options)}
+    if not on_gpu:
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    environment |= settings.environment
+    for name in without_variables:
+        environment.pop(name, None)
+    return SglangServer(command, environment, log, health_seconds=60)
+
+
+def make_engine(server: SglangServer, config: ModelConfig) -> SglangEngine:
+    """Return a client of one server."""
+
+    async def statuses() -> list[ServerStatus]:
+        return [await server.status()]
+
+    return SglangEngine(
+        statuses,
+        num_layers=config.num_layers,
+        top_k=config.experts_per_token,
+        num_experts=config.num_experts,
+        vocab_size=config.vocab_size,
+    )
+
+
+async def wait_until_healthy(server: SglangServer) -> float:
+    """Start a server and return the seconds that it took. Ends the program if it fails once."""
+    began = time.monotonic()
+    while (status := await server.status()).state is not ServerState.STALE:
+        if status.fault:
+            raise SystemExit(status.fault)
+        await asyncio.sleep(0.5)
+    return time.monotonic() - began
+
+
+def server_gpu(options: argparse.Namespace) -> str:
+    """Return the servers' GPU as the whole machine numbers it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    return visible.split(",")[options.server_gpu]
+
+
+def used_gpu_memory(options: argparse.Namespace) -> int:
+    """Return bytes in use on the servers' GPU, by all processes."""
+    return _gpu_memory(options, "memory.used")
+
+
+def free_gpu_memory(options: argparse.Namespace) -> int:
+    """Return bytes that are free on the servers' GPU."""
+    return _gpu_memory(options, "memory.free")
+
+
+def _gpu_memory(options: argparse.Namespace, quantity: str) -> int:
+    command = [
+        "nvidia-smi",
+        f"--id={server_gpu(options)}",
+        f"--query-gpu={quantity}",
+        "--format=csv,noheader,nounits",
+    ]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) << 20

@@ -1,0 +1,60 @@
+"""benchmarks/train.py says of a baseline that cannot run why, and puts it into the table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("train")
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7_500_000_000)
+    return module
+
+
+def explained(train: ModuleType, error: Exception) -> dict[str, Any]:
+    def fails(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
+        raise error
+
+    return train.measure_or_explain(fails, argparse.Namespace(), 1.0)
+
+
+def test_a_baseline_without_memory_or_kernel_is_a_row_of_the_table(train: ModuleType) -> None:
+    arguments = vars(train.argument_parser().parse_args(["stock", "--packed", "--sequences", "2"]))
+    full = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee ...")
+    no_kernel = ValueError("No dot product attention backend is available")
+    lines = [
+        {"arguments": arguments, "gpus": 1, **explained(train, full)},
+        {"arguments": arguments, "gpus": 1, **explained(train, no_kernel)},
+    ]
+    rows = train.table(lines).splitlines()[2:]
+    assert rows[0].startswith("| stock, packed | 1 | 24 | 8,192 |")
+    assert "out of memory: CUDA out of memory. Tried to allocate 2 GiB. |" in rows[0]
+    assert "ValueError: No dot product attention backend is available" in rows[1]
+    assert rows[0].endswith("| 7.5 |")
+
+
+def test_a_baseline_that_fails_on_one_of_several_ranks_ends_all(
+    train: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.dist, "get_world_size", lambda: 2)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        explained(train, torch.cuda.OutOfMemoryError("CUDA out of memory"))
+
+
+def test_an_unpacked_row_is_one_sequence_whatever_the_others_pack(train: ModuleType) -> None:
+    arguments = vars(train.argument_parser().parse_args(["stock", "--micro-batches", "3"]))
+    measured = {"seconds": 0.5, "tokens_per_second_per_gpu": 8192.0, "mfu": 0.25, "peak_gb": 12.0}
+    (row,) = train.table([{"arguments": arguments, "gpus": 4, **measured}]).splitlines()[2:]
+    assert row == "| stock | 4 | 24 | 12,288 | auto | 0.500 | 8,192 | 25.0 % | 12.0 |"

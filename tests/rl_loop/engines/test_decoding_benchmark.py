@@ -1,0 +1,95 @@
+"""benchmarks/sglang.py decode runs against servers that speak SGLang's protocol, and its limit is
+what a decoding step reads."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from converters.names import hf_shapes
+from megatron_gptoss.config import ModelConfig
+
+ROOT = Path(__file__).parents[3]
+SIZES = {
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_size": 32,
+    "vocab_size": 1024,
+    "sliding_window": 16,
+}
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("decoding")
+
+
+def test_both_servers_are_measured_in_turn_and_only_one_gets_our_settings(tmp_path: Path) -> None:
+    stub = f"{ROOT / 'tests/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
+    program = [sys.executable, "benchmarks/sglang.py", "decode", "--device", "cpu", "--tiny"]
+    program += ["--layers", "2", "--transport", "gloo", "--attention", "intel_amx"]
+    program += ["--pythonpath", stub, "--running", "1", "3", "--prompt", "20", "--tokens", "8"]
+    program += ["--rounds", "2", "--log", str(tmp_path / "log"), "--out", str(tmp_path / "table")]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [line["way"] for line in lines if line["case"] == "start"] == ["as_it_comes", "tuned"]
+    rows = [line for line in lines if line["case"] == "decode"]
+    assert [row["running"] for row in rows] == [1, 3]
+    for row in rows:
+        assert len(row["as_it_comes_all_ms"]) == len(row["tuned_all_ms"]) == 2
+        assert row["tuned_prefill_tokens_per_second"] > 0
+    assert (tmp_path / "table").read_text().count("\n| ") == 3
+
+
+def test_a_server_as_it_comes_does_not_know_our_settings(decoding: ModuleType) -> None:
+    assert decoding.WAYS == {"as_it_comes": ("SGLANG_MOE_CONFIG_DIR",), "tuned": ()}
+
+
+def test_a_step_of_all_experts_reads_all_matrices_but_the_embedding(decoding: ModuleType) -> None:
+    config = ModelConfig(num_layers=2, **SIZES)
+    matrices = 0
+    for name, shape in hf_shapes(config).items():
+        is_matrix = len(shape) > 1 and not name.endswith("bias")
+        if is_matrix and "embed" not in name:
+            matrices += int(np.prod(shape))
+    read = decoding.bytes_of_step(config, running=0, context=100, experts=4)
+    assert read == 2 * matrices
+
+
+def test_keys_and_values_in_sight_are_read_for_every_request(decoding: ModuleType) -> None:
+    config = ModelConfig(num_layers=2, **SIZES)
+    alone = decoding.bytes_of_step(config, running=1, context=100, experts=4)
+    four = decoding.bytes_of_step(config, running=4, context=100, experts=4)
+    # A window layer sees 16 of the 100 tokens; keys and values of two heads of 32, two bytes each.
+    assert four - alone == 3 * (16 + 100) * 2 * 2 * 32 * 2
+
+
+def test_experts_are_counted_once_per_step_and_layer(decoding: ModuleType) -> None:
+    routes = np.array([[[[0, 1]], [[2, 3]]], [[[1, 0]], [[2, 0]]]])
+    assert routes.shape == (2, 2, 1, 2)  # requests, steps, layers, experts of a token
+    assert decoding.mean_experts_used(routes) == (2 + 3) / 2
+
+
+def test_expected_experts_are_those_of_independent_even_routes(decoding: ModuleType) -> None:
+    config = ModelConfig(num_layers=2, **SIZES)
+    generator = torch.Generator().manual_seed(0)
+    used = []
+    for _ in range(2000):
+        scores = torch.rand(3, 4, generator=generator)
+        used.append(scores.topk(2).indices.unique().numel())
+    assert decoding.expected_experts(config, 3) == pytest.approx(np.mean(used), rel=0.02)
