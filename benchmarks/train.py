@@ -446,7 +446,9 @@ def memory_case(args: argparse.Namespace) -> dict[str, Any]:
         memory.enter("scoring")
         trainer.score(batches)
         trainer.train_step(batches, sft_loss(tokens), learning_rate=1e-5)
-        for name, peak in memory.take().items():
+        measured = memory.take()
+        assert measured is not None, "there is no GPU"
+        for name, peak in measured.peaks.items():
             rows.append(phase_row(step, name, peak, predicted.get(name)))
 
     if dist.get_rank() == 0:

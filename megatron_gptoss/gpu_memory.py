@@ -1,11 +1,10 @@
 """What a GPU holds in each phase of a step, measured by the process that trains on it.
 
 ``PhaseMemory`` is told when a phase begins. It reads counters then and nothing in between, so it
-costs microseconds; without a GPU it measures nothing and says nothing. All that is asked of CUDA
-is in ``CudaMemory``.
+costs next to nothing; without a GPU it measures nothing. What is asked of CUDA is in ``CudaMemory``
+and ``give_back_cache``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +25,8 @@ class MemoryReading:
     """The most of it since the peaks were reset."""
     gpu_used: int
     """Of the whole GPU, by all processes: servers and contexts count, too."""
+    gpu_total: int
+    """What the GPU has."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class PhasePeak:
     reserved: int
     """By torch's allocator."""
     gpu: int
-    """Of the whole GPU, by all processes. Exact where other processes hold the same at the
-    beginning or the end of the phase as in between."""
+    """Of the whole GPU, by all processes. Others are looked at when the phase begins, ends and is
+    observed, so what they hold in between only is missed."""
 
     def merged(self, other: "PhasePeak") -> "PhasePeak":
         """Return the larger of each figure."""
@@ -47,6 +48,16 @@ class PhasePeak:
             reserved=max(self.reserved, other.reserved),
             gpu=max(self.gpu, other.gpu),
         )
+
+
+@dataclass(frozen=True)
+class PhasePeaks:
+    """What ``PhaseMemory.take`` returns."""
+
+    peaks: dict[str, PhasePeak]
+    """By phase."""
+    gpu_total: int
+    """Bytes that the GPU has."""
 
 
 class MemoryCounters(Protocol):
@@ -72,6 +83,7 @@ class CudaMemory:
             reserved=torch.cuda.memory_reserved(),
             peak_reserved=torch.cuda.max_memory_reserved(),
             gpu_used=total - free,
+            gpu_total=total,
         )
 
     def reset_peaks(self) -> None:
@@ -86,7 +98,8 @@ class PhaseMemory:
         """``counters``: None measures nothing."""
         self._counters = counters
         self._phase: str | None = None
-        self._gpu_used_at_begin = 0
+        self._others_at_begin = 0
+        """Bytes that are not of torch's allocator in this process."""
         self._peaks: dict[str, PhasePeak] = {}
 
     def enter(self, phase: str) -> None:
@@ -98,17 +111,24 @@ class PhaseMemory:
         self._add_to_present_phase(reading)
         self._counters.reset_peaks()
         self._phase = phase
-        self._gpu_used_at_begin = reading.gpu_used - reading.reserved
+        self._others_at_begin = reading.gpu_used - reading.reserved
 
-    def take(self) -> dict[str, PhasePeak]:
-        """Return the peaks by phase, the present one until now, and begin anew with it."""
+    def observe(self) -> None:
+        """Count what the whole GPU holds now towards the present phase, for what others hold in
+        the middle of it only."""
+        if self._counters is not None:
+            self._add_to_present_phase(self._counters.read())
+
+    def take(self) -> PhasePeaks | None:
+        """Return the peaks by phase, the present one until now, and begin anew with it; None where
+        nothing is measured."""
         if self._counters is None or self._phase is None:
-            return {}
+            return None
 
         self.enter(self._phase)
         peaks = self._peaks
         self._peaks = {}
-        return peaks
+        return PhasePeaks(peaks, self._counters.read().gpu_total)
 
     def _add_to_present_phase(self, reading: MemoryReading) -> None:
         if self._phase is None:
@@ -116,7 +136,7 @@ class PhaseMemory:
 
         # What others hold is read at both ends: a server that went to sleep in between counts with
         # what it held before.
-        others = max(self._gpu_used_at_begin, reading.gpu_used - reading.reserved)
+        others = max(self._others_at_begin, reading.gpu_used - reading.reserved)
         peak = PhasePeak(
             allocated=reading.peak_allocated,
             reserved=reading.peak_reserved,
@@ -131,12 +151,12 @@ def phase_memory() -> PhaseMemory:
     return PhaseMemory(CudaMemory() if torch.cuda.is_available() else None)
 
 
-def give_back_cache(has_gpu: Callable[[], bool] = torch.cuda.is_available) -> None:
+def give_back_cache() -> None:
     """Return to the GPU what torch's allocator keeps for its next tensors.
 
     Other processes on the GPU cannot use it otherwise. Blocks that were lent to another process
     by CUDA IPC, and that it has closed, are collected first.
     """
-    if has_gpu():
+    if torch.cuda.is_available():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()

@@ -68,6 +68,9 @@ class StepStatistics:
     """Of the model's arithmetic, three times ``forward_flops``; nothing is counted twice."""
     mfu: float | None = None
     """The same as a share of a large bf16 matrix product on this machine; None on CPUs."""
+    memory: dict[str, float] = field(default_factory=dict)
+    """GB of the fullest GPU in every phase since the last step, measured and predicted, by
+    PHASE/FIGURE; empty on CPUs."""
 
 
 class PolicyTrainer(Scorer):

@@ -93,6 +93,10 @@ class Account:
         """The phase that needs most."""
         return max(self.phases, key=lambda phase: phase.total)
 
+    def phase(self, name: str) -> Phase:
+        """Return the phase of this name."""
+        return next(phase for phase in self.phases if phase.name == name)
+
 
 def bytes_of(dtype: str) -> int:
     """Return the bytes of one number of a dtype as OptimizerConfig names it."""
