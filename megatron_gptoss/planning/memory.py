@@ -98,6 +98,11 @@ class Account:
         return next(phase for phase in self.phases if phase.name == name)
 
 
+def expert_load(parallel: ParallelConfig) -> float:
+    """Return the tokens of the fullest rank's experts, relative to the mean."""
+    return EXPERT_LOAD if parallel.expert > 1 else 1.0
+
+
 def bytes_of(dtype: str) -> int:
     """Return the bytes of one number of a dtype as OptimizerConfig names it."""
     return 2 if dtype == "bf16" else 4
@@ -233,7 +238,7 @@ def activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
     routed = hidden + 2 * inner
     if "moe_act" not in parallel.recompute:
         routed += inner
-    experts = model.experts_per_token * routed * EXPERT_LOAD
+    experts = model.experts_per_token * routed * expert_load(parallel)
     if "layernorm" not in parallel.recompute:
         experts += hidden
     return 2 * (attention + experts)
@@ -273,7 +278,7 @@ def _working_memory(inputs: MemoryInputs, stage: int) -> float:
     local_tokens = _local_tokens(inputs)
 
     routed = model.hidden_size + 4 * model.intermediate_size
-    layer = 2 * local_tokens * model.experts_per_token * EXPERT_LOAD * routed
+    layer = 2 * local_tokens * model.experts_per_token * expert_load(parallel) * routed
     if stage < parallel.pipeline - 1:
         return max(0, layer)
 
@@ -299,7 +304,9 @@ def _scoring_memory(inputs: MemoryInputs, stage: int) -> float:
     routed = 3 * hidden + 3 * model.intermediate_size
     if parallel.expert > 1:
         routed += 2 * hidden
-    layer = 2 * local_tokens * (attention + model.experts_per_token * EXPERT_LOAD * routed)
+    layer = (
+        2 * local_tokens * (attention + model.experts_per_token * expert_load(parallel) * routed)
+    )
     if stage < parallel.pipeline - 1:
         return layer
 

@@ -52,9 +52,7 @@ def test_measured_peaks_of_one_gpu_are_predicted_within_two_percent(
     tokens: int,
     recompute: tuple[str, ...],
     measured: float,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "EXPERT_LOAD", 1.0)  # no expert parallelism
     model = ModelConfig(num_layers=layers, num_experts=experts)
     total = predict(
         MemoryInputs(model, ParallelConfig(recompute=recompute), OptimizerConfig(), tokens)
@@ -117,9 +115,7 @@ def test_measured_peaks_of_other_settings_are_predicted_within_two_percent(
     optimizer: dict[str, Any],
     tokens: int,
     measured: float,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "EXPERT_LOAD", 1.0)  # no expert parallelism
     model = ModelConfig(num_layers=layers, num_experts=32)
     training = MemoryInputs(model, ParallelConfig(**parallel), OptimizerConfig(**optimizer), tokens)
     assert update_peak(training) / 1e9 == pytest.approx(measured, rel=0.02)
@@ -141,11 +137,8 @@ def test_measured_peaks_of_scoring_are_predicted_within_three_percent(
     optimizer: dict[str, Any],
     tokens: int,
     measured: float,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = ParallelConfig(**parallel)
-    if layout.expert == 1:
-        monkeypatch.setattr(memory, "EXPERT_LOAD", 1.0)
     model = ModelConfig(num_layers=layers, num_experts=32)
     inputs = MemoryInputs(model, layout, OptimizerConfig(**optimizer), tokens)
     scoring = account(inputs, H200).phase("scoring")
@@ -215,9 +208,8 @@ def test_offloaded_state_is_counted_on_the_host_and_in_parts_on_the_gpu() -> Non
     [(1, 4, 84.9), (2, 4, 85.2), (4, 4, 84.8), (1, 8, 85.0), (2, 8, 99.4)],
 )
 def test_a_pipeline_holds_no_more_micro_batches_than_there_are(
-    chunks: int, micro_batches: int, measured: float, monkeypatch: pytest.MonkeyPatch
+    chunks: int, micro_batches: int, measured: float
 ) -> None:
-    monkeypatch.setattr(memory, "EXPERT_LOAD", 1.0)
     layout = ParallelConfig(world_size=4, pipeline=4, virtual_pipeline=chunks)
     training = MemoryInputs(
         ModelConfig(num_layers=16, num_experts=32), layout, BF16_MOMENTS, 16_384
