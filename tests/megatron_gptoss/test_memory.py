@@ -376,7 +376,7 @@ def test_the_host_must_hold_what_is_offloaded(host: float | None, too_much: bool
     hardware = Hardware(H200, host_gigabytes=host)
     assert is_too_much(inputs, hardware) == too_much
     (line,) = [line for line in memory_plan(inputs, hardware).splitlines() if "host memory" in line]
-    assert line.startswith("host memory: 132.9 GB, pinned, for the optimizer state of a node's 2")
+    assert line.startswith("host memory: 133.0 GB, pinned, for the optimizer state of a node's 2")
     assert ("more than its 120 GB" in line) == too_much
 
 
