@@ -25,9 +25,9 @@ COMMUNICATION_BYTES = 1.5e9
 """NCCL's buffers where there is more than one rank. An allowance, not measured by itself: Megatron
 has a communicator for each of its groups, and each takes some when it is first used."""
 
-ALLOCATOR_SHARE = 0.02
+ALLOCATOR_SHARE = 0.03
 """What torch's allocator holds besides the tensors, as a share of them: it rounds up to 2 MiB and
-leaves gaps. An allowance; ``memory/*/reserved_gb`` shows it."""
+leaves gaps. Four full-width layers trained with 84.9 GB reserved for 82.4 allocated."""
 
 HOST_ROUNDING = 1.06
 """Pinned host memory, relative to the tensors in it: torch takes powers of two. Counted for the 20B
