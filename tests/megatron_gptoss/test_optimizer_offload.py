@@ -30,14 +30,19 @@ def one_rank() -> Iterator[None]:
     distributed.shutdown()
 
 
-def trained_weights(
-    dtype: torch.dtype, offload: float, part_elements: int | None
-) -> tuple[list[torch.Tensor], PolicyTrainer]:
-    """Return the weights after three steps, and the trainer."""
+def initial_model(dtype: torch.dtype) -> torch.nn.Module:
     model = build_model(TINY, ParallelConfig(), dtype)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1, generator=generator)
+    return model
+
+
+def trained_weights(
+    dtype: torch.dtype, offload: float, part_elements: int | None
+) -> tuple[list[torch.Tensor], PolicyTrainer]:
+    """Return the weights after three steps, and the trainer."""
+    model = initial_model(dtype)
     policy = PolicyTrainer(model, OptimizerConfig(weight_decay=0.1))
     if part_elements is not None:
         policy.offloaded = OffloadedState(policy.optimizer, offload, part_elements)
@@ -74,7 +79,7 @@ def test_no_more_than_a_part_is_beside_its_parameters_from_the_first_step_on(
         return result
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    model = build_model(TINY, ParallelConfig(), torch.float32)
+    model = initial_model(torch.float32)
     policy = PolicyTrainer(model, OptimizerConfig())
     policy.offloaded = OffloadedState(policy.optimizer, 1.0, PART)
     trainers.append(policy)
