@@ -7,6 +7,8 @@
     python benchmarks/train.py stock --packed --layers 4 --sequences 2
     torchrun --nproc_per_node 2 benchmarks/train.py check-overlap --layers 2 --experts 8
     python benchmarks/train.py table --out FILE
+    python benchmarks/train.py memory --layers 12 --moments bf16 --gradients bf16 --offload 1 \
+        --recompute moe_act layernorm --sequences 4 --micro-batches 4
 
 Weights are random (normal with std 0.02, biases and sinks 0, norms 1), tokens uniform, routing
 what follows from them. ``--also "step ARGUMENTS"`` runs a further case in the same processes.
@@ -40,13 +42,17 @@ from chosen_attention import chosen_attention
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from converters.live import export_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.gpu_memory import PhasePeak, give_back_cache, phase_memory
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.planning.flops import forward_flops, matmul_ceiling
+from megatron_gptoss.planning.memory import Account, Phase, account
+from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.static_shape_p2p import StaticShapeP2P
@@ -323,10 +329,9 @@ def stage_messages(kind: str) -> Iterator[None]:
     StaticShapeP2P._communicate_shapes = ours  # type: ignore[method-assign]
 
 
-def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
-    """Build the trainer of ``step_case`` with random weights."""
-    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
-    parallel = ParallelConfig(
+def parallel_config(args: argparse.Namespace) -> ParallelConfig:
+    """Return the layout that the arguments describe."""
+    return ParallelConfig(
         world_size=dist.get_world_size(),
         expert=args.expert,
         context=args.context,
@@ -339,10 +344,15 @@ def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
         expert_dispatcher=args.dispatcher,
     )
 
+
+def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
+    """Build the trainer of ``step_case`` with random weights."""
+    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
+
     # Megatron waits for the GPU after every message, which only its own messages need.
     model = build_model(
         model_config,
-        parallel,
+        parallel_config(args),
         torch.bfloat16,
         moe_router_force_load_balancing=args.balanced,
         batch_p2p_sync=args.messages == "megatron",
@@ -412,6 +422,104 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
         "seconds_of": seconds_of,
         "losses": losses,
     }
+
+
+def memory_case(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the phases of a run without engines beside what the account predicts.
+
+    The trainer is built, all weights are exported as a sync does, then come scoring and an
+    update, twice: the first step makes the optimizer's state.
+    """
+    memory = phase_memory()
+    memory.enter("start")
+    trainer = build_trainer(args)
+    trainer.memory = memory
+    reserved_after_building = torch.cuda.memory_reserved()
+    give_back_cache()
+    state_before_first_step = state_bytes_on_gpu(trainer)
+
+    data_rank = parallel_state.get_data_parallel_rank()
+    batches = random_batches(args.micro_batches, args.sequences, args.length, seed=data_rank)
+    tokens = sum(batch.tokens for batch in batches)
+    predicted = {phase.name: phase for phase in memory_account(args, trainer, batches).phases}
+
+    rows: list[dict[str, Any]] = []
+    for step in range(2):
+        memory.enter("sync")
+        gather_parameters(trainer.model)
+        for _ in export_hf_weights(trainer.module, trainer.chunks[0].config.gptoss):
+            pass
+        give_back_cache()
+        memory.enter("scoring")
+        trainer.score(batches)
+        trainer.train_step(batches, sft_loss(tokens), learning_rate=1e-5)
+        measured = memory.take()
+        assert measured is not None, "there is no GPU"
+        for name, peak in measured.peaks.items():
+            rows.append(phase_row(step, name, peak, predicted.get(name)))
+
+    if dist.get_rank() == 0:
+        print_phases(rows)
+    result = {
+        "phases": rows,
+        "reserved_after_building_gb": reserved_after_building / 1e9,
+        "state_before_first_step_gb": state_before_first_step / 1e9,
+        "state_between_steps_gb": state_bytes_on_gpu(trainer) / 1e9,
+        "parameters_per_gpu": sum(p.numel() for p in trainer.module.parameters()),
+    }
+    release(trainer)
+    return result
+
+
+def state_bytes_on_gpu(trainer: PolicyTrainer) -> int:
+    """Return the bytes of optimizer state that lie on the GPU."""
+    size = 0
+    for chained in trainer.optimizer.chained_optimizers:
+        for state in chained.optimizer.state.values():
+            tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
+            size += sum(tensor.nbytes for tensor in tensors if tensor.is_cuda)
+    return size
+
+
+def memory_account(
+    args: argparse.Namespace,
+    trainer: PolicyTrainer,
+    batches: list[PackedBatch],
+) -> Account:
+    """Predict what the trainer of the arguments holds on this GPU."""
+    _, total = torch.cuda.mem_get_info()
+    inputs = MemoryInputs(
+        trainer.chunks[0].config.gptoss,
+        parallel_config(args),
+        trainer.config,
+        max(batch.tokens for batch in batches),
+        micro_batches=len(batches),
+    )
+    return account(inputs, total / 1e9, parallel_state.get_pipeline_model_parallel_rank())
+
+
+def phase_row(step: int, name: str, peak: PhasePeak, predicted: Phase | None) -> dict[str, Any]:
+    """Return one phase in GB, measured and predicted."""
+    row: dict[str, Any] = {
+        "step": step,
+        "phase": name,
+        "allocated": peak.allocated / 1e9,
+        "reserved": peak.reserved / 1e9,
+        "gpu": peak.gpu / 1e9,
+    }
+    if predicted is not None:
+        row["predicted_allocated"] = predicted.trainer / 1e9
+        row["predicted_gpu"] = predicted.total / 1e9
+    return row
+
+
+def print_phases(rows: list[dict[str, Any]]) -> None:
+    """Print the phases as a table, in GB of this rank's GPU."""
+    columns = ("allocated", "predicted_allocated", "reserved", "gpu", "predicted_gpu")
+    print(f"{'step':>4} {'phase':12}" + "".join(f"{name:>21}" for name in columns))
+    for row in rows:
+        figures = (f"{row[name]:21.1f}" if name in row else f"{'-':>21}" for name in columns)
+        print(f"{row['step']:4} {row['phase']:12}" + "".join(figures), flush=True)
 
 
 def check_overlap_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
@@ -664,7 +772,7 @@ def argument_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("case", choices=["log-probs", "step", "stock", "check-overlap", "table"])
+    add("case", choices=["log-probs", "step", "stock", "memory", "check-overlap", "table"])
 
     # The model and its batch.
     add("--layers", type=int, default=24)
@@ -715,6 +823,8 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def run_case(args: argparse.Namespace) -> dict[str, Any]:
     """Run the case that the arguments name. Collective."""
+    if args.case == "memory":
+        return memory_case(args)
     ceiling = matmul_ceiling()
     if args.case == "step":
         return step_case(args, ceiling)

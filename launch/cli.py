@@ -242,23 +242,35 @@ def plan(
     path: ConfigFile,
     overrides: Overrides = None,
     sft: OfSft = False,
+    gpu: Annotated[
+        str | None,
+        Option("--gpu", help="h100, h200 or b200. Without it this machine's, or an H200."),
+    ] = None,
     gpu_gb: Annotated[
-        float,
-        Option("--gpu-gb", help="Memory of one GPU that training may use."),
-    ] = 135.0,
+        float | None,
+        Option("--gpu-gb", help="Memory of one GPU, all of it, instead of --gpu."),
+    ] = None,
+    host_gb: Annotated[
+        float | None,
+        Option("--host-gb", help="Memory of a node, for offloaded optimizer state."),
+    ] = None,
 ) -> None:
-    """Say how the layout would run: the memory of a GPU, and how layers communicate under context
-    parallelism."""
+    """Say how the layout would run: the memory of a GPU in every phase, time, and how layers
+    communicate under context parallelism. Exit code 1 if the configuration does not fit."""
     config = load_run_config(path, "sft" if sft else "rl", overrides)
+    from launch.gpus import planned_hardware
     from launch.plan import attention_plan, step_plan
-    from megatron_gptoss.planning.memory_advice import memory_plan
+    from megatron_gptoss.planning.memory_advice import is_too_much, memory_plan
 
+    hardware = planned_hardware(gpu, gpu_gb, host_gb)
+    inputs = config.memory_inputs
     print(
-        memory_plan(config.memory_inputs, gpu_gb),
-        attention_plan(config.memory_inputs, config.dtype),
-        step_plan(config.memory_inputs, gpu_gb),
+        memory_plan(inputs, hardware),
+        attention_plan(inputs, config.dtype),
+        step_plan(inputs, hardware.gigabytes),
         sep="\n",
     )
+    raise typer.Exit(1 if is_too_much(inputs, hardware) else 0)
 
 
 @app.command()

@@ -78,7 +78,7 @@ def predict_update(inputs: MemoryInputs) -> UpdatePrediction:
 def step_plan(inputs: MemoryInputs, gigabytes: float) -> str:
     """Describe the time of one update as configured, and with the fastest layouts of as many GPUs.
 
-    ``gigabytes`` is the memory of a GPU that training may use."""
+    ``gigabytes`` is the memory of a GPU, in units of 1e9 bytes."""
     configured = predict_update(inputs)
     # Parts that would be shown as 0.00 are left out.
     seconds = asdict(configured.step)
@@ -90,14 +90,13 @@ def step_plan(inputs: MemoryInputs, gigabytes: float) -> str:
     ]
 
     fitting = [
-        (predict_update(replace(inputs, parallel=layout)), layout, memory)
-        for layout, memory in layouts_that_fit(inputs, gigabytes)
+        (predict_update(replace(inputs, parallel=layout)), layout, account)
+        for layout, account in layouts_that_fit(inputs, gigabytes)
     ]
     fitting.sort(key=lambda entry: entry[0].step.total)
-    for update, layout, memory in fitting[:LAYOUTS_SHOWN]:
-        lines.append(
-            f"  {describe_layout(layout, inputs.parallel)}: {memory.total / 1e9:.1f} GB, {update}",
-        )
+    for update, layout, account in fitting[:LAYOUTS_SHOWN]:
+        needed = account.peak.total / 1e9
+        lines.append(f"  {describe_layout(layout, inputs.parallel)}: {needed:.1f} GB, {update}")
     return "\n".join(lines)
 
 

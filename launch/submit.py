@@ -80,9 +80,10 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
     sections = {"placement": describe_placement(plans, config.rollout, config.sandbox)}
 
     if cluster.gpus_per_node:
-        from megatron_gptoss.planning.memory_advice import memory_plan  # imports torch
+        from megatron_gptoss.planning.memory_advice import Hardware, memory_plan  # imports torch
 
-        sections["memory plan"] = memory_plan(config.memory_inputs, cluster.gpu_memory)
+        hardware = Hardware(cluster.gpu_memory, gpus_per_node=cluster.gpus_per_node)
+        sections["memory plan"] = memory_plan(config.memory_inputs, hardware)
 
     if cluster.kind == "slurm":
         from launch.slurm_job import SlurmJob  # imports nemo-run

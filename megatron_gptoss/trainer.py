@@ -14,6 +14,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megatron_gptoss.config import OptimizerConfig
+from megatron_gptoss.gpu_memory import PhaseMemory
 from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.optimizer import build_optimizer, wrap_data_parallel
 from megatron_gptoss.optimizer_offload import OffloadedState
@@ -67,6 +68,9 @@ class StepStatistics:
     """Of the model's arithmetic, three times ``forward_flops``; nothing is counted twice."""
     mfu: float | None = None
     """The same as a share of a large bf16 matrix product on this machine; None on CPUs."""
+    memory: dict[str, float] = field(default_factory=dict)
+    """GB of the fullest GPU in every phase since the last step, measured and predicted, by
+    PHASE/FIGURE; empty on CPUs."""
 
 
 class PolicyTrainer(Scorer):
@@ -76,6 +80,8 @@ class PolicyTrainer(Scorer):
         super().__init__(model)
         self.config = config
         self.clock = StepClock()
+        self.memory = PhaseMemory(None)
+        """Told of the phases of a step; measures nothing unless it is replaced."""
 
         # Megatron's schedules take their hooks from the configuration that all layers share.
         model_config = self.chunks[0].config
@@ -121,6 +127,7 @@ class PolicyTrainer(Scorer):
         """
         started = time.perf_counter()
         self.clock.begin()
+        self.memory.enter("update")
         outputs = self._compute_gradients(batches, loss_function, temperature)
 
         sums, maxima = self._reduce_outputs(outputs)
@@ -136,6 +143,7 @@ class PolicyTrainer(Scorer):
         )
         # All ranks decide alike: whether gradients are finite is agreed on among them.
         self.clock.enter("optimizer")
+        self.memory.enter("optimizer")
         if self._gradients_are_finite():
             self._update_parameters(statistics)
         else:
@@ -143,6 +151,7 @@ class PolicyTrainer(Scorer):
         self.clock.leave()
 
         self._measure_speed(statistics, batches, started)
+        self.memory.enter("resting")
         return statistics
 
     def _compute_gradients(
@@ -200,8 +209,7 @@ class PolicyTrainer(Scorer):
             group["lr"] = statistics.learning_rate
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
 
-        with self.offloaded.on_device():
-            updated, grad_norm, _ = self.optimizer.step()
+        updated, grad_norm, _ = self.optimizer.step()
         statistics.parameters_updated = bool(updated)
         statistics.grad_norm = float(grad_norm)
         self.updated |= statistics.parameters_updated

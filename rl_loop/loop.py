@@ -44,6 +44,8 @@ class Trainer(WeightSource, Protocol):
 
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates: ...
 
+    def enter_phase(self, phase: str) -> None: ...
+
 
 class Rollouts(Protocol):
     """The engines, and the workers that run episodes with them: a RolloutPool."""
@@ -171,6 +173,7 @@ class RlLoop:
         if self.settings.begins_next_step_ahead(step):
             self.collector.prefetch(step + 1, rollouts.next_task)
         self.rollouts.pause()
+        self.trainer.enter_phase("scoring")
 
         # On-policy: a token of other weights than ``step`` raises OffPolicyError unless the
         # configuration allows it.

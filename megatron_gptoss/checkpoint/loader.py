@@ -55,8 +55,9 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     if trainer.updated:
         # The saved groups replace the trainer's, so they have to agree with it first.
         keep_settings(trainer.optimizer, state["optimizer"])
-        with trainer.offloaded.on_device(), exact_optimizer_state(trainer.optimizer):
+        with exact_optimizer_state(trainer.optimizer, trainer.offloaded):
             trainer.optimizer.load_state_dict(state["optimizer"])
+        trainer.offloaded.rest_all()
     else:
         # Without saved state the optimizer's master weights have to come from the model.
         trainer.optimizer.reload_model_params()

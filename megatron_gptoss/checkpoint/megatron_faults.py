@@ -13,6 +13,8 @@ import torch
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_gptoss.optimizer_offload import OffloadedState
+
 FAILURES = (Exception, CheckpointException)
 """What reading or writing may raise. torch's CheckpointException is a BaseException, which
 ``except Exception`` lets through."""
@@ -56,7 +58,7 @@ def _first_nonempty(groups: list[Any], alternatives: list[Any]) -> list[Any]:
 
 
 @contextmanager
-def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
+def exact_optimizer_state(optimizer: Any, offloaded: OffloadedState) -> Iterator[None]:
     """Let the distributed optimizer save and load every parameter's own state.
 
     By itself it does not:
@@ -67,6 +69,9 @@ def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
     - Megatron joins buckets without the gaps between them, but looks a parameter up where it lies
       with the gaps: from the first gap on, parameters would get each other's state. In the block,
       parameters have the places that they have without gaps.
+    - Loading, it makes all state twice on the GPU: empty, for Adam to keep, and again for what was
+      loaded. In the block it makes each parameter's once, and what is ``offloaded`` leaves the GPU
+      at once.
     """
     adams = [
         chained.optimizer
@@ -74,7 +79,11 @@ def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
         if getattr(chained.optimizer, "store_param_remainders", False)
     ]
     for adam in adams:
-        _exchange_whole_master_weights(adam)
+        _exchange_whole_master_weights(adam, offloaded)
+        # Megatron makes empty state for an Adam that has none at all.
+        for group in adam.param_groups:
+            if group["params"]:
+                adam.state.setdefault(group["params"][0], {})
 
     buffers: list[Any] = []
     for chained in optimizer.chained_optimizers:
@@ -99,7 +108,7 @@ def exact_optimizer_state(optimizer: Any) -> Iterator[None]:
                 delattr(adam, name)
 
 
-def _exchange_whole_master_weights(adam: Any) -> None:
+def _exchange_whole_master_weights(adam: Any, offloaded: OffloadedState) -> None:
     """Let Transformer Engine's Adam give and take whole fp32 master weights.
 
     Covers the methods of the class by attributes of the instance.
@@ -110,13 +119,14 @@ def _exchange_whole_master_weights(adam: Any) -> None:
     def get_whole(weight: torch.Tensor, name: str) -> torch.Tensor:
         state: torch.Tensor = get_state(weight, name)
         if state.dtype == torch.int16:
-            return master_weight(weight, state)
+            return master_weight(weight, state.to(weight.device))
         return state
 
     def set_whole(weight: torch.Tensor, name: str, state: torch.Tensor) -> None:
         if name == "master_param" and weight.dtype == torch.bfloat16:
             state = lower_half(state)
         set_state(weight, name, state)
+        offloaded.rest(weight)
 
     adam.get_unscaled_state = get_whole
     adam.set_scaled_state = set_whole

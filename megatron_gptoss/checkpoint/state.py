@@ -51,7 +51,10 @@ def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
     if not trainer.updated:
         return {"model": model}
 
-    with number_fp32_parameters(trainer.optimizer), exact_optimizer_state(trainer.optimizer):
+    with (
+        number_fp32_parameters(trainer.optimizer),
+        exact_optimizer_state(trainer.optimizer, trainer.offloaded),
+    ):
         optimizer = trainer.optimizer.sharded_state_dict(
             model,
             is_loading=is_loading,

@@ -117,7 +117,8 @@ class _PendingSave:
     def begin(self, trainer: PolicyTrainer) -> None:
         """Copy this rank's share to host memory and give it to the writing thread."""
         try:
-            with fail_together(self.partial), trainer.offloaded.on_device():
+            with fail_together(self.partial):
+                trainer.offloaded.wait()  # what rests in host memory is read there
                 state = trainer_state(trainer, is_loading=False)
                 state[EXPERTS_APART] = experts_apart(trainer)
                 request = dist_checkpointing.save(

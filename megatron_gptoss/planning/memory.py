@@ -1,35 +1,54 @@
-"""Memory of one GPU in bf16 training, predicted from the configuration alone.
+"""Memory of one GPU over a step of bf16 training, predicted from the configuration alone.
 
-It is for ``gptoss plan`` and for layouts that nobody has run yet. docs/performance.md compares it
-with what was measured.
+It is for ``gptoss plan``, for layouts that nobody has run yet, and for the ``memory/*`` metrics of
+a run, which show it beside what was measured. docs/performance.md compares it with measurements and
+says which constants were measured where.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.log_probs import CHUNK_COLUMNS, CHUNK_TOKENS
+from megatron_gptoss.optimizer_offload import PART_ELEMENTS
 from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
 
 EXPERT_LOAD = 1.1
 """Tokens that the fullest expert-parallel rank gets, relative to the mean, where nothing balances
 the router."""
 
+CONTEXT_BYTES = 0.5e9
+"""CUDA's context and the kernels of one process on one GPU: what a process of the two-GPU run of
+22 November 2026 held of a GPU on which it computed nothing."""
+
+COMMUNICATION_BYTES = 1.5e9
+"""NCCL's buffers where there is more than one rank. An allowance, not measured by itself: Megatron
+has a communicator for each of its groups, and each takes some when it is first used."""
+
+ALLOCATOR_SHARE = 0.03
+"""What torch's allocator holds besides the tensors, as a share of them: it rounds up to 2 MiB and
+leaves gaps. Four full-width layers trained with 84.9 GB reserved for 82.4 allocated."""
+
+HOST_ROUNDING = 1.06
+"""Pinned host memory, relative to the tensors in it: torch takes powers of two. Counted for the 20B
+on two GPUs: 1 % for the experts' matrices, nearly twice for embedding and output layer."""
+
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest pipeline stage, of all models together."""
+    """Bytes of a pipeline stage's tensors in the update, of all models together."""
 
     weights: float
     gradients: float
     optimizer: float
+    """State that stays on the GPU between steps."""
     activations: float
     """Kept from the forward for the backward pass, of all micro-batches in flight."""
     working: float
     """The larger of the log-probs' blocks and what one layer's backward pass needs besides."""
     fetched: float
-    """Optimizer state that comes from host memory for the step and does not fit where activations
-    and working memory were."""
+    """Offloaded optimizer state that is on the GPU at a time in the optimizer's step and does not
+    fit where activations and working memory were."""
 
     @property
     def resting(self) -> float:
@@ -41,13 +60,56 @@ class Memory:
         return sum(astuple(self))
 
 
+@dataclass(frozen=True)
+class Phase:
+    """Bytes of the whole GPU at the peak of one phase of a step."""
+
+    name: str
+    """As in the names of the ``memory/*`` metrics."""
+    trainer: float
+    """Tensors of the trainer's process, as ``torch.cuda.max_memory_allocated`` counts them."""
+    engine: float
+    """Everything of the servers that share the GPU, and the buffers of a weight sync."""
+    around: float
+    """Contexts, communicators and what torch's allocator holds besides tensors."""
+
+    @property
+    def total(self) -> float:
+        return self.trainer + self.engine + self.around
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a GPU of one pipeline stage holds, phase by phase in the order of a run."""
+
+    memory: Memory
+    """The parts of the update."""
+    phases: Sequence[Phase]
+    host: float
+    """Bytes of host memory for the offloaded optimizer state of one GPU."""
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    def phase(self, name: str) -> Phase:
+        """Return the phase of this name."""
+        return next(phase for phase in self.phases if phase.name == name)
+
+
+def expert_load(parallel: ParallelConfig) -> float:
+    """Return the tokens of the fullest rank's experts, relative to the mean."""
+    return EXPERT_LOAD if parallel.expert > 1 else 1.0
+
+
 def bytes_of(dtype: str) -> int:
     """Return the bytes of one number of a dtype as OptimizerConfig names it."""
     return 2 if dtype == "bf16" else 4
 
 
 def predict(inputs: MemoryInputs, stage: int = 0) -> Memory:
-    """Predict what the GPUs of one pipeline stage hold."""
+    """Predict what the GPUs of one pipeline stage hold in the update."""
     activations = _activation_memory(inputs, stage)
     working = _working_memory(inputs, stage)
 
@@ -57,13 +119,13 @@ def predict(inputs: MemoryInputs, stage: int = 0) -> Memory:
     for trained in _trained_models(inputs, stage):
         parameters = trained.dense + trained.expert
         gradients += bytes_of(trained.optimizer.gradient_dtype) * parameters
+        resident_state += (1 - trained.optimizer.offload) * _optimizer_state(
+            trained, inputs.parallel
+        )
 
-        # Models step one after the other, so only the largest fetched state counts. It takes the
-        # place of the activations, which are gone by then.
-        state = _optimizer_state(trained, inputs.parallel)
-        offload = trained.optimizer.offload
-        resident_state += (1 - offload) * state
-        fetched = max(fetched, offload * state - activations - working)
+        # A part of the state takes the place of the activations, which are gone by then. Models
+        # step one after the other, so only the largest part counts.
+        fetched = max(fetched, _fetched_state(inputs, trained) - activations - working)
 
     return Memory(
         weights=_weight_memory(inputs, stage),
@@ -75,18 +137,59 @@ def predict(inputs: MemoryInputs, stage: int = 0) -> Memory:
     )
 
 
-def worst_stage(inputs: MemoryInputs) -> Memory:
-    """Predict for the pipeline stage that needs most."""
-    stages = [predict(inputs, stage) for stage in range(inputs.parallel.pipeline)]
-    return max(stages, key=lambda memory: memory.total)
+def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
+    """Predict every phase of a run on GPUs of ``gigabytes`` (1e9 bytes) for one pipeline stage.
 
-
-def fits(inputs: MemoryInputs, memory: Memory, gigabytes: float) -> bool:
-    """Return whether training fits, and servers beside what the trainer keeps between steps."""
+    Servers that share the GPU have their share of ``gigabytes``.
+    """
+    memory = predict(inputs, stage)
+    own_weights = 2 * sum(parameters_per_gpu(inputs.model, inputs.parallel, stage))
+    fetched = max(_fetched_state(inputs, trained) for trained in _trained_models(inputs, stage))
     engine = inputs.engine or EngineMemory(awake_fraction=0.0, asleep_bytes=0, sync_bytes=0)
-    training = memory.total + engine.asleep_bytes
-    generating = memory.resting + engine.awake_fraction * gigabytes * 1e9
-    return max(training, generating) <= gigabytes * 1e9
+    awake = engine.awake_fraction * gigabytes * 1e9
+    asleep = engine.asleep_bytes
+
+    phases = [
+        # Megatron copies the weights into its buffers, beside those that the model was built with.
+        _phase(inputs, "start", memory.weights + memory.gradients + own_weights, 0),
+    ]
+    if inputs.engine is not None:
+        phases += [
+            _phase(inputs, "sync", memory.resting, awake + engine.sync_bytes),
+            _phase(inputs, "rollout", memory.resting, awake),
+        ]
+    phases += [
+        _phase(inputs, "scoring", memory.resting + _scoring_memory(inputs, stage), asleep),
+        _phase(inputs, "update", memory.resting + memory.activations + memory.working, asleep),
+        _phase(inputs, "optimizer", memory.resting + fetched, asleep),
+        _phase(inputs, "checkpoint", memory.resting + _gathered_for_checkpoint(inputs), asleep),
+    ]
+
+    host = 0.0
+    for trained in _trained_models(inputs, stage):
+        state = _optimizer_state(trained, inputs.parallel)
+        host += HOST_ROUNDING * trained.optimizer.offload * state
+    return Account(memory=memory, phases=phases, host=host)
+
+
+def worst_account(inputs: MemoryInputs, gigabytes: float) -> Account:
+    """Predict every phase for the pipeline stage that needs most."""
+    stages = range(inputs.parallel.pipeline)
+    accounts = [account(inputs, gigabytes, stage) for stage in stages]
+    return max(accounts, key=lambda account: account.peak.total)
+
+
+def fits(inputs: MemoryInputs, gigabytes: float) -> bool:
+    """Return whether every phase fits a GPU of ``gigabytes`` (1e9 bytes)."""
+    return worst_account(inputs, gigabytes).peak.total <= gigabytes * 1e9
+
+
+def _phase(inputs: MemoryInputs, name: str, trainer: float, engine: float) -> Phase:
+    """Return a phase with what lies around its tensors."""
+    around = CONTEXT_BYTES + ALLOCATOR_SHARE * trainer
+    if inputs.parallel.world_size > 1:
+        around += COMMUNICATION_BYTES
+    return Phase(name=name, trainer=trainer, engine=engine, around=around)
 
 
 def parameters_per_gpu(
@@ -135,7 +238,7 @@ def activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
     routed = hidden + 2 * inner
     if "moe_act" not in parallel.recompute:
         routed += inner
-    experts = model.experts_per_token * routed * EXPERT_LOAD
+    experts = model.experts_per_token * routed * expert_load(parallel)
     if "layernorm" not in parallel.recompute:
         experts += hidden
     return 2 * (attention + experts)
@@ -175,7 +278,7 @@ def _working_memory(inputs: MemoryInputs, stage: int) -> float:
     local_tokens = _local_tokens(inputs)
 
     routed = model.hidden_size + 4 * model.intermediate_size
-    layer = 2 * local_tokens * model.experts_per_token * EXPERT_LOAD * routed
+    layer = 2 * local_tokens * model.experts_per_token * expert_load(parallel) * routed
     if stage < parallel.pipeline - 1:
         return max(0, layer)
 
@@ -185,6 +288,42 @@ def _working_memory(inputs: MemoryInputs, stage: int) -> float:
     vocabulary = _vocabulary_parameters(model, parallel)
     head = max(8 * block, 2 * vocabulary) + 6 * local_tokens * model.hidden_size
     return max(head, layer)
+
+
+def _scoring_memory(inputs: MemoryInputs, stage: int) -> float:
+    """Return what a forward pass without a backward pass needs, for one micro-batch."""
+    model = inputs.model
+    parallel = inputs.parallel
+    hidden = model.hidden_size
+    local_tokens = _local_tokens(inputs)
+
+    # One layer at a time: the residual, its norm, attention's inputs and output; the experts' input
+    # in their order, both projections, the activation and their output. What is sent to other ranks
+    # and what comes from them exist beside these.
+    attention = 4 * hidden + 2 * (model.query_size + 2 * model.key_size)
+    routed = 3 * hidden + 3 * model.intermediate_size
+    if parallel.expert > 1:
+        routed += 2 * hidden
+    layer = (
+        2 * local_tokens * (attention + model.experts_per_token * expert_load(parallel) * routed)
+    )
+    if stage < parallel.pipeline - 1:
+        return layer
+
+    # A block's fp32 logits, and what the softmax makes of them.
+    block = min(CHUNK_TOKENS, inputs.tokens / parallel.context) * CHUNK_COLUMNS
+    return max(layer, 8 * block + 2 * local_tokens * hidden)
+
+
+def _gathered_for_checkpoint(inputs: MemoryInputs) -> float:
+    """Return what Megatron gathers of the largest parameter's state at a time, in fp32: every
+    rank's share, and its own once more."""
+    shares = inputs.parallel.data * inputs.parallel.context
+    largest = max(
+        _vocabulary_parameters(inputs.model, inputs.parallel),
+        inputs.model.expert_parameters,
+    )
+    return 4 * largest * (1 + 1 / shares)
 
 
 @dataclass(frozen=True)
@@ -229,9 +368,23 @@ def _optimizer_state(trained: _TrainedModel, parallel: ParallelConfig) -> float:
     dense_shards = parallel.world_size // (parallel.tensor * parallel.pipeline)
     expert_shards = parallel.world_size // (parallel.pipeline * parallel.expert)
 
-    # The 16 bits that complete a bf16 weight to fp32, and two moments.
-    per_parameter = 2 + 2 * bytes_of(trained.optimizer.moment_dtype)
-    return per_parameter * (trained.dense / dense_shards + trained.expert / expert_shards)
+    shares = trained.dense / dense_shards + trained.expert / expert_shards
+    return _bytes_per_parameter(trained) * shares
+
+
+def _bytes_per_parameter(trained: _TrainedModel) -> int:
+    """Return the bytes of optimizer state: the 16 bits that complete a bf16 weight to fp32, and two
+    moments."""
+    return 2 + 2 * bytes_of(trained.optimizer.moment_dtype)
+
+
+def _fetched_state(inputs: MemoryInputs, trained: _TrainedModel) -> float:
+    """Return the bytes of the offloaded state that is on the GPU at a time."""
+    parallel = inputs.parallel
+    dense_shards = parallel.world_size // (parallel.tensor * parallel.pipeline)
+    largest_parameter = _vocabulary_parameters(inputs.model, parallel) / dense_shards
+    part = _bytes_per_parameter(trained) * max(PART_ELEMENTS, largest_parameter)
+    return min(part, trained.optimizer.offload * _optimizer_state(trained, parallel))
 
 
 def _local_tokens(inputs: MemoryInputs) -> float:

@@ -1,30 +1,50 @@
 """Which layouts and settings fit the memory of a GPU."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 import torch
 
 from megatron_gptoss.config import ParallelConfig
-from megatron_gptoss.planning.memory import Memory, fits, worst_stage
+from megatron_gptoss.planning.memory import Account, worst_account
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
+
+ACCURACY = 0.05
+"""A plan with less to spare than this share of the GPU is called tight: predictions are good to
+about as much."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a plan has to fit."""
+
+    gigabytes: float
+    """Of one GPU, all of it, in units of 1e9 bytes."""
+    gpu: str = "GPU"
+    """What it is called."""
+    host_gigabytes: float | None = None
+    """Of a node's memory; None if it is not known."""
+    gpus_per_node: int = 8
+    """GPUs whose offloaded optimizer state shares the node's memory, at most."""
 
 
 def layouts_that_fit(
     inputs: MemoryInputs,
     gigabytes: float,
-) -> list[tuple[ParallelConfig, Memory]]:
+) -> list[tuple[ParallelConfig, Account]]:
     """Return the layouts of as many GPUs that stay within ``gigabytes``, the simplest first.
 
     All other settings stay as they are.
     """
     fitting = []
     for layout in _possible_layouts(inputs):
-        memory = worst_stage(replace(inputs, parallel=layout).with_sequences(inputs.sequences))
-        if fits(inputs, memory, gigabytes):
-            fitting.append((layout, memory))
+        changed = replace(inputs, parallel=layout).with_sequences(inputs.sequences)
+        account = worst_account(changed, gigabytes)
+        if account.peak.total <= gigabytes * 1e9:
+            fitting.append((layout, account))
     return sorted(fitting, key=lambda entry: _complexity(entry[0]))
 
 
@@ -59,22 +79,25 @@ def _possible_layouts(inputs: MemoryInputs) -> Iterator[ParallelConfig]:
                 yield layout
 
 
-def smaller_settings(inputs: MemoryInputs) -> list[tuple[str, Memory]]:
+def smaller_settings(inputs: MemoryInputs, gigabytes: float) -> list[tuple[str, Account]]:
     """Return settings that take less memory, each on top of those before it.
 
     The cheapest in time come first. Each is an override as the user writes it, and the prediction.
     """
     suggestions = []
     previous = inputs
-    for override, changed in _successive_changes(inputs):
+    for override, changed in _successive_changes(inputs, gigabytes):
         if changed != previous:
-            memory = worst_stage(changed.with_sequences(inputs.sequences))
-            suggestions.append((override, memory))
+            account = worst_account(changed.with_sequences(inputs.sequences), gigabytes)
+            suggestions.append((override, account))
         previous = changed
     return suggestions
 
 
-def _successive_changes(inputs: MemoryInputs) -> Iterator[tuple[str, MemoryInputs]]:
+def _successive_changes(
+    inputs: MemoryInputs,
+    gigabytes: float,
+) -> Iterator[tuple[str, MemoryInputs]]:
     inputs = _change_parallel(inputs, recompute_layers=None)
     yield "parallel.recompute_layers=null", inputs
 
@@ -99,6 +122,16 @@ def _successive_changes(inputs: MemoryInputs) -> Iterator[tuple[str, MemoryInput
     inputs = _change_optimizer(inputs, offload=1.0)
     yield "optimizer.offload=1", inputs
 
+    # Servers get what everything else leaves of the GPU, rounded down to a hundredth.
+    engine = inputs.engine
+    if engine is not None and engine.awake_fraction > 0:
+        sync = worst_account(inputs, gigabytes).phase("sync").total / 1e9
+        room = engine.awake_fraction + (gigabytes - sync) / gigabytes if gigabytes else 0.0
+        fraction = math.floor(100 * room) / 100
+        if 0 < fraction < engine.awake_fraction:
+            inputs = replace(inputs, engine=replace(engine, awake_fraction=fraction))
+            yield f"rollout.engine.memory_fraction={fraction:g}", inputs
+
 
 def _change_parallel(inputs: MemoryInputs, **update: object) -> MemoryInputs:
     return replace(inputs, parallel=inputs.parallel.model_copy(update=update))
@@ -108,45 +141,94 @@ def _change_optimizer(inputs: MemoryInputs, **update: object) -> MemoryInputs:
     return replace(inputs, optimizer=inputs.optimizer.model_copy(update=update))
 
 
-def memory_plan(inputs: MemoryInputs, gigabytes: float) -> str:
-    """Say what training takes of each GPU, which layouts fit, and what would take less."""
-    memory = worst_stage(inputs)
-    lines = [_summary(inputs, memory, gigabytes)]
-    for name, size in asdict(memory).items():
-        lines.append(f"  {name:12}{size / 1e9:8.1f} GB")
+def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
+    """Say what each phase takes of a GPU, which layouts fit, and what would take less."""
+    gigabytes = hardware.gigabytes
+    account = worst_account(inputs, gigabytes)
+    lines = [_summary(inputs, account, hardware), *_phase_table(account)]
+
+    parts = asdict(account.memory).items()
+    in_words = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
+    lines.append(f"tensors of the update, GB: {in_words}")
+    if account.host:
+        lines.append(_host_line(inputs, account, hardware))
 
     gpus = inputs.parallel.world_size
     fitting = layouts_that_fit(inputs, gigabytes)
     if fitting:
         lines.append(f"simplest layouts of {gpus} GPUs that fit:")
     else:
-        name, size = max(asdict(memory).items(), key=lambda item: item[1])
+        peak = account.peak
         lines.append(
-            f"no layout of {gpus} GPUs fits; most goes to the {name} ({size / 1e9:.1f} GB)"
+            f"no layout of {gpus} GPUs fits; as configured most goes to the {peak.name} "
+            f"({peak.total / 1e9:.1f} GB)"
         )
     for layout, needed in fitting[:5]:
         description = describe_layout(layout, inputs.parallel)
-        lines.append(f"  {description}: {needed.total / 1e9:.1f} GB")
+        lines.append(f"  {description}: {needed.peak.total / 1e9:.1f} GB")
 
     lines.append("to take less, one after the other:")
-    for override, needed in smaller_settings(inputs):
-        lines.append(f"  {override}: {needed.total / 1e9:.1f} GB")
+    for override, needed in smaller_settings(inputs, gigabytes):
+        lines.append(f"  {override}: {needed.peak.total / 1e9:.1f} GB")
     lines.append("  more GPUs")
     return "\n".join(lines)
 
 
-def _summary(inputs: MemoryInputs, memory: Memory, gigabytes: float) -> str:
-    text = f"memory per GPU, in bf16, {inputs.tokens} tokens per micro-batch"
+def is_too_much(inputs: MemoryInputs, hardware: Hardware) -> bool:
+    """Return whether the configuration does not fit: a phase the GPU, or offloaded optimizer state
+    the host."""
+    account = worst_account(inputs, hardware.gigabytes)
+    if account.peak.total > hardware.gigabytes * 1e9:
+        return True
+    if hardware.host_gigabytes is None:
+        return False
+    return _host_bytes(inputs, account, hardware) > hardware.host_gigabytes * 1e9
+
+
+def _summary(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
+    peak = account.peak
+    share = peak.total / (hardware.gigabytes * 1e9) if hardware.gigabytes else math.inf
+    text = f"memory per {hardware.gpu}, in bf16, {inputs.tokens} tokens per micro-batch"
     for optimizer in inputs.auxiliary_models:
         text += ", with the critic" if optimizer else ", with the reference policy"
 
-    text += f": {memory.total / 1e9:.1f} GB"
-    if inputs.engine:
-        share = f"{inputs.engine.awake_fraction:.0%}"
-        text += f"; {memory.resting / 1e9:.1f} GB while servers have {share}"
-    if not fits(inputs, memory, gigabytes):
-        text += f", more than the {gigabytes:g} GB of the GPU"
-    return text
+    text += f": {peak.total / 1e9:.1f} GB in the {peak.name}, "
+    if share > 1:
+        return f"{text}more than its {hardware.gigabytes:g} GB"
+    if share > 1 - ACCURACY:
+        return f"{text}which its {hardware.gigabytes:g} GB can hold, but only just"
+    return f"{text}of its {hardware.gigabytes:g} GB"
+
+
+def _phase_table(account: Account) -> list[str]:
+    """Return a line per phase, in GB."""
+    columns = ("trainer", "servers", "around", "together")
+    lines = ["  phase       " + "".join(f"{column:>10}" for column in columns) + "  GB"]
+    for phase in account.phases:
+        sizes = (phase.trainer, phase.engine, phase.around, phase.total)
+        figures = "".join(f"{size / 1e9:10.1f}" for size in sizes)
+        mark = "  <- most" if phase == account.peak else ""
+        lines.append(f"  {phase.name:12}{figures}{mark}")
+    return lines
+
+
+def _host_bytes(inputs: MemoryInputs, account: Account, hardware: Hardware) -> float:
+    """Return what offloaded state takes of a node's memory."""
+    return account.host * min(inputs.parallel.world_size, hardware.gpus_per_node)
+
+
+def _host_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
+    gpus = min(inputs.parallel.world_size, hardware.gpus_per_node)
+    needed = _host_bytes(inputs, account, hardware) / 1e9
+    text = (
+        f"host memory: {needed:.1f} GB, pinned, for the optimizer state of a node's {gpus} ranks, "
+        "besides what the run needs"
+    )
+    if hardware.host_gigabytes is None:
+        return text
+    if needed > hardware.host_gigabytes:
+        return f"{text}: more than its {hardware.host_gigabytes:.0f} GB"
+    return f"{text}, of its {hardware.host_gigabytes:.0f} GB"
 
 
 def describe_layout(layout: ParallelConfig, configured: ParallelConfig) -> str:
@@ -171,5 +253,5 @@ def out_of_memory_explained(inputs: MemoryInputs) -> Iterator[None]:
             _, total = torch.cuda.mem_get_info()
             gigabytes = total / 1e9
         first_line = str(error).splitlines()[0]
-        message = f"{first_line}\n{memory_plan(inputs, gigabytes)}"
+        message = f"{first_line}\n{memory_plan(inputs, Hardware(gigabytes))}"
         raise torch.OutOfMemoryError(message) from error

@@ -181,3 +181,5 @@ def add_optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
             metrics.add(f"train/{name}", speed, "last")
     for part, seconds in update.seconds_of.items():
         metrics.add(f"train/seconds_{part}", seconds, "sum")
+    for name, gigabytes in update.memory.items():
+        metrics.add(f"memory/{name}", gigabytes, "max", "GPUs")

@@ -65,6 +65,9 @@ class TrainerGroup:
     def send_weights(self, sender: WeightSender) -> None:
         self._all("send_weights", sender)
 
+    def enter_phase(self, phase: str) -> None:
+        self._all("enter_phase", phase)
+
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         self._all("save", step, state, block)
 

@@ -20,8 +20,10 @@ from megatron_gptoss.checkpoint.directory import find_checkpoint, latest_checkpo
 from megatron_gptoss.checkpoint.loader import load_checkpoint, load_model_weights
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.critic import ValueTrainer, make_critic
+from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
 from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.packing import PackedBatch
+from megatron_gptoss.planning.memory import account
 from megatron_gptoss.planning.memory_advice import out_of_memory_explained
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
@@ -30,6 +32,7 @@ from rl_loop.algorithms.objectives import policy_objective, sft_objective, value
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.engines.backend import WeightSender
 from rl_loop.tracking.run_directory import RunDirectory
+from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import MiniBatch, Shipment
 
@@ -57,10 +60,13 @@ class TrainerWorker:
         self.settings = settings
         self.algorithm = settings.algorithm
         distributed.initialize(settings.parallel, rank, master, port)
+        self.memory = phase_memory()
+        self.memory.enter("start")
 
         self.model = self._initial_model()
         freeze(self.model, settings.ablation.freeze)
         self.trainer = PolicyTrainer(self.model, settings.optimizer)
+        self.trainer.memory = self.memory
         if self.algorithm.routing_replay != "none":
             self.trainer.replay = RoutingReplay(self.model)
 
@@ -72,9 +78,35 @@ class TrainerWorker:
             self.critic = ValueTrainer(
                 make_critic(self._initial_model()), self.algorithm.critic.optimizer
             )
+            self.critic.memory = self.memory
 
         self.run = RunDirectory(settings.directory)
         self._saved = self._checkpoint_writers()
+
+        # The weights were moved into Megatron's buffers: what they took before is free, and servers
+        # that start on this GPU want it.
+        give_back_cache()
+        self.memory.enter("resting")
+
+    def enter_phase(self, phase: str) -> None:
+        """Count memory towards ``phase`` from now on; for phases that begin outside of here."""
+        self.memory.enter(phase)
+
+    def _make_room_for_engines(self) -> None:
+        """Give back what torch's allocator keeps, if engines share this GPU."""
+        if self.settings.memory_inputs.engine is not None:
+            give_back_cache()
+
+    def _memory_metrics(self) -> dict[str, float]:
+        """Return the memory of the fullest GPU in each phase since the last call. Collective;
+        empty on CPUs."""
+        measured = self.memory.take()
+        if measured is None:
+            return {}
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        predicted = account(self.settings.memory_inputs, measured.gpu_total / 1e9, stage)
+        device = next(self.model.parameters()).device
+        return max_over_ranks(memory_metrics(measured.peaks, predicted), device)
 
     def place(self) -> RankPlace:
         """Say where this rank stands among the others."""
@@ -156,6 +188,7 @@ class TrainerWorker:
                 updates.critic.append(self._update_critic(mini_batch, step))
             if step >= critic_only_steps:
                 updates.policy.append(self._update_policy(mini_batch, step, critic_only_steps))
+        self._make_room_for_engines()
         return updates
 
     def _add_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
@@ -233,6 +266,9 @@ class TrainerWorker:
         with out_of_memory_explained(self.settings.memory_inputs):
             statistics = trainer.train_step(batches, loss, learning_rate, self.settings.temperature)
         exempt_from_collection()
+
+        if trainer is self.trainer:  # what the critic's steps took counts towards these
+            statistics.memory = self._memory_metrics()
         return statistics
 
     # -- scores -----------------------------------------------------------------------------------
@@ -240,6 +276,7 @@ class TrainerWorker:
     def score(self, shipment: Shipment, temperature: float | None = None) -> np.ndarray:
         """Compute the log-prob of each token of this rank's sequences, in nats: float32 [tokens],
         0 for the first token of each."""
+        self.memory.observe()  # engines are awake when a canary is scored
         return self._score_with(self.trainer, shipment, temperature)
 
     def greedy_tokens(self, shipment: Shipment) -> np.ndarray:
@@ -281,6 +318,7 @@ class TrainerWorker:
     def send_weights(self, sender: WeightSender) -> None:
         """Let ``sender`` send all weights from rank 0, which gets the other ranks' parts from
         them. Raises what the sender raises, on rank 0."""
+        self.memory.enter("sync")
         dtype = getattr(torch, self.settings.dtype)
         gather_parameters(self.trainer.model)
         exported = export_hf_weights(self.model, self.settings.model, transposed=sender.transposed)
@@ -292,12 +330,17 @@ class TrainerWorker:
             # To its end, whatever happened: the other ranks are still sending.
             for _ in stream:
                 pass
+            self._make_room_for_engines()
+            self.memory.enter("rollout")
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         """Begin a checkpoint; it is complete on return if ``block``, else at the
         beginning of a later update."""
+        self.memory.enter("checkpoint")
         for writer, trainer in self._saved:
             writer.start(trainer, step, state)
+        self._make_room_for_engines()
+        self.memory.enter("resting")
         if block:
             for writer, _ in self._saved:
                 writer.finish()

@@ -9,19 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch.cli import app
 from launch.cluster import ClusterConfig
+from launch.gpus import KNOWN_GPUS, local_gpu, planned_hardware
 from launch.placement import place
 from launch.plan import attention_plan, step_plan
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.packing import schedule
-from megatron_gptoss.planning.memory import fits, parameters_per_gpu, worst_stage
-from megatron_gptoss.planning.memory_advice import layouts_that_fit, memory_plan
+from megatron_gptoss.planning.memory import parameters_per_gpu, worst_account
+from megatron_gptoss.planning.memory_advice import Hardware, layouts_that_fit, memory_plan
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = CONFIGS / "rl/tiny_retool.yaml"
-H200 = 141e9
+H200 = 150.1
+EIGHTY_GB = 75.0
+"""GB of a GPU of 80 GB that a plan for it may use: less than any of them has."""
 LONG = [
     "model=gpt-oss-20b",
     "parallel.world_size=4",
@@ -97,10 +101,44 @@ def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(
     assert config.memory_inputs.micro_batches == len(plan.micro_batches[0])
 
 
+def gpu_of(path: Path) -> float:
+    """GB of the GPU that the first line of a shipped configuration names; the tiny ones need
+    none."""
+    if path.stem.startswith("tiny"):
+        return EIGHTY_GB
+    comment = path.read_text().split("\nname:")[0]
+    named = re.findall(r"\b(H200|80 GB)\b", comment.splitlines()[0])
+    assert len(named) == 1, f"the first line of {path.name} must name one GPU"
+    return {"H200": H200, "80 GB": EIGHTY_GB}[named[0]]
+
+
+def test_a_configuration_that_was_never_run_says_so() -> None:
+    for path in SHIPPED:
+        if not path.stem.startswith("tiny"):
+            comment = " ".join(path.read_text().split("\nname:")[0].replace("#", " ").split())
+            assert re.search(r"Predicted to fit[^.]*, not run\.|Run on ", comment), path
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for kind in ("rl", "sft") for path in (CONFIGS / kind).glob("*.yaml")),
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
+)
+def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> None:
+    config = load_config(path, SftConfig if path.parent.name == "sft" else RlConfig)
+    needed = worst_account(config.memory_inputs, gpu_of(path))
+    assert needed.peak.total / 1e9 <= gpu_of(path), needed.phases
+
+
 @pytest.mark.parametrize(
     ("file", "gpus"),
     [
+        ("rl/gpt-oss-20b_1x2.yaml", 2),
         ("rl/gpt-oss-20b_1x4.yaml", 4),
+        ("rl/gpt-oss-20b_1x4_overlap.yaml", 4),
+        ("rl/gpt-oss-20b_1x8_80gb.yaml", 8),
+        ("sft/gpt-oss-20b_1x8_80gb.yaml", 8),
+        ("sft/gpt-oss-120b_2x8_80gb.yaml", 16),
         ("rl/gpt-oss-20b_1x8.yaml", 8),
         ("rl/gpt-oss-20b_2x8.yaml", 16),
         ("sft/gpt-oss-120b_2x8.yaml", 16),
@@ -110,8 +148,7 @@ def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(
 )
 def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> None:
     config = load_config(CONFIGS / file, SftConfig if file.startswith("sft") else RlConfig)
-    training = config.memory_inputs
-    assert fits(training, worst_stage(training), 135)
+    gigabytes = gpu_of(CONFIGS / file)
 
     engine = config.rollout.engine
     servers = engine.server_processes
@@ -123,7 +160,8 @@ def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> 
     assert gpus == config.parallel.world_size + gpus_of_servers
     if servers is not None:
         weights = 2 * sum(parameters_per_gpu(config.model, ParallelConfig())) / servers.gpus_each
-        assert engine.memory_fraction * H200 - weights > 10e9  # for keys and values
+        # Of keys and values; a GPU that no trainer shares has them from its own start.
+        assert engine.memory_fraction * gigabytes * 1e9 - weights > 10e9
 
     cluster = ClusterConfig(
         kind="slurm",
@@ -144,13 +182,12 @@ def test_servers_on_the_trainers_gpus_must_fit_beside_what_the_trainer_keeps() -
             RlConfig,
             overrides,
         ).memory_inputs
-        return len(layouts_that_fit(training, 135)), memory_plan(training, 135).splitlines()[0]
+        plan = memory_plan(training, Hardware(H200))
+        return len(layouts_that_fit(training, H200)), plan.splitlines()[0]
 
     (many, good), (few, bad) = plan_with(0.4), plan_with(0.6)
-    assert good.endswith(": 119.0 GB; 70.8 GB while servers have 40%")
-    assert bad.endswith(
-        ": 119.0 GB; 70.8 GB while servers have 60%, more than the 135 GB of the GPU",
-    )
+    assert good.endswith("in the sync, of its 150.1 GB")
+    assert bad.endswith("in the sync, more than its 150.1 GB")
     assert few < many
 
 
@@ -237,12 +274,13 @@ def test_whatever_the_plan_advises_validates_and_is_predicted_as_promised(path: 
     kind = SftConfig if path.parent.name == "sft" else RlConfig
     applied = 0
     for variant in VARIANTS if kind is RlConfig else VARIANTS[::2]:
-        for gigabytes in (2, 72, 135):
+        for gigabytes in (2, 72, 150.1):
             inputs = load_config(path, kind, list(variant)).memory_inputs
-            advice = advice_of(memory_plan(inputs, gigabytes), list(variant))
+            advice = advice_of(memory_plan(inputs, Hardware(gigabytes)), list(variant))
             for overrides, promised in advice:
-                needed = worst_stage(load_config(path, kind, overrides).memory_inputs)
-                assert f"{needed.total / 1e9:.1f}" == promised, overrides
+                changed = load_config(path, kind, overrides).memory_inputs
+                needed = worst_account(changed, gigabytes).peak.total
+                assert f"{needed / 1e9:.1f}" == promised, overrides
             applied += len(advice)
     assert applied > 3
 
@@ -274,12 +312,70 @@ def test_the_fastest_layouts_validate_too() -> None:
     path = CONFIGS / "rl/gpt-oss-120b_8x8.yaml"
     config = load_config(path, RlConfig, changes)
     rows = (
-        step_plan(config.memory_inputs, 135).partition("that fit, as predicted:\n")[2].splitlines()
+        step_plan(config.memory_inputs, H200).partition("that fit, as predicted:\n")[2].splitlines()
     )
     assert rows
     for row in rows:
         layout = row.strip().partition(":")[0]
-        needed = worst_stage(
-            load_config(path, RlConfig, [*changes, *layout_overrides(layout)]).memory_inputs,
-        )
-        assert f": {needed.total / 1e9:.1f} GB," in row
+        changed = load_config(path, RlConfig, [*changes, *layout_overrides(layout)]).memory_inputs
+        assert f": {worst_account(changed, H200).peak.total / 1e9:.1f} GB," in row
+
+
+FAKE_NVIDIA_SMI = """#!/bin/sh
+test "$1" = --query-gpu=name,memory.total,memory.reserved || exit 2
+cat <<END
+NVIDIA H200, 143771, 615
+NVIDIA H100 80GB HBM3, 81559, 551
+Graphics Device, [N/A], [N/A]
+END
+"""
+
+
+def test_the_plan_knows_the_smallest_gpu_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    program = tmp_path / "nvidia-smi"
+    program.write_text(FAKE_NVIDIA_SMI)
+    program.chmod(0o755)
+    here = local_gpu()
+    assert here is not None and here.name == "NVIDIA H100 80GB HBM3"
+    assert here.total_bytes == (81_559 - 551) << 20
+
+    hardware = planned_hardware()
+    assert (hardware.gigabytes, hardware.gpu) == (84.9, "NVIDIA H100 80GB HBM3 of this machine")
+    assert hardware.host_gigabytes is not None and hardware.host_gigabytes > 1
+    assert planned_hardware("h200").gigabytes == H200
+    assert planned_hardware("b200", gigabytes=60).gigabytes == 60
+
+    for answer in ("exit 9", "echo No devices were found"):
+        program.write_text(f"#!/bin/sh\n{answer}\n")
+        assert local_gpu() is None
+        assert planned_hardware().gigabytes == H200
+
+
+def test_h200s_as_nvidia_smi_shows_them_are_those_of_the_table() -> None:
+    # 143,771 MiB less what the driver keeps; a GPU full to the last page showed 143,154.
+    assert KNOWN_GPUS["h200"].total_bytes / (1 << 20) == pytest.approx(143_154, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        (["--gpu", "h200"], 0, "of its 150.1 GB"),
+        (["--gpu", "H100"], 1, "more than its 84.9 GB"),
+        (["--gpu-gb", "75"], 1, "more than its 75 GB"),
+        (["--gpu", "h200", "--host-gb", "100"], 1, "more than its 100 GB"),
+        (["--gpu", "gtx"], 1, "the plan knows h100, h200, b200"),
+        (["--gpu-gb", "-3"], 1, "--gpu-gb -3: give a size above 0"),
+    ],
+)
+def test_the_command_ends_with_1_if_the_configuration_does_not_fit(
+    options: list[str], status: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", str(CONFIGS / "rl/gpt-oss-20b_1x2.yaml"), *options]
+    with pytest.raises(SystemExit) as ended:
+        app(arguments)
+    assert ended.value.code == status
+    out, err = capfd.readouterr()
+    assert said in out + err

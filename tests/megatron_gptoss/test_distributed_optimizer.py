@@ -8,6 +8,8 @@ the state of Transformer Engine's: of each fp32 master weight the half that its 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,7 @@ from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.checkpoint.megatron_faults import lower_half, master_weight
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
+from megatron_gptoss.optimizer_offload import OffloadedState
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import (
     TINY,
@@ -152,6 +155,7 @@ def train(
     port: int,
     save: Path | None = None,
     resume: Path | None = None,
+    offload: float = 0.0,
 ) -> tuple[list[float], int]:
     """Losses of the steps, and how many buckets of the model have a gap behind them."""
     distributed.initialize(parallel, rank, port=port)
@@ -159,10 +163,16 @@ def train(
         model = build_model(TINY, parallel, torch.bfloat16)
         load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
         policy = trainer.PolicyTrainer(model, OptimizerConfig())
+        if offload:
+            policy.offloaded = OffloadedState(policy.optimizer, offload, part_elements=20_000)
         batches = local_batches(SAMPLES, 64, parallel)
         tokens = int(SAMPLES.loss_tokens.sum())
         if resume:
-            load_checkpoint(resume, policy)
+            with counted_empty_tensors() as made:
+                load_checkpoint(resume, policy)
+            assert sum(made) < 1000, "Megatron makes no empty state beside what was loaded"
+            if offload:
+                check_all_rests(policy)
 
         losses = []
         for step in range(SAVED if resume else 0, STEPS):
@@ -175,6 +185,34 @@ def train(
         distributed.shutdown()
 
 
+@contextmanager
+def counted_empty_tensors() -> Iterator[list[int]]:
+    """Collect the elements of the tensors for which Megatron's optimizer calls ``torch.empty``."""
+    made: list[int] = []
+    torch_empty = torch.empty
+
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        tensor = torch_empty(*size, **options)
+        if sys._getframe(1).f_globals["__name__"] == distrib_optimizer.__name__:
+            made.append(tensor.numel())
+        return tensor
+
+    torch.empty = empty  # type: ignore[assignment]
+    try:
+        yield made
+    finally:
+        torch.empty = torch_empty
+
+
+def check_all_rests(policy: trainer.PolicyTrainer) -> None:
+    """Check that all state is where it rests, before any step."""
+    for chained in policy.optimizer.chained_optimizers:
+        for parameter, state in chained.optimizer.state.items():
+            assert set(state) == {"exp_avg", "exp_avg_sq", "master_param"}
+            for name, tensor in state.items():
+                assert tensor is policy.offloaded._host[parameter, name]
+
+
 def train_save_and_resume(rank: int, ports: list[int], root: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     as_on_a_gpu()
@@ -183,12 +221,17 @@ def train_save_and_resume(rank: int, ports: list[int], root: Path) -> dict[str, 
     losses, gaps = train(data, rank, ports[0], save=root)
     resumed = [train(parallel, rank, port, resume=latest_checkpoint(root))[0] for parallel, port in
                ((data, ports[1]), (context, ports[2]))]  # fmt: skip
-    return {"losses": losses, "gaps": gaps, "resumed": resumed}
+    half = root.with_name(f"{root.name}_offloaded")
+    offloaded = [
+        train(data, rank, ports[3], save=half, offload=0.6)[0],
+        train(data, rank, ports[4], resume=latest_checkpoint(half), offload=1.0)[0],
+    ]
+    return {"losses": losses, "gaps": gaps, "resumed": resumed, "offloaded": offloaded}
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    ports = [free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(5)]
     return run_distributed(train_save_and_resume, 2, ports, tmp_path_factory.mktemp("distributed"))
 
 
@@ -199,6 +242,14 @@ def test_a_resumed_distributed_optimizer_continues_the_same_curve(
         assert rank["gaps"] > 2  # which Megatron would stumble over
         assert rank["losses"][-1] < rank["losses"][0] - 0.5
         assert rank["resumed"][0] == rank["losses"][SAVED:]
+
+
+def test_offloaded_state_learns_saves_and_resumes_as_any_other(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    for rank in two_ranks:
+        assert rank["offloaded"][0] == rank["losses"]
+        assert rank["offloaded"][1] == rank["losses"][SAVED:]
 
 
 def test_its_state_reshards(two_ranks: list[dict[str, Any]]) -> None:

@@ -17,8 +17,10 @@ from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.model import build_model
+from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import build_batch, pack
 from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.routing_replay import RoutingReplay
@@ -285,28 +287,63 @@ def test_only_the_first_layers_compute_again_and_nothing_changes() -> None:
         assert got == pytest.approx(losses[0], rel=1e-3)
 
 
-def test_offloaded_state_leaves_the_gpu_between_steps() -> None:
+def test_offloaded_state_is_on_the_gpu_in_parts_only(tmp_path: Path) -> None:
     batch = build_batch(SAMPLES)
     losses = []
     held = []
+    added = []
     for offload in (0.0, 1.0):
-        trainer = policy(offload=offload)
-        losses.append(
-            [
-                trainer.train_step([batch], mean_cross_entropy(TOKENS), 1e-4).sums["loss"]
-                for _ in range(3)
-            ]
-        )
-        states = [
-            x
-            for part in trainer.optimizer.chained_optimizers
-            for x in part.optimizer.state.values()
-        ]
-        held.append(sum(x.nbytes for state in states for x in state.values() if x.is_cuda))
+        trainer = policy()
+        trainer.offloaded = OffloadedState(trainer.optimizer, offload, part_elements=1 << 25)
+        trainer.memory = phase_memory()
+        assert state_on_gpu(trainer) == 0, "nothing before the first step"
+
+        losses.append([])
+        for _ in range(3):
+            resting = torch.cuda.memory_allocated() - state_on_gpu(trainer)
+            step = trainer.train_step([batch], mean_cross_entropy(TOKENS), 1e-4)
+            losses[-1].append(step.sums["loss"])
+            measured = trainer.memory.take()
+            added.append(measured.peaks["optimizer"].allocated - resting)
+        held.append(state_on_gpu(trainer))
         parameters = sum(parameter.numel() for parameter in trainer.module.parameters())
+
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert held[0] == pytest.approx(10 * parameters, rel=0.01)
-    assert held[1] < 0.01 * held[0]
+    assert held[1] == 0
+    # The largest parts: a few experts' matrices at a time, from the first step on.
+    assert max(added[3:]) < 10 * (1 << 25) * 1.1 + 100e6 < min(added[:3]) / 2
+
+    save_checkpoint(tmp_path, trainer, 3, {})
+    expected = trainer.train_step([batch], mean_cross_entropy(TOKENS), 1e-4).sums["loss"]
+    del trainer
+    other = policy(offload=1.0)
+    load_checkpoint(tmp_path / "step_000003", other)
+    assert state_on_gpu(other) == 0
+    step = other.train_step([batch], mean_cross_entropy(TOKENS), 1e-4)
+    assert step.sums["loss"] == pytest.approx(expected, rel=1e-3)
+
+
+def state_on_gpu(trainer: PolicyTrainer) -> int:
+    """Bytes of optimizer state on the GPU."""
+    states = [
+        state
+        for part in trainer.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+    ]
+    return sum(x.nbytes for state in states for x in state.values() if x.is_cuda)
+
+
+def test_a_cache_that_was_given_back_is_free_for_other_processes() -> None:
+    give_back_cache()
+    free, _ = torch.cuda.mem_get_info()
+    block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    del block
+    with_cache, _ = torch.cuda.mem_get_info()
+    give_back_cache()
+    afterwards, _ = torch.cuda.mem_get_info()
+    assert with_cache <= free - (1 << 30)
+    assert afterwards >= free - (64 << 20)
 
 
 @pytest.mark.parametrize("recompute", [(), ("moe", "layernorm")])

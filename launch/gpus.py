@@ -1,0 +1,108 @@
+"""Which GPU a plan is made for: one that is named, or that of this machine."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+import psutil
+
+from megatron_gptoss.planning.memory_advice import Hardware
+from rl_loop.config.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as programs see it."""
+
+    name: str
+    total_bytes: float
+    """All that programs may have of it together, contexts included."""
+
+
+KNOWN_GPUS = {
+    "h100": Gpu("H100 80GB", 79.1 * GIB),
+    "h200": Gpu("H200", 139.8 * GIB),
+    "b200": Gpu("B200", 178.3 * GIB),
+}
+"""By the name of ``--gpu``: what torch gives as total memory, rounded down. It is neither the number
+of the name, nor what nvidia-smi shows, which counts what the driver keeps for itself. Of the H200
+seen in this project's measurements, of the others as programs on them report it."""
+
+DEFAULT_GPU = "h200"
+
+
+def gpu_named(name: str) -> Gpu:
+    """Return a GPU of KNOWN_GPUS. Raises ConfigError for a name that is none of them."""
+    if name.lower() not in KNOWN_GPUS:
+        raise ConfigError(f"--gpu {name}: the plan knows {', '.join(KNOWN_GPUS)}; or give --gpu-gb")
+    return KNOWN_GPUS[name.lower()]
+
+
+def local_gpu() -> Gpu | None:
+    """Return the smallest GPU of this machine; None if it has none, or none that answers."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=name,memory.total,memory.reserved"]
+    try:
+        answer = subprocess.run(
+            [*query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return min(_read_gpus(answer.stdout), key=lambda gpu: gpu.total_bytes, default=None)
+
+
+def _read_gpus(table: str) -> list[Gpu]:
+    """Read lines of "name, MiB in all, MiB that the driver keeps"; what is no number is left out."""
+    gpus = []
+    for line in table.splitlines():
+        name, *sizes = (field.strip() for field in line.rsplit(",", 2))
+        if len(sizes) == 2 and all(size.isdigit() for size in sizes):
+            total, reserved = (int(size) << 20 for size in sizes)
+            gpus.append(Gpu(name, total - reserved))
+    return gpus
+
+
+def planned_hardware(
+    gpu: str | None = None,
+    gigabytes: float | None = None,
+    host_gigabytes: float | None = None,
+) -> Hardware:
+    """Return what a plan has to fit: what is given, else this machine's GPU, else an H200.
+
+    Args:
+        gpu: a name of KNOWN_GPUS.
+        gigabytes: of one GPU, in units of 1e9 bytes; wins over ``gpu``.
+        host_gigabytes: of a node; without it this machine's, if the GPU is this machine's.
+
+    Raises:
+        ConfigError: for an unknown name, or sizes that are none.
+    """
+    for option, size in (("--gpu-gb", gigabytes), ("--host-gb", host_gigabytes)):
+        if size is not None and size <= 0:
+            raise ConfigError(f"{option} {size:g}: give a size above 0, in GB")
+
+    if gigabytes is not None:
+        return Hardware(gigabytes, host_gigabytes=host_gigabytes)
+    if gpu is not None:
+        chosen = gpu_named(gpu)
+        return Hardware(_gb(chosen), chosen.name, host_gigabytes)
+
+    here = local_gpu()
+    if here is None:
+        chosen = KNOWN_GPUS[DEFAULT_GPU]
+        return Hardware(_gb(chosen), chosen.name, host_gigabytes)
+    if host_gigabytes is None:
+        host_gigabytes = psutil.virtual_memory().total / 1e9
+    return Hardware(_gb(here), f"{here.name} of this machine", host_gigabytes)
+
+
+def _gb(gpu: Gpu) -> float:
+    return round(gpu.total_bytes / 1e9, 1)

@@ -1,0 +1,38 @@
+"""The memory of a rank's GPU, measured and predicted, as metrics of a step."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from megatron_gptoss.gpu_memory import PhasePeak
+from megatron_gptoss.planning.memory import Account
+
+
+def memory_metrics(peaks: Mapping[str, PhasePeak], account: Account) -> dict[str, float]:
+    """Return ``PHASE/FIGURE`` -> GB (1e9 bytes) of one GPU.
+
+    Figures are what torch allocated and reserved at the peak, what the whole GPU held, servers
+    included, and where ``account`` has the phase what it predicts of tensors and of the whole GPU.
+    """
+    predicted = {phase.name: phase for phase in account.phases}
+
+    values: dict[str, float] = {}
+    for name, peak in peaks.items():
+        values[f"{name}/allocated_gb"] = peak.allocated / 1e9
+        values[f"{name}/reserved_gb"] = peak.reserved / 1e9
+        values[f"{name}/gpu_gb"] = peak.gpu / 1e9
+        if name in predicted:
+            values[f"{name}/predicted_allocated_gb"] = predicted[name].trainer / 1e9
+            values[f"{name}/predicted_gpu_gb"] = predicted[name].total / 1e9
+    return values
+
+
+def max_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, float]:
+    """Return the largest of every value. Collective, unless there are none; all ranks have the
+    same names."""
+    if not values:
+        return {}
+    largest = torch.tensor(list(values.values()), dtype=torch.double, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return dict(zip(values, largest.tolist(), strict=True))

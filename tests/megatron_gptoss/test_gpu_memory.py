@@ -1,0 +1,92 @@
+"""Peaks by phase, over counters that a script gives instead of CUDA."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_gptoss.gpu_memory import MemoryReading, PhaseMemory, PhasePeak, phase_memory
+
+
+class ScriptedGpu:
+    """A GPU whose memory the test allocates by hand, with counters that behave as torch's."""
+
+    def __init__(self) -> None:
+        self.allocated = self.peak_allocated = 0
+        self.reserved = self.peak_reserved = 0
+        self.others = 500
+        """Held by other processes, and by this one outside of torch's allocator."""
+
+    def allocate(self, size: int) -> None:
+        self.allocated += size
+        self.reserved = max(self.reserved, self.allocated)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def give_back_cache(self) -> None:
+        self.reserved = self.allocated
+
+    def read(self) -> MemoryReading:
+        return MemoryReading(
+            allocated=self.allocated,
+            peak_allocated=self.peak_allocated,
+            reserved=self.reserved,
+            peak_reserved=self.peak_reserved,
+            gpu_used=self.others + self.reserved,
+            gpu_total=10_000,
+        )
+
+    def reset_peaks(self) -> None:
+        self.peak_allocated = self.allocated
+        self.peak_reserved = self.reserved
+
+
+def test_each_phase_has_its_own_peak_and_the_servers_that_it_met() -> None:
+    gpu = ScriptedGpu()
+    memory = PhaseMemory(gpu)
+    memory.enter("start")
+    gpu.allocate(3000)
+    gpu.allocate(-1000)
+    gpu.give_back_cache()
+    memory.enter("rollout")
+    gpu.others = 4000  # servers wake up, and go to sleep before anybody looks again
+    memory.observe()
+    gpu.others = 900
+    memory.enter("update")
+    gpu.allocate(2500)
+    gpu.allocate(-2500)
+    gpu.others = 950
+    measured = memory.take()
+
+    assert measured is not None and measured.gpu_total == 10_000
+    assert measured.peaks == {
+        "start": PhasePeak(allocated=3000, reserved=3000, gpu=3500),
+        "rollout": PhasePeak(allocated=2000, reserved=2000, gpu=6000),
+        "update": PhasePeak(allocated=4500, reserved=4500, gpu=5450),
+    }
+
+
+def test_a_phase_that_comes_again_keeps_its_largest_peak_until_it_is_taken() -> None:
+    gpu = ScriptedGpu()
+    memory = PhaseMemory(gpu)
+    for size in (700, 300):
+        memory.enter("scoring")
+        gpu.allocate(size)
+        gpu.allocate(-size)
+        gpu.give_back_cache()
+        memory.enter("resting")
+    first = memory.take()
+    assert first is not None and first.peaks["scoring"].allocated == 700
+
+    # What went on before is forgotten; the present phase goes on.
+    gpu.allocate(50)
+    second = memory.take()
+    assert second is not None
+    assert second.peaks == {"resting": PhasePeak(allocated=50, reserved=50, gpu=550)}
+
+
+def test_without_counters_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    memory = phase_memory()
+    memory.enter("update")
+    memory.observe()
+    assert memory.take() is None

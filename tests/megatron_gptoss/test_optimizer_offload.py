@@ -1,0 +1,147 @@
+"""Optimizer state that passes the device in parts, with Megatron's optimizers for CPUs and with
+Adams that count their steps by group, as Transformer Engine's does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_gptoss import distributed
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.model import build_model
+from megatron_gptoss.optimizer_offload import OffloadedState
+from megatron_gptoss.packing import build_batch
+from megatron_gptoss.trainer import PolicyTrainer
+from tests.distributed import free_port
+from tests.megatron_gptoss.reference import TINY, documents, mean_cross_entropy
+
+BATCH = build_batch(documents([20, 13]))
+PART = 40_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    distributed.initialize(ParallelConfig(), port=free_port())
+    yield
+    distributed.shutdown()
+
+
+def initial_model(dtype: torch.dtype) -> torch.nn.Module:
+    model = build_model(TINY, ParallelConfig(), dtype)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1, generator=generator)
+    return model
+
+
+def trained_weights(
+    dtype: torch.dtype, offload: float, part_elements: int | None
+) -> tuple[list[torch.Tensor], PolicyTrainer]:
+    """Return the weights after three steps, and the trainer."""
+    model = initial_model(dtype)
+    policy = PolicyTrainer(model, OptimizerConfig(weight_decay=0.1))
+    if part_elements is not None:
+        policy.offloaded = OffloadedState(policy.optimizer, offload, part_elements)
+    for _ in range(3):
+        policy.train_step([BATCH], mean_cross_entropy(31), 1e-2)
+    return [parameter.data.clone() for parameter in model.parameters()], policy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload", [0.4, 1.0])
+def test_a_step_in_parts_is_the_same_step_to_the_bit(dtype: torch.dtype, offload: float) -> None:
+    whole, _ = trained_weights(dtype, 0.0, None)
+    parts, _ = trained_weights(dtype, offload, PART)
+    assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+
+
+def test_no_more_than_a_part_is_beside_its_parameters_from_the_first_step_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int]] = []
+    step_of_class = torch.optim.AdamW.step
+    trainers: list[PolicyTrainer] = []
+
+    def step(self: Any, closure: Any = None) -> Any:
+        result = step_of_class(self)
+        on_host = {id(tensor) for tensor in trainers[0].offloaded._host.values()}
+        beside = sum(
+            value.numel()
+            for state in self.state.values()
+            for value in state.values()
+            if value.dim() and id(value) not in on_host
+        )
+        seen.append((beside, sum(p.numel() for g in self.param_groups for p in g["params"])))
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    model = initial_model(torch.float32)
+    policy = PolicyTrainer(model, OptimizerConfig())
+    policy.offloaded = OffloadedState(policy.optimizer, 1.0, PART)
+    trainers.append(policy)
+    assert not policy.optimizer.chained_optimizers[0].optimizer.state, "before the first step"
+
+    largest = max(parameter.numel() for parameter in model.parameters())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for _ in range(2):
+        seen.clear()
+        policy.train_step([BATCH], mean_cross_entropy(31), 1e-2)
+        assert sum(updated for _, updated in seen) == total
+        assert max(beside for beside, _ in seen) <= 2 * max(PART, largest) < total / 2
+        for state in policy.optimizer.chained_optimizers[0].optimizer.state.values():
+            on_host = [id(tensor) for tensor in policy.offloaded._host.values()]
+            assert id(state["exp_avg"]) in on_host
+            assert id(state["exp_avg_sq"]) in on_host
+
+
+class CountingAdam(torch.optim.Optimizer):
+    """Adds up 1 / (its count of steps), which it keeps by group."""
+
+    def __init__(self, groups: Any, counts_empty_groups: bool) -> None:
+        super().__init__(groups, {})
+        self.counts_empty_groups = counts_empty_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if group["params"] or self.counts_empty_groups:
+                group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("sum", torch.zeros_like(parameter))
+                state["sum"] += 1 / group["step"]
+                parameter.copy_(state["sum"])
+
+
+@pytest.mark.parametrize("counts_empty_groups", [True, False])
+def test_all_parts_belong_to_one_step_of_every_group(counts_empty_groups: bool) -> None:
+    sizes = [[5, 3, 4], [], [6, 2]]
+    groups = [{"params": [torch.nn.Parameter(torch.ones(n)) for n in row]} for row in sizes]
+    adam = CountingAdam(groups, counts_empty_groups)
+    chained = [SimpleNamespace(optimizer=adam), SimpleNamespace(optimizer=None)]
+    OffloadedState(SimpleNamespace(chained_optimizers=chained), 0.7, part_elements=5)
+
+    for step in range(1, 4):
+        adam.step()
+        expected = sum(1 / count for count in range(1, step + 1))
+        counts = [group.get("step") for group in adam.param_groups]
+        assert counts == [step, step if counts_empty_groups else None, step]
+        for group, row in zip(adam.param_groups, sizes, strict=True):
+            assert [parameter.numel() for parameter in group["params"]] == row
+            for parameter in group["params"]:
+                assert torch.allclose(parameter, torch.full_like(parameter, expected))
+
+
+def test_groups_are_whole_again_after_a_step_that_fails() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    adam = CountingAdam([{"params": parameters}], counts_empty_groups=True)
+    chained = [SimpleNamespace(optimizer=adam)]
+    OffloadedState(SimpleNamespace(chained_optimizers=chained), 1.0, part_elements=4)
+    adam.state[parameters[1]]["sum"] = torch.zeros(3)  # of the wrong size
+    with pytest.raises(RuntimeError, match="size"):
+        adam.step()
+    assert [id(p) for p in adam.param_groups[0]["params"]] == [id(p) for p in parameters]

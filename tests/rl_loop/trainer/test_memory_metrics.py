@@ -1,0 +1,155 @@
+"""The memory of trainer ranks in the metrics of a step, over counters that a test moves by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.in_process import LocalRank
+from megatron_gptoss.gpu_memory import PhaseMemory, PhasePeak
+from megatron_gptoss.planning.memory import account
+from megatron_gptoss.planning.memory_inputs import EngineMemory
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.session import trainer_settings
+from rl_loop.tracking.metrics import StepMetrics
+from rl_loop.tracking.step_metrics import add_optimizer_metrics
+from rl_loop.trainer import worker as worker_module
+from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.memory_metrics import memory_metrics
+from rl_loop.trainer.settings import TrainerSettings
+from tests.megatron_gptoss.reference import documents
+from tests.megatron_gptoss.test_gpu_memory import ScriptedGpu
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+ENGINE = EngineMemory(awake_fraction=0.4, asleep_bytes=700, sync_bytes=300)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> TrainerSettings:
+    """Of a tiny trainer whose engines would share its GPU."""
+    overrides = [f"output_dir={tmp_path}", "initial_weights=null", "rollout.max_tokens=100"]
+    config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
+    built = trainer_settings(config)
+    return replace(built, memory_inputs=replace(built.memory_inputs, engine=ENGINE))
+
+
+@pytest.fixture
+def rank(settings: TrainerSettings) -> Iterator[LocalRank]:
+    rank = LocalRank(settings)
+    yield rank
+    rank.close()
+
+
+class Sender:
+    """Takes all weights; what it allocates meanwhile is freed when it is done."""
+
+    transposed = False
+
+    def __init__(self, gpu: ScriptedGpu, fails: bool = False) -> None:
+        self.gpu = gpu
+        self.fails = fails
+
+    def send(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.gpu.allocate(2000)
+        self.gpu.others = 3000  # servers wake up
+        for _ in named:
+            if self.fails:
+                self.gpu.allocate(-2000)
+                raise ConnectionError("a server is gone")
+        self.gpu.allocate(-2000)
+
+    def send_from_driver(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        raise NotImplementedError
+
+
+def test_figures_are_in_gb_and_predicted_where_the_account_has_the_phase(
+    settings: TrainerSettings,
+) -> None:
+    predicted = account(settings.memory_inputs, 100.0)
+    peak = PhasePeak(allocated=2_000_000_000, reserved=2_500_000_000, gpu=9_000_000_000)
+    values = memory_metrics({"update": peak, "resting": peak}, predicted)
+    update = predicted.phase("update")
+    assert values == {
+        "update/allocated_gb": 2.0,
+        "update/reserved_gb": 2.5,
+        "update/gpu_gb": 9.0,
+        "update/predicted_allocated_gb": update.trainer / 1e9,
+        "update/predicted_gpu_gb": update.total / 1e9,
+        "resting/allocated_gb": 2.0,
+        "resting/reserved_gb": 2.5,
+        "resting/gpu_gb": 9.0,
+    }
+
+
+def test_a_step_says_what_every_phase_since_the_last_one_held(
+    rank: LocalRank, settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = ScriptedGpu()
+    given_back: list[str] = []
+
+    def give_back_cache() -> None:
+        given_back.append("cache")
+        gpu.give_back_cache()
+
+    monkeypatch.setattr(worker_module, "give_back_cache", give_back_cache)
+    worker = rank._worker
+    worker.memory = worker.trainer.memory = PhaseMemory(gpu)
+    gpu.allocate(1000)
+    trainer = TrainerGroup(settings, rank)
+    trainer.ready()
+    samples = documents([30, 20], vocab_size=500)
+
+    # Two phases of the loop that the trainer is told of, and those that it knows by itself.
+    trainer.send_weights(Sender(gpu))
+    assert given_back == ["cache"] and gpu.reserved == 1000
+    gpu.others = 4500
+    trainer.score(samples)  # the canary sees servers that are awake
+    gpu.others = 800
+    trainer.enter_phase("scoring")
+    gpu.allocate(400)
+    gpu.allocate(-400)
+    metrics = StepMetrics(0)
+    add_optimizer_metrics(metrics, trainer.sft_step(samples, 0))
+
+    values = metrics.values()
+    figures = {name: values[f"memory/{name}"] * 1e9 for name in (
+        "sync/gpu_gb", "sync/allocated_gb", "rollout/gpu_gb", "scoring/reserved_gb", "update/gpu_gb",
+    )}  # fmt: skip
+    assert figures == pytest.approx(
+        {
+            "sync/gpu_gb": 3000 + 3000,
+            "sync/allocated_gb": 3000,
+            "rollout/gpu_gb": 4500 + 1000,
+            "scoring/reserved_gb": 1400,
+            "update/gpu_gb": 800 + 1400,
+        }
+    )
+    expected = account(settings.memory_inputs, 10_000 / 1e9).phase("optimizer").total
+    assert values["memory/optimizer/predicted_gpu_gb"] * 1e9 == pytest.approx(expected)
+
+    # What was told is not told again.
+    again = trainer.sft_step(samples, 1).memory
+    assert not any(name.startswith(("sync", "rollout", "scoring")) for name in again)
+
+
+def test_a_sync_that_fails_leaves_no_cache_behind(
+    rank: LocalRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = ScriptedGpu()
+    monkeypatch.setattr(worker_module, "give_back_cache", gpu.give_back_cache)
+    rank._worker.memory = PhaseMemory(gpu)
+    with pytest.raises(ConnectionError, match="a server is gone"):
+        rank._worker.send_weights(Sender(gpu, fails=True))
+    assert gpu.peak_reserved == gpu.reserved == 0
+
+
+def test_a_cpu_has_no_such_metrics(rank: LocalRank, settings: TrainerSettings) -> None:
+    trainer = TrainerGroup(settings, rank)
+    trainer.ready()
+    trainer.enter_phase("scoring")
+    assert trainer.sft_step(documents([30, 20], vocab_size=500), 0).memory == {}
