@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions, set_sharing_strategy
 
+from converters.errors import GatheringBroken
 from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
 from rl_loop.cluster.placement import free_address
+from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.weight_checksums import WeightSample
 
@@ -37,10 +39,6 @@ TransportName = Literal["nccl", "gloo", "cuda_ipc", "shared_memory", "disk", "no
 """How weights travel; none: nothing is sent, and all that was sent before is compared."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Bucket = list[tuple[str, torch.Tensor]]
-
-
-class SyncFailed(RuntimeError):
-    """The servers may hold a mixture of old and new weights."""
 
 
 class WeightMismatch(ValueError):
@@ -79,6 +77,7 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
     Raises:
         SyncFailed: naming the server; ``named`` is not read further then.
         WeightMismatch: naming the tensor; ``named`` is not read further then.
+        GatheringBroken: as ``named`` does.
     """
     servers = Servers(plan)
     try:
@@ -88,7 +87,7 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
         cause: BaseException = error
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
-        if isinstance(cause, WeightMismatch):
+        if isinstance(cause, WeightMismatch | GatheringBroken):
             raise cause from None
         raise SyncFailed(f"weights {plan.version} did not reach all servers: {cause}") from cause
     finally:
