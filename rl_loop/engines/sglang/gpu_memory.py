@@ -47,6 +47,9 @@ MEMORY_USED_UP = (
 )
 """What SGLang, torch and the driver say when a GPU has no more memory."""
 
+SHOWN_CHARACTERS = 300
+"""Of a line of a server's log that an error quotes."""
+
 SETTLING_SECONDS = 30.0
 """Longest wait for the memory of a process that was killed."""
 SETTLED_BYTES = 64 << 20
@@ -136,7 +139,7 @@ def memory_fault(log: str, fraction: float) -> str | None:
 
     ``log`` is what the server printed, ``fraction`` the configuration's.
     """
-    lines = [line.strip() for line in log.splitlines()]
+    lines = [line.strip()[:SHOWN_CHARACTERS] for line in log.splitlines()]
     too_small = [line for line in lines if any(sign in line for sign in SHARE_TOO_SMALL)]
     if too_small:
         return f"{too_small[-1]}; set {KEY}={min(0.98, fraction + 0.05):.2f} or higher"
