@@ -33,6 +33,7 @@ import torch
 
 from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
+from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
@@ -160,6 +161,7 @@ class Bench:
             self.figures[name] = [round(sleep[name], 3) for sleep in sleeps]
         self.figures["same_text_after_sleep"] = await self.greedy(engine, "after") == text
         await engine.close()
+        await self.kill_half_way(server, status.url)
 
     async def sleep_and_wake(self, url: str, before: int) -> dict[str, float]:
         """Put the server to sleep and wake it as the fleet does."""
@@ -183,6 +185,22 @@ class Bench:
         await client.close()
         awake = (self.used() - before) / 1e9
         return seconds | {"asleep_gb": asleep, "awake_again_gb": awake, "resync_seconds": synced}
+
+    async def kill_half_way(self, server: SglangServer, url: str) -> None:
+        """Kill the server in the middle of a sync; see how long that takes and what it leaves."""
+        held = torch.cuda.memory_reserved() if self.on_gpu else 0
+        began = time.perf_counter()
+        syncing = asyncio.create_task(self.sync(url))
+        await asyncio.sleep(0.15)
+        server._kill()
+        try:
+            await syncing
+        except SyncFailed as failure:
+            self.figures["killed_half_way"] = str(failure)[:300]
+        self.note(failed_sync_seconds=time.perf_counter() - began)
+        self.release()
+        if self.on_gpu:
+            self.note(left_after_failed_sync_gb=torch.cuda.memory_reserved() - held)
 
     # ---- weights
 

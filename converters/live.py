@@ -177,6 +177,7 @@ class WeightGathering:
             # NCCL allocates its buffers with the first message: now, and not when memory is short.
             dist.all_reduce(torch.zeros(1, device=self.device))
         self._ranks = self._gather_contents()
+        self._plans: dict[tuple[int, ...], _GatheringPlan] = {}
 
     def begin(
         self, receivers: Sequence[int] = (0,), *, transposed: bool = False
@@ -189,51 +190,71 @@ class WeightGathering:
         buffer = None
         reason = ""
         try:
-            buffer = torch.empty(
-                self._buffer_bytes(receivers), dtype=torch.uint8, device=self.device
-            )
+            plan = self.plan(tuple(receivers))
+            buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:  # CUDA out of memory
             reason = f"rank {dist.get_rank()} has no memory for weights of others: {error}"
 
-        reasons = self._gather_on_hosts(reason)
-        for refusal in reasons:
+        for refusal in self._gather_on_hosts(reason):
             if refusal:
                 raise GatheringRefused(refusal)
         assert buffer is not None
-        return GatheredWeights(self, receivers, buffer, transposed)
-
-    # -- one parameter ----------------------------------------------------------------------------
+        return GatheredWeights(self, plan, buffer, transposed)
 
     def read(self, name: str) -> torch.Tensor:
         """Return this rank's shard of a parameter; it may share the parameter's memory."""
         return self._parameters[name].detach().contiguous()
 
-    def holds(self, mapping: ParameterMapping, shard: int | None, rank: int) -> bool:
+    # -- which messages there are -----------------------------------------------------------------
+
+    def plan(self, receivers: tuple[int, ...]) -> "_GatheringPlan":
+        """Return all messages that bring the weights to some ranks; the same on every rank."""
+        if receivers not in self._plans:
+            steps = [
+                _GatheringStep(mapping, self._messages(mapping, receivers))
+                for mapping in parameter_mappings(self.config).values()
+            ]
+            self._plans[receivers] = _GatheringPlan(receivers, steps)
+        return self._plans[receivers]
+
+    def _messages(
+        self, mapping: ParameterMapping, receivers: tuple[int, ...]
+    ) -> list["_Message | None"]:
+        shards: list[int | None] = [None]
+        if mapping.tensor_parallel_dim is not None:
+            shards = list(range(self.tp_size))
+
+        messages: list[_Message | None] = []
+        offset = 0
+        for shard in shards:
+            if all(self._holds(mapping, shard, rank) for rank in receivers):
+                messages.append(None)
+                continue
+            source = self._source(mapping, shard)
+            message = _Message(
+                source=source,
+                dtype=self._ranks[source].dtypes[mapping.name],
+                shape=mapping.local_shape(self.tp_size),
+                offset=offset,
+            )
+            messages.append(message)
+            offset = message.end
+        return messages
+
+    def _holds(self, mapping: ParameterMapping, shard: int | None, rank: int) -> bool:
         """Whether ``rank`` has a shard of the parameter (None: all of it)."""
         contents = self._ranks[rank]
         return mapping.name in contents.dtypes and shard in (None, contents.tp_rank)
 
-    def shards(self, mapping: ParameterMapping) -> list[int | None]:
-        """Return the tensor-parallel shards of a parameter; [None] if each rank holds all of it."""
-        if mapping.tensor_parallel_dim is None:
-            return [None]
-        return list(range(self.tp_size))
-
-    def source(self, mapping: ParameterMapping, shard: int | None) -> tuple[int, torch.dtype]:
-        """Return the lowest rank that holds a shard, and its dtype."""
+    def _source(self, mapping: ParameterMapping, shard: int | None) -> int:
+        """Return the lowest rank that holds a shard."""
         # Data-parallel replicas hold the same; every rank must come to the same choice.
-        for rank, contents in enumerate(self._ranks):
-            if self.holds(mapping, shard, rank):
-                return rank, contents.dtypes[mapping.name]
+        for rank in range(len(self._ranks)):
+            if self._holds(mapping, shard, rank):
+                return rank
         raise ConversionError(
             f"no rank holds part {shard or 0} of parameter {mapping.name}: the layout is broken"
         )
-
-    def is_sent(
-        self, mapping: ParameterMapping, shard: int | None, receivers: Sequence[int]
-    ) -> bool:
-        """Whether a shard travels: one of the receivers does not have it."""
-        return not all(self.holds(mapping, shard, rank) for rank in receivers)
 
     # -- what all ranks agree on ------------------------------------------------------------------
 
@@ -252,17 +273,54 @@ class WeightGathering:
         dist.all_gather_object(everyone, value, group=self._agreement)
         return everyone
 
-    def _buffer_bytes(self, receivers: Sequence[int]) -> int:
-        """Return the largest size of what this rank gets of one parameter at a time."""
-        largest = 0
-        for mapping in parameter_mappings(self.config).values():
-            size = 0
-            for shard in self.shards(mapping):
-                if self.is_sent(mapping, shard, receivers):
-                    _, dtype = self.source(mapping, shard)
-                    size += _aligned(math.prod(mapping.local_shape(self.tp_size)) * dtype.itemsize)
-            largest = max(largest, size)
-        return largest
+
+@dataclass(frozen=True)
+class _Message:
+    """One shard of a parameter on its way to the receivers."""
+
+    source: int
+    """The global rank that sends it."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Byte of a receiver's buffer where it begins."""
+
+    @property
+    def end(self) -> int:
+        """The byte behind it at which any dtype may begin."""
+        return self.offset + -(-self._bytes // 16) * 16
+
+    @property
+    def _bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def room(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return its place in a buffer."""
+        place = buffer[self.offset : self.offset + self._bytes]
+        return place.view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class _GatheringStep:
+    """What is exchanged for one parameter."""
+
+    mapping: ParameterMapping
+    messages: list[_Message | None]
+    """By tensor-parallel shard; None if every receiver has it."""
+
+
+@dataclass(frozen=True)
+class _GatheringPlan:
+    """All messages of a gathering, in their order."""
+
+    receivers: tuple[int, ...]
+    steps: list[_GatheringStep]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the largest step: what arrives of one parameter at a time."""
+        ends = [message.end for step in self.steps for message in step.messages if message]
+        return max(ends, default=0)
 
 
 class GatheredWeights(Iterator[NamedTensor]):
@@ -282,17 +340,17 @@ class GatheredWeights(Iterator[NamedTensor]):
     def __init__(
         self,
         gathering: WeightGathering,
-        receivers: Sequence[int],
+        plan: _GatheringPlan,
         buffer: torch.Tensor,
         transposed: bool,
     ) -> None:
         self._gathering = gathering
-        self._receivers = receivers
+        self._receivers = plan.receivers
         self._buffer = buffer
-        self._is_receiver = dist.get_rank() in receivers
+        self._is_receiver = dist.get_rank() in plan.receivers
 
         # Shared by what assembles tensors and by ``finish``, which only exchanges messages.
-        self._mappings = iter(parameter_mappings(gathering.config).values())
+        self._steps = iter(plan.steps)
         self.failure: Exception | None = None
         """What kept this rank from reading its own weights. The others got nonsense instead, so
         whoever runs this must look at it when all messages are through."""
@@ -316,12 +374,13 @@ class GatheredWeights(Iterator[NamedTensor]):
     @torch.no_grad()
     def finish(self) -> None:
         """Take part in the messages that are left, and drop what they bring."""
-        for mapping in self._mappings:
-            self._exchange(mapping)
+        for step in self._steps:
+            self._exchange(step)
 
     def _received_parts(self) -> Iterator[NamedParts]:
-        for mapping in self._mappings:
-            arrived = self._exchange(mapping)
+        for step in self._steps:
+            mapping = step.mapping
+            arrived = self._exchange(step)
             if self.failure is not None:
                 raise self.failure
 
@@ -334,36 +393,27 @@ class GatheredWeights(Iterator[NamedTensor]):
                 full = full.clone()
             yield mapping, mapping.named_parts(full)
 
-    def _exchange(self, mapping: ParameterMapping) -> list[torch.Tensor | None]:
+    def _exchange(self, step: _GatheringStep) -> list[torch.Tensor | None]:
         """Send or receive the shards of one parameter. Returns them, None for those that every
         receiver has itself.
 
         Raises nothing but GatheringBroken: a rank that left here would let others wait.
         """
         arrived: list[torch.Tensor | None] = []
-        offset = 0
-        for shard in self._gathering.shards(mapping):
-            if not self._gathering.is_sent(mapping, shard, self._receivers):
+        for message in step.messages:
+            if message is None:
                 arrived.append(None)
-                continue
-
-            source, dtype = self._gathering.source(mapping, shard)
-            shape = mapping.local_shape(self._gathering.tp_size)
-            size = math.prod(shape) * dtype.itemsize
-            room = self._buffer[offset : offset + size].view(dtype).view(shape)
-            offset += _aligned(size)
-            arrived.append(self._send_or_receive(mapping, source, room))
+            else:
+                arrived.append(self._send_or_receive(step.mapping.name, message))
         return arrived
 
-    def _send_or_receive(
-        self, mapping: ParameterMapping, source: int, room: torch.Tensor
-    ) -> torch.Tensor:
-        """Exchange one shard, which arrives in ``room`` where it is not at hand already."""
+    def _send_or_receive(self, name: str, message: _Message) -> torch.Tensor:
+        """Exchange one shard, which arrives in the buffer where it is not at hand already."""
         rank = dist.get_rank()
-        tensor = room
-        if rank == source:
+        tensor = message.room(self._buffer)
+        if rank == message.source:
             try:
-                tensor = self._gathering.read(mapping.name)
+                tensor = self._gathering.read(name)
             except Exception as error:
                 # The others wait for something of this size. They get it, and this rank's failure
                 # keeps it from being used.
@@ -371,19 +421,14 @@ class GatheredWeights(Iterator[NamedTensor]):
 
         try:
             if len(self._receivers) > 1:
-                dist.broadcast(tensor, src=source)
-            elif rank == source:
+                dist.broadcast(tensor, src=message.source)
+            elif rank == message.source:
                 dist.send(tensor, dst=self._receivers[0])
             elif self._is_receiver:
-                dist.recv(tensor, src=source)
+                dist.recv(tensor, src=message.source)
         except Exception as error:
-            raise GatheringBroken(f"rank {rank}, parameter {mapping.name}: {error}") from error
+            raise GatheringBroken(f"rank {rank}, parameter {name}: {error}") from error
         return tensor
-
-
-def _aligned(size: int) -> int:
-    """Round up so that every dtype may begin there."""
-    return -(-size // 16) * 16
 
 
 def _shares_memory(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:

@@ -183,7 +183,7 @@ def break_gathering(gathering: WeightGathering, fault: str) -> None:
         return call
 
     if fault == "buffer":
-        gathering._buffer_bytes = fail(gathering._buffer_bytes, 1)  # type: ignore[method-assign]
+        gathering.plan = fail(gathering.plan, 1)  # type: ignore[method-assign]
     elif fault.startswith("read"):
         gathering.read = fail(gathering.read, int(fault[4:]))  # type: ignore[method-assign]
 
@@ -214,7 +214,7 @@ def gather_with_faults(rank: int, world_size: int, port: int, faults: list[Any])
                 error = f"{type(failure).__name__}: {failure}"
             results.append((error, tensors))
         vars(gathering).pop("read", None)
-        vars(gathering).pop("_buffer_bytes", None)
+        vars(gathering).pop("plan", None)
     distributed.shutdown()
     return results
 

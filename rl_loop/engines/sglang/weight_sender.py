@@ -405,18 +405,24 @@ async def _share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
         if plan.transport != "cuda_ipc":
             shared = [(name, tensor.cpu()) for name, tensor in bucket]
 
+        handles = [(name, _SharedTensor(tensor)) for name, tensor in shared]
         buffer = io.BytesIO()
-        ForkingPickler(buffer).dump([(name, _SharedTensor(tensor)) for name, tensor in shared])
+        ForkingPickler(buffer).dump(handles)
         payload = base64.b64encode(buffer.getvalue()).decode()
         body = {
             "serialized_named_tensors": [payload] * plan.tensor_parallel,
             "flush_cache": False,
         }
-        bucket = await servers.call_while(
-            "/update_weights_from_tensor",
-            [body] * len(plan.urls),
-            partial(next, parts, None),
-        )
+        try:
+            bucket = await servers.call_while(
+                "/update_weights_from_tensor",
+                [body] * len(plan.urls),
+                partial(next, parts, None),
+            )
+        except BaseException:
+            for _, handle in handles:
+                handle.disown()
+            raise
 
 
 @dataclass
@@ -427,6 +433,9 @@ class _SharedTensor:
     """
 
     tensor: torch.Tensor
+    use_count: tuple[bytes, int] | None = None
+    """Where torch counts the processes that use the memory: a file of shared memory, and the index
+    of the count, which is an int64."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = reductions.reduce_tensor(self.tensor)
@@ -435,4 +444,19 @@ class _SharedTensor:
             # too (srt/utils/patch_torch.py).
             device = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
             arguments = (*arguments[:6], device, *arguments[7:])
+            self.use_count = (arguments[11], arguments[12])
         return rebuild, arguments
+
+    def disown(self) -> None:
+        """Let the memory be freed although a server that ended counts as a user of it.
+
+        torch frees what it shared when the other process has said that it is done, which one that
+        was killed never does.
+        """
+        if self.use_count is None:
+            return
+        file_name, index = self.use_count
+        path = Path("/dev/shm") / file_name.decode().lstrip("/")
+        with suppress(OSError), path.open("r+b") as counts:
+            counts.seek(8 * index)
+            counts.write(bytes(8))

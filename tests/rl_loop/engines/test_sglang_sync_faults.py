@@ -284,7 +284,7 @@ def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
 
         match fault.kind:
             case "begin":
-                gathering._buffer_bytes = lambda receivers: fail()
+                gathering.plan = lambda receivers: fail()
             case "read":
                 gathering.read = read
             case "send":
@@ -296,7 +296,7 @@ def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
 
 
 def _heal_rank(worker: Any) -> None:
-    for name in ("begin", "read", "_buffer_bytes"):
+    for name in ("begin", "read", "plan"):
         vars(worker._gathering).pop(name, None)
     vars(worker).pop("_in_own_dtype", None)
 
