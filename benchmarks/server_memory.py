@@ -38,7 +38,7 @@ from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine, score_on
-from rl_loop.engines.sglang.gpu_memory import visible_gpus
+from rl_loop.engines.sglang.gpu_memory import settled_gpus, visible_gpus
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.weight_sender import SyncPlan, send_weights
 
@@ -120,6 +120,8 @@ class Bench:
             self.held = torch.zeros(
                 int(self.options.hold_gb * 1e9) + 1, dtype=torch.uint8, device="cuda"
             )
+            # The server before may not have given back everything yet.
+            settled_gpus(os.environ)
         before = self.used()
         server = self.make_server()
         try:
@@ -138,6 +140,7 @@ class Bench:
                 raise RuntimeError(status.fault)
             await asyncio.sleep(0.5)
         self.note(start_seconds=time.monotonic() - began)
+        await server.begin_sync(status.incarnation)  # no health checks: it will sleep
         self.note(total_gb=self.total(), before_gb=before, started_gb=self.used() - before)
 
         async with self.watching_memory():
@@ -287,12 +290,15 @@ class Bench:
 
     def used(self) -> int:
         """Return bytes in use on the GPU, by all processes."""
-        gpus = visible_gpus(os.environ)
-        return gpus[0].total - gpus[0].free if gpus else 0
+        if not self.on_gpu:
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        return total - free
 
     def total(self) -> int:
+        """Return what a share is of."""
         gpus = visible_gpus(os.environ)
-        return gpus[0].total if gpus else 0
+        return gpus[0].total if self.on_gpu else 0
 
     @asynccontextmanager
     async def watching_memory(self) -> AsyncIterator[None]:
@@ -306,8 +312,8 @@ class Bench:
 
     async def watch(self) -> None:
         while True:
-            self.peak = max(self.peak, await asyncio.to_thread(self.used))
-            await asyncio.sleep(0.02)
+            self.peak = max(self.peak, self.used())
+            await asyncio.sleep(0.005)
 
     def logged(self) -> list[str]:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""

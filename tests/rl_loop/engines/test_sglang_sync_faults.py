@@ -207,6 +207,29 @@ def test_a_sync_that_failed_is_tried_again_and_no_rank_hangs(run: Run) -> None:
     sync_with_faults(run, range(4, 7))
 
 
+@pytest.mark.parametrize("run", ["shared_memory"], indirect=True)
+def test_a_server_that_ends_while_the_trainer_works_comes_back_with_the_next_sync(run: Run) -> None:
+    run.learn()
+    run.fleet.sync(run.trainer, run.version)
+    run.fault_file.write_text("die /release_memory_occupation:1")
+    run.fleet.pause()
+    assert not run.fault_file.exists()
+    asleep = asyncio.run(statuses(run.fleet.actors))
+    assert sorted(status.state for status in asleep) == [ServerState.DEAD, ServerState.STALE]
+
+    # One that is killed in its sleep stays away too: its memory is the trainer's now.
+    ray.get(
+        [actor.__ray_call__.remote(lambda server: server._kill()) for actor in run.fleet.actors]
+    )
+    time.sleep(3)
+    known = asyncio.run(statuses(run.fleet.actors))
+    assert all(status.state is ServerState.DEAD and not status.given_up for status in known)
+
+    run.learn()
+    run.fleet.sync(run.trainer, run.version)
+    run.wait_until_all_serve()
+
+
 @pytest.mark.slow
 def test_twenty_syncs_that_failed_are_tried_again_and_no_rank_hangs(run: Run) -> None:
     sync_with_faults(run, range(20))
