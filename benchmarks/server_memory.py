@@ -6,8 +6,8 @@
 One server of GPT-OSS-20B's size per value of ``--max-running-requests``, with random weights that
 this process sends it by CUDA IPC, as a trainer rank on the same GPU does. Prints one JSON object
 per server: bytes on the GPU after its start, under load, asleep and awake again, in GB (1e9);
-seconds to sleep, to wake and to sync; whether a greedy continuation is the same after a sleep; and
-what SGLang's own log says of its memory. ``--as-it-comes`` leaves out what colocated servers get to
+seconds to sleep, to wake and to sync; whether log-probs and a greedy continuation are the same after
+sleeps; what a server that is killed in a sync leaves; and what SGLang's own log says of its memory. ``--as-it-comes`` leaves out what colocated servers get to
 sleep with less. No Ray, no Megatron. SGLang may live in an environment of its own: ``--python`` and
 ``--pythonpath``. ``--device cpu --tiny`` only tries the program, with an SGLang that serves on CPUs.
 """
@@ -26,6 +26,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine, score_on
-from rl_loop.engines.sglang.gpu_memory import settled_gpus, visible_gpus
+from rl_loop.engines.sglang.gpu_memory import memory_fault, settled_gpus, visible_gpus
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.weight_sender import SyncPlan, send_weights
 
@@ -111,7 +112,13 @@ class Bench:
         if self.options.as_it_comes:
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "0"
             environment["SGLANG_PLUGINS"] = "none"
-        return SglangServer(command, environment, self.log, health_seconds=60)
+        return SglangServer(
+            command,
+            environment,
+            self.log,
+            health_seconds=60,
+            memory_fault=partial(memory_fault, fraction=self.settings.memory_fraction),
+        )
 
     async def run(self) -> None:
         """Measure and print; a server that fails is part of the result."""
@@ -157,12 +164,15 @@ class Bench:
         async with self.watching_memory():
             await self.load(engine, status.url)
         self.note(loaded_peak_gb=self.peak - before, after_load_gb=self.used() - before)
-        text = await self.greedy(engine, "before")
+        scores, text = await self.score_and_sample(engine, status.url, "before")
 
         sleeps = [await self.sleep_and_wake(status.url, before) for _ in range(ROUNDS)]
         for name in sleeps[0]:
             self.figures[name] = [round(sleep[name], 3) for sleep in sleeps]
-        self.figures["same_text_after_sleep"] = await self.greedy(engine, "after") == text
+        scores_after, text_after = await self.score_and_sample(engine, status.url, "after")
+        gaps = [abs(x - y) for x, y in zip(scores, scores_after, strict=True)]
+        self.note(largest_gap_after_sleep=max(gaps))
+        self.figures["same_text_after_sleep"] = text_after == text
         await engine.close()
         await self.kill_half_way(server, status.url)
 
@@ -276,10 +286,20 @@ class Bench:
         await score_on(client, self.prompt(1, length=4 * self.options.prompt))
         await client.close()
 
-    async def greedy(self, engine: SglangEngine, when: str) -> list[int]:
+    async def score_and_sample(
+        self, engine: SglangEngine, url: str, when: str
+    ) -> tuple[list[float], list[int]]:
+        """Return log-probs of a text and a greedy continuation, neither from the prefix cache."""
+        prompt = self.prompt(1_000_000, length=300)
+        client = SglangClient(url)
+        await client.call("/flush_cache", {})
+        scores = await score_on(client, prompt)
+        await client.call("/flush_cache", {})
+        await client.close()
+
         sampling = SamplingParams(64, temperature=0)
-        request = GenerateRequest(f"{when}/0/0/0", self.prompt(7, length=100), sampling)
-        return (await engine.generate(request)).output_ids
+        request = GenerateRequest(f"{when}/0/0/0", prompt, sampling)
+        return scores, (await engine.generate(request)).output_ids
 
     def prompt(self, seed: int, length: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)

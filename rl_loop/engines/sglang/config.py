@@ -23,8 +23,9 @@ MOE_CONFIGS = Path(__file__).parent / "moe_configs"
 """Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by
 ``benchmarks/tune_moe.py``."""
 
-ASLEEP_BYTES = 6_930_000_000
-"""What a sleeping server of the 20B keeps on an H200: context, libraries, CUDA graphs."""
+ASLEEP_BYTES = 1_650_000_000
+"""What a sleeping server of the 20B keeps on an H200: context, libraries, kernels, the buffers that
+CUDA graphs read. 1.62 GB (``benchmarks/server_memory.py``)."""
 
 
 class SglangConfig(EngineConfig):

@@ -23,10 +23,11 @@ KEY = "rollout.engine.memory_fraction"
 
 CONTEXT_BYTES = 800_000_000
 """What a server's process has of a GPU before SGLang looks what is free: CUDA context, libraries,
-process groups."""
-WORKING_BYTES = 5_000_000_000
-"""For CUDA graphs of up to 256 requests, activations of 8,192 tokens of prefill, logits and the
-table of requests, which SGLang takes besides weights and key/value cache."""
+process groups. 0.75 GB on an H200."""
+WORKING_BYTES = 6_500_000_000
+"""What SGLang takes besides weights and key/value cache: CUDA graphs of up to 256 requests, the
+activations of 8,192 tokens of prefill, logits of a text of 4,096 that is scored, the table of
+requests. 6.38 GB of the 20B on an H200 (``benchmarks/server_memory.py``)."""
 USEFUL_CACHE_TOKENS = 65_536
 """A server whose key/value cache has room for fewer tokens is a mistake."""
 WINDOWED_CACHE_SHARE = 0.8

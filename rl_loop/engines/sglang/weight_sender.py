@@ -11,6 +11,7 @@ whoever asked for the sync must not let them serve.
 import asyncio
 import base64
 import io
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,11 +88,24 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
         cause: BaseException = error
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
+        _forget_locals(error)
         if isinstance(cause, WeightMismatch | GatheringBroken):
             raise cause from None
         raise SyncFailed(f"weights {plan.version} did not reach all servers: {cause}") from cause
     finally:
         await servers.close()
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Clear the variables of the calls that failed: the last bucket would live as long as the
+    exception does."""
+    traceback.clear_frames(error.__traceback__)
+    for earlier in (error.__cause__, error.__context__):
+        if earlier is not None:
+            _forget_locals(earlier)
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            _forget_locals(part)
 
 
 async def _sync(named: NamedTensors, config: ModelConfig, servers: "Servers") -> None:
