@@ -6,10 +6,11 @@
 One server of GPT-OSS-20B's size per value of ``--max-running-requests``, with random weights that
 this process sends it by CUDA IPC, as a trainer rank on the same GPU does. Prints one JSON object
 per server: bytes on the GPU after its start, under load, asleep and awake again, in GB (1e9);
-seconds to sleep, to wake and to sync; whether log-probs and a greedy continuation are the same after
-sleeps; what a server that is killed in a sync leaves; and what SGLang's own log says of its memory. ``--as-it-comes`` leaves out what colocated servers get to
-sleep with less. No Ray, no Megatron. SGLang may live in an environment of its own: ``--python`` and
-``--pythonpath``. ``--device cpu --tiny`` only tries the program, with an SGLang that serves on CPUs.
+seconds to sleep, to wake and to sync; whether log-probs and a greedy continuation are the same
+after sleeps; what a server that is killed in a sync leaves; and what SGLang's own log says of its
+memory. ``--as-it-comes`` leaves out what colocated servers get to sleep with less. No Ray, no
+Megatron. SGLang may live in an environment of its own: ``--python`` and ``--pythonpath``.
+``--device cpu --tiny`` only tries the program, with an SGLang that serves on CPUs.
 """
 
 from __future__ import annotations
