@@ -171,7 +171,7 @@ class WeightGathering:
         }
 
         # What ranks agree on goes through host memory: a GPU that is full has no room for it.
-        self._agreement = dist.group.WORLD
+        self._agreement: Any = dist.group.WORLD
         if dist.get_backend() != "gloo":
             self._agreement = dist.new_group(backend="gloo")
             # NCCL allocates its buffers with the first message: now, and not when memory is short.
