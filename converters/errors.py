@@ -1,4 +1,5 @@
-"""The error of every conversion, and what an error of the file system must say."""
+"""The errors of conversions and of gathering weights, and what an error of the file system must
+say."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,17 @@ class ConversionError(UserError, ValueError):
 
     The message names the file, key or tensor and says what to do.
     """
+
+
+class GatheringRefused(RuntimeError):
+    """A rank cannot take part in gathering the weights; every rank has left it and may try again.
+
+    The message names the rank.
+    """
+
+
+class GatheringBroken(RuntimeError):
+    """A message of weights between ranks failed: these ranks can exchange no more messages."""
 
 
 @contextmanager

@@ -4,7 +4,8 @@ Both work on this rank's part of the model under any tensor, pipeline, expert an
 layout (expert tensor parallel size 1), with the groups of ``megatron.core.parallel_state``.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +13,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from converters.errors import ConversionError
+from converters.errors import ConversionError, GatheringBroken, GatheringRefused
 from converters.hf_directory import ExpertStack
 from converters.names import (
+    NamedParts,
     NamedTensor,
     ParameterMapping,
     global_name,
-    hf_tensors,
     parameter_mappings,
+    stack_experts,
 )
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.model import chunks_of
@@ -121,53 +123,20 @@ def _local_parameters(
 # -- reading out -------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def export_hf_weights(
     model: torch.nn.Module, config: ModelConfig, transposed: bool = False
-) -> Iterator[NamedTensor]:
-    """Yield all Hugging Face tensors of the model, on global rank 0, in the order of ``hf_shapes``.
+) -> "GatheredWeights":
+    """Return all Hugging Face tensors of the model, on global rank 0, in the order of ``hf_shapes``.
 
-    Collective: every rank must run the iterator to its end; on other ranks than 0 it yields
-    nothing. Each byte is sent once, from the lowest rank that holds it to rank 0. Rank 0 holds one
-    Hugging Face tensor at a time (of a layer's experts, the stack of all) besides its own weights.
-
-    dtype and device are the parameter's: of a bf16 model the router's bias comes in fp32. A yielded
-    tensor may share memory with a parameter: copy it to keep it beyond the next optimizer step.
+    Collective: every rank must run the iterator to its end, or call ``finish``; on other ranks
+    than 0 it yields nothing.
 
     Args:
         model: of any parallel layout.
         config: of the model.
         transposed: see ``names.hf_tensors``.
     """
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    local = {
-        mapping.name: (mapping, parameter.detach())
-        for mapping, parameter in _local_parameters(model, config)
-    }
-    ranks = _gather_contents(local)
-    device = next(model.parameters()).device
-
-    def receive(mapping: ParameterMapping) -> torch.Tensor:
-        received = []
-        for holder, dtype in _shard_holders(mapping, ranks, tp_size):
-            if holder == 0:
-                _, parameter = local[mapping.name]
-                received.append(parameter)
-                continue
-            buffer = torch.empty(mapping.local_shape(tp_size), dtype=dtype, device=device)
-            dist.recv(buffer, src=holder)
-            received.append(buffer)
-        return mapping.unshard(received)
-
-    if dist.get_rank() == 0:
-        yield from hf_tensors(config, receive, transposed)
-        return
-
-    # Sends follow the order in which rank 0 receives, or both would wait for ever.
-    for mapping, parameter in local.values():
-        holders = [holder for holder, _ in _shard_holders(mapping, ranks, tp_size)]
-        if dist.get_rank() in holders:
-            dist.send(parameter.contiguous(), dst=0)
+    return WeightGathering(model, config).begin(transposed=transposed)
 
 
 @dataclass(frozen=True)
@@ -179,37 +148,288 @@ class _RankContents:
     tp_rank: int
 
 
-def _gather_contents(
-    local: dict[str, tuple[ParameterMapping, torch.Tensor]],
-) -> list[_RankContents]:
-    """Return what every rank holds, by global rank. Collective."""
-    # dtypes differ within a model: the router's bias stays fp32.
-    contents = _RankContents(
-        dtypes={name: parameter.dtype for name, (_, parameter) in local.items()},
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-    )
-    everyone = [contents] * dist.get_world_size()
-    dist.all_gather_object(everyone, contents)
-    return everyone
+class WeightGathering:
+    """Brings a model's weights, as Hugging Face tensors, to some of its ranks.
+
+    Every rank has one, made at the same time. No failure of one rank leaves others waiting in the
+    middle: what a rank needs for its messages is there before the first, and after a failure it
+    goes on with its messages (``GatheredWeights``).
+    """
+
+    def __init__(self, model: torch.nn.Module, config: ModelConfig) -> None:
+        """Tell all ranks what this one holds. Collective.
+
+        Args:
+            model: of any parallel layout.
+            config: of the model.
+        """
+        self.config = config
+        self.tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        self.device = next(model.parameters()).device
+        self._parameters = {
+            mapping.name: parameter for mapping, parameter in _local_parameters(model, config)
+        }
+
+        # What ranks agree on goes through host memory: a GPU that is full has no room for it.
+        self._agreement: Any = dist.group.WORLD
+        if dist.get_backend() != "gloo":
+            self._agreement = dist.new_group(backend="gloo")
+            # NCCL allocates its buffers with the first message: now, and not when memory is short.
+            dist.all_reduce(torch.zeros(1, device=self.device))
+        self._ranks = self._gather_contents()
+        self._plans: dict[tuple[int, ...], _GatheringPlan] = {}
+
+    def begin(
+        self, receivers: Sequence[int] = (0,), *, transposed: bool = False
+    ) -> "GatheredWeights":
+        """Begin to bring all weights to the global ranks ``receivers``. Collective.
+
+        Raises:
+            GatheringRefused: on every rank, if one has no memory for its part.
+        """
+        buffer = None
+        reason = ""
+        try:
+            plan = self.plan(tuple(receivers))
+            buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:  # CUDA out of memory
+            reason = f"rank {dist.get_rank()} has no memory for weights of others: {error}"
+
+        for refusal in self._gather_on_hosts(reason):
+            if refusal:
+                raise GatheringRefused(refusal)
+        assert buffer is not None
+        return GatheredWeights(self, plan, buffer, transposed)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return this rank's shard of a parameter; it may share the parameter's memory."""
+        return self._parameters[name].detach().contiguous()
+
+    # -- which messages there are -----------------------------------------------------------------
+
+    def plan(self, receivers: tuple[int, ...]) -> "_GatheringPlan":
+        """Return all messages that bring the weights to some ranks; the same on every rank."""
+        if receivers not in self._plans:
+            steps = [
+                _GatheringStep(mapping, self._messages(mapping, receivers))
+                for mapping in parameter_mappings(self.config).values()
+            ]
+            self._plans[receivers] = _GatheringPlan(receivers, steps)
+        return self._plans[receivers]
+
+    def _messages(
+        self, mapping: ParameterMapping, receivers: tuple[int, ...]
+    ) -> list["_Message | None"]:
+        shards: list[int | None] = [None]
+        if mapping.tensor_parallel_dim is not None:
+            shards = list(range(self.tp_size))
+
+        messages: list[_Message | None] = []
+        offset = 0
+        for shard in shards:
+            if all(self._holds(mapping, shard, rank) for rank in receivers):
+                messages.append(None)
+                continue
+            source = self._source(mapping, shard)
+            message = _Message(
+                source=source,
+                dtype=self._ranks[source].dtypes[mapping.name],
+                shape=mapping.local_shape(self.tp_size),
+                offset=offset,
+            )
+            messages.append(message)
+            offset = message.end
+        return messages
+
+    def _holds(self, mapping: ParameterMapping, shard: int | None, rank: int) -> bool:
+        """Whether ``rank`` has a shard of the parameter (None: all of it)."""
+        contents = self._ranks[rank]
+        return mapping.name in contents.dtypes and shard in (None, contents.tp_rank)
+
+    def _source(self, mapping: ParameterMapping, shard: int | None) -> int:
+        """Return the lowest rank that holds a shard."""
+        # Data-parallel replicas hold the same; every rank must come to the same choice.
+        for rank in range(len(self._ranks)):
+            if self._holds(mapping, shard, rank):
+                return rank
+        raise ConversionError(
+            f"no rank holds part {shard or 0} of parameter {mapping.name}: the layout is broken"
+        )
+
+    # -- what all ranks agree on ------------------------------------------------------------------
+
+    def _gather_contents(self) -> list[_RankContents]:
+        """Return what every rank holds, by global rank. Collective."""
+        # dtypes differ within a model: the router's bias stays fp32.
+        contents = _RankContents(
+            dtypes={name: parameter.dtype for name, parameter in self._parameters.items()},
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        )
+        return self._gather_on_hosts(contents)
+
+    def _gather_on_hosts[T](self, value: T) -> list[T]:
+        """Return the value of every rank. Collective; needs no GPU."""
+        everyone = [value] * dist.get_world_size()
+        dist.all_gather_object(everyone, value, group=self._agreement)
+        return everyone
 
 
-def _shard_holders(
-    mapping: ParameterMapping, ranks: list[_RankContents], tp_size: int
-) -> list[tuple[int, torch.dtype]]:
-    """Return, for each tensor-parallel shard, the rank that provides it and its dtype."""
-    if mapping.tensor_parallel_dim is None:
-        return [_first_holder(mapping, ranks, shard=None)]
-    return [_first_holder(mapping, ranks, shard) for shard in range(tp_size)]
+@dataclass(frozen=True)
+class _Message:
+    """One shard of a parameter on its way to the receivers."""
+
+    source: int
+    """The global rank that sends it."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Byte of a receiver's buffer where it begins."""
+
+    @property
+    def end(self) -> int:
+        """The byte behind it at which any dtype may begin."""
+        return self.offset + -(-self._bytes // 16) * 16
+
+    @property
+    def _bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def room(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return its place in a buffer."""
+        place = buffer[self.offset : self.offset + self._bytes]
+        return place.view(self.dtype).view(self.shape)
 
 
-def _first_holder(
-    mapping: ParameterMapping, ranks: list[_RankContents], shard: int | None
-) -> tuple[int, torch.dtype]:
-    """Return the lowest rank that holds a shard (None: all of the parameter) and its dtype."""
-    # Data-parallel replicas hold the same; every rank must come to the same choice.
-    for rank, contents in enumerate(ranks):
-        if mapping.name in contents.dtypes and shard in (None, contents.tp_rank):
-            return rank, contents.dtypes[mapping.name]
-    raise ConversionError(
-        f"no rank holds part {shard or 0} of parameter {mapping.name}: the layout is broken"
-    )
+@dataclass(frozen=True)
+class _GatheringStep:
+    """What is exchanged for one parameter."""
+
+    mapping: ParameterMapping
+    messages: list[_Message | None]
+    """By tensor-parallel shard; None if every receiver has it."""
+
+
+@dataclass(frozen=True)
+class _GatheringPlan:
+    """All messages of a gathering, in their order."""
+
+    receivers: tuple[int, ...]
+    steps: list[_GatheringStep]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the largest step: what arrives of one parameter at a time."""
+        ends = [message.end for step in self.steps for message in step.messages if message]
+        return max(ends, default=0)
+
+
+class GatheredWeights(Iterator[NamedTensor]):
+    """Yields all Hugging Face tensors of the model on the receiving ranks, in the order of
+    ``hf_shapes``; on others it yields nothing.
+
+    Collective: every rank must run it to its end, or call ``finish``. If something fails between
+    two messages, such as the memory for a tensor, this rank takes part in those that are left
+    before it raises. One receiver gets each byte once; several get it by broadcasts.
+
+    A receiver holds one Hugging Face tensor at a time (of a layer's experts, the stack of all)
+    besides its own weights. dtype and device are the parameter's: of a bf16 model the router's bias
+    comes in fp32. A yielded tensor may share memory with a parameter: copy it to keep it beyond the
+    next optimizer step.
+    """
+
+    def __init__(
+        self,
+        gathering: WeightGathering,
+        plan: _GatheringPlan,
+        buffer: torch.Tensor,
+        transposed: bool,
+    ) -> None:
+        self._gathering = gathering
+        self._receivers = plan.receivers
+        self._buffer = buffer
+        self._is_receiver = dist.get_rank() in plan.receivers
+
+        # Shared by what assembles tensors and by ``finish``, which only exchanges messages.
+        self._steps = iter(plan.steps)
+        self.failure: Exception | None = None
+        """What kept this rank from reading its own weights. The others got nonsense instead, so
+        whoever runs this must look at it when all messages are through."""
+        self._assembled = stack_experts(gathering.config, self._received_parts(), transposed)
+
+    @torch.no_grad()
+    def __next__(self) -> NamedTensor:
+        if not self._is_receiver:
+            self.finish()
+            if self.failure is not None:
+                raise self.failure
+            raise StopIteration
+        try:
+            return next(self._assembled)
+        except (StopIteration, GatheringBroken):
+            raise
+        except Exception:
+            self.finish()
+            raise
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Take part in the messages that are left, and drop what they bring."""
+        for step in self._steps:
+            self._exchange(step)
+
+    def _received_parts(self) -> Iterator[NamedParts]:
+        for step in self._steps:
+            mapping = step.mapping
+            arrived = self._exchange(step)
+            if self.failure is not None:
+                raise self.failure
+
+            shards = []
+            for shard in arrived:
+                shards.append(self._gathering.read(mapping.name) if shard is None else shard)
+            full = mapping.unshard(shards)
+            # The next parameter overwrites the buffer. Experts are copied into their stack at once.
+            if mapping.expert is None and _shares_memory(full, self._buffer):
+                full = full.clone()
+            yield mapping, mapping.named_parts(full)
+
+    def _exchange(self, step: _GatheringStep) -> list[torch.Tensor | None]:
+        """Send or receive the shards of one parameter. Returns them, None for those that every
+        receiver has itself.
+
+        Raises nothing but GatheringBroken: a rank that left here would let others wait.
+        """
+        arrived: list[torch.Tensor | None] = []
+        for message in step.messages:
+            if message is None:
+                arrived.append(None)
+            else:
+                arrived.append(self._send_or_receive(step.mapping.name, message))
+        return arrived
+
+    def _send_or_receive(self, name: str, message: _Message) -> torch.Tensor:
+        """Exchange one shard, which arrives in the buffer where it is not at hand already."""
+        rank = dist.get_rank()
+        tensor = message.room(self._buffer)
+        if rank == message.source:
+            try:
+                tensor = self._gathering.read(name)
+            except Exception as error:
+                # The others wait for something of this size. They get it, and this rank's failure
+                # keeps it from being used.
+                self.failure = self.failure or error
+
+        try:
+            if len(self._receivers) > 1:
+                dist.broadcast(tensor, src=message.source)
+            elif rank == message.source:
+                dist.send(tensor, dst=self._receivers[0])
+            elif self._is_receiver:
+                dist.recv(tensor, src=message.source)
+        except Exception as error:
+            raise GatheringBroken(f"rank {rank}, parameter {name}: {error}") from error
+        return tensor
+
+
+def _shares_memory(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()

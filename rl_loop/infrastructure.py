@@ -7,8 +7,9 @@ counted under ``rollout/invalid/COMPONENT``. What the policy does cause, an endl
 instance, is a time-out and is punished: otherwise breaking things would be a way out of a task
 that goes badly."""
 
+import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_gptoss.user_error import UserError
 
@@ -50,8 +51,25 @@ class InfrastructureOutage(UserError, RuntimeError):
     """So many episodes were invalid that the run ends; the message names the culprit."""
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """Return what an actor raised where Ray passes it on, whose own message is a traceback."""
+    # Without Ray there are no actors, and its exceptions need not be imported.
+    ray: Any = sys.modules.get("ray.exceptions")
+    if ray is None:
+        return error
+
+    while (
+        isinstance(error, ray.RayTaskError)
+        and isinstance(error.cause, BaseException)
+        and error.cause != error
+    ):
+        error = error.cause
+    return error
+
+
 def describe(error: BaseException) -> str:
-    """Describe an exception in one line: its class, and its message if it has one."""
+    """Describe an exception in one line: the class of its cause, and its message if it has one."""
+    error = root_cause(error)
     name = type(error).__name__
     first_line = str(error).split("\n")[0][:500]
     return f"{name}: {first_line}" if first_line else name

@@ -21,6 +21,9 @@ class FaultyWeights:
     def weights(self) -> dict[str, torch.Tensor]:
         return engine_weights(self._source.weights(), self._ablation, self._seed)
 
+    def release_memory(self) -> None:
+        self._source.release_memory()
+
     def send_weights(self, sender: WeightSender) -> None:
         raise NotImplementedError(
             "the configuration refuses engine faults where the driver does not see the tensors"

@@ -35,6 +35,11 @@ class EngineUnavailable(UserError):
     which key, and what to do."""
 
 
+class SyncFailed(RuntimeError):
+    """Engines may hold a mixture of old and new weights; another try may do. Every trainer rank
+    can begin again."""
+
+
 # -- configuration --------------------------------------------------------------------------------
 
 
@@ -101,17 +106,24 @@ class EngineConfig(StrictModel):
 
 
 class WeightSender(Protocol):
-    """Carries weights to engines from the process that has them. It is pickled and
-    sent to trainer rank 0."""
+    """Carries weights to engines from the processes that have them. It is pickled and sent to
+    every trainer rank."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The trainer ranks that call ``send``; each gets all weights."""
+        ...
 
     @property
     def transposed(self) -> bool:
         """Whether ``send`` takes expert matrices as transposed views, which saves a copy
-        (``export_hf_weights``)."""
+        (``names.hf_tensors``)."""
         ...
 
-    def send(self, named: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """Send all tensors by Hugging Face name, from trainer rank 0."""
+    def send(self, named: "Iterable[tuple[str, torch.Tensor]]", rank: int) -> None:
+        """Send all tensors by Hugging Face name, from trainer rank ``rank``, to its engines.
+
+        Raises SyncFailed if another try may do. ``named`` need not be read to its end then."""
         ...
 
     def send_from_driver(self, named: "Iterable[tuple[str, torch.Tensor]]") -> None:
@@ -124,6 +136,10 @@ class WeightSource(Protocol):
 
     def weights(self) -> "dict[str, torch.Tensor]":
         """Return all weights by Hugging Face name."""
+        ...
+
+    def release_memory(self) -> None:
+        """Give GPU memory back that is not in use, before engines on the same GPUs wake."""
         ...
 
     def send_weights(self, sender: WeightSender) -> None:
@@ -140,6 +156,9 @@ class LoadedWeights:
 
     def weights(self) -> "dict[str, torch.Tensor]":
         return self._named
+
+    def release_memory(self) -> None:
+        return None
 
     def send_weights(self, sender: WeightSender) -> None:
         sender.send_from_driver(self._named.items())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gptoss.user_error import UserError
+from rl_loop.infrastructure import root_cause
 
 MAX_MESSAGE_CHARACTERS = 2000
 """Some libraries put whole tensors into their messages."""
@@ -72,28 +73,20 @@ def explain(error: BaseException, directory: Path | None = None) -> str:
 def find_cause(error: BaseException) -> Failure:
     """Find the exception at the root of ``error``: the actor's own where Ray passes one on."""
     notes = tuple(getattr(error, "__notes__", ()))
-    cause = error
+    cause = root_cause(error)
 
-    # without Ray there are no actors, and its exceptions need not be imported
+    # of an actor that failed in its constructor Ray keeps the text only; without Ray there are no
+    # actors, and its exceptions need not be imported
     ray: Any = sys.modules.get("ray.exceptions")
-    if ray is not None:
-        while (
-            isinstance(cause, ray.RayTaskError)
-            and isinstance(cause.cause, BaseException)
-            and cause.cause != cause
-        ):
-            cause = cause.cause
-
-        # of an actor that failed in its constructor Ray keeps the text only
-        if isinstance(cause, ray.RayActorError) and cause.actor_init_failed:
-            kind, message = last_exception(str(cause))
-            return Failure(
-                kind=kind,
-                message=message,
-                is_remote=True,
-                is_user_error=_names_user_error(kind),
-                notes=notes,
-            )
+    if ray is not None and isinstance(cause, ray.RayActorError) and cause.actor_init_failed:
+        kind, message = last_exception(str(cause))
+        return Failure(
+            kind=kind,
+            message=message,
+            is_remote=True,
+            is_user_error=_names_user_error(kind),
+            notes=notes,
+        )
 
     message = str(cause)
     is_full_disk = type(cause) is OSError and cause.errno in (errno.ENOSPC, errno.EDQUOT)

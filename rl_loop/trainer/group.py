@@ -62,7 +62,16 @@ class TrainerGroup:
     def weights(self) -> dict[str, torch.Tensor]:
         return self._all("weights")
 
+    def release_memory(self) -> None:
+        self._all("release_memory")
+
     def send_weights(self, sender: WeightSender) -> None:
+        world = self._settings.parallel.world_size
+        if max(sender.ranks) >= world:
+            raise ValueError(
+                f"weights are to be sent from rank {max(sender.ranks)} of {world} trainer ranks: "
+                "engines on the trainer's GPUs need a rank on each"
+            )
         self._all("send_weights", sender)
 
     def enter_phase(self, phase: str) -> None:

@@ -2,7 +2,7 @@
 ``trainer.ray_ranks`` makes Ray actors."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from converters.errors import GatheringBroken, GatheringRefused
 from converters.hf_directory import HfDirectory
-from converters.live import export_hf_weights, load_hf_weights
+from converters.live import GatheredWeights, WeightGathering, load_hf_weights
+from converters.names import NamedTensor
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.directory import find_checkpoint, latest_checkpoint
@@ -30,7 +32,7 @@ from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
 from megatron_gptoss.trainer import LossFunction, PolicyTrainer, StepStatistics
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
-from rl_loop.engines.backend import WeightSender
+from rl_loop.engines.backend import SyncFailed, WeightSender
 from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.settings import TrainerSettings
@@ -80,6 +82,7 @@ class TrainerWorker:
             )
             self.critic.memory = self.memory
 
+        self._gathering = WeightGathering(self.model, settings.model)
         self.run = RunDirectory(settings.directory)
         self._saved = self._checkpoint_writers()
 
@@ -309,29 +312,57 @@ class TrainerWorker:
         """Return all weights by Hugging Face name on rank 0, None elsewhere."""
         # The distributed optimizer leaves each rank with its share of the new weights.
         gather_parameters(self.trainer.model)
-        named = {
-            name: tensor.detach().clone()
-            for name, tensor in export_hf_weights(self.model, self.settings.model)
-        }
+        named = {name: tensor.detach().clone() for name, tensor in self._gathering.begin()}
         return named if dist.get_rank() == 0 else None
 
+    def release_memory(self) -> None:
+        """Give GPU memory that only the allocator holds back, before engines on this GPU wake."""
+        if torch.cuda.is_available():
+            # Memory that an engine has opened is free only when what it said of it is read.
+            torch.cuda.ipc_collect()
+        give_back_cache()
+
     def send_weights(self, sender: WeightSender) -> None:
-        """Let ``sender`` send all weights from rank 0, which gets the other ranks' parts from
-        them. Raises what the sender raises, on rank 0."""
+        """Let ``sender`` send all weights from each of its ranks. The ranks gather them together.
+
+        A rank that fails goes on with the messages that the others wait for, and raises then, so
+        that another try may begin on all ranks.
+
+        Raises:
+            SyncFailed: on the ranks that failed.
+            GatheringBroken: if the ranks can exchange no more messages.
+        """
         self.memory.enter("sync")
-        dtype = getattr(torch, self.settings.dtype)
         gather_parameters(self.trainer.model)
-        exported = export_hf_weights(self.model, self.settings.model, transposed=sender.transposed)
-        stream = ((name, tensor.to(dtype)) for name, tensor in exported)
         try:
-            if dist.get_rank() == 0:
-                sender.send(stream)
-        finally:
-            # To its end, whatever happened: the other ranks are still sending.
-            for _ in stream:
-                pass
-            self._make_room_for_engines()
-            self.memory.enter("rollout")
+            weights = self._gathering.begin(sender.ranks, transposed=sender.transposed)
+        except GatheringRefused as refusal:
+            raise SyncFailed(str(refusal)) from refusal
+
+        failure: Exception | None = None
+        try:
+            if dist.get_rank() in sender.ranks:
+                sender.send(self._in_own_dtype(weights), dist.get_rank())
+        except GatheringBroken:
+            raise
+        except Exception as error:
+            failure = error
+        weights.finish()
+        if failure is None and weights.failure is not None:
+            failure = SyncFailed(f"rank {dist.get_rank()} has no weights: {weights.failure}")
+
+        # What was sent is free now: neither engines nor the next step find it in the way.
+        del weights
+        self.release_memory()
+        self.memory.enter("rollout")
+        if failure is not None:
+            raise failure
+
+    def _in_own_dtype(self, weights: GatheredWeights) -> Iterator[NamedTensor]:
+        dtype = getattr(torch, self.settings.dtype)
+        for name, tensor in weights:
+            yield name, tensor.to(dtype)
+            del tensor  # or it would outlive its bucket
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         """Begin a checkpoint; it is complete on return if ``block``, else at the

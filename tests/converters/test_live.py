@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from converters.errors import ConversionError
-from converters.live import export_hf_weights, load_hf_weights
+from converters.live import WeightGathering, export_hf_weights, load_hf_weights
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
@@ -101,6 +101,154 @@ def test_model_parallel_ranks_hold_only_their_part(two_ranks: list[Any], weights
     assert [rank["data"][1] for rank in two_ranks] == [total, total]
     assert sum(rank["pipeline"][1] for rank in two_ranks) == total
     assert [rank["expert"][1] for rank in two_ranks] == [total - experts // 2] * 2
+
+
+def gather_for_several(
+    rank: int, world_size: int, layouts: dict[str, Any], dtype: torch.dtype, ports: list[int]
+) -> Any:
+    """What ranks get by layout and receivers."""
+    torch.set_num_threads(1)
+    weights = tiny_weights()
+    result = {}
+    for (name, layout), port in zip(layouts.items(), ports, strict=True):
+        parallel = ParallelConfig(world_size=world_size, **layout)
+        distributed.initialize(parallel, rank, port=port)
+        model = build_model(TINY, parallel, dtype)
+        load_hf_weights(model, TINY, weights.__getitem__)
+        gathering = WeightGathering(model, TINY)
+        for receivers in ((0, 1), (1,)):
+            gathered = gathering.begin(receivers)
+            result[name, receivers] = {key: tensor.clone() for key, tensor in gathered}
+        distributed.shutdown()
+    return result
+
+
+@pytest.fixture(scope="module")
+def gathered_by_two() -> list[Any]:
+    return run_distributed(gather_for_several, 2, 2, TWO, torch.float32, [free_port() for _ in TWO])
+
+
+@pytest.mark.parametrize("layout", TWO)
+@pytest.mark.parametrize("receivers", [(0, 1), (1,)])
+def test_every_receiver_gets_all_weights_and_no_other_rank_any(
+    layout: str, receivers: tuple[int, ...], gathered_by_two: list[Any], weights: Weights
+) -> None:
+    for rank, results in enumerate(gathered_by_two):
+        gathered = results[layout, receivers]
+        if rank not in receivers:
+            assert gathered == {}
+            continue
+        assert list(gathered) == list(hf_shapes(TINY))
+        for name, tensor in weights.items():
+            assert torch.equal(gathered[name], tensor), (rank, name)
+
+
+def gather_on_four(rank: int, port: int) -> Any:
+    """Two of four ranks receive: as two servers on the GPUs of four trainer ranks."""
+    torch.set_num_threads(1)
+    parallel = ParallelConfig(world_size=4, pipeline=2, tensor=2, expert=2)
+    distributed.initialize(parallel, rank, port=port)
+    model = build_model(TINY, parallel)
+    load_hf_weights(model, TINY, tiny_weights().__getitem__)
+    gathered = {key: tensor.clone() for key, tensor in WeightGathering(model, TINY).begin((0, 2))}
+    distributed.shutdown()
+    return gathered
+
+
+def test_fewer_receivers_than_ranks_get_all_weights_under_mixed_parallelism(
+    weights: Weights,
+) -> None:
+    ranks = run_distributed(gather_on_four, 4, free_port())
+    assert ranks[1] == ranks[3] == {}
+    for gathered in (ranks[0], ranks[2]):
+        assert all(torch.equal(gathered[name], tensor) for name, tensor in weights.items())
+
+
+class OutOfMemory(RuntimeError):
+    """As torch raises it."""
+
+
+def break_gathering(gathering: WeightGathering, fault: str) -> None:
+    """Let the next gathering fail on this rank, in one of the places where memory is needed."""
+    calls = 0
+
+    def fail(original: Any, at: int) -> Any:
+        def call(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise OutOfMemory(f"CUDA out of memory in {fault}")
+            return original(*arguments)
+
+        return call
+
+    if fault == "buffer":
+        gathering.plan = fail(gathering.plan, 1)  # type: ignore[method-assign]
+    elif fault.startswith("read"):
+        gathering.read = fail(gathering.read, int(fault[4:]))  # type: ignore[method-assign]
+
+
+def gather_with_faults(rank: int, world_size: int, port: int, faults: list[Any]) -> list[Any]:
+    """Try each fault and then again: (error or None, tensors by name) of both tries."""
+    torch.set_num_threads(1)
+    distributed.initialize(ParallelConfig(world_size=world_size, expert=2), rank, port=port)
+    model = build_model(TINY, ParallelConfig(world_size=world_size, expert=2))
+    load_hf_weights(model, TINY, tiny_weights().__getitem__)
+    gathering = WeightGathering(model, TINY)
+    results = []
+    for fault, broken_rank, receivers in faults:
+        if rank == broken_rank:
+            break_gathering(gathering, fault)
+        for _ in range(2):
+            error = None
+            tensors: Weights = {}
+            try:
+                gathered = gathering.begin(receivers)
+                for name, tensor in gathered:
+                    tensors[name] = tensor.clone()
+                    if rank == broken_rank and fault == f"consumer{len(tensors)}":
+                        fault = "consumed"
+                        gathered.finish()
+                        raise OutOfMemory("CUDA out of memory in consumer")
+            except RuntimeError as failure:
+                error = f"{type(failure).__name__}: {failure}"
+            results.append((error, tensors))
+        vars(gathering).pop("read", None)
+        vars(gathering).pop("plan", None)
+    distributed.shutdown()
+    return results
+
+
+GATHERING_FAULTS = [
+    (fault, rank, receivers)
+    for fault in ("buffer", "read1", "read9", "read20", "consumer1", "consumer25")
+    for rank in (0, 1)
+    for receivers in ((0, 1), (0,))
+    # on rank 1 nothing is consumed if rank 0 receives, and it has 16 parameters to send
+    if rank == 0 or receivers == (0, 1) or fault in ("buffer", "read1", "read9")
+]
+
+
+def test_a_rank_that_fails_half_way_leaves_all_where_the_next_gathering_can_begin(
+    weights: Weights,
+) -> None:
+    ranks = run_distributed(gather_with_faults, 2, 2, free_port(), GATHERING_FAULTS, timeout=120)
+    for number, (fault, broken_rank, receivers) in enumerate(GATHERING_FAULTS):
+        first_errors = [results[2 * number][0] for results in ranks]
+        if fault == "buffer":
+            assert all(
+                error.startswith(f"GatheringRefused: rank {broken_rank} has no memory")
+                for error in first_errors
+            )
+        else:
+            expected = f"OutOfMemory: CUDA out of memory in {fault.rstrip('0123456789')}"
+            assert first_errors[broken_rank].startswith(expected), (fault, first_errors)
+            assert first_errors[1 - broken_rank] is None
+
+        for rank in receivers:
+            error, tensors = ranks[rank][2 * number + 1]
+            assert error is None
+            assert all(torch.equal(tensors[name], tensor) for name, tensor in weights.items())
 
 
 def test_weights_of_experts_may_lie_as_megatron_has_them(one_rank: None, weights: Weights) -> None:

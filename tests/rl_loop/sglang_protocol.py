@@ -22,7 +22,6 @@ import pickle
 import random
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -82,8 +81,8 @@ class LocalServer:
         self.ranks = 1
         self.zero_routes = self.hangs = self.rejects = False
         self.always = ""  # the fault of every answer
-        self.die_at: str | None = None  # "path" or "path:n": ends the server at the n-th call of it
-        self.is_process = False
+        self.fault_file: Path | None = None  # see _take_fault
+        self.calls_before_fault = 0
         self.met: list[str] = []
         self.served: list[str] = []
         self.calls: list[str] = []
@@ -121,14 +120,41 @@ class LocalServer:
     @web.middleware
     async def _note(self, request: web.Request, handler: Any) -> Any:
         self.calls.append(request.path)
-        if self.die_at is not None:
-            path, _, count = self.die_at.partition(":")
-            if self.calls.count(path) >= int(count or 1):
-                if self.is_process:
-                    os._exit(1)
-                asyncio.get_running_loop().create_task(self.stop())
-                await asyncio.sleep(60)
+        fault = self._take_fault(request.path)
+        if fault == "die":
+            os._exit(1)
+        if fault == "hang":
+            await asyncio.sleep(3600)
+        if fault == "cut":
+            request.transport.close()
+            return web.Response()
+        if fault == "refuse":
+            message = "Failed to update parameter online: CUDA out of memory."
+            return web.json_response({"success": False, "message": message}, status=400)
         return await handler(request)
+
+    def _take_fault(self, path: str) -> str | None:
+        """The fault that ``fault_file`` orders: "die /path:n" ends the process at the n-th call of a path from when the
+        file appeared; also hang, cut and refuse. The process that comes first takes the file."""
+        try:
+            kind, where = self.fault_file.read_text().split() if self.fault_file else ("", "")
+        except (OSError, ValueError):
+            kind, where = "", ""
+        if not kind:
+            self.calls_before_fault = 0
+            return None
+
+        ordered_path, _, count = where.partition(":")
+        if path != ordered_path:
+            return None
+        self.calls_before_fault += 1
+        if self.calls_before_fault < int(count or 1):
+            return None
+        try:
+            self.fault_file.unlink()
+        except FileNotFoundError:  # another process was faster
+            return None
+        return kind
 
     @property
     def digest(self) -> str:
@@ -511,13 +537,8 @@ def _join(body: dict[str, Any]) -> Any:
 
 async def _main(arguments: argparse.Namespace) -> None:
     server = LocalServer()
-    server.is_process = True
-    flag = Path(
-        os.environ.get("DIE_AT", "")
-    )  # a file that says at which call one process dies; it takes the file
-    with suppress(OSError):
-        server.die_at = flag.read_text()
-        flag.unlink()
+    if "FAULT_FILE" in os.environ:
+        server.fault_file = Path(os.environ["FAULT_FILE"])
     await server.start(arguments.host, arguments.port)
     await asyncio.Event().wait()
 

@@ -10,19 +10,22 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
+from rl_loop.engines.sglang.gpu_memory import ServerNeeds, settled_gpus, static_fraction
 
 Command = Callable[[str, int], list[str]]
-"""(host, port) -> the argument vector of a server."""
+"""(host, port) -> the argument vector of a server, built where and when it starts."""
 PLUGIN = Path(__file__).parent / "plugin"
 """Added to a server's PYTHONPATH, where SGLang looks for plugins."""
 MOE_CONFIGS = Path(__file__).parent / "moe_configs"
 """Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by
 ``benchmarks/tune_moe.py``."""
 
-ASLEEP_BYTES = 6_930_000_000
-"""What a sleeping server of the 20B keeps on an H200: context, libraries, CUDA graphs."""
+ASLEEP_BYTES = 1_650_000_000
+"""What a sleeping server of the 20B keeps on an H200: context, libraries, kernels, the buffers that
+CUDA graphs read. 1.62 GB (``benchmarks/server_memory.py``)."""
 
 
 class SglangConfig(EngineConfig):
@@ -45,7 +48,12 @@ class SglangConfig(EngineConfig):
     """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton
     anywhere, with a plugin that mends its window."""
     memory_fraction: float = Field(0.85, gt=0, lt=1)
-    """Share of GPU memory for weights and key/value cache; with colocated about half of it."""
+    """Share of the whole GPU for all that an awake server holds: weights, key/value cache, CUDA
+    graphs, activations, its process. With colocated what the trainer leaves, about half. (On a CPU,
+    SGLang's own ``--mem-fraction-static``.)"""
+    max_running_requests: int = Field(256, gt=0)
+    """Requests that one server generates for at a time; more wait. CUDA graphs are captured for
+    batches of up to as many, which takes time at the start, and memory."""
     deterministic: bool = False
     """The same tokens for the same seed whatever a request is batched with; slower, without prefix
     cache."""
@@ -61,8 +69,9 @@ class SglangConfig(EngineConfig):
     """Until then a started server must be healthy."""
     health_seconds: float = Field(30.0, gt=0)
     """Between two health checks, and the longest that one may take."""
-    sync_seconds: float = Field(120.0, gt=0)
-    """Longest that servers may take for one bucket."""
+    sync_seconds: float = Field(40.0, gt=0)
+    """Longest that servers may take for one bucket, to sleep or to wake; weight_sync disk, which
+    has one bucket, gets fifteen times as long. Then the sync failed and is tried again."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -138,14 +147,28 @@ class SglangConfig(EngineConfig):
             # SGLang would set 0, and NCCL could not open what a trainer's has allocated ("invalid
             # argument").
             variables["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "1")
+        if self.colocated:
+            # SGLang keeps the memory of its CUDA graphs while it sleeps, unless this is set.
+            variables["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
         variables |= self.env
 
-        if self.attention_backend == "triton":
+        if mends := self._mends:
+            variables["GPTOSS_SGLANG_MENDS"] = ",".join(mends)
             paths = [str(PLUGIN)]
             if users_path := self.env.get("PYTHONPATH"):
                 paths.append(users_path)
             variables["PYTHONPATH"] = os.pathsep.join(paths)
         return variables
+
+    @property
+    def _mends(self) -> list[str]:
+        """What the plugin has to mend in a server (``plugin/gptoss_sglang.py``)."""
+        mends = []
+        if self.attention_backend == "triton":
+            mends.append("triton_window")
+        if self.colocated:
+            mends.append("sleeping_cache")
+        return mends
 
     def command(
         self,
@@ -156,9 +179,10 @@ class SglangConfig(EngineConfig):
         routed_experts: bool,
         seed: int,
     ) -> Command:
-        """Build the arguments of server ``index``.
+        """Return what builds the arguments of server ``index`` whenever it starts.
 
         ``model`` is a directory with a config.json; the weights are dummies until the first sync.
+        The result raises NotEnoughGpuMemory if ``memory_fraction`` does not suit the GPU.
         """
         options: dict[str, object] = {
             "--model-path": model,
@@ -169,7 +193,8 @@ class SglangConfig(EngineConfig):
             "--attention-backend": self.attention_backend,
             # triton_kernel, SGLang's default for GPT-OSS, records no routes.
             "--moe-runner-backend": "triton",
-            "--mem-fraction-static": self.memory_fraction,
+            "--max-running-requests": self.max_running_requests,
+            "--cuda-graph-max-bs-decode": self.max_running_requests,
             # FlashInfer's sampling takes no seed of a request.
             "--sampling-backend": "pytorch",
             "--grammar-backend": "none",
@@ -182,15 +207,40 @@ class SglangConfig(EngineConfig):
             # cached prefix.
             flags += ["--enable-deterministic-inference", "--disable-radix-cache"]
         if self.colocated:
-            flags.append("--enable-memory-saver")
-            options["--base-gpu-id"] = index * self.tensor_parallel
+            # Prefill graphs cannot give their memory back, and take eleven seconds to capture.
+            flags += ["--enable-memory-saver", "--disable-prefill-cuda-graph"]
 
         words = [self.python, "-m", "sglang.launch_server"]
         for name, value in options.items():
             words += [name, str(value)]
-        words += flags
-        words += self.arguments  # last: of an option given twice the last counts
-        return lambda host, port: [*words, "--host", host, "--port", str(port)]
+
+        def build(host: str, port: int) -> list[str]:
+            # The user's arguments come last: of an option given twice the last counts.
+            place = self._place_and_memory(index, model, dtype)
+            return [*words, *flags, *place, *self.arguments, "--host", host, "--port", str(port)]
+
+        return build
+
+    def _place_and_memory(self, index: int, model: Path, dtype: str) -> list[str]:
+        """Return the options that say which GPUs server ``index`` uses, and how much of them."""
+        environment = inherited_environment() | self.environment
+        gpus = [] if "cpu" in self.arguments else settled_gpus(environment)
+
+        # Ray shows a server its own GPUs only, unless they are the trainer's: there it shows all of
+        # the node.
+        first = 0
+        if self.colocated:
+            first = index * self.tensor_parallel
+            if gpus:
+                first %= len(gpus)
+
+        fraction = self.memory_fraction
+        if gpus:
+            its_gpus = gpus[first : first + self.tensor_parallel]
+            architecture = ModelConfig.from_hf_config(model)
+            needs = ServerNeeds.of(architecture, dtype, self.tensor_parallel)
+            fraction = static_fraction(fraction, its_gpus, needs)
+        return ["--base-gpu-id", str(first), "--mem-fraction-static", f"{fraction:.4f}"]
 
 
 def inherited_environment() -> dict[str, str]:

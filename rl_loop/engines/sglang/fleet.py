@@ -2,15 +2,19 @@
 paused.
 
 A sync that fails anywhere leaves no server serving. The servers that took part are killed, come
-back with dummy weights as STALE and are synced again from the beginning."""
+back with dummy weights as STALE and are synced again from the beginning.
+
+Servers on the trainer's GPUs sleep while the trainer works: none is started then, since it would
+take memory that the trainer needs. One that ended meanwhile comes back with the next sync."""
 
 import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -21,12 +25,19 @@ from ray.exceptions import RayActorError
 
 from megatron_gptoss.config import ModelConfig
 from rl_loop.cluster.placement import ENGINE_SERVER, placement_options
-from rl_loop.engines.backend import BackendContext, WeightSource
-from rl_loop.engines.sglang.client import SglangClient
+from rl_loop.engines.backend import (
+    BackendContext,
+    EngineUnavailable,
+    SyncFailed,
+    WeightSource,
+)
+from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import score_on
+from rl_loop.engines.sglang.gpu_memory import memory_fault
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
-from rl_loop.engines.sglang.weight_sender import SyncFailed, SyncPlan, TransportName, send_weights
+from rl_loop.engines.sglang.weight_sender import SyncPlan, TransportName, send_weights
+from rl_loop.infrastructure import describe
 from rl_loop.logs import with_logging
 
 logger = logging.getLogger(__name__)
@@ -42,31 +53,41 @@ COMPARED_EVERY = 7
 """Versions between two comparisons of checksums. 7 divides neither 24 nor 36 layers, so every
 layer has its turn."""
 
+DISK_PATIENCE = 15
+"""How many times longer than for a bucket a server may take to read all weights from a disk."""
+
 ANSWER_SECONDS = 60.0
 """How long an actor may take to answer; its methods return at once."""
 
 
 @dataclass(frozen=True)
 class SglangSender:
-    """A WeightSender that follows a SyncPlan."""
+    """A WeightSender that follows one SyncPlan on each of its ranks."""
 
     model: ModelConfig
-    plan: SyncPlan
+    plans: Mapping[int, SyncPlan]
+    """By trainer rank: what it sends, and to which servers."""
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self.plans)
 
     @property
     def transposed(self) -> bool:
         # CUDA IPC shares the trainer's own memory, where Megatron keeps expert matrices the other
         # way round.
-        return self.plan.transport == "cuda_ipc"
+        return any(plan.transport == "cuda_ipc" for plan in self.plans.values())
 
-    def send(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def send(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
         """Raises SyncFailed naming the server or WeightMismatch naming the tensor."""
-        asyncio.run(send_weights(named, self.model, self.plan))
+        asyncio.run(send_weights(named, self.model, self.plans[rank]))
 
     def send_from_driver(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send through files, whatever the plan's transport: the driver has no GPU.
         Raises as ``send`` does."""
-        plan = replace(self.plan, transport="disk")
+        plans = list(self.plans.values())
+        urls = tuple(url for plan in plans for url in plan.urls)
+        plan = replace(plans[0], urls=urls, transport="disk")
         asyncio.run(send_weights(named, self.model, plan))
 
 
@@ -98,7 +119,7 @@ async def statuses(actors: list[Any]) -> list[ServerStatus]:
         if isinstance(answer, ServerStatus):
             known.append(answer)
         else:
-            known.append(ServerStatus("", ServerState.DEAD, fault=str(answer)))
+            known.append(ServerStatus("", ServerState.DEAD, fault=describe(answer)))
     return known
 
 
@@ -156,6 +177,7 @@ class SglangFleet:
                 self._directory / f"server_{index}.log",
                 start_seconds=settings.start_seconds,
                 health_seconds=settings.health_seconds,
+                memory_fault=partial(memory_fault, fraction=settings.memory_fraction),
             )
             actors.append(actor)
         return actors
@@ -163,8 +185,8 @@ class SglangFleet:
     # -- servers ----------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Wait until every server is healthy. Raises RuntimeError with the end of its
-        log if one cannot start."""
+        """Wait until every server is healthy. Raises EngineUnavailable with what to change, or
+        the end of its log, if one cannot start."""
         self._healthy(wait_for=(ServerState.DEAD, ServerState.STARTING))
 
     def _healthy(self, wait_for: Sequence[ServerState] = ()) -> dict[Any, ServerStatus]:
@@ -178,14 +200,17 @@ class SglangFleet:
             for status in known.values():
                 is_missed = status in awaited or not healthy
                 if status.given_up and is_missed:
-                    raise RuntimeError(f"an SGLang server does not start: {status.fault}")
+                    raise EngineUnavailable(f"an SGLang server does not start: {status.fault}")
             if healthy and not awaited:
                 return healthy
             time.sleep(0.2)
 
-    def _synced_urls(self) -> tuple[str, ...]:
-        healthy = self._healthy().values()
-        return tuple(status.url for status in healthy if status.state is ServerState.SYNCED)
+    def _synced(self) -> dict[Any, ServerStatus]:
+        return {
+            actor: status
+            for actor, status in self._healthy().items()
+            if status.state is ServerState.SYNCED
+        }
 
     def settings(self, names: Sequence[str]) -> dict[str, Any]:
         """Return what the first healthy server says of itself in /server_info, as
@@ -208,13 +233,18 @@ class SglangFleet:
         self._held = HeldWeights(source, version)
         self._canary = None
         for attempt in range(MAX_SYNCS):
+            if self._settings.colocated:
+                source.release_memory()
+                self._ask_all("allow_starts")
             try:
                 self._bring_to_held_weights(self._healthy())
                 return
             except SyncFailed as failure:
                 if attempt + 1 == MAX_SYNCS:
                     raise
-                logger.warning("weight sync is tried again, with restarted servers: %s", failure)
+                logger.warning(
+                    "weight sync is tried again, with restarted servers: %s", describe(failure)
+                )
 
     def heal(self) -> None:
         """Bring servers that were restarted to the current weights. They serve only if they score
@@ -235,7 +265,7 @@ class SglangFleet:
             except SyncFailed as failure:
                 if len(stale) == len(healthy):
                     raise
-                logger.warning("a restarted SGLang server stays out: %s", failure)
+                logger.warning("a restarted SGLang server stays out: %s", describe(failure))
         finally:
             self._updating.release()
 
@@ -258,8 +288,11 @@ class SglangFleet:
         try:
             if not taking_part:
                 raise SyncFailed(f"weights {version}: every server died before the sync began")
-            self._send_to(list(taking_part.values()), version)
+            self._send_to(taking_part, version)
             reached = version
+        except (ServerFailed, RequestRejected) as failure:
+            # It did not wake, or ended while it scored.
+            raise SyncFailed(f"weights {version} did not reach all servers: {failure}") from failure
         finally:
             for actor, status in taking_part.items():
                 _ask(actor.end_sync.remote(status.incarnation, reached))
@@ -274,36 +307,59 @@ class SglangFleet:
                 begun[actor] = status
         return begun
 
-    def _send_to(self, servers: Sequence[ServerStatus], version: int) -> None:
-        urls = tuple(status.url for status in servers)
-        paused = tuple(status.url for status in servers if status.incarnation in self._paused)
+    def _send_to(self, servers: dict[Any, ServerStatus], version: int) -> None:
+        incarnations = {status.incarnation for status in servers.values()}
+        paused = tuple(
+            status.url for status in servers.values() if status.incarnation in self._paused
+        )
         self._paused.clear()
 
         # Weights first: the caches may need the memory that the trainer uses while it sends.
         self._change_memory(paused, "/resume_memory_occupation", ["weights"])
-        incarnations = {status.incarnation for status in servers}
         compare = version % COMPARED_EVERY == 0 or not incarnations <= self._compared
-        self._send(urls, compare=compare)
+        self._send(servers, compare=compare)
         self._compared |= incarnations
         self._change_memory(paused, "/resume_memory_occupation", ["kv_cache", "cuda_graph"])
 
-        self._compare_with_canary(urls)
+        self._compare_with_canary(tuple(status.url for status in servers.values()))
 
     def _send(
-        self, urls: tuple[str, ...], *, compare: bool, transport: TransportName | None = None
+        self,
+        servers: dict[Any, ServerStatus],
+        *,
+        compare: bool,
+        transport: TransportName | None = None,
     ) -> None:
         assert self._held is not None
-        plan = SyncPlan(
-            urls=urls,
-            version=self._held.version,
-            transport=transport or self._settings.weight_sync,
-            tensor_parallel=self._settings.tensor_parallel,
-            bucket_bytes=self._settings.bucket_bytes,
-            directory=self._weights_directory,
-            seconds=self._settings.sync_seconds,
-            compare=compare,
-        )
-        self._held.source.send_weights(SglangSender(self._model, plan))
+        urls: dict[int, list[str]] = {}
+        for actor, status in servers.items():
+            urls.setdefault(self._sending_rank(actor), []).append(status.url)
+
+        seconds = self._settings.sync_seconds
+        if self._settings.weight_sync == "disk":
+            seconds *= DISK_PATIENCE
+        plans = {
+            rank: SyncPlan(
+                urls=tuple(its_urls),
+                version=self._held.version,
+                transport=transport or self._settings.weight_sync,
+                tensor_parallel=self._settings.tensor_parallel,
+                bucket_bytes=self._settings.bucket_bytes,
+                directory=self._weights_directory,
+                seconds=seconds,
+                compare=compare,
+            )
+            for rank, its_urls in urls.items()
+        }
+        self._held.source.send_weights(SglangSender(self._model, plans))
+
+    def _sending_rank(self, actor: Any) -> int:
+        """Return the trainer rank that sends weights to a server: the one on the server's own
+        (first) GPU if they share memory, else rank 0."""
+        settings = self._settings
+        if settings.colocated and settings.weight_sync in ("cuda_ipc", "shared_memory"):
+            return self.actors.index(actor) * settings.tensor_parallel
+        return 0
 
     @property
     def _weights_directory(self) -> Path:
@@ -314,16 +370,15 @@ class SglangFleet:
         """Raise WeightMismatch naming the first tensor of the last ``sync`` that a
         server holds otherwise."""
         if self._held is not None:
-            self._send(self._synced_urls(), compare=True, transport="none")
+            self._send(self._synced(), compare=True, transport="none")
 
     # -- scores -----------------------------------------------------------------------------------
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]`` from every server that holds the policy;
         raises as ``score_on`` does. The text is the canary of servers that are restarted later."""
-        scores = self._at_all(
-            self._synced_urls(), lambda client: score_on(client, token_ids, temperature)
-        )
+        urls = tuple(status.url for status in self._synced().values())
+        scores = self._at_all(urls, lambda client: score_on(client, token_ids, temperature))
         self._canary = Canary(token_ids, scores[0])
         return scores
 
@@ -345,19 +400,40 @@ class SglangFleet:
 
     def pause(self) -> None:
         """Free the servers' weights and caches if they share GPUs with the trainer,
-        until the next ``sync``."""
+        until the next ``sync``. A server that cannot be paused is ended."""
         if not self._settings.colocated:
             return
-        paused = list(self._begin_syncs(self._healthy()).values())
-        urls = tuple(status.url for status in paused)
-        self._paused |= {status.incarnation for status in paused}
-
-        # A server that restarts from now on is given the next version, not this one.
+        # A server that restarts from now on is given the next version, not this one, and not before
+        # the trainer has left the GPU.
         self._held = None
-        self._at_all(urls, lambda client: client.call("/pause_generation", {"mode": "abort"}))
-        self._change_memory(
-            urls, "/release_memory_occupation", ["kv_cache", "weights", "cuda_graph"]
-        )
+        self._ask_all("hold_starts")
+
+        known = zip(self.actors, asyncio.run(statuses(self.actors)), strict=True)
+        servers = self._begin_syncs({actor: status for actor, status in known if status.healthy})
+        urls = tuple(status.url for status in servers.values())
+        failures = self._at_all(urls, self._put_to_sleep)
+        for (actor, status), failure in zip(servers.items(), failures, strict=True):
+            if failure is None:
+                self._paused.add(status.incarnation)
+            else:
+                logger.warning("an SGLang server did not go to sleep and is ended: %s", failure)
+                _ask(actor.end_sync.remote(status.incarnation, None))
+
+    async def _put_to_sleep(self, client: SglangClient) -> str | None:
+        """Return what kept a server from it."""
+        seconds = self._settings.sync_seconds
+        tags = {"tags": ["kv_cache", "weights", "cuda_graph"]}
+        try:
+            await client.call("/pause_generation", {"mode": "abort"}, seconds=seconds)
+            await client.call("/release_memory_occupation", tags, seconds=seconds)
+        except (ServerFailed, RequestRejected) as failure:
+            return str(failure)
+        return None
+
+    def _ask_all(self, method: str) -> None:
+        """Call a method of every server's actor."""
+        for reference in [getattr(actor, method).remote() for actor in self.actors]:
+            _ask(reference)
 
     def _change_memory(self, urls: tuple[str, ...], path: str, tags: list[str]) -> None:
         seconds = self._settings.sync_seconds

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_loop.cluster.placement import end_with_parent, free_address
+from rl_loop.engines.backend import EngineUnavailable
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import Command, inherited_environment
 
@@ -31,6 +33,8 @@ MAX_FAILURES = 5
 """Starts that failed one after the other, after which a server is given up."""
 MAX_BACK_OFF = 60.0
 """Longest pause in seconds before another start; the pause doubles with each failure."""
+STOP_SECONDS = 10.0
+"""How long the kernel may take to end a killed process."""
 LOG_BYTES = 2000
 LOG_LINES = 3
 """How much of the end of a server's log an error quotes."""
@@ -56,11 +60,20 @@ class ServerStatus:
     fault: str = ""
     """How the last process ended, if one did."""
     given_up: bool = False
-    """Whether it failed too often to be started again."""
+    """Whether it is not started again: it failed too often, or another start would fail too."""
 
     @property
     def healthy(self) -> bool:
         return self.state in (ServerState.STALE, ServerState.SYNCED)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How a process ended."""
+
+    message: str
+    is_lasting: bool = False
+    """Whether another start would end the same way; the message then says what to change."""
 
 
 class SglangServer:
@@ -76,6 +89,7 @@ class SglangServer:
         log: Path,
         start_seconds: float = 1200,
         health_seconds: float = 30,
+        memory_fault: Callable[[str], str | None] = lambda log: None,
     ) -> None:
         """Prepare a server; the first call of ``status`` starts it.
 
@@ -85,8 +99,11 @@ class SglangServer:
             log: file that gets what the server prints.
             start_seconds: the process must be healthy within this time.
             health_seconds: time between two health checks, and longest that one may take.
+            memory_fault: (what a process printed) -> what to change, if it ended for want of GPU
+                memory.
         """
         self._command = command
+        self._memory_fault = memory_fault
         self._log = log
         self._start_seconds = start_seconds
         self._health_seconds = health_seconds
@@ -95,7 +112,10 @@ class SglangServer:
 
         self._status = ServerStatus("", ServerState.DEAD)
         self._syncing = False
+        self._may_start = asyncio.Event()
+        self._may_start.set()
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0  # where the log of the last process begins
         self._supervisor: asyncio.Task[None] | None = None
 
     async def status(self) -> ServerStatus:
@@ -139,6 +159,17 @@ class SglangServer:
         else:
             self._change(state=ServerState.SYNCED, version=version)
 
+    async def hold_starts(self) -> None:
+        """Start no process until ``allow_starts``, and end one that is starting: its memory is
+        the trainer's now."""
+        self._may_start.clear()
+        if self._status.state is ServerState.STARTING:
+            self._kill()
+
+    async def allow_starts(self) -> None:
+        """Start processes again, at once where one is missing."""
+        self._may_start.set()
+
     async def stop(self) -> None:
         """End the process for good."""
         if self._supervisor is not None:
@@ -160,27 +191,32 @@ class SglangServer:
     async def _supervise(self) -> None:
         """Run one process after another, with growing pauses, until the server is given up."""
         failures = 0
+        was_healthy = False
         while True:
+            await self._may_start.wait()
             fault = await self._run_once()
+            self._kill()
+            if not self._may_start.is_set() and not self._status.healthy:
+                # It was ended by hold_starts, or did not survive it: that says nothing of the next.
+                self._change(state=ServerState.DEAD, version=None, fault=fault.message)
+                continue
 
             # A process that became healthy ends the series of failed starts.
             if self._status.healthy:
                 failures = 0
+                was_healthy = True
             failures += 1
-            given_up = failures >= MAX_FAILURES
+            # What once started may only have met a bad moment, such as memory that was not free yet.
+            is_hopeless = fault.is_lasting and not was_healthy
+            given_up = is_hopeless or failures >= MAX_FAILURES
 
-            self._kill()
-            fault = self._status.fault or fault  # end_sync knows better why it ended
-            self._change(
-                state=ServerState.DEAD,
-                version=None,
-                fault=f"{fault}{self._log_tail()}",
-                given_up=given_up,
-            )
+            message = fault.message
+            if not fault.is_lasting:
+                # end_sync knows better why it ended
+                message = f"{self._status.fault or message}{self._log_tail()}"
+            self._change(state=ServerState.DEAD, version=None, fault=message, given_up=given_up)
             if given_up:
-                logger.error(
-                    "SGLang server %s is given up: %s", self._status.url, self._status.fault
-                )
+                logger.error("SGLang server %s is given up: %s", self._status.url, message)
                 return
 
             back_off = min(MAX_BACK_OFF, 2.0 ** (failures - 1))
@@ -188,36 +224,50 @@ class SglangServer:
                 "SGLang server %s failed and starts again in %.0f s: %s",
                 self._status.url,
                 back_off,
-                self._status.fault,
+                message,
             )
             await asyncio.sleep(back_off)
 
-    async def _run_once(self) -> str:
+    async def _run_once(self) -> Fault:
         """Run a process until it fails; return how it did."""
         # A new address every time: the old port may still be taken by what is being killed, and
         # whoever knows servers by their URL sees that this is another one.
         host, port = free_address()
         url = f"http://{host}:{port}"
         client = SglangClient(url)
-        command = self._command(host, port)
         self._syncing = False
+        self._process = None
         self._status = ServerStatus(url, ServerState.STARTING, incarnation=time.time_ns())
 
         try:
+            # In a thread, because it looks at the GPU's memory, perhaps for a while.
+            command = await asyncio.to_thread(self._command, host, port)
+            if not self._may_start.is_set():
+                return Fault("held while it started")
             self._process = self._start_process(command)
             fault = await self._wait_until_healthy(client, self._process)
             if fault is not None:
-                return fault
+                return self._explain(fault)
             self._change(state=ServerState.STALE)
-            return await self._watch_health(client, self._process)
+            return self._explain(await self._watch_health(client, self._process))
+        except EngineUnavailable as error:
+            return Fault(str(error), is_lasting=True)
         except OSError as error:
-            return f"{command[0]}: {error}"
+            return Fault(str(error))
         finally:
             await client.close()
+
+    def _explain(self, fault: str) -> Fault:
+        """Say of a process that ended for want of memory what to change."""
+        advice = self._memory_fault(self._printed())
+        if advice is None:
+            return Fault(fault)
+        return Fault(f"{advice} (its log: {self._log})", is_lasting=True)
 
     def _start_process(self, command: list[str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
+            self._log_start = log.tell()
             return subprocess.Popen(
                 command,
                 stdout=log,
@@ -269,15 +319,20 @@ class SglangServer:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            # A process in the middle of a call of the GPU's driver ends when that returns.
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
 
     def _log_tail(self) -> str:
         """Quote the end of the log, for the person who reads the error."""
+        lines = self._printed()[-LOG_BYTES:].strip().splitlines()[-LOG_LINES:]
+        return f"; {self._log} ends with: {' | '.join(lines)}"
+
+    def _printed(self) -> str:
+        """Return what the last process printed."""
         try:
             with self._log.open("rb") as log:
-                log.seek(max(0, self._log.stat().st_size - LOG_BYTES))
-                text = log.read().decode(errors="replace")
+                log.seek(self._log_start)
+                return log.read().decode(errors="replace")
         except OSError:
             return ""
-        lines = text.strip().splitlines()[-LOG_LINES:]
-        return f"; {self._log} ends with: {' | '.join(lines)}"

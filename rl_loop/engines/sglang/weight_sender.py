@@ -11,6 +11,7 @@ whoever asked for the sync must not let them serve.
 import asyncio
 import base64
 import io
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,10 +27,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions, set_sharing_strategy
 
+from converters.errors import GatheringBroken
 from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
 from rl_loop.cluster.placement import free_address
+from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.weight_checksums import WeightSample
 
@@ -37,10 +40,6 @@ TransportName = Literal["nccl", "gloo", "cuda_ipc", "shared_memory", "disk", "no
 """How weights travel; none: nothing is sent, and all that was sent before is compared."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Bucket = list[tuple[str, torch.Tensor]]
-
-
-class SyncFailed(RuntimeError):
-    """The servers may hold a mixture of old and new weights."""
 
 
 class WeightMismatch(ValueError):
@@ -79,6 +78,7 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
     Raises:
         SyncFailed: naming the server; ``named`` is not read further then.
         WeightMismatch: naming the tensor; ``named`` is not read further then.
+        GatheringBroken: as ``named`` does.
     """
     servers = Servers(plan)
     try:
@@ -88,11 +88,24 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
         cause: BaseException = error
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
-        if isinstance(cause, WeightMismatch):
+        _forget_locals(error)
+        if isinstance(cause, WeightMismatch | GatheringBroken):
             raise cause from None
         raise SyncFailed(f"weights {plan.version} did not reach all servers: {cause}") from cause
     finally:
         await servers.close()
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Clear the variables of the calls that failed: the last bucket would live as long as the
+    exception does."""
+    traceback.clear_frames(error.__traceback__)
+    for earlier in (error.__cause__, error.__context__):
+        if earlier is not None:
+            _forget_locals(earlier)
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            _forget_locals(part)
 
 
 async def _sync(named: NamedTensors, config: ModelConfig, servers: "Servers") -> None:
@@ -406,18 +419,24 @@ async def _share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
         if plan.transport != "cuda_ipc":
             shared = [(name, tensor.cpu()) for name, tensor in bucket]
 
+        handles = [(name, _SharedTensor(tensor)) for name, tensor in shared]
         buffer = io.BytesIO()
-        ForkingPickler(buffer).dump([(name, _SharedTensor(tensor)) for name, tensor in shared])
+        ForkingPickler(buffer).dump(handles)
         payload = base64.b64encode(buffer.getvalue()).decode()
         body = {
             "serialized_named_tensors": [payload] * plan.tensor_parallel,
             "flush_cache": False,
         }
-        bucket = await servers.call_while(
-            "/update_weights_from_tensor",
-            [body] * len(plan.urls),
-            partial(next, parts, None),
-        )
+        try:
+            bucket = await servers.call_while(
+                "/update_weights_from_tensor",
+                [body] * len(plan.urls),
+                partial(next, parts, None),
+            )
+        except BaseException:
+            for _, handle in handles:
+                handle.disown()
+            raise
 
 
 @dataclass
@@ -428,6 +447,9 @@ class _SharedTensor:
     """
 
     tensor: torch.Tensor
+    use_count: tuple[bytes, int] | None = None
+    """Where torch counts the processes that use the memory: a file of shared memory, and the index
+    of the count, which is an int64."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = reductions.reduce_tensor(self.tensor)
@@ -436,4 +458,19 @@ class _SharedTensor:
             # too (srt/utils/patch_torch.py).
             device = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
             arguments = (*arguments[:6], device, *arguments[7:])
+            self.use_count = (arguments[11], arguments[12])
         return rebuild, arguments
+
+    def disown(self) -> None:
+        """Let the memory be freed although a server that ended counts as a user of it.
+
+        torch frees what it shared when the other process has said that it is done, which one that
+        was killed never does.
+        """
+        if self.use_count is None:
+            return
+        file_name, index = self.use_count
+        path = Path("/dev/shm") / file_name.decode().lstrip("/")
+        with suppress(OSError), path.open("r+b") as counts:
+            counts.seek(8 * index)
+            counts.write(bytes(8))

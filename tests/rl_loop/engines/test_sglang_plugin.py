@@ -12,6 +12,19 @@ import pytest
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from tests.waiting import PATIENCE_SECONDS
 
+POOL = """
+class SWAKVPool:
+    def __init__(self, size, token_to_kv_pool_class, **options):
+        options["enable_memory_saver"] = False
+        self.pools = [token_to_kv_pool_class(size=n, **options) for n in (size, size // 2)]
+"""
+CREATE_POOL = """
+from importlib.metadata import entry_points
+(plugin,) = entry_points(group="sglang.srt.plugins")
+plugin.load()()
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+print(SWAKVPool(8, token_to_kv_pool_class=dict, dtype=2).pools)
+"""
 BACKEND = """
 class TritonAttnBackend:
     def __init__(self, window, *, decoding=True):
@@ -26,17 +39,22 @@ backends = [TritonAttnBackend(127, decoding=False), TritonAttnBackend(None)]
 print([(b.sliding_window_size, b.decoding) for b in backends])
 """
 
+TRITON: dict[str, object] = {"attention_backend": "triton"}
+COLOCATED: dict[str, object] = {"colocated": True, "weight_sync": "cuda_ipc"}
 
-def run(tmp_path: Path, version: str) -> subprocess.CompletedProcess[str]:
-    package = tmp_path / "sglang/srt/layers/attention"
-    package.mkdir(parents=True)
+
+def run(
+    tmp_path: Path, version: str, settings: dict[str, object], code: str
+) -> subprocess.CompletedProcess[str]:
+    modules = {"layers/attention/triton_backend.py": BACKEND, "mem_cache/swa_memory_pool.py": POOL}
+    for name, source in modules.items():
+        path = tmp_path / "sglang/srt" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(source)
     (tmp_path / "sglang/version.py").write_text(f'__version__ = "{version}"\n')
-    (package / "triton_backend.py").write_text(BACKEND)
-    environment = SglangConfig(
-        attention_backend="triton", env={"PYTHONPATH": str(tmp_path)}
-    ).environment
+    environment = SglangConfig(**settings, env={"PYTHONPATH": str(tmp_path)}).environment
     return subprocess.run(
-        [sys.executable, "-S", "-c", RUN],
+        [sys.executable, "-S", "-c", code],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -45,14 +63,26 @@ def run(tmp_path: Path, version: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_triton_decodes_with_the_query_and_the_keys_of_its_window(tmp_path: Path) -> None:
-    done = run(tmp_path, "0.5.17")
+    done = run(tmp_path, "0.5.17", TRITON, RUN)
     assert done.stdout == "[(128, False), (None, True)]\n", done.stderr
 
 
 def test_another_sglang_is_refused_before_it_serves(tmp_path: Path) -> None:
-    done = run(tmp_path, "0.5.18")
+    done = run(tmp_path, "0.5.18", TRITON, RUN)
     assert done.returncode == 1
-    assert "mended for SGLang 0.5.17 and this is 0.5.18: use fa3" in done.stderr
+    assert "mended for SGLang 0.5.17 and this is 0.5.18: use attention_backend fa3" in done.stderr
+
+
+def test_a_sleeping_server_gives_both_pools_of_its_cache_back(tmp_path: Path) -> None:
+    done = run(tmp_path, "0.5.17", COLOCATED, CREATE_POOL)
+    pools = [{"size": n, "dtype": 2, "enable_memory_saver": True} for n in (8, 4)]
+    assert done.stdout == f"{pools}\n", done.stderr
+
+
+def test_a_server_of_its_own_gpus_keeps_its_cache_as_sglang_makes_it(tmp_path: Path) -> None:
+    done = run(tmp_path, "0.5.17", TRITON, CREATE_POOL)
+    assert "True" not in done.stdout
+    assert "False" in done.stdout, done.stderr
 
 
 def test_other_backends_are_left_alone() -> None:

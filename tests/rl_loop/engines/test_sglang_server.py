@@ -4,10 +4,14 @@ import asyncio
 import os
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from rl_loop.engines.sglang.server import SglangServer
+from rl_loop.engines.sglang.gpu_memory import NotEnoughGpuMemory, memory_fault
+from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
+from tests.waiting import PATIENCE_SECONDS
 
 
 def test_a_fault_in_the_supervisor_reaches_who_asks_for_the_status(tmp_path):
@@ -37,3 +41,149 @@ def test_a_server_outside_a_job_gets_an_address_without_ray():
     )
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.startswith("127.0.0.1 ")
+
+
+PROGRAM = """
+import http.server, pathlib, sys
+starts = pathlib.Path(sys.argv[2])
+number = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (number + 1))
+say = sys.argv[3:]
+if say[min(number, len(say) - 1)] != "serve":
+    sys.exit(say[min(number, len(say) - 1)])
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+"""A server that counts its starts and ends with a message, or serves."""
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def make_server(tmp_path: Path, *starts: str) -> SglangServer:
+    """``starts``: what each start ends with; "serve" for one that is healthy. The last counts for all later ones."""
+
+    def command(host: str, port: int) -> list[str]:
+        return [sys.executable, "-c", PROGRAM, str(port), str(tmp_path / "starts"), *starts]
+
+    return SglangServer(
+        command,
+        {},
+        tmp_path / "log",
+        health_seconds=60,
+        memory_fault=partial(memory_fault, fraction=0.4),
+    )
+
+
+def count_starts(tmp_path: Path) -> int:
+    path = tmp_path / "starts"
+    return len(path.read_text()) if path.exists() else 0
+
+
+async def reach(server: SglangServer, *states: ServerState, given_up: bool = False) -> ServerStatus:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while (status := await server.status()).state not in states or status.given_up != given_up:
+            await asyncio.sleep(0.01)
+    return status
+
+
+def test_a_server_without_memory_is_started_once_and_says_what_to_change(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = make_server(tmp_path, f"many\nlines\n{OUT_OF_MEMORY}\nand more")
+        status = await reach(server, ServerState.DEAD, given_up=True)
+        assert status.fault == (
+            f"{OUT_OF_MEMORY}; set rollout.engine.memory_fraction=0.35 or lower, or end what else uses the GPU "
+            f"(its log: {tmp_path / 'log'})"
+        )
+        await server.stop()
+
+    asyncio.run(main())
+    assert count_starts(tmp_path) == 1
+
+
+def test_a_share_that_does_not_suit_the_gpu_is_said_without_a_start(tmp_path: Path) -> None:
+    def command(host: str, port: int) -> list[str]:
+        raise NotEnoughGpuMemory("rollout.engine.memory_fraction: set 0.36 to 0.40")
+
+    async def main() -> None:
+        server = SglangServer(command, {}, tmp_path / "log")
+        status = await reach(server, ServerState.DEAD, given_up=True)
+        assert status.fault == "rollout.engine.memory_fraction: set 0.36 to 0.40"
+        await server.stop()
+
+    asyncio.run(main())
+    assert not (tmp_path / "log").exists()
+
+
+def test_another_fault_is_tried_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = make_server(tmp_path, "no such port", "serve")
+        await reach(server, ServerState.STALE)
+        await server.stop()
+
+    asyncio.run(main())
+    assert count_starts(tmp_path) == 2
+
+
+def test_a_server_that_once_served_is_started_again_when_memory_is_short_for_a_moment(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        server = make_server(tmp_path, "serve", OUT_OF_MEMORY, "serve")
+        status = await reach(server, ServerState.STALE)
+        server._kill()
+        await reach(server, ServerState.DEAD)
+        again = await reach(server, ServerState.STALE)
+        assert again.incarnation != status.incarnation
+        await server.stop()
+
+    asyncio.run(main())
+    assert count_starts(tmp_path) == 3
+
+
+def test_no_process_is_started_while_the_trainer_has_the_gpu(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = make_server(tmp_path, "serve")
+        await reach(server, ServerState.STALE)
+        await server.hold_starts()
+        server._kill()
+        await reach(server, ServerState.DEAD)
+        await asyncio.sleep(2)  # longer than the pause after a first failure
+        assert (await server.status()).state is ServerState.DEAD
+        assert count_starts(tmp_path) == 1
+        await server.allow_starts()
+        await reach(server, ServerState.STALE)
+        assert count_starts(tmp_path) == 2
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_a_start_under_way_is_ended_when_the_trainer_takes_the_gpu_and_counts_as_no_failure(
+    tmp_path: Path,
+) -> None:
+    hangs = "import time; time.sleep(600)"
+    starts = []
+
+    def command(host: str, port: int) -> list[str]:
+        starts.append(port)
+        return [sys.executable, "-c", hangs]
+
+    async def main() -> None:
+        server = SglangServer(command, {}, tmp_path / "log", health_seconds=1)
+        for _ in range(7):  # more than the failures after which a server is given up
+            await server.allow_starts()
+            await reach(server, ServerState.STARTING)
+            while server._process is None:
+                await asyncio.sleep(0.01)
+            process = server._process
+            await server.hold_starts()
+            assert process.poll() is not None
+            assert not (await reach(server, ServerState.DEAD)).given_up
+        await server.stop()
+
+    asyncio.run(main())
+    assert len(starts) == 7

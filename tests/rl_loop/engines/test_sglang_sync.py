@@ -293,10 +293,12 @@ class Trainer:
                 raise RuntimeError("the trainer died")
             yield item
 
+    def release_memory(self) -> None: ...
+
     def send_weights(self, sender: SglangSender) -> None:
         self.sends += 1
-        self.compared.append(sender.plan.compare)
-        sender.send(self._stream())
+        self.compared.append(sender.plans[0].compare)
+        sender.send(self._stream(), 0)
 
 
 @pytest.fixture
@@ -316,7 +318,11 @@ def config(tmp_path: Path, one_ray: None) -> RlConfig:
     settings = config.rollout.engine.model_copy(
         update={
             "python": sys.executable,
-            "env": {"PYTHONPATH": stub, "DIE_AT": str(tmp_path / "die_at"), "OMP_NUM_THREADS": "1"},
+            "env": {
+                "PYTHONPATH": stub,
+                "FAULT_FILE": str(tmp_path / "fault"),
+                "OMP_NUM_THREADS": "1",
+            },
             # a process that dies is noticed at once; one that is slow on a busy machine is not to be killed for it
             "health_seconds": 60.0,
             "sync_seconds": 120.0,
@@ -414,8 +420,8 @@ def test_a_server_that_restarts_while_the_trainer_learns_waits_for_what_it_has_l
 def test_a_server_or_trainer_that_dies_in_mid_sync_leaves_nothing_half_loaded_to_serve(
     fleet: SglangFleet, tmp_path: Path
 ) -> None:
-    (tmp_path / "die_at").write_text("/update_weights_from_distributed:2")
-    fleet.ready()  # one of the two has taken the file
+    (tmp_path / "fault").write_text("die /update_weights_from_distributed:2")
+    fleet.ready()
     trainer = Trainer(1)
     fleet.sync(trainer, 1)
     assert trainer.sends == 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_gptoss.samples import Sample, TrainingSamples
-from rl_loop.engines.sglang.config import MOE_CONFIGS, SglangConfig
+from rl_loop.engines.sglang.config import MOE_CONFIGS, PLUGIN, SglangConfig
 from rl_loop.evaluation.engine_comparison import gap_table
 from rl_loop.harmony.codec import Harmony
 
@@ -55,9 +55,15 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
         "--incremental-streaming-output",
         "--enable-return-routed-experts",
         "--enable-memory-saver",
+        "--disable-prefill-cuda-graph",
     } <= set(words)
     assert "--enable-deterministic-inference" not in words
-    assert settings.environment == MOE
+    assert pairs["--cuda-graph-max-bs-decode"] == pairs["--max-running-requests"] == "256"
+    assert settings.environment == MOE | {
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+        "GPTOSS_SGLANG_MENDS": "sleeping_cache",
+        "PYTHONPATH": str(PLUGIN),
+    }
     assert SglangConfig(weight_sync="nccl").environment == MOE | {"NCCL_CUMEM_ENABLE": "1"}, (
         "as the trainer's NCCL has it"
     )

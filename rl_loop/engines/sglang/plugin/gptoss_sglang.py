@@ -1,11 +1,18 @@
-"""A plugin for SGLang 0.5.17: ``triton`` attention decodes with all 128 keys of a window.
+"""A plugin for SGLang 0.5.17 that mends what servers of GPT-OSS need mended.
 
-SGLang gives backends the window without the query, 127. Prefill, and other backends, add the
-query; the buffer of keys from which ``triton`` decodes counts the query among the 127 (sglang
-pull request 32087). That buffer is all that reads the backend's ``sliding_window_size``; prefill
-masks by the layers' own.
+``GPTOSS_SGLANG_MENDS`` names what, with commas in between:
+
+* ``triton_window``: ``triton`` attention decodes with all 128 keys of a window. SGLang gives
+  backends the window without the query, 127. Prefill, and other backends, add the query; the
+  buffer of keys from which ``triton`` decodes counts the query among the 127 (sglang pull request
+  32087). That buffer is all that reads the backend's ``sliding_window_size``; prefill masks by the
+  layers' own.
+* ``sleeping_cache``: a server that sleeps gives its key/value cache back. ``SWAKVPool``, the cache
+  of models with windowed layers, switches the memory saver off for both of its pools, so that
+  ``/release_memory_occupation`` answers "success" and frees none of it.
 """
 
+import os
 from functools import wraps
 from typing import Any
 
@@ -13,17 +20,22 @@ VERSION = "0.5.17"
 
 
 def register() -> None:
-    """Patch the backend. SGLang calls this in every process of a server."""
+    """Apply what GPTOSS_SGLANG_MENDS names. SGLang calls this in every process of a server."""
     from sglang.version import __version__
 
-    # SystemExit, because SGLang only logs an Exception of a plugin and would serve unpatched.
-    if __version__ != VERSION:
-        raise SystemExit(
-            f"attention_backend triton is mended for SGLang {VERSION} and this is {__version__}: "
-            "use fa3, or see whether it still decodes with one key too few, and if not, set "
-            "SGLANG_PLUGINS=none"
-        )
+    for name in os.environ["GPTOSS_SGLANG_MENDS"].split(","):
+        mend, advice = MENDS[name]
+        # SystemExit, because SGLang only logs an Exception of a plugin and would serve unpatched.
+        if __version__ != VERSION:
+            raise SystemExit(
+                f"{name} is mended for SGLang {VERSION} and this is {__version__}: {advice}, or "
+                "see whether it still needs mending, and if not, set SGLANG_PLUGINS=none"
+            )
+        mend()
 
+
+def decode_with_whole_window() -> None:
+    """Make the window of keys from which ``triton`` decodes one key longer."""
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
     original_init = TritonAttnBackend.__init__
@@ -35,3 +47,27 @@ def register() -> None:
             self.sliding_window_size += 1
 
     TritonAttnBackend.__init__ = with_the_query
+
+
+def free_cache_while_sleeping() -> None:
+    """Let the memory saver have both pools of a cache with windowed layers."""
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    original_init = SWAKVPool.__init__
+
+    @wraps(original_init)
+    def with_memory_saver(
+        self: Any, *arguments: Any, token_to_kv_pool_class: Any, **options: Any
+    ) -> None:
+        def create_pool(**pool_options: Any) -> Any:
+            return token_to_kv_pool_class(**(pool_options | {"enable_memory_saver": True}))
+
+        original_init(self, *arguments, token_to_kv_pool_class=create_pool, **options)
+
+    SWAKVPool.__init__ = with_memory_saver
+
+
+MENDS = {
+    "triton_window": (decode_with_whole_window, "use attention_backend fa3"),
+    "sleeping_cache": (free_cache_while_sleeping, "give servers GPUs of their own"),
+}

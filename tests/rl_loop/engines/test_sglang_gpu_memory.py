@@ -1,0 +1,177 @@
+"""A share of the whole GPU becomes SGLang's fraction of what is free, or an error that says which value would do."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from converters.names import hf_shapes
+from megatron_gptoss.config import ModelConfig
+from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.gpu_memory import (
+    CONTEXT_BYTES,
+    USEFUL_CACHE_TOKENS,
+    WORKING_BYTES,
+    GpuMemory,
+    NotEnoughGpuMemory,
+    ServerNeeds,
+    memory_fault,
+    static_fraction,
+    visible_gpus,
+)
+
+MODEL_20B = ModelConfig(num_layers=24, num_experts=32)
+TOTAL = 150_000_000_000
+TWENTY_B = ServerNeeds.of(MODEL_20B, "bfloat16", 1)
+
+
+def gpu(free_share: float, name: str = "GPU 0") -> GpuMemory:
+    return GpuMemory(name, TOTAL, int(free_share * TOTAL))
+
+
+def test_needs_are_those_of_the_tensors_and_of_every_layer_s_keys_and_values() -> None:
+    sizes = {
+        name: shape[0] * (shape[1] if len(shape) > 1 else 1) * (shape[2] if len(shape) > 2 else 1)
+        for name, shape in hf_shapes(MODEL_20B).items()
+    }
+    assert TWENTY_B.weights == 2 * sum(sizes.values())
+    full_layers = 12 + 0.8 * 12
+    assert TWENTY_B.cache == pytest.approx(65_536 * full_layers * 2 * 8 * 64 * 2, abs=1)
+    assert USEFUL_CACHE_TOKENS == 65_536
+
+    halves = ServerNeeds.of(MODEL_20B, "bfloat16", 2)
+    assert halves.weights == TWENTY_B.weights // 2
+    assert halves.cache == pytest.approx(TWENTY_B.cache / 2, abs=1)
+    sixteenths = ServerNeeds.of(MODEL_20B, "bfloat16", 16)
+    assert sixteenths.cache == pytest.approx(TWENTY_B.cache / 8, abs=1), "8 heads on 16 GPUs"
+
+
+@pytest.mark.parametrize("free_share", [1.0, 0.8, 0.52])
+def test_what_a_server_holds_is_its_share_whatever_else_is_on_the_gpu(free_share: float) -> None:
+    """As SGLang counts: weights and cache get its fraction of what is free once it has a context."""
+    fraction = static_fraction(0.5, [gpu(free_share)], TWENTY_B)
+    weights_and_cache = fraction * (free_share * TOTAL - CONTEXT_BYTES)
+    assert weights_and_cache + CONTEXT_BYTES + WORKING_BYTES == pytest.approx(0.5 * TOTAL)
+
+
+def test_the_fullest_gpu_of_a_server_counts() -> None:
+    needs = ServerNeeds.of(MODEL_20B, "bfloat16", 2)
+    both = static_fraction(0.5, [gpu(0.9), gpu(0.6)], needs)
+    assert both == static_fraction(0.5, [gpu(0.6)], needs)
+
+
+def test_a_share_that_does_not_do_is_answered_with_those_that_do() -> None:
+    with pytest.raises(NotEnoughGpuMemory) as too_small:
+        static_fraction(0.3, [gpu(0.9)], TWENTY_B)
+    message = str(too_small.value)
+    assert message.startswith(
+        "rollout.engine.memory_fraction: 0.3 of GPU 0 is 45.0 GB, and a server needs "
+    )
+    assert "\n" not in message
+    least, most = message.rpartition("set ")[2].split(" to ")
+    assert most == "0.90"
+    static_fraction(float(least), [gpu(0.9)], TWENTY_B)
+    with pytest.raises(NotEnoughGpuMemory):
+        static_fraction(float(least) - 0.02, [gpu(0.9)], TWENTY_B)
+
+    with pytest.raises(
+        NotEnoughGpuMemory, match=r"only 60\.0 GB of 150\.0 GB are free: set .* to 0\.40$"
+    ):
+        static_fraction(0.5, [gpu(0.4)], TWENTY_B)
+    static_fraction(0.4, [gpu(0.4)], TWENTY_B)
+
+
+def test_a_gpu_that_is_too_full_for_any_share_says_so() -> None:
+    with pytest.raises(
+        NotEnoughGpuMemory, match=r"only 30\.0 GB of 150\.0 GB are free: let the trainer keep less"
+    ):
+        static_fraction(0.5, [gpu(0.2)], TWENTY_B)
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        (
+            "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.42.",
+            "set rollout.engine.memory_fraction=0.45 or higher",
+        ),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.06 GiB.",
+            "set rollout.engine.memory_fraction=0.35 or lower, or end what else uses the GPU",
+        ),
+    ],
+)
+def test_a_log_that_ends_for_want_of_memory_names_the_key_and_a_value(
+    line: str, value: str
+) -> None:
+    log = (
+        f"[2026-11-23 16:00:00] Scheduler hit an exception: Traceback\n  File x\n{line}\n\nkilled\n"
+    )
+    assert memory_fault(log, 0.4) == f"{line}; {value}"
+    assert memory_fault("RuntimeError: no such kernel", 0.4) is None
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose nvidia-smi speaks of two GPUs; the second has less free."""
+    program = tmp_path / "bin/nvidia-smi"
+    program.parent.mkdir()
+    lines = ["0, GPU-aa, 43000, 100000", "1, GPU-bb, 63000, 80000"]
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["GPU 0", "GPU 1"]),
+        ("1,0", ["GPU 1", "GPU 0"]),
+        ("GPU-bb", ["GPU 1"]),
+        ("", []),
+    ],
+)
+def test_gpus_are_those_that_a_process_sees_in_its_order(
+    visible: str | None, names: list[str], two_gpus: None
+) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    gpus = visible_gpus(environment)
+    assert [gpu.name for gpu in gpus] == names
+    assert all(gpu.total == 143_000 << 20 for gpu in gpus)
+    assert all(gpu.free == (100_000 if gpu.name == "GPU 0" else 80_000) << 20 for gpu in gpus)
+
+
+def test_a_machine_without_gpus_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus({}) == []
+
+
+def test_a_server_is_told_of_its_own_gpu_when_it_starts(tmp_path: Path, two_gpus: None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL_20B.to_hf_config(dtype="bfloat16")))
+
+    def options(index: int, **settings: object) -> dict[str, str]:
+        config = SglangConfig(memory_fraction=0.5, **settings)
+        build = config.command(index, tmp_path, "bfloat16", routed_experts=False, seed=0)
+        return dict(pairwise(build("127.0.0.1", 1)))
+
+    def expected(free: int) -> float:
+        share = 0.5 * (143_000 << 20) - CONTEXT_BYTES - WORKING_BYTES
+        return share / ((free << 20) - CONTEXT_BYTES)
+
+    colocated = {"colocated": True, "weight_sync": "cuda_ipc"}
+    for index, gpu_number, free in ((0, "0", 100_000), (1, "1", 80_000), (2, "0", 100_000)):
+        words = options(index, **colocated)
+        assert words["--base-gpu-id"] == gpu_number, "server 2 is the first of another node"
+        assert float(words["--mem-fraction-static"]) == pytest.approx(expected(free), abs=1e-4)
+    own = options(1, env={"CUDA_VISIBLE_DEVICES": "1"})
+    assert own["--base-gpu-id"] == "0"
+    assert float(own["--mem-fraction-static"]) == pytest.approx(expected(80_000), abs=1e-4)
+    on_a_cpu = options(0, arguments=["--device", "cpu"])
+    assert float(on_a_cpu["--mem-fraction-static"]) == 0.5
+    with pytest.raises(NotEnoughGpuMemory, match=r"rollout\.engine\.memory_fraction"):
+        config = SglangConfig(memory_fraction=0.2)
+        config.command(0, tmp_path, "bfloat16", routed_experts=False, seed=0)("127.0.0.1", 1)
