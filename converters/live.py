@@ -23,6 +23,7 @@ from converters.names import (
 )
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.model import chunks_of
+from megatron_gptoss.weights import Weight, named_weights
 
 GetTensor = Callable[[str], torch.Tensor] | Callable[[str], torch.Tensor | ExpertStack]
 
@@ -32,7 +33,9 @@ GetTensor = Callable[[str], torch.Tensor] | Callable[[str], torch.Tensor | Exper
 
 @torch.no_grad()
 def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: GetTensor) -> None:
-    """Fill every parameter of this rank's ``model`` in place. Not collective.
+    """Fill every weight of this rank's ``model`` in place. Not collective.
+
+    Adapters stay as they are: what is loaded is their base.
 
     Args:
         model: of any parallel layout; other dtypes are converted to the parameter's.
@@ -42,26 +45,30 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
 
     Raises:
         ConversionError: (a ValueError) naming the tensor when it is missing or has another shape,
-            or when the model has a parameter that the name table does not know.
+            or when the model has a parameter that the name table does not know, or one that holds
+            MXFP4 values only and would change.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     tensors: dict[str, torch.Tensor | ExpertStack] = {}
 
     # In the table, experts that share a tensor follow one another: one read serves all.
-    for mapping, parameter in _local_parameters(model, config):
+    for mapping, weight in _local_weights(model, config):
         if any(name not in tensors for name in mapping.hf_names):
             tensors = _get_tensors(mapping, get_tensor)
         parts = _parts(mapping, tensors, config.num_experts)
 
         # The full parameter exists for a moment: only experts are large, and they are not split.
         local = mapping.shard(mapping.to_megatron(*parts), group.rank(), group.size())
-        if local.shape != parameter.shape:
+        if local.shape != weight.shape:
             raise ConversionError(
-                f"parameter {mapping.name} has shape {list(parameter.shape)} on this rank, but its "
+                f"parameter {mapping.name} has shape {list(weight.shape)} on this rank, but its "
                 f"share of {', '.join(mapping.hf_names)} has {list(local.shape)}: model and "
                 "configuration differ"
             )
-        parameter.copy_(local)
+        try:
+            weight.load(local)
+        except ValueError as error:
+            raise ConversionError(f"parameter {mapping.name}: {error}") from None
 
 
 def _get_tensors(
@@ -95,9 +102,9 @@ def _parts(
     return parts
 
 
-def _local_parameters(
+def _local_weights(
     model: torch.nn.Module, config: ModelConfig
-) -> list[tuple[ParameterMapping, torch.nn.Parameter]]:
+) -> list[tuple[ParameterMapping, Weight]]:
     """Return what this rank holds, in the order of the name table."""
     table = parameter_mappings(config)
     experts = config.num_experts // parallel_state.get_expert_model_parallel_world_size()
@@ -106,7 +113,7 @@ def _local_parameters(
     local = {}
     for chunk in chunks_of(model):
         first_layer = chunk.decoder.layers[0].layer_number - 1  # Megatron counts from 1
-        for name, parameter in chunk.named_parameters():
+        for name, weight in named_weights(chunk):
             full_name = global_name(name, first_layer, first_expert)
             if full_name not in table:
                 raise ConversionError(
@@ -114,7 +121,7 @@ def _local_parameters(
                     f"Hugging Face's GPT-OSS of {config.num_layers} layers and "
                     f"{config.num_experts} experts"
                 )
-            local[full_name] = parameter
+            local[full_name] = weight
     return [(mapping, local[name]) for name, mapping in table.items() if name in local]
 
 
@@ -126,6 +133,8 @@ def export_hf_weights(
     model: torch.nn.Module, config: ModelConfig, transposed: bool = False
 ) -> Iterator[NamedTensor]:
     """Yield all Hugging Face tensors of the model, on global rank 0, in the order of ``hf_shapes``.
+
+    Weights with adapters are merged, one after the other.
 
     Collective: every rank must run the iterator to its end; on other ranks than 0 it yields
     nothing. Each byte is sent once, from the lowest rank that holds it to rank 0. Rank 0 holds one
@@ -140,10 +149,7 @@ def export_hf_weights(
         transposed: see ``names.hf_tensors``.
     """
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    local = {
-        mapping.name: (mapping, parameter.detach())
-        for mapping, parameter in _local_parameters(model, config)
-    }
+    local = {mapping.name: (mapping, weight) for mapping, weight in _local_weights(model, config)}
     ranks = _gather_contents(local)
     device = next(model.parameters()).device
 
@@ -151,8 +157,8 @@ def export_hf_weights(
         received = []
         for holder, dtype in _shard_holders(mapping, ranks, tp_size):
             if holder == 0:
-                _, parameter = local[mapping.name]
-                received.append(parameter)
+                _, weight = local[mapping.name]
+                received.append(weight.read())
                 continue
             buffer = torch.empty(mapping.local_shape(tp_size), dtype=dtype, device=device)
             dist.recv(buffer, src=holder)
@@ -164,10 +170,10 @@ def export_hf_weights(
         return
 
     # Sends follow the order in which rank 0 receives, or both would wait for ever.
-    for mapping, parameter in local.values():
+    for mapping, weight in local.values():
         holders = [holder for holder, _ in _shard_holders(mapping, ranks, tp_size)]
         if dist.get_rank() in holders:
-            dist.send(parameter.contiguous(), dst=0)
+            dist.send(weight.read().contiguous(), dst=0)
 
 
 @dataclass(frozen=True)
@@ -180,12 +186,12 @@ class _RankContents:
 
 
 def _gather_contents(
-    local: dict[str, tuple[ParameterMapping, torch.Tensor]],
+    local: dict[str, tuple[ParameterMapping, Weight]],
 ) -> list[_RankContents]:
     """Return what every rank holds, by global rank. Collective."""
     # dtypes differ within a model: the router's bias stays fp32.
     contents = _RankContents(
-        dtypes={name: parameter.dtype for name, (_, parameter) in local.items()},
+        dtypes={name: weight.dtype for name, (_, weight) in local.items()},
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
     )
     everyone = [contents] * dist.get_world_size()
