@@ -25,6 +25,7 @@ from converters.names import (
 )
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.model import chunks_of
+from megatron_gptoss.weights import Weight, named_weights
 
 GetTensor = Callable[[str], torch.Tensor] | Callable[[str], torch.Tensor | ExpertStack]
 
@@ -34,7 +35,9 @@ GetTensor = Callable[[str], torch.Tensor] | Callable[[str], torch.Tensor | Exper
 
 @torch.no_grad()
 def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: GetTensor) -> None:
-    """Fill every parameter of this rank's ``model`` in place. Not collective.
+    """Fill every weight of this rank's ``model`` in place. Not collective.
+
+    Adapters stay as they are: what is loaded is their base.
 
     Args:
         model: of any parallel layout; other dtypes are converted to the parameter's.
@@ -44,26 +47,30 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
 
     Raises:
         ConversionError: (a ValueError) naming the tensor when it is missing or has another shape,
-            or when the model has a parameter that the name table does not know.
+            or when the model has a parameter that the name table does not know, or one that holds
+            MXFP4 values only and would change.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     tensors: dict[str, torch.Tensor | ExpertStack] = {}
 
     # In the table, experts that share a tensor follow one another: one read serves all.
-    for mapping, parameter in _local_parameters(model, config):
+    for mapping, weight in _local_weights(model, config):
         if any(name not in tensors for name in mapping.hf_names):
             tensors = _get_tensors(mapping, get_tensor)
         parts = _parts(mapping, tensors, config.num_experts)
 
         # The full parameter exists for a moment: only experts are large, and they are not split.
         local = mapping.shard(mapping.to_megatron(*parts), group.rank(), group.size())
-        if local.shape != parameter.shape:
+        if local.shape != weight.shape:
             raise ConversionError(
-                f"parameter {mapping.name} has shape {list(parameter.shape)} on this rank, but its "
+                f"parameter {mapping.name} has shape {list(weight.shape)} on this rank, but its "
                 f"share of {', '.join(mapping.hf_names)} has {list(local.shape)}: model and "
                 "configuration differ"
             )
-        parameter.copy_(local)
+        try:
+            weight.load(local)
+        except ValueError as error:
+            raise ConversionError(f"parameter {mapping.name}: {error}") from None
 
 
 def _get_tensors(
@@ -97,9 +104,9 @@ def _parts(
     return parts
 
 
-def _local_parameters(
+def _local_weights(
     model: torch.nn.Module, config: ModelConfig
-) -> list[tuple[ParameterMapping, torch.nn.Parameter]]:
+) -> list[tuple[ParameterMapping, Weight]]:
     """Return what this rank holds, in the order of the name table."""
     table = parameter_mappings(config)
     experts = config.num_experts // parallel_state.get_expert_model_parallel_world_size()
@@ -108,7 +115,7 @@ def _local_parameters(
     local = {}
     for chunk in chunks_of(model):
         first_layer = chunk.decoder.layers[0].layer_number - 1  # Megatron counts from 1
-        for name, parameter in chunk.named_parameters():
+        for name, weight in named_weights(chunk):
             full_name = global_name(name, first_layer, first_expert)
             if full_name not in table:
                 raise ConversionError(
@@ -116,7 +123,7 @@ def _local_parameters(
                     f"Hugging Face's GPT-OSS of {config.num_layers} layers and "
                     f"{config.num_experts} experts"
                 )
-            local[full_name] = parameter
+            local[full_name] = weight
     return [(mapping, local[name]) for name, mapping in table.items() if name in local]
 
 
@@ -127,6 +134,8 @@ def export_hf_weights(
     model: torch.nn.Module, config: ModelConfig, transposed: bool = False
 ) -> "GatheredWeights":
     """Return all Hugging Face tensors of the model, on global rank 0, in the order of ``hf_shapes``.
+
+    Weights with adapters are merged, one after the other.
 
     Collective: every rank must run the iterator to its end, or call ``finish``; on other ranks
     than 0 it yields nothing.
@@ -166,9 +175,7 @@ class WeightGathering:
         self.config = config
         self.tp_size = parallel_state.get_tensor_model_parallel_world_size()
         self.device = next(model.parameters()).device
-        self._parameters = {
-            mapping.name: parameter for mapping, parameter in _local_parameters(model, config)
-        }
+        self._weights = {mapping.name: weight for mapping, weight in _local_weights(model, config)}
 
         # What ranks agree on goes through host memory: a GPU that is full has no room for it.
         self._agreement: Any = dist.group.WORLD
@@ -203,7 +210,8 @@ class WeightGathering:
 
     def read(self, name: str) -> torch.Tensor:
         """Return this rank's shard of a parameter; it may share the parameter's memory."""
-        return self._parameters[name].detach().contiguous()
+        with torch.no_grad():
+            return self._weights[name].read().contiguous()
 
     # -- which messages there are -----------------------------------------------------------------
 
@@ -262,7 +270,7 @@ class WeightGathering:
         """Return what every rank holds, by global rank. Collective."""
         # dtypes differ within a model: the router's bias stays fp32.
         contents = _RankContents(
-            dtypes={name: parameter.dtype for name, parameter in self._parameters.items()},
+            dtypes={name: weight.dtype for name, weight in self._weights.items()},
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         )
         return self._gather_on_hosts(contents)

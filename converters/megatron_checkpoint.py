@@ -28,7 +28,7 @@ class MegatronCheckpoint:
         """
         self.path = Path(path)
         self._reader = TorchDistReader(self.path, unfinished, from_disk)
-        self.config = _read_model_config(self.path / MODEL_CONFIG_FILE)
+        self.config = read_model_config(self.path / MODEL_CONFIG_FILE)
 
         known = {mapping.checkpoint_key for mapping in parameter_mappings(self.config).values()}
         for key in self._reader.keys() - known:
@@ -69,7 +69,8 @@ class MegatronCheckpoint:
         return hf_tensors(self.config, self.parameter)
 
 
-def _read_model_config(path: Path) -> ModelConfig:
+def read_model_config(path: Path) -> ModelConfig:
+    """Read the ModelConfig that lies beside a checkpoint. Raises ConversionError."""
     try:
         return ModelConfig.model_validate_json(path.read_text())
     except FileNotFoundError:

@@ -400,6 +400,53 @@ def convert_export(
     print(hf_dir)
 
 
+@convert.command("export-adapter")
+def convert_export_adapter(
+    megatron_dir: Annotated[
+        Path,
+        Argument(help="A torch_dist checkpoint of adapters: a step of a run that trains them."),
+    ],
+    peft_dir: Annotated[Path, Argument(help="The PEFT directory to write; must not exist.")],
+    base: Annotated[
+        str | None,
+        Option(help="Hugging Face name or directory of the base, for whoever loads the adapter."),
+    ] = None,
+) -> None:
+    """Adapters of a checkpoint -> PEFT's adapter_config.json and safetensors."""
+    from converters.adapter_checkpoint import export_adapter
+
+    export_adapter(megatron_dir, peft_dir, base)
+    print(peft_dir)
+
+
+@convert.command("merge")
+def convert_merge(
+    hf_dir: Annotated[Path, Argument(help="The base: GPT-OSS as safetensors.")],
+    adapter_dir: Annotated[
+        Path,
+        Argument(help="A torch_dist checkpoint of adapters, or an adapter in PEFT's format."),
+    ],
+    merged_dir: Annotated[Path, Argument(help="The directory to write; must not exist.")],
+    precision: Annotated[
+        Literal["bf16", "fp32"],
+        Option("--format", help="Precision of the training, and of what is written."),
+    ] = "bf16",
+) -> None:
+    """Hugging Face safetensors + adapters -> the merged model, bit for bit what was trained."""
+    from converters.merge_adapter import merge_adapter
+
+    with bytes_bars("merge", "check ") as (progress, checked):
+        merge_adapter(
+            hf_dir,
+            adapter_dir,
+            merged_dir,
+            dtype=precision,
+            progress=progress,
+            check_progress=checked,
+        )
+    print(merged_dir)
+
+
 @convert.command("verify")
 def convert_verify(
     hf_dir: Annotated[Path, Argument(help="The Hugging Face directory.")],

@@ -40,6 +40,10 @@ _HF_OPTIONAL = ("swiglu_limit", "rms_norm_eps", "rope_theta", "max_length", "ini
 """Fields whose defaults hold where config.json says nothing."""
 
 
+AdapterTarget = Literal["q", "k", "v", "o", "experts", "router"]
+"""What of a layer can have adapters."""
+
+
 class ModelConfig(StrictModel):
     """A GPT-OSS architecture. The defaults that the released 20B and 120B share are filled in."""
 
@@ -230,6 +234,62 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+class AdapterConfig(StrictModel):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): every target's weight is W + alpha / rank * B A.
+
+    Only A [rank, in] and B [out, rank] are trained; all else, biases and norms too, is frozen.
+    """
+
+    rank: int = Field(32, gt=0)
+    """Rank of the updates of attention and router."""
+    alpha: float = Field(32.0, gt=0)
+    """An update is scaled by alpha over its rank."""
+    expert_rank: int | None = Field(None, gt=0)
+    """Rank of the update of each expert's matrices; null for rank / experts_per_token, at least 1:
+    as many trained parameters per token as in a dense layer."""
+    targets: tuple[AdapterTarget, ...] = ("q", "k", "v", "o", "experts")
+    """Weights with adapters: the projections of attention, experts (gate, up and down projection
+    of each), router."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.targets:
+            raise ValueError("adapter.targets is empty: nothing would be trained")
+        if len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"adapter.targets names a target twice: {', '.join(self.targets)}")
+        if self.expert_rank is not None and "experts" not in self.targets:
+            raise ValueError(
+                f"adapter.expert_rank ({self.expert_rank}) has no effect: adapter.targets "
+                "does not have experts"
+            )
+        return self
+
+    def rank_of_experts(self, model: ModelConfig) -> int:
+        """Return the rank of the updates of experts."""
+        return self.expert_rank or max(1, self.rank // model.experts_per_token)
+
+    def check_ranks(self, model: ModelConfig) -> None:
+        """Raise ValueError naming the target that is too small for its rank in ``model``."""
+        narrowest_sides = {
+            "q": min(model.query_size, model.hidden_size),
+            "k": min(model.key_size, model.hidden_size),
+            "v": min(model.key_size, model.hidden_size),
+            "o": min(model.query_size, model.hidden_size),
+            "experts": min(model.intermediate_size, model.hidden_size),
+            "router": min(model.num_experts, model.hidden_size),
+        }
+        for target in self.targets:
+            if target == "experts":
+                key, rank = "adapter.expert_rank", self.rank_of_experts(model)
+            else:
+                key, rank = "adapter.rank", self.rank
+            if rank > narrowest_sides[target]:
+                raise ValueError(
+                    f"{key} ({rank}) exceeds the smaller side ({narrowest_sides[target]}) of what "
+                    f"target {target} adapts: use a smaller rank or leave the target out"
+                )
+
+
 class ParallelConfig(StrictModel):
     """How the policy is spread over trainer ranks."""
 
@@ -269,6 +329,10 @@ class ParallelConfig(StrictModel):
     """What sends tokens to their experts and back. deepep
     (https://github.com/deepseek-ai/DeepEP), which you install yourself, permutes and sends in
     one kernel; it needs GPUs and is meant for experts spread over nodes."""
+    base: Literal["bf16", "mxfp4"] = "bf16"
+    """How the experts' weights are held while adapters are trained: in the model's dtype, or packed
+    in MXFP4, a quarter of the memory, to be dequantised for every product. Only frozen weights can
+    be packed."""
     recompute: tuple[Literal["moe_act", "layernorm", "core_attn", "moe"], ...] = ()
     """On GPUs: what the backward pass computes again instead of keeping it. moe_act (the expert
     activation) costs next to nothing and saves a sixth of the activations, layernorm likewise
@@ -303,8 +367,11 @@ class ParallelConfig(StrictModel):
             return last
         return (model.num_layers - last) // (self.pipeline - 1)
 
-    def check_layout(self, model: ModelConfig) -> None:
-        """Raise ValueError naming the key that makes the layout impossible for ``model``."""
+    def check_layout(self, model: ModelConfig, adapter: AdapterConfig | None = None) -> None:
+        """Raise ValueError naming the key that makes the layout impossible for ``model``.
+
+        ``adapter``: what is trained; None for all parameters.
+        """
         self._check_ranks()
         self._check_options(model)
         _check_divides("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads)
@@ -316,6 +383,7 @@ class ParallelConfig(StrictModel):
                 f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline above 1"
             )
         self._check_context_schemes(model)
+        self._check_base(model, adapter)
 
     def _check_ranks(self) -> None:
         """Every dimension must split the ranks evenly."""
@@ -387,6 +455,23 @@ class ParallelConfig(StrictModel):
                 f"({self.context}) to divide num_attention_heads / tensor ({heads}): "
                 f"use context {sizes}, or {alternative}, which takes any"
             )
+
+    def _check_base(self, model: ModelConfig, adapter: AdapterConfig | None) -> None:
+        """MXFP4 holds frozen weights only, in blocks of 32 values."""
+        if self.base == "bf16":
+            return
+        if adapter is None:
+            raise ValueError(
+                f"parallel.base {self.base} needs an adapter: weights in four bits are frozen, and "
+                "without an adapter all weights are trained"
+            )
+        for name in ("hidden_size", "intermediate_size"):
+            size = getattr(model, name)
+            if size % 32:
+                raise ValueError(
+                    f"parallel.base {self.base} needs {name} ({size}) to be a multiple of 32, the "
+                    "values that share a scale"
+                )
 
 
 def _check_divides(key: str, size: int, name: str, count: int) -> None:

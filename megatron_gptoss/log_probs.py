@@ -90,7 +90,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         # one pass, no copy.
         has_buffer = getattr(weight, "main_grad", None) is not None
         in_place = has_buffer and hasattr(weight, "grad_added_to_main_grad")
-        grad_weight = weight.main_grad if in_place else torch.zeros_like(weight, dtype=dtype)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight.main_grad if in_place else torch.zeros_like(weight, dtype=dtype)
 
         for rows in _spans(len(hidden), CHUNK_TOKENS):
             chunk = hidden[rows]
@@ -110,9 +112,12 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                 # The next block must find this memory free.
                 del logits
                 _add_matmul(grad_chunk, grad_logits, weight[columns])
-                _add_matmul(grad_weight[columns], grad_logits.t(), chunk)
+                if grad_weight is not None:
+                    _add_matmul(grad_weight[columns], grad_logits.t(), chunk)
             grad_hidden[rows] = grad_chunk
 
+        if grad_weight is None:
+            return grad_hidden, None, None, None, None
         if in_place:
             # Megatron's hooks only need to see that there is a gradient.
             weight.grad_added_to_main_grad = True

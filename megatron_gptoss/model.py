@@ -8,7 +8,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
+from megatron_gptoss.layers.adapters import freeze_base
 from megatron_gptoss.layers.cpu_block import cpu_block_spec
 from megatron_gptoss.layers.transformer_engine_block import transformer_engine_block_spec
 from megatron_gptoss.transformer_config import GptOssTransformerConfig, build_transformer_config
@@ -24,12 +25,15 @@ def build_model(
     model: ModelConfig,
     parallel: ParallelConfig,
     dtype: torch.dtype = torch.float32,
+    adapter: AdapterConfig | None = None,
     **overrides: Any,
 ) -> torch.nn.Module:
     """Build this rank's share of GPT-OSS with uninitialised weights, on its GPU or else the CPU.
 
     ``distributed.initialize`` must have run. All parameters have ``dtype`` but the routers'
-    biases, which are fp32 at least. ``overrides`` replace fields of the TransformerConfig.
+    biases, which are fp32 at least. With an ``adapter`` everything else is frozen;
+    ``initialize_adapters`` gives adapters their values. ``overrides`` replace fields of the
+    TransformerConfig.
 
     Returns:
         A GPTModel, or with ``parallel.virtual_pipeline`` above 1 a ModuleList of so many: the
@@ -38,15 +42,20 @@ def build_model(
         [1, tokens, vocab_size / tensor].
 
     Raises:
-        ValueError: when the layout is impossible for the model.
+        ValueError: when layout or adapters are impossible for the model, or for this machine.
         MissingPackageError: when Transformer Engine or DeepEP is needed and missing.
     """
-    parallel.check_layout(model)
+    parallel.check_layout(model, adapter)
+    if adapter is not None:
+        adapter.check_ranks(model)
+        _check_machine_has_adapters()
+
     config = build_transformer_config(
         model,
         parallel,
         dtype,
         perform_initialization=False,
+        adapter=adapter,
         **overrides,
     )
     with warnings.catch_warnings():
@@ -54,9 +63,21 @@ def build_model(
         warnings.simplefilter("ignore")
         chunks = [_build_chunk(config, i) for i in range(parallel.virtual_pipeline)]
 
+    if adapter is not None:
+        for chunk in chunks:
+            freeze_base(chunk)
+
     if len(chunks) == 1:
         return chunks[0]
     return torch.nn.ModuleList(chunks)
+
+
+def _check_machine_has_adapters() -> None:
+    if torch.cuda.is_available():
+        raise ValueError(
+            "adapters are built for CPUs so far: Transformer Engine's layers have none. Train all "
+            "parameters, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+        )
 
 
 def _build_chunk(config: GptOssTransformerConfig, index: int) -> GPTModel:

@@ -240,7 +240,7 @@ class PolicyTrainer(Scorer):
             names = [
                 f"{name} (rank {dist.get_rank()}, chunk {i})"
                 for name, parameter in chunk.named_parameters()
-                if not parameter.main_grad.isfinite().all()
+                if parameter.requires_grad and not parameter.main_grad.isfinite().all()
             ]
             local_names.append(names)
 

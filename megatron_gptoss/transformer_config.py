@@ -1,13 +1,13 @@
 """GPT-OSS as a Megatron TransformerConfig: the one builder for the tiny model, 20B and 120B."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
 from megatron_gptoss.user_error import UserError
 
 
@@ -39,6 +39,11 @@ class GptOssTransformerConfig(TransformerConfig):
 
     recompute_layers: int | None = None
     """The first layers of a chunk, which recompute; None: all."""
+
+    adapter: AdapterConfig | None = None
+    """What is trained; None: all parameters."""
+    base: Literal["bf16", "mxfp4"] = "bf16"
+    """How experts' frozen weights are held."""
 
     # Faults on purpose, for ablations.
     router_noise: float = 0.0
@@ -191,6 +196,7 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
         "context_scheme_window": parallel.context_scheme_window,
         "context_bandwidth": parallel.context_bandwidth * 1e9,
         "attention_rate": parallel.attention_tflops * 1e12,
+        "base": parallel.base,
     }
 
 

@@ -16,7 +16,9 @@ from megatron_gptoss.checkpoint.megatron_faults import (
 )
 from megatron_gptoss.checkpoint.state import (
     EXPERTS_APART,
+    check_adapters,
     experts_apart,
+    has_adapters,
     load_model_state,
     model_state,
     trainer_state,
@@ -28,7 +30,8 @@ from megatron_gptoss.trainer import PolicyTrainer
 def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     """Restore model and optimizer in place and return the saved training state. Collective.
 
-    The layout may differ from the one that saved, if both or neither have expert or tensor
+    Of a model with adapters these are restored; its base must be the one that they were trained
+    on. The layout may differ from the one that saved, if both or neither have expert or tensor
     parallelism. The optimizer's settings (learning rate, betas, ...) stay those of ``trainer``.
 
     Raises:
@@ -43,6 +46,8 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
 
 
 def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
+    check_adapters(path, trainer.module)
+
     # Whether there is optimizer state decides what the description of the trainer must ask for.
     common = dist_checkpointing.load_common_state_dict(str(path))
     trainer.updated = "optimizer" in common
@@ -93,6 +98,11 @@ def load_model_weights(path: Path, model: torch.nn.Module) -> None:
         )
     if not (path / "metadata.json").exists():
         raise CheckpointError(f"{path} is not a torch_dist checkpoint: metadata.json is missing")
+    if has_adapters(model):
+        raise CheckpointError(
+            f"{path}: the base of adapters is loaded from a Hugging Face directory so far"
+        )
+    check_adapters(path, model)
 
     try:
         loaded = dist_checkpointing.load({"model": model_state(model)}, str(path))

@@ -1,10 +1,15 @@
 """Which tensors of a trainer a checkpoint holds, as Megatron's sharded state dicts."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
+from megatron_gptoss.checkpoint.base_digest import base_digest
+from megatron_gptoss.checkpoint.directory import ADAPTER_FILE
+from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.megatron_faults import (
     exact_optimizer_state,
     number_fp32_parameters,
@@ -27,18 +32,74 @@ def sharding_metadata() -> dict[str, Any]:
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Describe the weights of every chunk of ``model``, by the chunk's number."""
+    """Describe the weights of every chunk of ``model``, by the chunk's number.
+
+    Of a model with adapters, these alone: the rest never changes.
+    """
     metadata = sharding_metadata()
     state = {}
     for i, chunk in enumerate(chunks_of(model)):
-        state[str(i)] = chunk.sharded_state_dict(metadata=metadata)
+        weights = chunk.sharded_state_dict(metadata=metadata)
+        if has_adapters(model):
+            weights = {name: weight for name, weight in weights.items() if ".adapters." in name}
+        state[str(i)] = weights
     return state
 
 
 def load_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Copy loaded weights, by the chunk's number, into ``model``."""
     for i, chunk in enumerate(chunks_of(model)):
-        chunk.load_state_dict(state[str(i)], strict=True)
+        # The base of adapters is not in the state.
+        chunk.load_state_dict(state[str(i)], strict=not has_adapters(model))
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Return whether adapters are what is trained of ``model``."""
+    return chunks_of(model)[0].config.adapter is not None
+
+
+def describe_adapters(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the content of a checkpoint's ADAPTER_FILE. Collective.
+
+    It says which base the adapters change, and the settings that give them shapes and scale.
+    """
+    settings = chunks_of(model)[0].config.adapter.model_dump(mode="json")
+    return {"base": base_digest(model), "settings": settings}
+
+
+def check_adapters(path: Path, model: torch.nn.Module) -> None:
+    """Check that the checkpoint ``path`` has the adapters that ``model`` has, if any. Collective.
+
+    Raises:
+        CheckpointError: saying what differs; the base is compared, too.
+    """
+    file = path / ADAPTER_FILE
+    saved = json.loads(file.read_text()) if file.exists() else None
+    if not has_adapters(model):
+        if saved is None:
+            return
+        raise CheckpointError(
+            f"checkpoint {path} holds adapters, and all parameters of this model are trained: "
+            "load it with the settings of the adapters"
+        )
+    if saved is None:
+        raise CheckpointError(
+            f"checkpoint {path} holds a whole model, and this one trains adapters: load it as the "
+            "base, with initial_weights"
+        )
+
+    own = describe_adapters(model)
+    for key, value in saved["settings"].items():
+        if own["settings"].get(key) != value:
+            raise CheckpointError(
+                f"checkpoint {path}: adapter.{key} was {value}, and is {own['settings'].get(key)}"
+            )
+    if saved["base"] != own["base"]:
+        raise CheckpointError(
+            f"checkpoint {path} holds adapters of another base: its weights' digest was "
+            f"{saved['base']}, and this model's is {own['base']}; load the weights that the "
+            "adapters were trained on"
+        )
 
 
 def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
@@ -69,5 +130,5 @@ def experts_apart(trainer: PolicyTrainer) -> bool:
     It does so with expert or tensor parallelism, and marks their parameters as not reduced with
     the others.
     """
-    parameters = trainer.module.parameters()
-    return any(not getattr(parameter, "allreduce", True) for parameter in parameters)
+    trained = [parameter for parameter in trainer.module.parameters() if parameter.requires_grad]
+    return any(not getattr(parameter, "allreduce", True) for parameter in trained)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from megatron_gptoss.checkpoint.directory import (
+    ADAPTER_FILE,
     MODEL_CONFIG_FILE,
     PARTIAL_SUFFIX,
     TRAINING_STATE_FILE,
@@ -24,7 +25,13 @@ from megatron_gptoss.checkpoint.directory import (
 )
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.megatron_faults import FAILURES
-from megatron_gptoss.checkpoint.state import EXPERTS_APART, experts_apart, trainer_state
+from megatron_gptoss.checkpoint.state import (
+    EXPERTS_APART,
+    describe_adapters,
+    experts_apart,
+    has_adapters,
+    trainer_state,
+)
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.durable_files import sync_directory
 from megatron_gptoss.scorer import gather_parameters
@@ -62,6 +69,7 @@ class CheckpointWriter:
             partial=final.with_name(final.name + PARTIAL_SUFFIX),
             final=final,
             model_config=trainer.chunks[0].config.gptoss,
+            adapters=describe_adapters(trainer.module) if has_adapters(trainer.module) else None,
             training_state=training_state,
         )
         with fail_together(save.partial):
@@ -106,6 +114,8 @@ class _PendingSave:
     final: Path
     """Its name when it is complete."""
     model_config: ModelConfig
+    adapters: dict[str, Any] | None
+    """What ``describe_adapters`` says; None for a whole model."""
     training_state: dict[str, Any]
     collect_results: list[Callable[[], None]] = field(default_factory=list)
     """Megatron's collective functions that gather every rank's results and write the metadata."""
@@ -161,6 +171,8 @@ class _PendingSave:
             if dist.get_rank() == 0:
                 model_config = self.model_config.model_dump_json(indent=1)
                 (self.partial / MODEL_CONFIG_FILE).write_text(model_config)
+                if self.adapters is not None:
+                    (self.partial / ADAPTER_FILE).write_text(json.dumps(self.adapters, indent=1))
                 (self.partial / TRAINING_STATE_FILE).write_text(json.dumps(self.training_state))
                 sync_directory(self.partial)
                 publish(self.partial, self.final, keep)

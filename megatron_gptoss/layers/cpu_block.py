@@ -23,10 +23,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_gptoss.layers.adapted_linears import (
+    AdaptedExpertLinear,
+    AdaptedProjection,
+    AdaptedQkv,
+    AdaptedRouter,
+)
 from megatron_gptoss.layers.attention import SinkAttention
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.step_clock import TimedMoELayer
-from megatron_gptoss.transformer_config import mark
+from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
 
 
 class CpuRMSNorm(torch.nn.RMSNorm):
@@ -116,7 +122,7 @@ class CpuMoELayer(TimedMoELayer):
         )
 
 
-def cpu_block_spec(config: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
+def cpu_block_spec(config: GptOssTransformerConfig, stage: int) -> TransformerBlockSubmodules:
     """Specify the layers of one chunk of this pipeline rank."""
     # Grouped products of experts are Transformer Engine's; here one expert follows the other.
     submodules = get_gpt_layer_local_submodules(
@@ -124,14 +130,19 @@ def cpu_block_spec(config: TransformerConfig, stage: int) -> TransformerBlockSub
         moe_grouped_gemm=False,
         normalization="RMSNorm",
     )
-    expert_linears = MLPSubmodules(
-        linear_fc1=ColumnParallelLinear,
-        linear_fc2=ExpertRowParallelLinear,
-    )
-    experts = partial(SequentialMLP, submodules=expert_linears)
-    moe_submodules = MoESubmodules(experts=experts, router=GptOssRouter)
+    experts = partial(SequentialMLP, submodules=_expert_linears(config))
+    router = GptOssRouter
+    if config.adapter is not None and "router" in config.adapter.targets:
+        router = AdaptedRouter
+    moe_submodules = MoESubmodules(experts=experts, router=router)
     submodules.mlp = partial(CpuMoELayer, submodules=moe_submodules)
-    submodules.self_attention.submodules.core_attention = SinkAttention
+    attention = submodules.self_attention.submodules
+    attention.core_attention = SinkAttention
+    if config.adapter is not None:
+        if {"q", "k", "v"} & set(config.adapter.targets):
+            attention.linear_qkv = AdaptedQkv
+        if "o" in config.adapter.targets:
+            attention.linear_proj = AdaptedProjection
     submodules.input_layernorm = CpuRMSNorm
     submodules.pre_mlp_layernorm = CpuRMSNorm
 
@@ -143,3 +154,14 @@ def cpu_block_spec(config: TransformerConfig, stage: int) -> TransformerBlockSub
     layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
     layers = [layer] * get_num_layers_to_build(config, stage)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=CpuRMSNorm)
+
+
+def _expert_linears(config: GptOssTransformerConfig) -> MLPSubmodules:
+    """Choose the classes of an expert's two matrices."""
+    has_adapters = config.adapter is not None and "experts" in config.adapter.targets
+    if has_adapters or config.base == "mxfp4":
+        return MLPSubmodules(
+            linear_fc1=partial(AdaptedExpertLinear, target="gate_up"),
+            linear_fc2=partial(AdaptedExpertLinear, target="down"),
+        )
+    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear)

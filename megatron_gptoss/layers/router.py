@@ -32,8 +32,13 @@ class GptOssRouter(TopKRouter):
         """Compute the logits of all experts in ``moe_router_dtype``."""
         dtypes = {"fp32": torch.float32, "fp64": torch.float64}
         dtype = dtypes[self.config.moe_router_dtype]
-        logits = router_gating_linear(input, self.weight, None, dtype)
+        logits = router_gating_linear(input, self.gating_weight(), None, dtype)
         return logits + self.bias.to(dtype)
+
+    def gating_weight(self) -> Tensor:
+        """Return the weight [experts, hidden_size] that tokens are multiplied with."""
+        weight: Tensor = self.weight
+        return weight
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the top-k experts of every token, or take the prescribed ones.

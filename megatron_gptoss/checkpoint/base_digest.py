@@ -1,0 +1,90 @@
+"""A number that tells one frozen base from another, the same in every layout and number format."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_gptoss.layers.adapted_linears import AdaptedLinear
+from megatron_gptoss.layers.adapters import LowRank
+from megatron_gptoss.layers.packed_weight import PackedWeight
+from megatron_gptoss.model import chunks_of
+
+PIECE = 1 << 22
+"""Values that are hashed at a time; bounds the memory that it takes."""
+SPLITMIX_STEPS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
+"""(shift, factor) of SplitMix64's finalizer, whose factors are 0xBF58476D1CE4E5B9 and
+0x94D049BB133111EB, as int64."""
+
+
+@torch.no_grad()
+def base_digest(model: torch.nn.Module) -> str:
+    """Compute 16 hexadecimal digits of all frozen weights of ``model``. Collective.
+
+    Every value is mixed with the number of its layer, and the results are added up modulo 2**64,
+    which needs no order: ranks may share weights in any way, and a base in MXFP4 has the digest of
+    the same values in bf16. Values that change places within a layer are not noticed.
+    """
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for layer, weight in _local_base(model):
+        total += digest_of_values(weight, layer)
+
+    dist.all_reduce(total)
+    return as_digits(total)
+
+
+def as_digits(total: Tensor) -> str:
+    """Write the sum over all values of a base, int64 [], as 16 hexadecimal digits."""
+    return f"{int(total) % (1 << 64):016x}"
+
+
+def _local_base(model: torch.nn.Module) -> Iterator[tuple[int, Tensor]]:
+    """Yield the weights that this rank counts, with their layer, from 1 on; 0 outside layers."""
+    for chunk in chunks_of(model):
+        layers = {f"decoder.layers.{i}": layer for i, layer in enumerate(chunk.decoder.layers)}
+        for name, module in chunk.named_modules():
+            if isinstance(module, LowRank | PackedWeight):
+                continue
+            layer = layers.get(".".join(name.split(".")[:3]))
+            number = 0 if layer is None else layer.layer_number
+
+            for parameter in module.parameters(recurse=False):
+                if _is_counted_here(parameter):
+                    yield number, parameter
+            # A packed weight is no parameter, and lies where its layer's bias lies.
+            is_packed = isinstance(module, AdaptedLinear) and isinstance(
+                module.weight, PackedWeight
+            )
+            if is_packed and _is_counted_here(module.bias):
+                yield number, module.read_base()
+
+
+def _is_counted_here(parameter: torch.nn.Parameter) -> bool:
+    """Return whether this rank is the one of all that hold these values that counts them."""
+    if not getattr(parameter, "allreduce", True):
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) > 0:
+        return False
+
+    is_split = getattr(parameter, "tensor_model_parallel", False)
+    return is_split or parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def digest_of_values(weight: Tensor, layer: int) -> Tensor:
+    """Sum up the mixed values of one weight, int64 [].
+
+    ``layer``: that it belongs to, from 1 on; 0 outside layers.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=weight.device)
+    for piece in weight.flatten().split(PIECE):
+        words = piece.float().view(torch.int32).long()
+        words += layer << 32
+        for shift, factor in SPLITMIX_STEPS:
+            words ^= words >> shift
+            words *= factor
+        words ^= words >> 31
+        total += words.sum()
+    return total

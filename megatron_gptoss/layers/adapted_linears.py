@@ -1,0 +1,321 @@
+"""Linear layers of a frozen base with adapters, for CPUs: attention, router, and one expert's two
+matrices.
+
+Each multiplies with the merged weight (``merge``); communication is that of Megatron's layers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_gptoss.config import AdapterConfig
+from megatron_gptoss.layers.adapters import LowRank
+from megatron_gptoss.layers.merge import merge, merged_linear, merged_weight
+from megatron_gptoss.layers.packed_weight import PackedWeight
+from megatron_gptoss.layers.router import GptOssRouter
+from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
+
+
+class AdaptedLinear(torch.nn.Module):
+    """What linear layers with a frozen weight and adapters have in common."""
+
+    weight: torch.nn.Parameter | PackedWeight
+    """The base, [out, in] on this rank."""
+    adapters: torch.nn.ModuleDict
+    """LowRank by target."""
+    config: GptOssTransformerConfig
+
+    @property
+    def scale(self) -> float:
+        """Of the update; all adapters of a layer share it."""
+        adapters: list[Any] = list(self.adapters.values())
+        return float(adapters[0].scale) if adapters else 0.0
+
+    def read_base(self) -> Tensor:
+        """Return the base; a packed one in memory that the next read overwrites."""
+        if isinstance(self.weight, PackedWeight):
+            return self.weight.read()
+        return self.weight
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A [rank, in] and B [out, rank] of the update of the whole weight."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        """Compute what the layer multiplies with, [out, in], as a new tensor."""
+        return merge(self.read_base(), *self.factors(), self.scale, dtype=self.config.params_dtype)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Compute the product of x [..., in] with the merged weight, [..., out]."""
+        return merged_linear(x, self.read_base, *self.factors(), self.scale)
+
+    def tensor_parallel_dims(self) -> dict[str, int]:
+        """Return along which dimension each adapter's factors are split, by name in this layer."""
+        dims = {}
+        adapters: dict[str, Any] = dict(self.adapters.items())
+        for target, adapter in adapters.items():
+            for name, dim in adapter.tensor_parallel_dims.items():
+                dims[f"adapters.{target}.{name}"] = dim
+        return dims
+
+
+class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
+    """The fused projection to queries, keys and values; each has an adapter of its own.
+
+    The weight's rows are ordered by key/value group: its query heads, its key head, its value head.
+    An adapter's B has the rows of its own projection only, in the order of the heads.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: GptOssTransformerConfig,
+        **options: Any,
+    ) -> None:
+        ColumnParallelLinear.__init__(self, input_size, output_size, config=config, **options)
+        settings = adapter_settings(config)
+        ranks = config.tensor_model_parallel_size
+        self.groups = config.gptoss.num_key_value_heads // ranks
+        sizes = {
+            "q": config.gptoss.query_size,
+            "k": config.gptoss.key_size,
+            "v": config.gptoss.key_size,
+        }
+        self.rows_per_group = {
+            target: size // ranks // self.groups for target, size in sizes.items()
+        }
+
+        self.adapters = torch.nn.ModuleDict()
+        for target, size in sizes.items():
+            if target in settings.targets:
+                self.adapters[target] = LowRank(
+                    size,
+                    input_size,
+                    settings.rank,
+                    settings.alpha,
+                    config.params_dtype,
+                    split=0,
+                    tensor_parallel_size=ranks,
+                )
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return the adapters of this layer as one.
+
+        The A's lie below one another; a row of B is zero but for the columns of its own adapter.
+        """
+        factors = {target: adapter() for target, adapter in self.adapters.items()}
+        a = torch.cat([a for a, _ in factors.values()])
+
+        # [groups, rows of a group, rank of all adapters], made of one block per projection.
+        blocks = []
+        first_column = 0
+        for target, rows in self.rows_per_group.items():
+            block = a.new_zeros(self.groups, rows, len(a))
+            if target in factors:
+                b = factors[target][1]
+                last_column = first_column + b.shape[1]
+                block[:, :, first_column:last_column] = b.view(self.groups, rows, -1)
+                first_column = last_column
+            blocks.append(block)
+        return a, torch.cat(blocks, dim=1).flatten(0, 1)
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence_parallel: bool,
+        tp_group: Any,
+        **unused: Any,
+    ) -> Tensor:
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        output = self.multiply(input)
+        return output if bias is None else output + bias
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Describe base and adapters for checkpoints."""
+        dims = {"weight": 0, "bias": 0, **self.tensor_parallel_dims()}
+        return _sharded_state(self, dims, prefix, sharded_offsets, metadata)
+
+
+class AdaptedProjection(AdaptedLinear, RowParallelLinear):
+    """The projection of the heads' outputs back to the residual stream."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: GptOssTransformerConfig,
+        **options: Any,
+    ) -> None:
+        RowParallelLinear.__init__(self, input_size, output_size, config=config, **options)
+        settings = adapter_settings(config)
+        adapter = LowRank(
+            output_size,
+            input_size,
+            settings.rank,
+            settings.alpha,
+            config.params_dtype,
+            split=1,
+            tensor_parallel_size=config.tensor_model_parallel_size,
+        )
+        self.adapters = torch.nn.ModuleDict({"o": adapter})
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A and B of this rank."""
+        factors: tuple[Tensor, Tensor] = self.adapters["o"]()
+        return factors
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **unused: Any) -> Tensor:
+        # The bias is added behind the sum over ranks, by the caller.
+        return self.multiply(input)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Describe base and adapter for checkpoints."""
+        dims = {"weight": 1, **self.tensor_parallel_dims()}
+        return _sharded_state(self, dims, prefix, sharded_offsets, metadata)
+
+
+class AdaptedExpertLinear(AdaptedLinear):
+    """One matrix of one expert, dense or in four bits, with an adapter or none.
+
+    Experts are spread over ranks whole, so there is nothing to communicate here.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: GptOssTransformerConfig,
+        target: str,
+        tp_group: Any,
+        **unused: Any,
+    ) -> None:
+        """Allocate the layer, uninitialised, with the interface of Megatron's linear layers.
+
+        Args:
+            input_size: columns of the weight.
+            output_size: its rows.
+            config: of the model.
+            target: "gate_up" or "down", the adapter's name.
+            tp_group: the expert tensor-parallel ranks, one.
+            unused: how Megatron's layers would be initialised and split.
+        """
+        super().__init__()
+        self.config = config
+        self.tp_group = tp_group
+        dtype = config.params_dtype
+
+        # Megatron then reduces gradients over the ranks that hold this expert.
+        is_spread = config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
+        if config.base == "mxfp4":
+            self.weight = PackedWeight(output_size, input_size)
+        else:
+            self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=dtype))
+            mark(self.weight, allreduce=not is_spread)
+        self.bias = torch.nn.Parameter(torch.empty(output_size, dtype=dtype))
+        mark(self.bias, allreduce=not is_spread)
+
+        settings = adapter_settings(config)
+        self.adapters = torch.nn.ModuleDict()
+        if "experts" in settings.targets:
+            self.adapters[target] = LowRank(
+                output_size,
+                input_size,
+                settings.rank_of_experts(config.gptoss),
+                settings.alpha,
+                dtype,
+                allreduce=not is_spread,
+            )
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A and B; without an adapter, those of an update of rank 0."""
+        for adapter in self.adapters.values():
+            factors: tuple[Tensor, Tensor] = adapter()
+            return factors
+        return self.bias.new_empty(0, self.weight.shape[1]), self.bias.new_empty(len(self.bias), 0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the product [rows, out], and the bias for the caller to add."""
+        return self.multiply(x), self.bias
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Describe the adapter, and a dense base, for checkpoints."""
+        return _sharded_state(self, {}, prefix, sharded_offsets, metadata)
+
+
+class AdaptedRouter(AdaptedLinear, GptOssRouter):
+    """The router with an adapter of its weight; the bias stays as it is."""
+
+    def __init__(self, config: GptOssTransformerConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        settings = adapter_settings(config)
+        adapter = LowRank(
+            config.gptoss.num_experts,
+            config.gptoss.hidden_size,
+            settings.rank,
+            settings.alpha,
+            config.params_dtype,
+            tensor_parallel_size=config.tensor_model_parallel_size,
+        )
+        self.adapters = torch.nn.ModuleDict({"router": adapter})
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A and B."""
+        factors: tuple[Tensor, Tensor] = self.adapters["router"]()
+        return factors
+
+    def gating_weight(self) -> Tensor:
+        """Return the merged weight [experts, hidden_size]."""
+        return merged_weight(self.read_base(), *self.factors(), self.scale)
+
+
+def adapter_settings(config: GptOssTransformerConfig) -> AdapterConfig:
+    """Return the settings of the adapters that a model has."""
+    assert config.adapter is not None
+    return config.adapter
+
+
+def _sharded_state(
+    module: torch.nn.Module,
+    dims: Mapping[str, int],
+    prefix: str,
+    sharded_offsets: tuple[tuple[int, int, int], ...],
+    metadata: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Describe all tensors of a layer, of which tensor-parallel ranks split those in ``dims``."""
+    state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        dims,
+        sharded_offsets,
+        tp_group=module.tp_group,
+        dp_cp_group=(metadata or {})["dp_cp_group"],
+    )
+    return state

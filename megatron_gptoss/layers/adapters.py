@@ -1,0 +1,172 @@
+"""Low-rank adapters: their parameters, names and initial values, in any parallel layout."""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_gptoss.transformer_config import mark
+
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+
+
+class LowRank(torch.nn.Module):
+    """The factors of one update, s (B A) with A [rank, in] and B [out, rank].
+
+    Tensor parallelism splits a weight along its rows or its columns, and with it B or A. The other
+    factor is the same on all ranks, but the gradient that a rank computes for it is a share: that of
+    its rows or columns, or under sequence parallelism of its tokens.
+    """
+
+    a: torch.nn.Parameter
+    """[rank, in / ranks that split columns]."""
+    b: torch.nn.Parameter
+    """[out / ranks that split rows, rank]."""
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        rank: int,
+        alpha: float,
+        dtype: torch.dtype,
+        *,
+        split: int | None = None,
+        tensor_parallel_size: int = 1,
+        **attributes: Any,
+    ) -> None:
+        """Allocate both factors, uninitialised.
+
+        Args:
+            out_features: rows of the weight, all ranks together.
+            in_features: its columns, all ranks together.
+            rank: of the update.
+            alpha: the scale is alpha / rank.
+            dtype: of both.
+            split: dimension of the weight that tensor-parallel ranks split; None if each has all.
+            tensor_parallel_size: so many ranks.
+            attributes: marks of both parameters, see ``mark``.
+        """
+        super().__init__()
+        self.rank = rank
+        self.scale = alpha / rank
+        self.split = split
+        self.full_shape = torch.Size((out_features, in_features))
+
+        rows = out_features
+        columns = in_features
+        if split == 0:
+            rows //= tensor_parallel_size
+        elif split == 1:
+            columns //= tensor_parallel_size
+        self.a = torch.nn.Parameter(torch.empty(rank, columns, dtype=dtype))
+        self.b = torch.nn.Parameter(torch.empty(rows, rank, dtype=dtype))
+
+        mark(self.a, **attributes)
+        mark(self.b, **attributes)
+        if tensor_parallel_size > 1:
+            self._mark_as_split()
+
+    def _mark_as_split(self) -> None:
+        """Tell Megatron which factor is split, and whose gradient it must sum over the ranks."""
+        if self.split == 0:
+            split_factors, whole_factors = [self.b], [self.a]
+        elif self.split == 1:
+            split_factors, whole_factors = [self.a], [self.b]
+        else:
+            split_factors, whole_factors = [], [self.a, self.b]
+
+        for parameter in split_factors:
+            mark(
+                parameter, tensor_model_parallel=True, partition_dim=self.split, partition_stride=1
+            )
+        # Megatron's name for it, whatever the reason why gradients are shares. Layouts with tensor
+        # parallelism always have sequence parallelism.
+        for parameter in whole_factors:
+            mark(parameter, sequence_parallel=True)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return A and B.
+
+        Reading them goes through a call, because Megatron's distributed optimizer gathers a
+        module's parameters when the module is called.
+        """
+        return self.a, self.b
+
+    @property
+    def tensor_parallel_dims(self) -> dict[str, int]:
+        """The dimension along which each factor is split, as sharded state dicts want it."""
+        names = {0: "b", 1: "a"}
+        return {} if self.split is None else {names[self.split]: self.split}
+
+    @torch.no_grad()
+    def initialize(self, seed: int, name: str) -> None:
+        """Draw A from U(-1/sqrt(in), 1/sqrt(in)), as PEFT does, and set B to 0.
+
+        Args:
+            seed: of the run.
+            name: of this adapter in the whole model. Seed and name decide, not the layout.
+        """
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        # manual_seed takes 63 bits
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        in_features = self.full_shape[1]
+        uniform = torch.rand(self.rank, in_features, generator=generator)
+        full_a = (2 * uniform - 1) / math.sqrt(in_features)
+
+        if self.split == 1:
+            group = parallel_state.get_tensor_model_parallel_group()
+            full_a = full_a.chunk(group.size(), dim=1)[group.rank()]
+        self.a.copy_(full_a)
+        self.b.zero_()
+
+
+def initialize_adapters(model: torch.nn.Module, seed: int) -> None:
+    """Give all adapters of ``model`` their initial values: the model then equals its base.
+
+    Depends on the seed and not on the layout. Not collective.
+    """
+    for name, adapter in named_adapters(model):
+        adapter.initialize(seed, name)
+
+
+def named_adapters(model: torch.nn.Module) -> Iterator[tuple[str, LowRank]]:
+    """Yield this rank's adapters with their names in the whole model.
+
+    Layers and experts are numbered over all ranks:
+    ``decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.adapters.gate_up``.
+    """
+    chunks: list[Any] = list(model) if isinstance(model, torch.nn.ModuleList) else [model]
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            # Megatron counts layers from 1.
+            prefix = f"decoder.layers.{layer.layer_number - 1}."
+            for name, module in layer.named_modules():
+                if isinstance(module, LowRank):
+                    yield prefix + _global_expert(name, chunk.config.num_moe_experts), module
+
+
+def _global_expert(name: str, num_experts: int) -> str:
+    """Replace the number of an expert on this rank by its number in the layer."""
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    first_expert = parallel_state.get_expert_model_parallel_rank() * (num_experts // ranks)
+    return _EXPERT.sub(lambda match: str(int(match[0]) + first_expert), name)
+
+
+def freeze_base(model: torch.nn.Module) -> None:
+    """Exclude everything but adapters from training.
+
+    Must run before the trainer is built: Megatron's gradient buffers hold what is trained.
+    """
+    trained: set[torch.nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, LowRank):
+            trained.update(module.parameters())
+
+    for parameter in model.parameters():
+        parameter.requires_grad = parameter in trained

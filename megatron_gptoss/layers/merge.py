@@ -1,0 +1,144 @@
+"""Merging an adapter into the weight that it changes, and products with the merged weight.
+
+W' = dtype(W + s (B A)), with A [rank, in], B [out, rank] and the scale s. Whoever needs a merged
+weight takes it from ``merge``: the layers that train, the weights that engines get, the converters.
+So an engine holds the very bits that were trained with. An unmerged product, W x + s B (A x), is
+another number: rounding W + s B A to bf16 loses most of an update that is small beside W.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def merge(
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute W + scale * (B A), in fp32 at least, and round it once.
+
+    B A is summed up rank by rank, with every multiplication and every addition rounded by itself.
+    A matrix product may take any order, another one for every shape; this one gives the same bits
+    for a part of the rows, columns or experts as for all of them, so that no layout changes them.
+
+    Args:
+        weight: [..., out, in].
+        a: [..., rank, in].
+        b: [..., out, rank].
+        scale: of the update.
+        dtype: of the result; by default the weight's.
+
+    Returns:
+        [..., out, in], a new tensor. Where the update is 0, the weight itself, a negative zero
+        included.
+    """
+    compute_dtype = torch.promote_types(weight.dtype, torch.float32)
+    a = a.to(compute_dtype)
+    b = b.to(compute_dtype)
+
+    # No operation that multiplies and adds: whether such a one rounds once or twice depends on the
+    # device, and on a CPU on where in the tensor a value lies.
+    update = torch.zeros(weight.shape, dtype=compute_dtype, device=weight.device)
+    term = torch.empty_like(update)
+    for i in range(a.shape[-2]):
+        torch.mul(b[..., :, i, None], a[..., i, None, :], out=term)
+        update += term
+    update *= scale
+
+    wide_weight = weight.to(compute_dtype)
+    merged = torch.where(update == 0, wide_weight, wide_weight + update)
+    return merged.to(dtype or weight.dtype)
+
+
+def merged_linear(
+    x: Tensor,
+    read_weight: Callable[[], Tensor],
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+) -> Tensor:
+    """Compute x W'^T, where W' is the weight merged with an adapter.
+
+    Differentiable in x, A and B; rounding counts as the identity. With dY the gradient of the
+    result:
+
+        dX = dY W',  dB = scale * dY^T (x A^T),  dA = scale * (dY B)^T x
+
+    These are the gradients of a product with the explicit W'. W' itself is not kept: the backward
+    pass makes it again.
+
+    Args:
+        x: [..., in].
+        read_weight: returns W [out, in], in the forward and again in the backward pass; it is not
+            read after the next call.
+        a: [rank, in].
+        b: [out, rank].
+        scale: of the update.
+
+    Returns:
+        [..., out], in the dtype of x.
+    """
+    product: Tensor = _MergedLinear.apply(x.reshape(-1, x.shape[-1]), a, b, read_weight, scale)
+    return product.unflatten(0, x.shape[:-1])
+
+
+class _MergedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        read_weight: Callable[[], Tensor],
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(x, a, b)
+        ctx.read_weight = read_weight
+        ctx.scale = scale
+        return x @ merge(read_weight(), a, b, scale, dtype=x.dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, a, b = ctx.saved_tensors
+        needs_x, needs_a, needs_b, _, _ = ctx.needs_input_grad
+        grad_x = None
+        grad_a = None
+        grad_b = None
+
+        if needs_x:
+            grad_x = grad @ merge(ctx.read_weight(), a, b, ctx.scale, dtype=x.dtype)
+        if needs_a:
+            grad_a = ctx.scale * ((grad @ b).t() @ x)
+        if needs_b:
+            grad_b = ctx.scale * (grad.t() @ (x @ a.t()))
+        return grad_x, grad_a, grad_b, None, None
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Compute W' [out, in] as ``merge`` does, differentiable in A and B.
+
+    For a small weight that is used in another way than ``merged_linear`` does: its gradient
+    [out, in] is made, and that of A and B from it.
+    """
+    merged: Tensor = _MergedWeight.apply(weight, a, b, scale)
+    return merged
+
+
+class _MergedWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.scale = scale
+        return merge(weight, a, b, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        a, b = ctx.saved_tensors
+        grad_a = ctx.scale * (b.t() @ grad)
+        grad_b = ctx.scale * (grad @ a.t())
+        return None, grad_a, grad_b, None

@@ -1,0 +1,213 @@
+"""Adapters leave in PEFT's format and come back, and PEFT computes with them what we compute."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from converters.adapter_checkpoint import export_adapter, load_adapter
+from converters.errors import ConversionError
+from converters.live import export_hf_weights
+from converters.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE, PeftDirectory
+from megatron_gptoss import distributed
+from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
+from megatron_gptoss.trainer import PolicyTrainer
+from tests.distributed import free_port, run_distributed
+from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
+from tests.megatron_gptoss.reference import documents, hf_logits, save_checkpoint
+
+EXPERTS, RANK = MODEL.num_experts, ADAPTER.rank_of_experts(MODEL)
+LAYER = f"{PREFIX}.1"
+
+
+def save_adapters(root: Path) -> Path:
+    policy = PolicyTrainer(adapted_model(ParallelConfig()), OptimizerConfig())
+    return save_checkpoint(root, policy, 1, {})
+
+
+def merged_weights(parallel: ParallelConfig, source: Path | None = None) -> dict[str, torch.Tensor]:
+    """Hugging Face weights with the test's adapters, or with those of a PEFT directory."""
+    model = adapted_model(parallel)
+    if source is not None:
+        initialize_adapters(model, seed=5)
+        load_adapter(model, MODEL, PeftDirectory(source, MODEL))
+    return {name: tensor.clone() for name, tensor in export_hf_weights(model, MODEL)}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    root = tmp_path_factory.mktemp("peft")
+    distributed.initialize(ParallelConfig(), port=free_port())
+    export_adapter(save_adapters(root), root / "adapter", base="openai/gpt-oss-20b")
+    yield root / "adapter"
+    distributed.shutdown()
+
+
+def test_the_tensors_are_those_of_pefts_formula(exported: Path) -> None:
+    # as peft 0.21 computes its update, for linear layers and for parameters of experts
+    tensors = load_file(exported / WEIGHTS_FILE)
+    weights = base_weights()
+    updated = set()
+    for name in tensors:
+        if not name.endswith("lora_A.weight"):
+            continue
+        a = tensors[name]
+        b = tensors[name.replace("lora_A", "lora_B")]
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+
+        if ".experts" in module:
+            scale = ADAPTER.alpha / RANK
+            update = torch.einsum(
+                "ore,eri->eio", b.view(len(b), RANK, EXPERTS), a.view(EXPERTS, RANK, -1)
+            )
+            is_inner = module.endswith(".base_layer")
+            parameter = "gate_up_proj" if is_inner else "down_proj"
+            weight = f"{module.removesuffix('.base_layer')}.{parameter}"
+        else:
+            scale = ADAPTER.alpha / ADAPTER.rank
+            update = b @ a
+            weight = f"{module}.weight"
+        weights[weight] = weights[weight] + scale * update
+        updated.add(weight)
+
+    assert len(updated) == 7 * MODEL.num_layers
+    for name, merged in merged_weights(ParallelConfig()).items():
+        torch.testing.assert_close(merged, weights[name], atol=1e-6, rtol=0)
+
+
+def test_peft_computes_the_same(exported: Path) -> None:
+    peft = pytest.importorskip("peft")
+    samples = documents([34, 9])
+    merged = merged_weights(ParallelConfig())
+
+    def hugging_face(weights: dict[str, torch.Tensor]) -> GptOssForCausalLM:
+        config = GptOssConfig(**MODEL.to_hf_config(), attn_implementation="eager")
+        model = GptOssForCausalLM(config).float().eval()
+        model.load_state_dict(weights)
+        return model
+
+    with torch.no_grad():
+        expected = hf_logits(hugging_face(merged), samples)
+        base = hf_logits(hugging_face(base_weights()), samples)
+        adapted = peft.PeftModel.from_pretrained(hugging_face(base_weights()), exported).eval()
+        assert (hf_logits(adapted, samples) - expected).abs().max() < 1e-4
+        assert (base - expected).abs().max() > 0.1
+
+        for name, tensor in adapted.merge_and_unload().state_dict().items():
+            torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=0)
+
+
+def test_an_exported_adapter_comes_back_bit_for_bit(exported: Path) -> None:
+    source = PeftDirectory(exported, MODEL)
+    assert set(source.adapter.targets) == set(ADAPTER.targets)
+    model = adapted_model(ParallelConfig(), source.adapter, b_std=0.3)
+    load_adapter(model, MODEL, source)
+
+    expected = dict(named_adapters(adapted_model(ParallelConfig())))
+    for name, adapter in named_adapters(model):
+        assert torch.equal(adapter.a, expected[name].a), name
+        assert torch.equal(adapter.b, expected[name].b), name
+
+
+LAYOUTS = [{"tensor": 2}, {"expert": 2, "base": "mxfp4"}, {"pipeline": 2}]
+
+
+def load_in_every_layout(rank: int, ports: list[int], source: Path) -> list[Any]:
+    torch.set_num_threads(1)
+    results = []
+    for layout, port in zip(LAYOUTS, ports, strict=True):
+        parallel = ParallelConfig(world_size=2, **layout)
+        distributed.initialize(parallel, rank, port=port)
+        results.append(merged_weights(parallel, source))
+        distributed.shutdown()
+    return results
+
+
+def test_an_adapter_loads_in_every_layout(exported: Path) -> None:
+    expected = merged_weights(ParallelConfig())
+    ports = [free_port() for _ in LAYOUTS]
+    for found in run_distributed(load_in_every_layout, 2, ports, exported)[0]:
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def change_settings(**changes: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        settings = json.loads((path / CONFIG_FILE).read_text())
+        (path / CONFIG_FILE).write_text(json.dumps(settings | changes))
+
+    return change
+
+
+def change_tensors(edit: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        tensors = load_file(path / WEIGHTS_FILE)
+        edit(tensors)
+        save_file({name: x.contiguous() for name, x in tensors.items()}, path / WEIGHTS_FILE)
+
+    return change
+
+
+def without_layer_1(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith(LAYER)]:
+        del tensors[name]
+
+
+def with_another_rank(tensors: dict[str, torch.Tensor]) -> None:
+    name = f"{LAYER}.self_attn.k_proj.lora_A.weight"
+    tensors[name] = tensors[name][:5]
+
+
+def with_another_rank_everywhere(tensors: dict[str, torch.Tensor]) -> None:
+    for name in tensors:
+        if "k_proj.lora_A" in name:
+            tensors[name] = tensors[name][:5]
+
+
+def with_an_embedding(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(8, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_settings(use_rslora=True), "use_rslora is True"),
+        (change_settings(bias="all"), "bias is 'all'"),
+        (change_settings(modules_to_save=["lm_head"]), "modules_to_save"),
+        (change_settings(alpha_pattern={"q_proj": 4}), "alpha_pattern"),
+        (change_settings(peft_type="IA3"), "peft_type is 'IA3'"),
+        (change_tensors(without_layer_1), rf"{LAYER}.self_attn.q_proj.lora_A.weight is missing"),
+        (change_tensors(with_another_rank), r"k_proj.lora_A.weight has shape \[5, 64\]"),
+        (change_tensors(with_another_rank_everywhere), r"have ranks \[5, 8\]"),
+        (change_tensors(with_an_embedding), "embed_tokens.lora_embedding_A is no adapter"),
+    ],
+)
+def test_an_adapter_that_cannot_be_read_is_refused_by_name(
+    change: Callable[[Path], None], message: str, exported: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(exported, tmp_path / "changed")
+    change(tmp_path / "changed")
+    with pytest.raises(ConversionError, match=message):
+        PeftDirectory(tmp_path / "changed", MODEL)
+
+
+def test_a_model_with_other_adapters_refuses_it(exported: Path) -> None:
+    model = adapted_model(ParallelConfig(), AdapterConfig(rank=8, alpha=8, targets=("q",)))
+    with pytest.raises(ConversionError, match=r"adapter.alpha of the model is 8.0, and .* 16.0"):
+        load_adapter(model, MODEL, PeftDirectory(exported, MODEL))
+
+
+def test_a_checkpoint_of_a_whole_model_has_no_adapter_to_export(tmp_path: Path) -> None:
+    (tmp_path / "gptoss_config.json").write_text(MODEL.model_dump_json())
+    with pytest.raises(ConversionError, match=r"adapter.json: missing"):
+        export_adapter(tmp_path, tmp_path / "adapter")

@@ -1,0 +1,144 @@
+"""A checkpoint of adapters holds them and their optimizer, and knows its base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from converters.errors import ConversionError
+from converters.megatron_checkpoint import MegatronCheckpoint
+from megatron_gptoss import distributed
+from megatron_gptoss.checkpoint.base_digest import base_digest
+from megatron_gptoss.checkpoint.directory import latest_checkpoint
+from megatron_gptoss.checkpoint.errors import CheckpointError
+from megatron_gptoss.checkpoint.loader import load_checkpoint, load_model_weights
+from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.layers.adapters import named_adapters
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import build_batch
+from megatron_gptoss.trainer import PolicyTrainer
+from tests.distributed import free_port
+from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model
+from tests.megatron_gptoss.reference import documents, mean_cross_entropy, save_checkpoint
+
+BATCH = build_batch(documents([20, 13]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    distributed.initialize(ParallelConfig(), port=free_port())
+    yield
+    distributed.shutdown()
+
+
+def trainer(
+    adapter: AdapterConfig = ADAPTER,
+    base: str = "bf16",
+    b_std: float = 0.05,
+    dtype: torch.dtype = torch.float32,
+) -> PolicyTrainer:
+    model = adapted_model(ParallelConfig(base=base), adapter, dtype, b_std=b_std)
+    return PolicyTrainer(model, OptimizerConfig())
+
+
+def steps(policy: PolicyTrainer, count: int) -> list[float]:
+    return [
+        policy.train_step([BATCH], mean_cross_entropy(31), 1e-2).sums["loss"] for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A checkpoint after two steps, and the losses of the next three."""
+    root = tmp_path_factory.mktemp("adapters")
+    policy = trainer()
+    steps(policy, 2)
+    save_checkpoint(root, policy, 2, {"step": 2})
+    return latest_checkpoint(root), steps(policy, 3)
+
+
+@pytest.mark.parametrize("base", ["bf16", "mxfp4"])
+def test_resumed_adapters_continue_the_same_curve_to_the_bit(
+    base: str, saved: tuple[Path, list[float]]
+) -> None:
+    path, expected = saved
+    policy = trainer(base=base, b_std=0.2)
+    assert load_checkpoint(path, policy) == {"step": 2}
+    assert steps(policy, 3) == expected
+
+
+def test_bf16_adapters_resume_with_their_master_weights(tmp_path: Path) -> None:
+    policy = trainer(dtype=torch.bfloat16)
+    steps(policy, 2)
+    path = save_checkpoint(tmp_path, policy, 2, {})
+    expected = steps(policy, 3)
+    other = trainer(dtype=torch.bfloat16, b_std=0.2)
+    load_checkpoint(path, other)
+    assert steps(other, 3) == expected
+
+
+def test_a_checkpoint_holds_no_base(saved: tuple[Path, list[float]]) -> None:
+    adapters = sum(a.a.numel() + a.b.numel() for _, a in named_adapters(trainer().module))
+    size = sum(file.stat().st_size for file in saved[0].glob("*.distcp"))
+    # weight and two moments in fp32; what is above is torch's description of each tensor
+    assert 12 * adapters < size < 20 * adapters + 500_000
+    with pytest.raises(ConversionError, match="adapters that must be merged first"):
+        MegatronCheckpoint(saved[0])
+
+
+def test_adapters_of_another_base_are_refused(saved: tuple[Path, list[float]]) -> None:
+    policy = trainer()
+    weight = policy.module.decoder.layers[1].self_attention.linear_qkv.weight
+    with torch.no_grad():
+        weight[3, 5] += 1e-3
+    with pytest.raises(CheckpointError, match="holds adapters of another base"):
+        load_checkpoint(saved[0], policy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 4}, "adapter.rank was 8, and is 4"),
+        ({"alpha": 8.0}, "adapter.alpha was 16.0, and is 8.0"),
+        ({"targets": ("q", "o")}, "adapter.targets was"),
+    ],
+)
+def test_other_adapters_are_refused(
+    change: dict[str, object], message: str, saved: tuple[Path, list[float]]
+) -> None:
+    policy = trainer(ADAPTER.model_copy(update=change))
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(saved[0], policy)
+
+
+def test_a_model_without_adapters_refuses_them(saved: tuple[Path, list[float]]) -> None:
+    model = build_model(MODEL, ParallelConfig())
+    with pytest.raises(CheckpointError, match="holds adapters, and all parameters of this model"):
+        load_checkpoint(saved[0], PolicyTrainer(model, OptimizerConfig()))
+    with pytest.raises(CheckpointError, match="holds adapters, and all parameters of this model"):
+        load_model_weights(saved[0], model)
+
+
+def test_a_whole_model_is_not_taken_for_adapters(tmp_path: Path) -> None:
+    model = build_model(MODEL, ParallelConfig())
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1)
+    path = save_checkpoint(tmp_path, PolicyTrainer(model, OptimizerConfig()), 1, {})
+    with pytest.raises(CheckpointError, match="holds a whole model, and this one trains adapters"):
+        load_checkpoint(path, trainer())
+
+
+def test_a_digest_knows_every_weight_and_no_adapter() -> None:
+    model = adapted_model(ParallelConfig())
+    digest = base_digest(model)
+    assert base_digest(adapted_model(ParallelConfig(base="mxfp4"), b_std=0.2)) == digest
+
+    for name, parameter in model.named_parameters():
+        value = parameter.data.flatten()[0].item()
+        parameter.data.view(-1)[0] = value + 1.0
+        assert (base_digest(model) == digest) == (".adapters." in name), name
+        parameter.data.view(-1)[0] = value
+    assert base_digest(model) == digest

@@ -1,0 +1,67 @@
+"""Adapters that cannot work are refused before anything is built, with the key that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
+
+GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
+
+
+def test_experts_have_the_rank_of_the_rest_over_the_active_experts() -> None:
+    assert AdapterConfig().rank_of_experts(GPT_OSS_20B) == 8
+    assert AdapterConfig(rank=2).rank_of_experts(GPT_OSS_20B) == 1
+    assert AdapterConfig(expert_rank=16).rank_of_experts(GPT_OSS_20B) == 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "rank"),
+        ({"alpha": 0.0}, "alpha"),
+        ({"targets": ()}, "adapter.targets is empty"),
+        ({"targets": ("q", "o", "q")}, "adapter.targets names a target twice: q, o, q"),
+        ({"targets": ("gate",)}, "targets"),
+        ({"targets": ("q",), "expert_rank": 4}, r"adapter.expert_rank \(4\) has no effect"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        AdapterConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 513}, r"adapter.rank \(513\) exceeds the smaller side \(512\).*target k"),
+        ({"expert_rank": 2881}, r"adapter.expert_rank \(2881\) exceeds .*\(2880\).*target experts"),
+        ({"rank": 33, "targets": ("router",)}, r"adapter.rank \(33\) .*\(32\).*target router"),
+    ],
+)
+def test_a_rank_above_the_size_of_a_weight_is_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdapterConfig(**settings).check_ranks(GPT_OSS_20B)
+    AdapterConfig(rank=32, targets=("q", "k", "v", "o", "experts", "router")).check_ranks(
+        GPT_OSS_20B
+    )
+
+
+def test_a_base_in_four_bits_is_refused_where_weights_are_trained() -> None:
+    parallel = ParallelConfig(base="mxfp4")
+    parallel.check_layout(GPT_OSS_20B, AdapterConfig())
+    with pytest.raises(ValueError, match=r"parallel.base mxfp4 needs an adapter"):
+        parallel.check_layout(GPT_OSS_20B)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size"])
+def test_a_base_in_four_bits_needs_whole_blocks(name: str) -> None:
+    model = GPT_OSS_20B.model_copy(update={name: 2896})
+    with pytest.raises(ValueError, match=rf"parallel.base mxfp4 needs {name} \(2896\)"):
+        ParallelConfig(base="mxfp4").check_layout(model, AdapterConfig())
+    ParallelConfig().check_layout(model, AdapterConfig())

@@ -1,0 +1,143 @@
+"""The merged weight has one definition, bit for bit, and its gradients are those of the explicit
+merged weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from gptoss_kernels import mxfp4
+from megatron_gptoss.layers.merge import merge, merged_linear, merged_weight
+from megatron_gptoss.layers.packed_weight import PackedWeight
+
+OUT, IN, RANK, SCALE = 41, 70, 5, 1.7
+
+
+def factors(*batch: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Weight, A and B, the update a tenth of the weight."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*batch, *shape, generator=generator, dtype=torch.float64)
+
+    weight, a, b = draw(OUT, IN), 0.3 * draw(RANK, IN), 0.1 * draw(OUT, RANK)
+    return weight.to(dtype), a.to(dtype), b.to(dtype)
+
+
+def test_a_merged_weight_is_the_sum_rank_by_rank_each_operation_rounded() -> None:
+    weight, a, b = factors()
+    total = np.zeros((OUT, IN), np.float32)
+    for i in range(RANK):
+        total = total + b.numpy()[:, i, None] * a.numpy()[i]
+    expected = weight.numpy() + total * np.float32(SCALE)
+    assert torch.equal(merge(weight, a, b, SCALE), torch.from_numpy(expected))
+
+
+def test_a_bf16_weight_is_rounded_once() -> None:
+    weight, a, b = factors(dtype=torch.bfloat16)
+    exact = weight.double() + SCALE * (b.double() @ a.double())
+    merged = merge(weight, a, b, SCALE)
+    assert merged.dtype == torch.bfloat16
+    # only a value that lies between two bf16 numbers to within fp32's error may round differently
+    assert (merged != exact.bfloat16()).sum() <= 2
+    rounded_twice = (weight + (SCALE * (b @ a)).bfloat16()).bfloat16()
+    assert (rounded_twice != exact.bfloat16()).sum() > 50
+
+
+@pytest.mark.parametrize("rows", [slice(0, 20), slice(7, 8), slice(20, 41), slice(3, 41, 2)])
+@pytest.mark.parametrize("columns", [slice(0, 35), slice(1, 2), slice(33, 70)])
+def test_a_part_of_a_weight_merges_to_the_same_bits(rows: slice, columns: slice) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, a, b = factors(dtype=dtype)
+        part = merge(weight[rows, columns], a[:, columns], b[rows], SCALE)
+        assert torch.equal(part, merge(weight, a, b, SCALE)[rows, columns])
+
+
+def test_experts_merge_together_as_each_alone() -> None:
+    weight, a, b = factors(3)
+    together = merge(weight, a, b, SCALE)
+    for expert in range(3):
+        alone = merge(weight[expert], a[expert], b[expert], SCALE)
+        assert torch.equal(together[expert], alone)
+
+
+def test_an_update_of_zero_leaves_every_bit() -> None:
+    weight, a, b = factors(dtype=torch.bfloat16)
+    weight[0, :3] = torch.tensor([-0.0, 0.0, -0.0])
+    merged = merge(weight, a, torch.zeros_like(b), SCALE)
+    assert torch.equal(merged.view(torch.int16), weight.view(torch.int16))
+
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def by_merged_linear(
+    x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
+    return merged_linear(x, lambda: weight, a, b, SCALE)
+
+
+def by_merged_weight(
+    x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
+    return x @ merged_weight(weight, a, b, SCALE).t()
+
+
+@pytest.mark.parametrize("product", [by_merged_linear, by_merged_weight])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-5)])
+def test_gradients_are_those_of_the_explicit_merged_weight(
+    product: Product, dtype: torch.dtype, tolerance: float
+) -> None:
+    weight, a, b = (x.to(dtype) for x in factors())
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 9, IN, generator=generator, dtype=dtype)
+    upstream = torch.randn(2, 9, OUT, generator=generator, dtype=dtype)
+    inputs = [tensor.requires_grad_() for tensor in (x, a, b)]
+
+    output = product(x, weight, a, b)
+    found = torch.autograd.grad(output, inputs, upstream)
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    explicit = exact[0] @ (weight.double() + SCALE * exact[2] @ exact[1]).t()
+    expected = torch.autograd.grad(explicit, exact, upstream.double())
+    for got, want in zip((output, *found), (explicit, *expected), strict=True):
+        assert (got - want).abs().max() < tolerance * want.abs().max()
+        assert want.abs().max() > 0.1
+
+
+def test_a_weight_that_is_read_into_one_buffer_gives_the_same_gradients() -> None:
+    # two layers share the buffer: the second overwrites what the first has read
+    torch.manual_seed(0)
+    dense = [mxfp4.dequantize(*mxfp4.quantize(torch.randn(64, 64).bfloat16())) for _ in range(2)]
+    packed = [PackedWeight(64, 64) for _ in range(2)]
+    for weight, values in zip(packed, dense, strict=True):
+        weight.load(values)
+
+    x = torch.randn(5, 64)
+    a = torch.randn(3, 64, requires_grad=True)
+    b = torch.randn(64, 3, requires_grad=True)
+    gradients = []
+    for first, second in ([weight.read for weight in packed], [lambda w=w: w for w in dense]):
+        hidden = merged_linear(x, first, a, b, 0.1)
+        output = merged_linear(hidden.tanh(), second, a, b, 0.1)
+        gradients.append(torch.autograd.grad(output.square().sum(), [a, b]))
+    for got, want in zip(*gradients, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_values_that_four_bits_cannot_hold_are_refused() -> None:
+    weight = PackedWeight(2, 32)
+    values = torch.ones(2, 32)
+    weight.load(values)
+    assert torch.equal(weight.read(), values.bfloat16())
+    values[1, 3] = 1.1
+    with pytest.raises(ValueError, match="1 of 64 values are not MXFP4 values"):
+        weight.load(values)
+
+
+def test_rows_that_are_no_whole_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows of 48 values cannot be cut into blocks of 32"):
+        PackedWeight(2, 48)
