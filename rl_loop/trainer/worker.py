@@ -316,10 +316,7 @@ class TrainerWorker:
         return named if dist.get_rank() == 0 else None
 
     def release_memory(self) -> None:
-        """Give GPU memory that only the allocator holds back, before engines on this GPU wake."""
-        if torch.cuda.is_available():
-            # Memory that an engine has opened is free only when what it said of it is read.
-            torch.cuda.ipc_collect()
+        """Give back what only torch's allocator holds, before engines on this GPU wake."""
         give_back_cache()
 
     def send_weights(self, sender: WeightSender) -> None:

@@ -48,13 +48,14 @@ def rank(settings: TrainerSettings) -> Iterator[LocalRank]:
 class Sender:
     """Takes all weights; what it allocates meanwhile is freed when it is done."""
 
+    ranks = (0,)
     transposed = False
 
     def __init__(self, gpu: ScriptedGpu, fails: bool = False) -> None:
         self.gpu = gpu
         self.fails = fails
 
-    def send(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def send(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
         self.gpu.allocate(2000)
         self.gpu.others = 3000  # servers wake up
         for _ in named:
