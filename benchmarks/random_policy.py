@@ -150,6 +150,8 @@ def _bias_next_tokens(head: torch.Tensor, following: NextTokens) -> None:
     others = vocabulary - len(following.impossible)
     logit_variance = (1 + LAYERS_VARIANCE) / text_rms**2
     log_weight = math.log(others) + logit_variance / 2
+    # Nothing random in its own logit: every token of the text ends the turn alike.
+    head[following.end] = 0
     head[following.end, 0] = (log_weight - math.log(following.turn_tokens)) * text_rms / common
 
 
