@@ -1,5 +1,6 @@
 """Starting and stopping the process groups of one trainer rank."""
 
+import gc
 import os
 from datetime import timedelta
 
@@ -86,3 +87,8 @@ def shutdown() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+    # Megatron's models refer to their groups and, in circles, to themselves; each group of gloo
+    # has threads until it is collected. What a trainer exempted from collection is part of it.
+    gc.unfreeze()
+    gc.collect()
