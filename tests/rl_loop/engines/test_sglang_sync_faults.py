@@ -41,6 +41,8 @@ UPDATES = {
 KINDS_OF_SERVER = ("die", "hang", "cut", "refuse")
 KINDS_OF_SENDER = ("begin", "read", "assemble", "send")
 
+pytestmark = pytest.mark.slow  # minutes; ``pytest -m slow`` on this file
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -231,12 +233,10 @@ def test_a_server_that_ends_while_the_trainer_works_comes_back_with_the_next_syn
     run.wait_until_all_serve()
 
 
-@pytest.mark.slow
 def test_twenty_syncs_that_failed_are_tried_again_and_no_rank_hangs(run: Run) -> None:
     sync_with_faults(run, range(20))
 
 
-@pytest.mark.slow
 def test_a_sync_that_fails_each_time_ends_with_its_cause_in_one_line(
     run: Run, tmp_path: Path
 ) -> None:
