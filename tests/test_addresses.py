@@ -14,6 +14,8 @@ TAKES_ADDRESSES = {
     "kernels/gptoss_kernels/nvrtc.py:_as_ctypes",
     # The address is returned inside an object that holds the tensor.
     "kernels/gptoss_kernels/nvrtc.py:tensor_map",
+    # Compares the storages of two tensors that the caller holds.
+    "converters/live.py:_shares_memory",
     # Looks only at the alignment.
     "kernels/gptoss_kernels/sink_attention/window.py:_dense",
 }

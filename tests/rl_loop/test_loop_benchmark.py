@@ -101,6 +101,7 @@ def test_a_header_with_a_repeated_token_is_refused(
         random_policy.next_tokens(harmony, TURN_TOKENS)
 
 
+@pytest.mark.slow
 def test_the_whole_loop_runs_and_its_table_adds_up(tmp_path: Path) -> None:
     out = tmp_path / "loop.md"
     program = [sys.executable, "benchmarks/loop.py", str(TINY), "--steps", "2"]
