@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang_servers import model_config
 
 from converters.names import hf_shapes
-from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
@@ -59,7 +59,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, running: int, scratch: Path) -> None:
         self.options = options
         self.running = running
-        self.config = model_config(options)
+        self.config = model_config(options, max_length=131_072)  # as GPT-OSS has it
         self.on_gpu = options.device != "cpu"
         self.log = scratch / f"server_{running}.log"
         self.scratch = scratch
@@ -346,22 +346,6 @@ class Bench:
             if name.endswith("_gb"):
                 value /= 1e9
             self.figures[name] = float(f"{value:.4g}")
-
-
-def model_config(options: argparse.Namespace) -> ModelConfig:
-    if not options.tiny:
-        return ModelConfig(num_layers=options.layers, num_experts=32)
-    return ModelConfig(
-        num_layers=options.layers,
-        num_experts=4,
-        experts_per_token=2,
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_size=32,
-        vocab_size=1024,
-    )
 
 
 def parse_options() -> argparse.Namespace:

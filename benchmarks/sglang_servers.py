@@ -16,10 +16,12 @@ from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 
 
-def model_config(options: argparse.Namespace) -> ModelConfig:
-    """Return GPT-OSS-20B with ``--layers`` layers, or a tiny model."""
+def model_config(options: argparse.Namespace, max_length: int = 32_768) -> ModelConfig:
+    """Return GPT-OSS-20B with ``--layers`` layers, or a tiny model.
+
+    ``max_length``: tokens of the longest text."""
     if not options.tiny:
-        return ModelConfig(num_layers=options.layers, num_experts=32, max_length=32_768)
+        return ModelConfig(num_layers=options.layers, num_experts=32, max_length=max_length)
     return ModelConfig(
         num_layers=options.layers,
         num_experts=4,
@@ -30,7 +32,7 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
         num_key_value_heads=2,
         head_size=32,
         vocab_size=1024,
-        max_length=32_768,
+        max_length=max_length,
     )
 
 

@@ -11,6 +11,7 @@ so that the same f is another share beside a trainer than on an empty GPU.
 """
 
 import math
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -195,8 +196,12 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
     """Return the GPUs of this machine that a process with ``environment`` sees, in its order.
 
     Empty where there is no nvidia-smi: on a CPU, SGLang's fraction is of the main memory.
+    Raises EngineUnavailable if there is one that does not answer.
     """
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.used,memory.free"]
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=index,uuid,memory.used,memory.free"]
     try:
         answer = subprocess.run(
             [*query, "--format=csv,noheader,nounits"],
@@ -205,8 +210,11 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
             timeout=60,
             check=True,
         )
-    except (OSError, subprocess.SubprocessError):
-        return []
+    except (OSError, subprocess.SubprocessError) as error:
+        # Without it the share would silently be of something else.
+        raise EngineUnavailable(
+            f"{KEY} is a share of the whole GPU, and {program} does not say what that is: {error}"
+        ) from error
 
     gpus = {}
     for line in answer.stdout.splitlines():

@@ -10,6 +10,7 @@ import pytest
 
 from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
+from rl_loop.engines.backend import EngineUnavailable
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.gpu_memory import (
     CONTEXT_BYTES,
@@ -148,6 +149,15 @@ def test_gpus_are_those_that_a_process_sees_in_its_order(
 def test_a_machine_without_gpus_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert visible_gpus({}) == []
+
+
+def test_a_gpu_that_does_not_answer_is_no_machine_without_gpus(
+    tmp_path: Path, two_gpus: None
+) -> None:
+    program = tmp_path / "bin/nvidia-smi"
+    program.write_text("#!/bin/sh\nexit 9\n")
+    with pytest.raises(EngineUnavailable, match=r"memory_fraction is a share .*exit status 9"):
+        visible_gpus({})
 
 
 def test_a_server_is_told_of_its_own_gpu_when_it_starts(tmp_path: Path, two_gpus: None) -> None:
