@@ -128,12 +128,15 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
 
     from converters.hf_directory import write_hf_directory
     from rl_loop.tasks.demonstrations import harmony_of
+    from rl_loop.trainer.initial_weights import rounded_to_mxfp4
 
     assert config.initial_weights is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     following = next_tokens(harmony_of(harmony_settings(config)), turn_tokens)
     dtype = getattr(torch, config.dtype)
     tensors = policy_weights(config.model, following, dtype, device, config.seed)
+    if config.parallel.base == "mxfp4":
+        tensors = ((name, rounded_to_mxfp4(name, tensor)) for name, tensor in tensors)
     on_host = ((name, tensor.cpu()) for name, tensor in tensors)
     write_hf_directory(config.initial_weights, config.model, on_host)
 

@@ -1,47 +1,51 @@
-"""Adapters out of a checkpoint, into PEFT's format, and into a running model."""
+"""Adapters between checkpoints, PEFT's format and a running model."""
 
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
+from converters.adapter_base import directory_digest
+from converters.bits import same_bits
 from converters.errors import ConversionError
+from converters.hf_directory import HfDirectory
 from converters.megatron_checkpoint import read_model_config
 from converters.names import Shape
-from converters.new_directory import new_directory
-from converters.peft_format import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    AdapterMapping,
-    PeftDirectory,
-    adapter_mappings,
-    peft_config,
-)
+from converters.new_directory import final_name, new_directory
+from converters.peft_format import WEIGHTS_FILE, AdapterMapping, PeftDirectory, adapter_mappings
+from converters.peft_settings import CONFIG_FILE, peft_config
+from converters.pipeline import Progress
 from converters.safetensors_files import SafetensorsWriter
-from converters.torch_dist_files import TorchDistReader
+from converters.torch_dist import DTYPES, Precision
+from converters.torch_dist_files import TorchDistReader, TorchDistWriter
+from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.layers.adapters import named_adapters
 
-_NAME = re.compile(r"decoder\.layers\.(\d+)\..*?(?:local_experts\.(\d+)\..*)?adapters\.(\w+)$")
+_NAME = re.compile(r"(?:decoder\.layers\.(\d+)\.)?.*?(?:local_experts\.(\d+)\..*)?adapters\.(\w+)$")
+"""Name of an adapter in a model: its layer and its expert, if it has any, and its kind."""
 
 
 class CheckpointAdapters:
     """The adapters of a trainer's checkpoint, put together over its ranks."""
 
-    def __init__(self, path: Path) -> None:
-        """Open ``path``. Raises ConversionError naming what is missing."""
+    def __init__(self, path: Path, unfinished: bool = False) -> None:
+        """Open ``path``; ``unfinished``: it has not got its name yet.
+
+        Raises:
+            ConversionError: naming what is missing.
+        """
         self.path = path
         self.model = read_model_config(path / MODEL_CONFIG_FILE)
-        content = _read_adapter_file(path / ADAPTER_FILE)
-        self.adapter = AdapterConfig.model_validate(content["settings"])
-        self.base: str = content["base"]
-        """Digest of the base."""
+        self.adapter, self.base = _read_adapter_file(path / ADAPTER_FILE)
+        """The settings, and the digest of the base."""
         self.mappings = list(adapter_mappings(self.model, self.adapter))
-        self._reader = TorchDistReader(path)
+        self._reader = TorchDistReader(path, unfinished)
 
     def read(self, mapping: AdapterMapping) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A [rank, in] and B [out, rank], of experts stacked."""
@@ -52,28 +56,62 @@ class CheckpointAdapters:
 
     def _read_factor(self, mapping: AdapterMapping, factor: str, shape: Shape) -> torch.Tensor:
         key = f"{mapping.checkpoint_key}.{factor}"
+        parts = [self._reader.get(key, index, shape) for index in mapping.checkpoint_indices]
         if mapping.experts is None:
-            return self._reader.get(key, (mapping.layer,), shape)
-
-        experts = range(mapping.experts)
-        return torch.stack([self._reader.get(key, (mapping.layer, i), shape) for i in experts])
+            return parts[0]
+        return torch.stack(parts)
 
 
-def _read_adapter_file(file: Path) -> dict[str, Any]:
+Adapters = CheckpointAdapters | PeftDirectory
+
+
+def _read_adapter_file(file: Path) -> tuple[AdapterConfig, str]:
+    """Read the settings of a checkpoint's adapters, and the digest of their base."""
     try:
-        content: dict[str, Any] = json.loads(file.read_text())
+        content = json.loads(file.read_text())
+        return AdapterConfig.model_validate(content["settings"]), content["base"]
     except FileNotFoundError:
         raise ConversionError(
-            f"{file}: missing; only checkpoints of runs that train adapters have it"
+            f"{file}: missing; only checkpoints of adapters have it, those of runs that train them "
+            "or imported ones"
         ) from None
-    return content
+    except (KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConversionError(f"{file}: damaged, or of another version ({reason})") from None
+
+
+def open_adapters(path: Path, base: HfDirectory) -> Adapters:
+    """Open adapters in PEFT's format or in a trainer's checkpoint, and check them against a base.
+
+    Whether a checkpoint's were trained on the values of ``base``, only its digest says.
+
+    Raises:
+        ConversionError: naming the file, setting or tensor that does not fit.
+    """
+    if not (path / MODEL_CONFIG_FILE).exists():
+        peft = PeftDirectory(path, base.config)
+        peft.check_base_copies(base.get)
+        return peft
+
+    adapters = CheckpointAdapters(path)
+    theirs = adapters.model.model_dump()
+    for key, value in base.config.model_dump().items():
+        # initializer_std says nothing about weights that exist
+        if theirs[key] != value and key != "initializer_std":
+            raise ConversionError(
+                f"{path}: holds adapters of another model, whose {key} is {theirs[key]}, not {value}"
+            )
+    return adapters
+
+
+# -- export ------------------------------------------------------------------------------------
 
 
 def export_adapter(checkpoint: Path, peft_dir: Path, base: str | None = None) -> None:
     """Write the adapters of a trainer's checkpoint in PEFT's format, and read them back.
 
     Args:
-        checkpoint: a step of a run that trains adapters.
+        checkpoint: a step of a run that trains adapters, or imported ones.
         peft_dir: the directory to write; it appears in one move at the end.
         base: Hugging Face name or directory of the base, for ``adapter_config.json``.
 
@@ -94,71 +132,118 @@ def export_adapter(checkpoint: Path, peft_dir: Path, base: str | None = None) ->
             for name, factor in zip(mapping.names, factors, strict=True):
                 writer.add(name, factor)
         writer.close()
-        _check_written(partial, source)
+        _check_written(PeftDirectory(partial, source.model), source)
 
 
-def _check_written(path: Path, source: CheckpointAdapters) -> None:
-    """Compare every tensor that was written with its source."""
-    written = PeftDirectory(path, source.model)
-    for mapping in written.mappings:
+def _check_written(written: Adapters, source: Adapters) -> None:
+    """Compare every tensor of an unfinished directory with its source."""
+    for mapping in source.mappings:
         pairs = zip(written.read(mapping), source.read(mapping), strict=True)
-        if not all(torch.equal(found, expected) for found, expected in pairs):
+        if not all(same_bits(found, expected) for found, expected in pairs):
             raise ConversionError(
-                f"{path}: {mapping.names[0]} does not come back as it was written; the disk or the "
-                "memory is damaged"
+                f"{final_name(written.path)}: {mapping.names[0]} does not come back as it was "
+                "written; nothing was kept. Check memory and disk of this machine"
             )
 
 
-def open_adapters(path: Path, model: ModelConfig) -> PeftDirectory | CheckpointAdapters:
-    """Open adapters of ``model`` in PEFT's format or in a trainer's checkpoint.
+# -- import ------------------------------------------------------------------------------------
+
+
+def import_adapter(
+    peft_dir: Path,
+    checkpoint: Path,
+    base: Path,
+    dtype: Precision = "bf16",
+    progress: Progress | None = None,
+) -> None:
+    """Write an adapter in PEFT's format as a checkpoint of adapters, and read it back.
+
+    Tensors keep their dtypes; a trainer rounds them to its own. PEFT's format does not say on which
+    weights an adapter was trained: the checkpoint will say that it was on those of ``base``.
+
+    Args:
+        peft_dir: the adapter.
+        checkpoint: the directory to write; it appears in one move at the end.
+        base: Hugging Face directory of the model that the adapter changes.
+        dtype: in which a trainer will hold the base.
+        progress: told how much of the base was read.
 
     Raises:
-        ConversionError: naming the file, setting or tensor that does not fit.
+        ConversionError: naming the file, setting or tensor that does not fit, before the base's
+            weights are read.
     """
-    if not (path / MODEL_CONFIG_FILE).exists():
-        return PeftDirectory(path, model)
+    source = HfDirectory(base)
+    adapters = PeftDirectory(peft_dir, source.config)
 
-    adapters = CheckpointAdapters(path)
-    theirs = adapters.model.model_dump()
-    for key, value in model.model_dump().items():
-        # initializer_std says nothing about weights that exist
-        if theirs[key] != value and key != "initializer_std":
-            raise ConversionError(
-                f"{path}: holds adapters of another model, whose {key} is {theirs[key]}, not {value}"
-            )
-    return adapters
+    with new_directory(checkpoint) as partial:
+        adapters.check_base_copies(source.get)
+        with TorchDistWriter(partial) as writer:
+            for mapping in adapters.mappings:
+                _write_factors(writer, source.config, mapping, *adapters.read(mapping))
+            state = {"checkpoint_version": 3.0, "iteration": 0}
+            writer.add_object("common_state", (1,), (0,), state)
+
+        content = {
+            "base": directory_digest(source, DTYPES[dtype], progress),
+            "settings": adapters.adapter.model_dump(mode="json"),
+        }
+        (partial / ADAPTER_FILE).write_text(json.dumps(content, indent=1))
+        (partial / MODEL_CONFIG_FILE).write_text(source.config.model_dump_json(indent=1))
+        _check_written(CheckpointAdapters(partial, unfinished=True), adapters)
+
+
+def _write_factors(
+    writer: TorchDistWriter,
+    model: ModelConfig,
+    mapping: AdapterMapping,
+    a: torch.Tensor,
+    b: torch.Tensor,
+) -> None:
+    """Append A and B, of experts one by one, as a trainer's checkpoint has them."""
+    stacked = (model.num_layers, model.num_experts)
+    for name, factor in (("a", a), ("b", b)):
+        parts = [factor] if mapping.experts is None else list(factor)
+        for index, part in zip(mapping.checkpoint_indices, parts, strict=True):
+            key = f"{mapping.checkpoint_key}.{name}"
+            writer.add_tensor(key, stacked[: len(index)], index, part)
+
+
+# -- a running model ---------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def load_adapter(
-    model: torch.nn.Module, config: ModelConfig, source: PeftDirectory | CheckpointAdapters
-) -> None:
-    """Fill this rank's adapters of ``model`` in place. Not collective.
+def load_adapter(model: torch.nn.Module, config: ModelConfig, source: Adapters) -> None:
+    """Fill this rank's adapters of ``model`` in place. Collective.
 
     Args:
-        model: of any parallel layout, built with ``source.adapter``.
+        model: of any parallel layout, built with ``source.adapter``, its base loaded.
         config: of the model.
         source: the adapter.
 
     Raises:
-        ConversionError: when model and adapter differ in a setting.
+        ConversionError: when model and adapter differ in a setting, or the adapter is a
+            checkpoint's and was trained on another base.
     """
-    chunk: Any = model[0] if isinstance(model, torch.nn.ModuleList) else model
-    _check_same_settings(chunk.config.adapter, source, config)
+    _check_same_settings(model, source, config)
+    if isinstance(source, CheckpointAdapters):
+        digest = base_digest(model)
+        if source.base != digest:
+            raise ConversionError(
+                f"{source.path}: was trained on another base than that of the model, or in another "
+                f"dtype: its base's digest is {source.base}, not {digest}"
+            )
 
     mappings = {(mapping.layer, mapping.kind): mapping for mapping in source.mappings}
     group = parallel_state.get_tensor_model_parallel_group()
-    last: tuple[AdapterMapping, tuple[torch.Tensor, torch.Tensor]] | None = None
+    # The experts of a layer share one mapping per matrix.
+    read = lru_cache(maxsize=2)(source.read)
     for name, adapter in named_adapters(model):
         match = _NAME.fullmatch(name)
         assert match is not None, name
         layer, expert, kind = match.groups()
-        mapping = mappings[int(layer), kind]
+        factors = read(mappings[None if layer is None else int(layer), kind])
 
-        # Experts share two tensors, which are read once.
-        if last is None or last[0] != mapping:
-            last = (mapping, source.read(mapping))
-        for factor, full in zip("ab", last[1], strict=True):
+        for factor, full in zip("ab", factors, strict=True):
             if expert is not None:
                 full = full[int(expert)]
             dim = adapter.tensor_parallel_dims.get(factor)
@@ -167,22 +252,14 @@ def load_adapter(
             getattr(adapter, factor).copy_(full)
 
 
-def _check_same_settings(
-    adapter: AdapterConfig | None,
-    source: PeftDirectory | CheckpointAdapters,
-    config: ModelConfig,
-) -> None:
-    if adapter is None:
+def _check_same_settings(model: torch.nn.Module, source: Adapters, config: ModelConfig) -> None:
+    chunk: Any = model[0] if isinstance(model, torch.nn.ModuleList) else model
+    if chunk.config.adapter is None:
         raise ConversionError(f"{source.path}: the model was built without adapters")
 
-    settings = {
-        "rank": (adapter.rank, source.adapter.rank),
-        "alpha": (adapter.alpha, source.adapter.alpha),
-        "expert_rank": (adapter.rank_of_experts(config), source.adapter.rank_of_experts(config)),
-        "targets": (sorted(adapter.targets), sorted(source.adapter.targets)),
-    }
-    for key, (own, theirs) in settings.items():
-        if own != theirs:
-            raise ConversionError(
-                f"{source.path}: adapter.{key} of the model is {own}, and of this adapter {theirs}"
-            )
+    difference = chunk.config.adapter.difference(source.adapter, config)
+    if difference is not None:
+        key, own, theirs = difference
+        raise ConversionError(
+            f"{source.path}: {key} of the model is {own}, and of this adapter {theirs}"
+        )

@@ -23,6 +23,8 @@ from converters.names import (
     parameter_mappings,
     stack_experts,
 )
+from megatron_gptoss.checkpoint.base_digest import local_digest
+from megatron_gptoss.checkpoint.state import has_adapters
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.model import chunks_of
 from megatron_gptoss.weights import Weight, named_weights
@@ -71,6 +73,10 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
             weight.load(local)
         except ValueError as error:
             raise ConversionError(f"parameter {mapping.name}: {error}") from None
+
+    # Checkpoints of adapters say which base they change. It is read now, and not in the first save.
+    if has_adapters(model):
+        local_digest(model)
 
 
 def _get_tensors(

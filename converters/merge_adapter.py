@@ -8,22 +8,36 @@ from pathlib import Path
 
 import torch
 
-from converters.adapter_checkpoint import CheckpointAdapters, open_adapters
+from converters.adapter_base import parameter_digest, read_base
+from converters.adapter_checkpoint import Adapters, CheckpointAdapters, open_adapters
+from converters.bits import same_bits
 from converters.errors import ConversionError
-from converters.hf_directory import HfDirectory, tokenizer_and_generation, write_hf_directory
+from converters.hf_directory import (
+    HfDirectory,
+    tokenizer_and_generation,
+    write_hf_directory,
+    written_shapes,
+)
+from converters.hf_layouts import is_expert_matrix
+from converters.mxfp4_definition import defined_values, nearest, some_rows
+from converters.mxfp4_export import quantize
 from converters.names import NamedParts, ParameterMapping, parameter_mappings, stack_experts
-from converters.peft_format import PeftDirectory
+from converters.new_directory import final_name
 from converters.pipeline import Progress, ordered_map
-from converters.torch_dist import DTYPES, Precision
-from megatron_gptoss.checkpoint.base_digest import as_digits, digest_of_values
-from megatron_gptoss.layers.merge import merge
+from converters.reports import MergeLoss, MergeReport
+from converters.torch_dist import DTYPES, ExportFormat
+from gptoss_kernels import mxfp4
+from megatron_gptoss.checkpoint.base_digest import as_digits
+from megatron_gptoss.layers.merge import merge_in_pieces
 
 KINDS = {
+    "embedding.word_embeddings.weight": ("embedding",),
     "self_attention.linear_qkv.weight": ("q", "k", "v"),
     "self_attention.linear_proj.weight": ("o",),
     "mlp.router.weight": ("router",),
     "linear_fc1.weight": ("gate_up",),
     "linear_fc2.weight": ("down",),
+    "output_layer.weight": ("head",),
 }
 """The adapters that may change a parameter, by the end of its Megatron name."""
 
@@ -32,81 +46,108 @@ def merge_adapter(
     hf_dir: Path,
     adapter_dir: Path,
     merged_dir: Path,
-    dtype: Precision = "bf16",
+    dtype: ExportFormat = "bf16",
     progress: Progress | None = None,
     check_progress: Progress | None = None,
-) -> None:
+) -> MergeReport:
     """Write a Hugging Face model whose weights are merged with an adapter, and read it back.
 
     Args:
-        hf_dir: the base; experts may be in MXFP4, and are not afterwards.
+        hf_dir: the base; experts may be in MXFP4.
         adapter_dir: a checkpoint of a trainer, or an adapter in PEFT's format.
         merged_dir: the directory to write; it appears in one move at the end.
-        dtype: of the result, and of the base before it is merged: that of the training.
+        dtype: of the result, and of the base before it is merged: that of the training. To "mxfp4",
+            weights are merged in bf16 and the experts' then quantized, which loses something.
         progress: told how far writing is.
         check_progress: told how far reading back is.
+
+    Returns:
+        What was lost, if anything is.
 
     Raises:
         ConversionError: naming the file, key or tensor, also when the checkpoint was trained on
             another base. An adapter in PEFT's format does not say on which it was.
     """
     source = HfDirectory(hf_dir)
-    merger = _Merger(source, open_adapters(adapter_dir, source.config), DTYPES[dtype])
+    quantized = dtype == "mxfp4"
+    # Refuses widths that do not fit MXFP4, before anything is written.
+    written_shapes(source.config, quantized)
+    merger = _Merger(
+        source,
+        open_adapters(adapter_dir, source),
+        torch.bfloat16 if quantized else DTYPES[dtype],
+        quantized,
+    )
     tokenizer_files, generation_config = tokenizer_and_generation(hf_dir)
+
+    report = MergeReport()
 
     def check(partial: Path) -> None:
         merger.check_base()
-        merger.read_back(partial, check_progress)
+        merger.read_back(partial, report, check_progress)
 
-    with contextlib.closing(merger.parts(progress)) as parts:
+    with contextlib.closing(merger.parts(report, progress)) as parts:
         write_hf_directory(
             merged_dir,
             source.config,
             stack_experts(source.config, parts),
             tokenizer_files=tokenizer_files,
             generation_config=generation_config,
+            quantized=quantized,
             check=check,
         )
+    return report
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """An expert's merged matrix in MXFP4."""
+
+    parts: dict[str, torch.Tensor]
+    """Blocks and scales, by the name under which they are stored."""
+    loss: MergeLoss
+    exact: torch.Tensor
+    """``some_rows`` of what was quantized, bf16 [rows, in]."""
 
 
 @dataclass(frozen=True)
 class _Merged:
     """What became of one parameter."""
 
+    mapping: ParameterMapping
     parts: dict[str, torch.Tensor]
-    """Merged, by Hugging Face name."""
+    """Merged, by the name under which they are stored."""
     digest: torch.Tensor
     """Of its base."""
+    quantized: _Quantized | None
+    """Of an expert's matrix, when the result is MXFP4."""
 
 
 class _Merger:
     """Merges the parameters of a model one by one, on all cores."""
 
     def __init__(
-        self,
-        source: HfDirectory,
-        adapters: PeftDirectory | CheckpointAdapters,
-        dtype: torch.dtype,
+        self, source: HfDirectory, adapters: Adapters, dtype: torch.dtype, quantized: bool
     ) -> None:
         self._source = source
         self._adapters = adapters
         self._dtype = dtype
+        self._is_quantized = quantized
         self._table = list(parameter_mappings(source.config).values())
         self._mappings = {(mapping.layer, mapping.kind): mapping for mapping in adapters.mappings}
         self._digest = torch.zeros((), dtype=torch.int64)
         # The experts of a layer share two tensors; threads work on neighbouring parameters.
         self._read = lru_cache(maxsize=8)(adapters.read)
 
-    def parts(self, progress: Progress | None) -> Generator[NamedParts, None, None]:
-        """Yield every parameter's merged parts, in the order of the table."""
+    def parts(
+        self, report: MergeReport, progress: Progress | None
+    ) -> Generator[NamedParts, None, None]:
+        """Yield every parameter's parts, in the order of the table; losses go to ``report``."""
         self._digest.zero_()
-        results = ordered_map(
-            self._merge, self._table, size=lambda mapping: mapping.bf16_bytes, progress=progress
-        )
-        with contextlib.closing(results):
-            for mapping, merged in zip(self._table, results, strict=True):
+        with contextlib.closing(self._results(report, progress)) as results:
+            for merged in results:
                 self._digest += merged.digest
-                yield mapping, merged.parts
+                yield merged.mapping, merged.parts
 
     def check_base(self) -> None:
         """Raise ConversionError if the adapters were trained on another base."""
@@ -120,23 +161,57 @@ class _Merger:
                 f"not {digest}"
             )
 
-    def read_back(self, directory: Path, progress: Progress | None) -> None:
-        """Compare the unfinished ``directory`` with what is merged a second time."""
-        written = HfDirectory(directory, unfinished=True)
-        with contextlib.closing(self.parts(progress)) as parts:
-            for mapping, expected in parts:
-                for name, part in expected.items():
-                    if not torch.equal(written.get(name, mapping.expert), part):
+    def read_back(self, partial: Path, report: MergeReport, progress: Progress | None) -> None:
+        """Compare the unfinished directory, and what was reported, with a second computation."""
+        written = HfDirectory(partial, unfinished=True)
+        again = MergeReport()
+        with contextlib.closing(self._results(again, progress)) as results:
+            for merged in results:
+                found = self._read_written(written, merged)
+                for (name, part), found_part in zip(merged.parts.items(), found, strict=True):
+                    if not same_bits(found_part, part.contiguous()):
                         raise ConversionError(
-                            f"{directory}: tensor {name} does not come back as it was written; the "
-                            "disk or the memory is damaged"
+                            f"{final_name(partial)}: tensor {name} does not come back as it was "
+                            "written; nothing was kept. Check memory and disk of this machine"
                         )
+                if merged.quantized is not None:
+                    _check_by_definition(final_name(partial), merged.mapping, merged.quantized)
+
+        # The report is all that a user sees of the loss.
+        if again != report:
+            raise ConversionError(
+                f"{final_name(partial)}: the loss by quantization was computed twice, with different "
+                "results; nothing was kept. Check memory of this machine"
+            )
+
+    def _read_written(self, written: HfDirectory, merged: _Merged) -> list[torch.Tensor]:
+        """Read what became of one parameter, in the order of ``merged.parts``."""
+        mapping = merged.mapping
+        if merged.quantized is None:
+            return [written.get(name, mapping.expert) for name in mapping.hf_names]
+
+        packed = written.read_mxfp4(mapping.hf_names[0], mapping.expert)
+        # HfDirectory refuses a directory that does not hold what its config.json says
+        assert packed is not None
+        return list(packed)
+
+    def _results(
+        self, report: MergeReport, progress: Progress | None
+    ) -> Generator[_Merged, None, None]:
+        results = ordered_map(
+            self._merge, self._table, size=lambda mapping: mapping.bf16_bytes, progress=progress
+        )
+        with contextlib.closing(results):
+            for merged in results:
+                layer = merged.mapping.layer
+                if merged.quantized is not None and layer is not None:
+                    report.add(layer, merged.mapping.hf_names[0], merged.quantized.loss)
+                yield merged
 
     def _merge(self, mapping: ParameterMapping) -> _Merged:
-        parts = [self._load(mapping, name) for name in mapping.hf_names]
+        parts = read_base(self._source, mapping, self._dtype)
         base = mapping.to_megatron(*parts)
-        layer = 0 if mapping.layer is None else mapping.layer + 1
-        digest = digest_of_values(base, layer)
+        digest = parameter_digest(mapping, base)
 
         kinds = self._kinds(mapping)
         if len(kinds) > 1:
@@ -150,15 +225,13 @@ class _Merger:
         else:
             merged = parts
 
-        converted = [part.to(self._dtype).contiguous() for part in merged]
-        return _Merged(dict(zip(mapping.hf_names, converted, strict=True)), digest)
+        if self._is_quantized and is_expert_matrix(mapping.hf_names[0]):
+            quantized = self._quantize(mapping, parts[0], merged[0])
+            return _Merged(mapping, quantized.parts, digest, quantized)
 
-    def _load(self, mapping: ParameterMapping, name: str) -> torch.Tensor:
-        """Read a tensor, or an expert's slice, in the dtype in which a trainer holds it."""
-        dtype = self._dtype
-        if mapping.name.endswith(".router.bias"):
-            dtype = torch.promote_types(dtype, torch.float32)
-        return self._source.get(name, mapping.expert).to(dtype)
+        converted = [part.to(self._dtype).contiguous() for part in merged]
+        named_parts = dict(zip(mapping.hf_names, converted, strict=True))
+        return _Merged(mapping, named_parts, digest, quantized=None)
 
     def _kinds(self, mapping: ParameterMapping) -> tuple[str, ...]:
         for ending, kinds in KINDS.items():
@@ -170,7 +243,6 @@ class _Merger:
         self, mapping: ParameterMapping, kind: str, weight: torch.Tensor
     ) -> torch.Tensor:
         """Merge ``weight`` [out, in] with the adapter of this kind, if there is one."""
-        assert mapping.layer is not None
         adapter = self._mappings.get((mapping.layer, kind))
         if adapter is None:
             return weight
@@ -179,4 +251,42 @@ class _Merger:
         if mapping.expert is not None:
             a = a[mapping.expert]
             b = b[mapping.expert]
-        return merge(weight, a, b, self._adapters.adapter.alpha / adapter.rank)
+        return merge_in_pieces(weight, a, b, self._adapters.adapter.alpha / adapter.rank)
+
+    def _quantize(
+        self, mapping: ParameterMapping, base: torch.Tensor, merged: torch.Tensor
+    ) -> _Quantized:
+        """Quantize an expert's matrix ``merged``, like ``base`` bf16 [in, out]."""
+        assert mapping.expert is not None
+        # What no adapter changed keeps the base's bytes, where the base is MXFP4.
+        parts, _ = quantize(mapping.hf_names[0], mapping.expert, merged, self._source)
+        blocks, scales = parts.values()
+
+        exact = merged.mT.float()
+        error = mxfp4.dequantize(blocks, scales).float() - exact
+        update = exact - base.mT.float()
+        loss = MergeLoss(
+            values=error.numel(),
+            changed=int(error.count_nonzero()),
+            squared_error=float(error.square().sum()),
+            squared=float(exact.square().sum()),
+            squared_update=float(update.square().sum()),
+        )
+        return _Quantized(parts, loss, some_rows(merged.mT))
+
+
+def _check_by_definition(directory: Path, mapping: ParameterMapping, quantized: _Quantized) -> None:
+    """Compare some rows with the numbers that MXFP4's definition gives.
+
+    The codec compared with itself is right whenever it errs the same way twice.
+
+    Raises:
+        ConversionError: naming tensor and expert.
+    """
+    blocks, scales = (some_rows(tensor) for tensor in quantized.parts.values())
+    if not nearest(defined_values(blocks, scales), quantized.exact, scales):
+        raise ConversionError(
+            f"{directory}: the MXFP4 blocks of {mapping.hf_names[0]}, expert {mapping.expert}, do "
+            "not stand for the numbers nearest to the merged ones: the codec of this machine is "
+            "wrong; nothing was kept"
+        )

@@ -7,6 +7,8 @@ from converters.hf_layouts import BLOCK
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats
 1.0, table 5)."""
+ROWS_BY_DEFINITION = 4
+"""Rows of each expert matrix that are also computed without the codec."""
 
 
 def defined_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -23,6 +25,12 @@ def defined_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float64)[codes & 7]
     signs = 1.0 - 2.0 * (codes >> 3)
     return (signs * magnitudes * _powers(scales)).float().flatten(-2)
+
+
+def some_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the first and the last row and two between: as many as this slow way is for."""
+    rows = torch.linspace(0, len(matrix) - 1, ROWS_BY_DEFINITION).long()
+    return matrix[rows]
 
 
 def nearest(values: torch.Tensor, exact: torch.Tensor, scales: torch.Tensor) -> bool:

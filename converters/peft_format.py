@@ -1,7 +1,9 @@
-"""Adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Adapters in PEFT's format: the tensors of ``adapter_model.safetensors``.
 
-Attention's projections are PEFT's ``target_modules``, one pair of A [rank, in] and B [out, rank]
-each. The matrices of a layer's experts, one Hugging Face tensor for all experts, are
+Attention's projections, the embedding and the output layer are PEFT's ``target_modules``, one pair
+of A [rank, in] and B [out, rank] each. PEFT takes the embedding the other way round, as a product
+of one-hot tokens with it: its A [rank, vocab_size] is our B transposed, its B [hidden_size, rank]
+our A. The matrices of a layer's experts, one Hugging Face tensor for all experts, are
 ``target_parameters`` (peft 0.18 and later), whose adapters lie in two matrices:
 
     lora_A [experts * rank, in]     expert-major: A of expert 0, A of expert 1, ...
@@ -11,66 +13,60 @@ Read the other way round, either has the right shape and is wrong. Rows of B of 
 projection alternate between gate and up, as the tensor's channels do.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from converters.bits import same_bits
 from converters.errors import ConversionError
 from converters.names import Shape, interleave_gate_up, separate_gate_up
+from converters.peft_settings import CONFIG_FILE, EXPERTS, TARGETS, read_settings
 from converters.safetensors_files import SafetensorsFile
-from megatron_gptoss.config import AdapterConfig, AdapterTarget, ModelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model.model.layers"
+PREFIX = "base_model.model."
 
-# The parameter that is wrapped first lies deeper: PEFT takes them in the order of the module.
-_PEFT_MODULES = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "router": "mlp.router",
-    "gate_up": "mlp.experts.base_layer",
-    "down": "mlp.experts",
+_PEFT_MODULES = TARGETS | {
+    "router": "model.layers.{layer}.mlp.router",
+    # The parameter that is wrapped first lies deeper: PEFT takes them in the order of the module.
+    "gate_up": "model.layers.{layer}.mlp.experts.base_layer",
+    "down": "model.layers.{layer}.mlp.experts",
 }
-_PARAMETERS = {
-    "router": "mlp.router.weight",
-    "gate_up": "mlp.experts.gate_up_proj",
-    "down": "mlp.experts.down_proj",
-}
-"""Those of them that PEFT adapts as parameters, by the parameter's name."""
+"""What holds the factors of each kind of adapter."""
 _MEGATRON_MODULES = {
-    "q": "self_attention.linear_qkv",
-    "k": "self_attention.linear_qkv",
-    "v": "self_attention.linear_qkv",
-    "o": "self_attention.linear_proj",
-    "router": "mlp.router",
-    "gate_up": "mlp.experts.experts.linear_fc1",
-    "down": "mlp.experts.experts.linear_fc2",
+    "embedding": "embedding.word_embeddings",
+    "q": "decoder.layers.self_attention.linear_qkv",
+    "k": "decoder.layers.self_attention.linear_qkv",
+    "v": "decoder.layers.self_attention.linear_qkv",
+    "o": "decoder.layers.self_attention.linear_proj",
+    "router": "decoder.layers.mlp.router",
+    "gate_up": "decoder.layers.mlp.experts.experts.linear_fc1",
+    "down": "decoder.layers.mlp.experts.experts.linear_fc2",
+    "head": "output_layer",
 }
 """In the keys of torch_dist checkpoints, which stack layers, and experts along a second axis."""
-_FORBIDDEN = {
-    "bias": ("none", "biases are frozen"),
-    "use_rslora": (False, "the scale is alpha / rank"),
-    "use_dora": (False, "adapters are plain LoRA"),
-    "modules_to_save": (None, "only adapters are trained"),
-    "alpha_pattern": ({}, "all adapters have one alpha"),
+_BASE_COPIES = {
+    f"{PREFIX}{module}{inner}.weight": f"{module}.weight"
+    for module in ("model.embed_tokens", "lm_head")
+    for inner in ("", ".base_layer")
 }
-"""Settings of PEFT with the one value that we have, and why."""
+"""What PEFT saves of the base beside adapters of embedding or output layer, by its name there."""
+_LAYER = re.compile(re.escape(f"{PREFIX}model.layers.") + r"(\d+)\.")
 
 
 @dataclass(frozen=True)
 class AdapterMapping:
-    """One adapter of one layer, or those of all its experts together."""
+    """One adapter of the model, or those of all experts of a layer together."""
 
-    layer: int
     kind: str
-    """q, k, v, o, router, gate_up or down."""
+    """embedding, q, k, v, o, router, gate_up, down or head."""
+    layer: int | None
+    """None outside the layers."""
     shape: Shape
     """[out, in] of the weight that it changes, of one expert."""
     rank: int
@@ -80,13 +76,22 @@ class AdapterMapping:
     @property
     def checkpoint_key(self) -> str:
         """Return the key of a torch_dist checkpoint without the factor's name, a or b."""
-        return f"decoder.layers.{_MEGATRON_MODULES[self.kind]}.adapters.{self.kind}"
+        return f"{_MEGATRON_MODULES[self.kind]}.adapters.{self.kind}"
+
+    @property
+    def checkpoint_indices(self) -> list[Shape]:
+        """Return where the checkpoint's tensors have it: (), (layer,), or (layer, expert) of each
+        expert."""
+        if self.layer is None:
+            return [()]
+        if self.experts is None:
+            return [(self.layer,)]
+        return [(self.layer, expert) for expert in range(self.experts)]
 
     @property
     def names(self) -> tuple[str, str]:
         """Return PEFT's names of A and B."""
-        module = f"{PREFIX}.{self.layer}.{_PEFT_MODULES[self.kind]}"
-        return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+        return _peft_names(self.kind, self.layer)
 
     @property
     def factor_shapes(self) -> tuple[Shape, Shape]:
@@ -98,11 +103,16 @@ class AdapterMapping:
     def peft_shapes(self) -> tuple[Shape, Shape]:
         """Return PEFT's shapes of A and B."""
         rows, columns = self.shape
+        if self.kind == "embedding":
+            return (self.rank, rows), (columns, self.rank)
+
         width = self.rank * (self.experts or 1)
         return (width, columns), (rows, width)
 
     def to_peft(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring A [rank, in] and B [out, rank], or of experts stacks of them, into PEFT's layout."""
+        if self.kind == "embedding":
+            return b.T.contiguous(), a.T.contiguous()
         if self.experts is None:
             return a, b
         if self.kind == "gate_up":
@@ -113,6 +123,8 @@ class AdapterMapping:
 
     def from_peft(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Invert ``to_peft``."""
+        if self.kind == "embedding":
+            return b.T.contiguous(), a.T.contiguous()
         if self.experts is None:
             return a, b
 
@@ -124,9 +136,18 @@ class AdapterMapping:
         return a, b
 
 
+def _peft_names(kind: str, layer: int | None) -> tuple[str, str]:
+    """Return PEFT's names of A and B."""
+    module = PREFIX + _PEFT_MODULES[kind].format(layer=layer)
+    if kind == "embedding":
+        return f"{module}.lora_embedding_A", f"{module}.lora_embedding_B"
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
 def adapter_mappings(model: ModelConfig, adapter: AdapterConfig) -> Iterator[AdapterMapping]:
-    """Yield all adapters of a model, layer by layer."""
+    """Yield all adapters of a model, in the order of its weights."""
     hidden = model.hidden_size
+    vocabulary_shape = (model.vocab_size, hidden)
     attention_shapes = {
         "q": (model.query_size, hidden),
         "k": (model.key_size, hidden),
@@ -140,52 +161,20 @@ def adapter_mappings(model: ModelConfig, adapter: AdapterConfig) -> Iterator[Ada
     }
     expert_rank = adapter.rank_of_experts(model)
 
+    if "embedding" in adapter.targets:
+        yield AdapterMapping("embedding", None, vocabulary_shape, adapter.rank, experts=None)
     for layer in range(model.num_layers):
         for kind, shape in attention_shapes.items():
             if kind in adapter.targets:
-                yield AdapterMapping(layer, kind, shape, adapter.rank, experts=None)
+                yield AdapterMapping(kind, layer, shape, adapter.rank, experts=None)
         if "experts" in adapter.targets:
             for kind, shape in expert_shapes.items():
-                yield AdapterMapping(layer, kind, shape, expert_rank, model.num_experts)
+                yield AdapterMapping(kind, layer, shape, expert_rank, model.num_experts)
+    if "head" in adapter.targets:
+        yield AdapterMapping("head", None, vocabulary_shape, adapter.rank, experts=None)
 
 
-def peft_config(model: ModelConfig, adapter: AdapterConfig, base: str | None) -> dict[str, Any]:
-    """Return the content of ``adapter_config.json``.
-
-    Args:
-        model: the base's architecture.
-        adapter: the settings.
-        base: the Hugging Face name or directory of the base, for whoever loads the adapter.
-    """
-    modules = [f"{target}_proj" for target in ("q", "k", "v", "o") if target in adapter.targets]
-    parameters = []
-    rank_pattern = {}
-    if "experts" in adapter.targets:
-        parameters += [_PARAMETERS["gate_up"], _PARAMETERS["down"]]
-        if adapter.rank_of_experts(model) != adapter.rank:
-            rank_pattern = dict.fromkeys(parameters, adapter.rank_of_experts(model))
-    if "router" in adapter.targets:
-        parameters.append(_PARAMETERS["router"])
-
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "target_modules": modules or None,
-        "target_parameters": parameters or None,
-        "rank_pattern": rank_pattern,
-        "alpha_pattern": {},
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "use_rslora": False,
-        "use_dora": False,
-        "modules_to_save": None,
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
+# -- a directory -------------------------------------------------------------------------------
 
 
 class PeftDirectory:
@@ -198,9 +187,14 @@ class PeftDirectory:
             ConversionError: naming the file, the setting or the tensor that does not fit.
         """
         self.path = path
-        settings = _read_settings(path / CONFIG_FILE)
-        self._weights = SafetensorsFile(path / WEIGHTS_FILE)
-        self.adapter = self._adapter_config(settings, model)
+        self._model = model
+        self._file = path / WEIGHTS_FILE
+        self._settings = read_settings(path / CONFIG_FILE)
+        if not self._file.exists():
+            raise ConversionError(f"{self._file}: missing; only safetensors can be read")
+
+        self._weights = SafetensorsFile(self._file)
+        self.adapter = self._adapter_config()
         self.mappings = list(adapter_mappings(model, self.adapter))
         self._check_tensors()
 
@@ -209,81 +203,108 @@ class PeftDirectory:
         name_a, name_b = mapping.names
         return mapping.from_peft(self._weights.read(name_a), self._weights.read(name_b))
 
-    def _adapter_config(self, settings: Mapping[str, Any], model: ModelConfig) -> AdapterConfig:
-        """Make our settings of PEFT's; which targets there are, the tensors say."""
-        file = self.path / CONFIG_FILE
-        for key, (value, reason) in _FORBIDDEN.items():
-            if settings.get(key, value) not in (value, None):
+    def check_base_copies(self, get_tensor: Callable[[str], torch.Tensor]) -> None:
+        """Check that what PEFT saved of the base is what the base has.
+
+        Args:
+            get_tensor: returns the base's tensor of a Hugging Face name.
+
+        Raises:
+            ConversionError: naming the tensor, which was trained, or is of another base.
+        """
+        for name, hf_name in _BASE_COPIES.items():
+            if name not in self._weights.entries:
+                continue
+            saved = self._weights.read(name)
+            if not same_bits(saved, get_tensor(hf_name).to(saved.dtype)):
                 raise ConversionError(
-                    f"{file}: {key} is {settings[key]!r}, and only {value!r} can be read: {reason}"
+                    f"{self._file}: tensor {name} is not the base's {hf_name}: the adapter is of "
+                    "another base, or was trained together with this weight"
                 )
 
-        ranks: dict[AdapterTarget, int] = {}
-        for kind, rank in self._ranks(model).items():
-            target: Any = "experts" if kind in ("gate_up", "down") else kind
-            ranks.setdefault(target, rank)
-            if ranks[target] != rank:
-                raise ConversionError(f"{self.path}: gate_up_proj and down_proj differ in rank")
-        if not ranks:
-            raise ConversionError(f"{self.path / WEIGHTS_FILE}: holds no adapter of GPT-OSS")
-
-        others = {rank for target, rank in ranks.items() if target != "experts"}
-        if len(others) > 1:
+    def _adapter_config(self) -> AdapterConfig:
+        """Make our settings of PEFT's."""
+        kinds = self._kinds()
+        ranks = {kind: self._settings.rank_of(kind) for kind in kinds}
+        other_ranks = {rank for kind, rank in ranks.items() if kind not in EXPERTS}
+        expert_ranks = {rank for kind, rank in ranks.items() if kind in EXPERTS}
+        file = self._settings.file
+        if len(expert_ranks) > 1:
+            raise ConversionError(f"{file}: gate_up_proj and down_proj differ in rank")
+        if len(other_ranks) > 1:
             raise ConversionError(
-                f"{self.path}: attention's adapters have ranks {sorted(others)}; only one rank for "
-                "all, and another one for experts, can be read"
+                f"{file}: adapters that are not of experts have ranks {sorted(other_ranks)}; only "
+                "one rank for all, and another one for experts, can be read"
             )
-        expert_rank = ranks.get("experts")
-        return AdapterConfig(
-            rank=others.pop() if others else settings["r"],
-            alpha=settings["lora_alpha"],
-            expert_rank=expert_rank,
-            targets=tuple(ranks),
-        )
 
-    def _ranks(self, model: ModelConfig) -> dict[str, int]:
-        """Return the rank of each kind of adapter that the first layer has."""
-        ranks = {}
-        for kind, module in _PEFT_MODULES.items():
-            entry = self._weights.entries.get(f"{PREFIX}.0.{module}.lora_A.weight")
-            if entry is not None:
-                experts = model.num_experts if kind in ("gate_up", "down") else 1
-                ranks[kind] = entry.shape[0] // experts
-        return ranks
+        targets: list[Any] = ["experts" if kind in EXPERTS else kind for kind in kinds]
+        config = AdapterConfig(
+            rank=other_ranks.pop() if other_ranks else self._settings.rank,
+            alpha=self._settings.alpha,
+            targets=tuple(dict.fromkeys(targets)),
+        )
+        # Null where that is the default, as in most configurations.
+        if expert_ranks and expert_ranks != {config.rank_of_experts(self._model)}:
+            config = config.model_copy(update={"expert_rank": expert_ranks.pop()})
+        try:
+            config.check_ranks(self._model)
+        except ValueError as error:
+            raise ConversionError(f"{file}: {error}") from None
+        return config
+
+    def _kinds(self) -> list[str]:
+        """Return the kinds of adapters that settings or tensors name.
+
+        Settings may have a regular expression in place of names, and tensors may be missing.
+        """
+        named = [kind for kind in _PEFT_MODULES if self._settings.names(kind)]
+        if len(set(named) & set(EXPERTS)) == 1:
+            raise ConversionError(
+                f"{self._settings.file}: target_parameters has one of the experts' two matrices, "
+                "gate_up_proj and down_proj; adapters of both or of none can be read"
+            )
+
+        kinds = [kind for kind in _PEFT_MODULES if kind in named or self._has_tensors(kind)]
+        if not kinds:
+            raise ConversionError(f"{self._file}: holds no adapter of GPT-OSS")
+        return kinds
+
+    def _has_tensors(self, kind: str) -> bool:
+        names: set[str] = set()
+        for layer in range(self._model.num_layers):
+            names.update(_peft_names(kind, layer))
+        return not names.isdisjoint(self._weights.entries)
 
     def _check_tensors(self) -> None:
-        """Compare names and shapes with those that the settings ask for."""
-        file = self.path / WEIGHTS_FILE
+        """Compare names, shapes and dtypes with those that the settings ask for."""
         expected: dict[str, Shape] = {}
         for mapping in self.mappings:
             expected.update(zip(mapping.names, mapping.peft_shapes, strict=True))
+        for name in expected:
+            if name not in self._weights.entries:
+                raise ConversionError(f"{self._file}: tensor {name} is missing")
 
-        for name, shape in expected.items():
-            entry = self._weights.entries.get(name)
-            if entry is None:
-                raise ConversionError(f"{file}: tensor {name} is missing")
-            if tuple(entry.shape) != shape:
-                raise ConversionError(
-                    f"{file}: tensor {name} has shape {list(entry.shape)}, expected {list(shape)}"
-                )
-        for name in self._weights.entries:
+        vocabulary_shape = (self._model.vocab_size, self._model.hidden_size)
+        expected |= dict.fromkeys(_BASE_COPIES, vocabulary_shape)
+        for name, entry in self._weights.entries.items():
             if name not in expected:
-                raise ConversionError(f"{file}: tensor {name} is no adapter that can be read")
+                raise ConversionError(
+                    f"{self._file}: tensor {name} is no adapter that can be read"
+                    f"{self._beyond_last_layer(name)}"
+                )
+            if tuple(entry.shape) != expected[name]:
+                raise ConversionError(
+                    f"{self._file}: tensor {name} has shape {list(entry.shape)}, expected "
+                    f"{list(expected[name])} with what {CONFIG_FILE} and the base say"
+                )
+            if entry.dtype_name not in ("BF16", "F16", "F32"):
+                raise ConversionError(
+                    f"{self._file}: tensor {name} has the unsupported dtype {entry.dtype_name}"
+                )
 
-
-def _read_settings(file: Path) -> dict[str, Any]:
-    try:
-        settings: dict[str, Any] = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ConversionError(f"{file}: missing; expected an adapter in PEFT's format") from None
-    except json.JSONDecodeError as error:
-        raise ConversionError(f"{file}: not valid JSON ({error})") from None
-
-    if settings.get("peft_type") != "LORA":
-        raise ConversionError(
-            f"{file}: peft_type is {settings.get('peft_type')!r}, expected 'LORA'"
-        )
-    for key in ("r", "lora_alpha"):
-        if key not in settings:
-            raise ConversionError(f"{file}: key {key} is missing")
-    return settings
+    def _beyond_last_layer(self, name: str) -> str:
+        """Say, for an error, that the base has no such layer; "" if it has."""
+        match = _LAYER.match(name)
+        if match is None or int(match[1]) < self._model.num_layers:
+            return ""
+        return f": the base has {self._model.num_layers} layers, so the adapter is of another model"

@@ -31,7 +31,7 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.hf_layouts import is_expert_matrix
 from converters.megatron_checkpoint import MegatronCheckpoint
-from converters.mxfp4_definition import defined_values, nearest
+from converters.mxfp4_definition import defined_values, nearest, some_rows
 from converters.mxfp4_export import quantize
 from converters.names import ParameterMapping, parameter_mappings
 from converters.new_directory import final_name
@@ -40,10 +40,6 @@ from converters.reports import Check, ExportReport, QuantizationLoss, ReadBack
 from converters.sample import Selection, remember_layer, select_parameters
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.durable_files import directory_syncing
-
-ROWS_BY_DEFINITION = 4
-"""Rows of each expert matrix that are also computed without the codec."""
-
 
 # -- imports -----------------------------------------------------------------------------------
 
@@ -123,8 +119,8 @@ class _ImportComparison:
         packed = self.source.read_mxfp4(name, expert)
         if packed is not None:
             blocks, scales = packed
-            defined = defined_values(_some_rows(blocks), _some_rows(scales))
-            where.require_same(name, _some_rows(part.mT), defined.to(part.dtype))
+            defined = defined_values(some_rows(blocks), some_rows(scales))
+            where.require_same(name, some_rows(part.mT), defined.to(part.dtype))
 
 
 # -- exports -----------------------------------------------------------------------------------
@@ -257,9 +253,9 @@ class _ExportComparison:
             where.file = self._written.file_of(stored_name)
             where.require_same(stored_name, written, values)
 
-        blocks, scales = (_some_rows(tensor) for tensor in packed)
+        blocks, scales = (some_rows(tensor) for tensor in packed)
         defined = defined_values(blocks, scales)
-        exact = _some_rows(matrix.mT.to(torch.bfloat16))
+        exact = some_rows(matrix.mT.to(torch.bfloat16))
         # With the reference's bytes nothing may be lost; else nothing more than the format loses.
         is_exact = torch.equal(defined, exact.float())
         if (loss.changed == 0 and not is_exact) or not nearest(defined, exact, scales):
@@ -428,9 +424,3 @@ def _difference(written: torch.Tensor, expected: torch.Tensor) -> str:
         f"holds something else than was to be written in {int(differs.sum()):,} of "
         f"{len(differs):,} values, the first of them number {int(differs.argmax()):,}"
     )
-
-
-def _some_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the first and the last row and two between."""
-    rows = torch.linspace(0, len(matrix) - 1, ROWS_BY_DEFINITION).long()
-    return matrix[rows]

@@ -106,3 +106,78 @@ class ExportReport:
             f"{kept} of {experts} expert matrices are byte for byte those of the reference"
         )
         return "\n".join(lines)
+
+
+@dataclass
+class MergeLoss:
+    """What merged weights lost by being quantized."""
+
+    values: int = 0
+    """How many there are."""
+    changed: int = 0
+    """Values that MXFP4 cannot hold."""
+    squared_error: float = 0.0
+    """Sum of (quantized - merged)**2."""
+    squared: float = 0.0
+    """Sum of merged**2."""
+    squared_update: float = 0.0
+    """Sum of (merged - base)**2."""
+
+    @property
+    def relative(self) -> float:
+        """Root mean square error over root mean square value."""
+        return _root_of_ratio(self.squared_error, self.squared)
+
+    @property
+    def relative_to_update(self) -> float:
+        """Root mean square error over that of what the adapter adds; from 1 on, noise is larger."""
+        return _root_of_ratio(self.squared_error, self.squared_update)
+
+    def add(self, other: "MergeLoss") -> None:
+        """Take further weights into account."""
+        self.values += other.values
+        self.changed += other.changed
+        self.squared_error += other.squared_error
+        self.squared += other.squared
+        self.squared_update += other.squared_update
+
+    def __str__(self) -> str:
+        return (
+            f"relative error {self.relative:.3g}, {self.relative_to_update:.3g} of what the adapter "
+            f"adds, {self.changed / max(1, self.values):.1%} of the values changed"
+        )
+
+
+@dataclass
+class MergeReport:
+    """What merging did to the experts; its text is for a person."""
+
+    layers: dict[int, MergeLoss] = field(default_factory=dict)
+    """By layer; empty unless the merged model is MXFP4."""
+    tensors: dict[str, MergeLoss] = field(default_factory=dict)
+    """The same by tensor name."""
+
+    def add(self, layer: int, name: str, loss: MergeLoss) -> None:
+        """Take one more expert of the tensor ``name`` into account."""
+        self.layers.setdefault(layer, MergeLoss()).add(loss)
+        self.tensors.setdefault(name, MergeLoss()).add(loss)
+
+    def __str__(self) -> str:
+        lines = [f"layer {layer}: {loss}" for layer, loss in self.layers.items()]
+        worst = max(self.tensors, key=lambda name: self.tensors[name].relative)
+        lines.append(f"worst tensor: {worst}, {self.tensors[worst]}")
+
+        total = MergeLoss()
+        for loss in self.layers.values():
+            total.add(loss)
+        lines.append(f"all experts: {total}")
+        return "\n".join(lines)
+
+
+def _root_of_ratio(numerator: float, denominator: float) -> float:
+    """Return 0 for 0 / 0, and infinity where something came out of nothing."""
+    if numerator == 0:
+        return 0.0
+    if denominator == 0:
+        return math.inf
+    return math.sqrt(numerator / denominator)

@@ -84,6 +84,7 @@ ConfigFile = Annotated[
 ]
 TrainingCommand = Literal["rl", "sft"]
 Precision = Literal["bf16", "fp32", "mxfp4"]
+TrainingPrecision = Literal["bf16", "fp32"]
 Overrides = Annotated[
     list[str] | None,
     Argument(metavar="[KEY=VALUE]...", help="Replace values of the file: optimizer.lr=1e-6."),
@@ -419,6 +420,33 @@ def convert_export_adapter(
     print(peft_dir)
 
 
+@convert.command("import-adapter")
+def convert_import_adapter(
+    peft_dir: Annotated[
+        Path,
+        Argument(help="An adapter in PEFT's format: adapter_config.json and safetensors."),
+    ],
+    megatron_dir: Annotated[
+        Path,
+        Argument(help="The torch_dist checkpoint of adapters to write; must not exist."),
+    ],
+    base: Annotated[
+        Path,
+        Option(help="The model that the adapter changes: GPT-OSS as safetensors."),
+    ],
+    precision: Annotated[
+        TrainingPrecision,
+        Option("--format", help="Precision in which a training will hold the base."),
+    ] = "bf16",
+) -> None:
+    """PEFT's adapter_config.json and safetensors -> a checkpoint of adapters that knows its base."""
+    from converters.adapter_checkpoint import import_adapter
+
+    with bytes_bars("base  ") as [progress]:
+        import_adapter(peft_dir, megatron_dir, base, dtype=precision, progress=progress)
+    print(megatron_dir)
+
+
 @convert.command("merge")
 def convert_merge(
     hf_dir: Annotated[Path, Argument(help="The base: GPT-OSS as safetensors.")],
@@ -428,15 +456,20 @@ def convert_merge(
     ],
     merged_dir: Annotated[Path, Argument(help="The directory to write; must not exist.")],
     precision: Annotated[
-        Literal["bf16", "fp32"],
-        Option("--format", help="Precision of the training, and of what is written."),
+        Precision,
+        Option(
+            "--format",
+            help="Precision of the training, and of what is written. mxfp4: of a training in bf16, "
+            "whose merged experts are quantized.",
+        ),
     ] = "bf16",
 ) -> None:
-    """Hugging Face safetensors + adapters -> the merged model, bit for bit what was trained."""
+    """Hugging Face safetensors + adapters -> the merged model: in bf16 or fp32 bit for bit what was
+    trained, in mxfp4 with the loss that is printed."""
     from converters.merge_adapter import merge_adapter
 
     with bytes_bars("merge", "check ") as (progress, checked):
-        merge_adapter(
+        report = merge_adapter(
             hf_dir,
             adapter_dir,
             merged_dir,
@@ -444,6 +477,8 @@ def convert_merge(
             progress=progress,
             check_progress=checked,
         )
+    if report.tensors:
+        print(report)
     print(merged_dir)
 
 

@@ -12,7 +12,7 @@ from megatron_gptoss.context_parallel import (
     candidates,
 )
 from megatron_gptoss.context_parallel.cost_model import SchemeCost
-from megatron_gptoss.planning.flops import MATMUL_CEILING, forward_flops
+from megatron_gptoss.planning.flops import MATMUL_CEILING, training_flops
 from megatron_gptoss.planning.memory_advice import describe_layout, layouts_that_fit
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import StepTime, predict_step
@@ -61,11 +61,19 @@ def predict_update(inputs: MemoryInputs) -> UpdatePrediction:
     tokens_per_multiple = sum(lengths) * parallel.data * multiple
     micro_batches = multiple * max(1, -(-episodes * inputs.longest_sequence // tokens_per_multiple))
 
-    step = predict_step(inputs.model, parallel, inputs.optimizer, lengths, micro_batches)
+    step = predict_step(
+        inputs.model,
+        parallel,
+        inputs.optimizer,
+        lengths,
+        micro_batches,
+        adapter=inputs.adapter,
+    )
     gpu_seconds = step.total * parallel.world_size
     tokens = sum(lengths) * micro_batches * parallel.data
-    # The backward pass computes two products for each of the forward pass.
-    flops = 3 * forward_flops(inputs.model, lengths) * micro_batches * parallel.data
+    frozen_base = inputs.adapter is not None
+    flops = training_flops(inputs.model, lengths, frozen_base=frozen_base)
+    flops *= micro_batches * parallel.data
     return UpdatePrediction(
         micro_batches=micro_batches,
         tokens=tokens,

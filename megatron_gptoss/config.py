@@ -40,8 +40,8 @@ _HF_OPTIONAL = ("swiglu_limit", "rms_norm_eps", "rope_theta", "max_length", "ini
 """Fields whose defaults hold where config.json says nothing."""
 
 
-AdapterTarget = Literal["q", "k", "v", "o", "experts", "router"]
-"""What of a layer can have adapters."""
+AdapterTarget = Literal["q", "k", "v", "o", "experts", "router", "embedding", "head"]
+"""Weights that can have adapters: of every layer, and the embedding and the output layer."""
 
 
 class ModelConfig(StrictModel):
@@ -241,15 +241,15 @@ class AdapterConfig(StrictModel):
     """
 
     rank: int = Field(32, gt=0)
-    """Rank of the updates of attention and router."""
+    """Rank of all updates but those of experts."""
     alpha: float = Field(32.0, gt=0)
     """An update is scaled by alpha over its rank."""
     expert_rank: int | None = Field(None, gt=0)
     """Rank of the update of each expert's matrices; null for rank / experts_per_token, at least 1:
     as many trained parameters per token as in a dense layer."""
     targets: tuple[AdapterTarget, ...] = ("q", "k", "v", "o", "experts")
-    """Weights with adapters: the projections of attention, experts (gate, up and down projection
-    of each), router."""
+    """Weights with adapters: q, k, v and o, the projections of attention; experts, the gate, up and
+    down projection of each; router; embedding; head, the output layer."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -268,6 +268,69 @@ class AdapterConfig(StrictModel):
         """Return the rank of the updates of experts."""
         return self.expert_rank or max(1, self.rank // model.experts_per_token)
 
+    def layer_parameters(self, model: ModelConfig, tensor: int = 1) -> tuple[int, int]:
+        """Count what one layer's adapters have on one of ``tensor`` tensor-parallel ranks.
+
+        Returns:
+            The parameters for attention and router, and those for one expert.
+        """
+        hidden = model.hidden_size
+        # One factor has the side that ranks split, the other one is whole.
+        sizes = {
+            "q": hidden + model.query_size // tensor,
+            "k": hidden + model.key_size // tensor,
+            "v": hidden + model.key_size // tensor,
+            "o": hidden + model.query_size // tensor,
+            "router": hidden + model.num_experts,
+        }
+        dense = self.rank * sum(size for target, size in sizes.items() if target in self.targets)
+
+        expert = 0
+        if "experts" in self.targets:
+            gate_and_up = hidden + 2 * model.intermediate_size
+            down = model.intermediate_size + hidden
+            expert = self.rank_of_experts(model) * (gate_and_up + down)
+        return dense, expert
+
+    def vocabulary_parameters(self, model: ModelConfig, target: str, tensor: int = 1) -> int:
+        """Count those of the embedding's or the head's adapter (``target``) on one of ``tensor``
+        ranks; 0 if it has none."""
+        if target not in self.targets:
+            return 0
+        return self.rank * (model.hidden_size + model.vocab_size // tensor)
+
+    def num_parameters(self, model: ModelConfig) -> int:
+        """Count the parameters of all adapters of ``model``: all that is trained."""
+        dense, expert = self.layer_parameters(model)
+        layers = model.num_layers * (dense + model.num_experts * expert)
+        vocabulary = [self.vocabulary_parameters(model, name) for name in ("embedding", "head")]
+        return layers + sum(vocabulary)
+
+    def difference(self, other: "AdapterConfig", model: ModelConfig) -> tuple[str, str, str] | None:
+        """Find what makes the adapters of another configuration other ones, in ``model``.
+
+        Returns:
+            A key, its value here and its value there; None where shapes, scales and targets agree,
+            however they are written.
+        """
+        here = self._as_built(model)
+        there = other._as_built(model)
+        for key, value in here.items():
+            if there[key] != value:
+                return f"adapter.{key}", value, there[key]
+        return None
+
+    def _as_built(self, model: ModelConfig) -> dict[str, str]:
+        """Return what decides on shapes and scales; "none" where a key has no effect."""
+        has_experts = "experts" in self.targets
+        has_others = set(self.targets) != {"experts"}
+        return {
+            "targets": ", ".join(sorted(self.targets)),
+            "rank": str(self.rank) if has_others else "none",
+            "expert_rank": str(self.rank_of_experts(model)) if has_experts else "none",
+            "alpha": str(self.alpha),
+        }
+
     def check_ranks(self, model: ModelConfig) -> None:
         """Raise ValueError naming the target that is too small for its rank in ``model``."""
         narrowest_sides = {
@@ -277,6 +340,8 @@ class AdapterConfig(StrictModel):
             "o": min(model.query_size, model.hidden_size),
             "experts": min(model.intermediate_size, model.hidden_size),
             "router": min(model.num_experts, model.hidden_size),
+            "embedding": min(model.vocab_size, model.hidden_size),
+            "head": min(model.vocab_size, model.hidden_size),
         }
         for target in self.targets:
             if target == "experts":
@@ -384,6 +449,8 @@ class ParallelConfig(StrictModel):
             )
         self._check_context_schemes(model)
         self._check_base(model, adapter)
+        if adapter is not None:
+            self._check_stages(adapter)
 
     def _check_ranks(self) -> None:
         """Every dimension must split the ranks evenly."""
@@ -454,6 +521,15 @@ class ParallelConfig(StrictModel):
                 f"parallel.context_scheme_{kind} all_to_all needs parallel.context "
                 f"({self.context}) to divide num_attention_heads / tensor ({heads}): "
                 f"use context {sizes}, or {alternative}, which takes any"
+            )
+
+    def _check_stages(self, adapter: AdapterConfig) -> None:
+        """Every pipeline stage must have something to train."""
+        if self.pipeline > 1 and set(adapter.targets) <= {"embedding", "head"}:
+            raise ValueError(
+                f"adapter.targets ({', '.join(adapter.targets)}) leave pipeline stages with nothing "
+                f"to train: use parallel.pipeline 1 instead of {self.pipeline}, or add a target of "
+                "the layers, such as q"
             )
 
     def _check_base(self, model: ModelConfig, adapter: AdapterConfig | None) -> None:

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_gptoss.layers.shared_memory import release_shared_memory
+
 
 @dataclass(frozen=True)
 class MemoryReading:
@@ -154,9 +156,11 @@ def phase_memory() -> PhaseMemory:
 def give_back_cache() -> None:
     """Return to the GPU what torch's allocator keeps for its next tensors.
 
-    Other processes on the GPU cannot use it otherwise. Blocks that were lent to another process
-    by CUDA IPC, and that it has closed, are collected first.
+    Other processes on the GPU cannot use it otherwise. Memory that layers share for what they make
+    anew is given back, too. Blocks that were lent to another process by CUDA IPC, and that it has
+    closed, are collected first.
     """
+    release_shared_memory()
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()

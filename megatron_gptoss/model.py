@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
+from megatron_gptoss.layers.adapted_vocabulary import adapt_vocabulary
 from megatron_gptoss.layers.adapters import freeze_base
 from megatron_gptoss.layers.cpu_block import cpu_block_spec
 from megatron_gptoss.layers.transformer_engine_block import transformer_engine_block_spec
@@ -42,13 +43,12 @@ def build_model(
         [1, tokens, vocab_size / tensor].
 
     Raises:
-        ValueError: when layout or adapters are impossible for the model, or for this machine.
+        ValueError: when layout or adapters are impossible for the model.
         MissingPackageError: when Transformer Engine or DeepEP is needed and missing.
     """
     parallel.check_layout(model, adapter)
     if adapter is not None:
         adapter.check_ranks(model)
-        _check_machine_has_adapters()
 
     config = build_transformer_config(
         model,
@@ -66,18 +66,22 @@ def build_model(
     if adapter is not None:
         for chunk in chunks:
             freeze_base(chunk)
+            if chunk.pre_process:
+                chunk.embedding.register_forward_hook(_require_gradient)
 
     if len(chunks) == 1:
         return chunks[0]
     return torch.nn.ModuleList(chunks)
 
 
-def _check_machine_has_adapters() -> None:
-    if torch.cuda.is_available():
-        raise ValueError(
-            "adapters are built for CPUs so far: Transformer Engine's layers have none. Train all "
-            "parameters, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
-        )
+def _require_gradient(module: torch.nn.Module, inputs: Any, embeddings: torch.Tensor) -> None:
+    """Give what a frozen embedding returns a gradient that nobody needs.
+
+    A part of a layer that is computed again in the backward pass, and whose input has no gradient,
+    would never get there: its adapters would silently not be trained.
+    """
+    if torch.is_grad_enabled():
+        embeddings.requires_grad_()
 
 
 def _build_chunk(config: GptOssTransformerConfig, index: int) -> GPTModel:
@@ -103,6 +107,8 @@ def _build_chunk(config: GptOssTransformerConfig, index: int) -> GPTModel:
         parallel_output=True,
         vp_stage=index,
     )
+    if config.adapter is not None:
+        adapt_vocabulary(chunk)
     return chunk.to(device)
 
 

@@ -15,6 +15,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_gptoss.config import OptimizerConfig
+from megatron_gptoss.gpu_memory import give_back_cache
 
 _megatron_applier = clip_grads.multi_tensor_applier
 
@@ -24,7 +25,11 @@ def wrap_data_parallel(
     model_config: Any,
     config: OptimizerConfig,
 ) -> list[DistributedDataParallel]:
-    """Wrap the chunks of a model, so that their gradients are summed over data-parallel ranks."""
+    """Wrap the chunks of a model, so that their gradients are summed over data-parallel ranks.
+
+    On a GPU what is trained moves into Megatron's buffers. Where optimizer state is offloaded it
+    is never there twice.
+    """
     on_gpu = torch.cuda.is_available()
     reduction = DistributedDataParallelConfig(
         use_distributed_optimizer=on_gpu,
@@ -36,12 +41,28 @@ def wrap_data_parallel(
         # Losses are normalised over the global batch already: gradients are summed.
         average_in_collective=False,
     )
+    if config.offload:
+        _move_to_host(chunks)
     wrapped = [DistributedDataParallel(model_config, reduction, chunk) for chunk in chunks]
 
     # Gradients are reduced after the last micro-batch only.
     no_sync = [chunk.no_sync for chunk in wrapped]
     model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
+
+
+def _move_to_host(chunks: Sequence[torch.nn.Module]) -> None:
+    """Move the parameters that are trained to host memory.
+
+    Megatron makes its buffers first, and then copies one parameter after the other into them. The
+    host has room: optimizer state that takes more comes with the first step.
+    """
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            # What is frozen gets no buffer and stays.
+            if parameter.requires_grad:
+                parameter.data = parameter.data.cpu()
+    give_back_cache()
 
 
 def build_optimizer(

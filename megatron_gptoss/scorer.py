@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megatron_gptoss.layers.adapted_vocabulary import AdaptedHead
 from megatron_gptoss.log_probs import gather_hidden_states, greedy_tokens, log_probs_and_entropy
 from megatron_gptoss.model import chunks_of
 from megatron_gptoss.packing import PackedBatch
@@ -151,12 +152,22 @@ def _output_processor(model: Any, head: Head, batch: PackedBatch) -> Callable[..
     """Return what GPTModel calls on the last stage instead of its output layer."""
 
     def process(hidden_states: Tensor, output_layer: Any, **unused: Any) -> Tensor:
-        # The output layer is never called, so Megatron does not gather its weight by itself.
-        gather_parameters([model], [output_layer.weight])
+        weight = _output_weight(model, output_layer)
         hidden = gather_hidden_states(hidden_states, output_layer)
-        return head(hidden, output_layer.weight, output_layer.tp_group, batch)
+        return head(hidden, weight, output_layer.tp_group, batch)
 
     return process
+
+
+def _output_weight(model: Any, output_layer: Any) -> Tensor:
+    """Return what hidden states are multiplied with, [vocab_size / tensor, hidden_size]."""
+    if isinstance(output_layer, AdaptedHead):
+        return output_layer.output_weight()
+
+    # The output layer is never called, so Megatron does not gather its weight by itself.
+    gather_parameters([model], [output_layer.weight])
+    weight: Tensor = output_layer.weight
+    return weight
 
 
 def _gather_context_parallel(shards: list[Tensor], batches: Sequence[PackedBatch]) -> list[Tensor]:

@@ -90,7 +90,10 @@ class StepClock:
 
 
 class TimedMoELayer(MoELayer):
-    """Counts sending tokens to their experts and back, and their gradients, as communication."""
+    """Counts sending tokens to their experts and back, and their gradients, as communication.
+
+    Unlike its parent it keeps no graph when the forward pass is over.
+    """
 
     clock: StepClock | None = None
     """Set by the trainer."""
@@ -101,6 +104,15 @@ class TimedMoELayer(MoELayer):
 
     def combine(self, output: Tensor) -> Tensor:
         return self._stop_timer(super().combine(self._start_timer(output)))
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        result: Tensor = super().postprocess(output, shared_expert_output)
+        # The dispatcher would keep the gates until the next micro-batch, and with them the graph of
+        # all layers below. That graph refers to the model by ways that Python's garbage collector
+        # does not see: the model would never be freed.
+        if hasattr(self.token_dispatcher, "probs"):
+            self.token_dispatcher.probs = None
+        return result
 
     def _start_timer(self, x: Tensor) -> Tensor:
         if self.clock is None:

@@ -14,12 +14,12 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megatron_gptoss.config import OptimizerConfig
-from megatron_gptoss.gpu_memory import PhaseMemory
+from megatron_gptoss.gpu_memory import PhaseMemory, give_back_cache
 from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.optimizer import build_optimizer, wrap_data_parallel
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
-from megatron_gptoss.planning.flops import forward_flops, matmul_ceiling
+from megatron_gptoss.planning.flops import matmul_ceiling, training_flops
 from megatron_gptoss.scorer import Head, Scorer
 from megatron_gptoss.step_clock import StepClock, TimedMoELayer
 
@@ -65,7 +65,7 @@ class StepStatistics:
     forward and backward) and other."""
     tokens_per_second_per_gpu: float = 0.0
     tflops_per_gpu: float = 0.0
-    """Of the model's arithmetic, three times ``forward_flops``; nothing is counted twice."""
+    """Of the model's arithmetic, ``training_flops``; nothing is counted twice."""
     mfu: float | None = None
     """The same as a share of a large bf16 matrix product on this machine; None on CPUs."""
     memory: dict[str, float] = field(default_factory=dict)
@@ -97,7 +97,8 @@ class PolicyTrainer(Scorer):
 
     def _prepare_modules(self) -> None:
         for module in self.module.modules():
-            if hasattr(module, "fuse_wgrad_accumulation"):
+            has_trained = any(p.requires_grad for p in module.parameters(recurse=False))
+            if has_trained and hasattr(module, "fuse_wgrad_accumulation"):
                 # Transformer Engine adds weight gradients to Megatron's buffer inside the product.
                 # Not set through the configuration, which would ask for Apex on behalf of an
                 # output layer that we never call.
@@ -143,6 +144,10 @@ class PolicyTrainer(Scorer):
         )
         # All ranks decide alike: whether gradients are finite is agreed on among them.
         self.clock.enter("optimizer")
+        if self.config.offload:
+            # Activations leave blocks in torch's cache into which few parts of the state fit, and
+            # which NCCL cannot use at all.
+            give_back_cache()
         self.memory.enter("optimizer")
         if self._gradients_are_finite():
             self._update_parameters(statistics)
@@ -271,7 +276,8 @@ class PolicyTrainer(Scorer):
         # Tensor-, pipeline- and context-parallel ranks share these micro-batches: only
         # data-parallel ranks may add up.
         lengths = [length for batch in batches for length in batch.cu_seqlens.diff().tolist()]
-        local_flops = 3 * forward_flops(self.chunks[0].config.gptoss, lengths)
+        config = self.chunks[0].config
+        local_flops = training_flops(config.gptoss, lengths, frozen_base=config.adapter is not None)
         work = torch.tensor([sum(lengths), local_flops], dtype=torch.double, device=device)
         dist.all_reduce(work, group=parallel_state.get_data_parallel_group())
 

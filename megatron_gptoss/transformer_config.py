@@ -62,6 +62,13 @@ def mark(parameter: torch.nn.Parameter, **attributes: Any) -> None:
         setattr(parameter, name, value)
 
 
+def parameter_device(config: TransformerConfig) -> torch.device:
+    """Return where Megatron's layers allocate their parameters."""
+    if config.use_cpu_initialization:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def swish_1702(x: torch.Tensor) -> torch.Tensor:
     """Compute x * sigmoid(1.702 x), the gate of GPT-OSS's SwiGLU.
 

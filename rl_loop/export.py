@@ -1,6 +1,7 @@
 """The end of a run: a Hugging Face checkpoint, and proof that it is the
 policy that was trained."""
 
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from converters.adapter_checkpoint import export_adapter
+from converters.errors import ConversionError
 from converters.hf_directory import tokenizer_and_generation, write_hf_directory
 from converters.read_back import check_weights
+from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.harmony.codec import Harmony
@@ -74,6 +78,28 @@ def export_policy(
             overwrite=True,
             check=lambda partial: check_weights(weights, partial, "sample"),
         )
+
+
+def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None) -> None:
+    """Write the adapters of the newest checkpoint in PEFT's format to ``directory``.
+
+    Args:
+        checkpoints: where a run that is done keeps its checkpoints.
+        directory: replaced if it exists.
+        base: what the run began with; ``adapter_config.json`` names it if PEFT can load it.
+
+    Raises:
+        ConversionError: naming the file, key or tensor.
+    """
+    checkpoint = latest_checkpoint(checkpoints)
+    if checkpoint is None:
+        raise ConversionError(f"{checkpoints}: holds no checkpoint of the adapters to export")
+
+    base_name = None
+    if base is not None and (base / "config.json").exists():
+        base_name = str(base)
+    shutil.rmtree(directory, ignore_errors=True)
+    export_adapter(checkpoint, directory, base_name)
 
 
 def greedy_agreement(

@@ -41,7 +41,8 @@ def run_sft(
     overwrite: bool = False,
     resume_or_new: bool = False,
 ) -> Path:
-    """Fine-tune on generated demonstrations. Returns the run directory; raises Interrupted."""
+    """Fine-tune on generated demonstrations; adapters are exported, alone and merged. Returns the
+    run directory; raises Interrupted."""
     how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     steps = config.training.steps
     with Session(config, show, how) as session:
@@ -60,6 +61,9 @@ def run_sft(
             )
         if done < steps:
             raise Interrupted(f"saved after step {done} of {steps} in {session.run.path}")
+        if config.adapter is not None:
+            # The checkpoints have no base: another run cannot begin with them.
+            _export(config, session)
 
         losses = metric_curve(read_json_lines(session.run.metrics), Name.LOSS)[1]
         seconds = round(session.checkpointer.seconds, 1)
@@ -94,7 +98,8 @@ def run_rl(
         evaluation = loop.evaluate()
         session.rollouts.close()  # the export needs the memory
 
-        agreement = _export(config, session)
+        _export(config, session)
+        agreement = _compare_export(config, session)
         seconds = session.checkpointer.seconds + _seconds_of_initial_run(config)
         session.run.write_summary(
             **_summary(session.run, config.training.steps, evaluation),
@@ -171,10 +176,9 @@ def _what_an_interrupt_left(config: RlConfig, session: Session, done: int) -> st
     return saved
 
 
-def _export(config: RlConfig, session: Session) -> dict[str, int]:
-    """Write the Hugging Face checkpoint and compare it with the trainer. Returns what
-    the summary says of that."""
-    from rl_loop.export import export_policy, greedy_agreement
+def _export(config: RunConfig, session: Session) -> None:
+    """Write the Hugging Face checkpoint, and adapters by themselves."""
+    from rl_loop.export import export_policy, export_trained_adapter
 
     session.progress.phase("export")
     export_policy(
@@ -184,6 +188,17 @@ def _export(config: RlConfig, session: Session) -> dict[str, int]:
         session.run.export,
         tokenizer_source=config.initial_weights,
     )
+    if config.adapter is not None:
+        export_trained_adapter(
+            session.run.checkpoints, session.run.adapter, base=config.initial_weights
+        )
+
+
+def _compare_export(config: RlConfig, session: Session) -> dict[str, int]:
+    """Compare the Hugging Face checkpoint with the trainer. Returns what the summary says of
+    that."""
+    from rl_loop.export import greedy_agreement
+
     agreement = greedy_agreement(session.trainer, session.tasks, session.run.export, config.dtype)
     return {"greedy_answers_equal": agreement.equal, "greedy_answers_compared": agreement.compared}
 

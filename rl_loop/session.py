@@ -310,6 +310,7 @@ def trainer_settings(config: RunConfig) -> "TrainerSettings":
         dtype=config.dtype,
         seed=config.seed,
         initial_weights=config.initial_weights,
+        adapter=config.adapter,
         optimizer=config.optimizer,
         algorithm=config.algorithm if isinstance(config, RlConfig) else AlgorithmConfig(),
         training=config.training,

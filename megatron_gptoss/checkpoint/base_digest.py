@@ -1,6 +1,9 @@
 """A number that tells one frozen base from another, the same in every layout and number format."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,7 +22,6 @@ SPLITMIX_STEPS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
 0x94D049BB133111EB, as int64."""
 
 
-@torch.no_grad()
 def base_digest(model: torch.nn.Module) -> str:
     """Compute 16 hexadecimal digits of all frozen weights of ``model``. Collective.
 
@@ -27,11 +29,8 @@ def base_digest(model: torch.nn.Module) -> str:
     which needs no order: ranks may share weights in any way, and a base in MXFP4 has the digest of
     the same values in bf16. Values that change places within a layer are not noticed.
     """
-    device = next(model.parameters()).device
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for layer, weight in _local_base(model):
-        total += digest_of_values(weight, layer)
-
+    total = local_digest(model).clone()
+    # Always: another rank may have had to compute its part again.
     dist.all_reduce(total)
     return as_digits(total)
 
@@ -41,8 +40,55 @@ def as_digits(total: Tensor) -> str:
     return f"{int(total) % (1 << 64):016x}"
 
 
-def _local_base(model: torch.nn.Module) -> Iterator[tuple[int, Tensor]]:
-    """Yield the weights that this rank counts, with their layer, from 1 on; 0 outside layers."""
+# -- this rank's part --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Digest:
+    """A digest and what it was computed from."""
+
+    writes: tuple[int, ...]
+    """How often each tensor of the base had been written to."""
+    total: Tensor
+
+
+_digests: WeakKeyDictionary[torch.nn.Module, _Digest] = WeakKeyDictionary()
+"""By model. Reading tens of gigabytes for every checkpoint would take longer than writing it."""
+
+
+@torch.no_grad()
+def local_digest(model: torch.nn.Module) -> Tensor:
+    """Sum up the mixed values that this rank counts, int64 []. Not collective.
+
+    The base is read once, and again only after something wrote to it: torch counts the writes to
+    every tensor, but for those through ``.data``, which nothing does to a base.
+    """
+    base = list(_local_base(model))
+    writes = tuple(tensor._version for weight in base for tensor in weight.storage)
+    known = _digests.get(model)
+    if known is not None and known.writes == writes:
+        return known.total
+
+    total = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device)
+    for weight in base:
+        total += digest_of_values(weight.read(), weight.layer)
+    _digests[model] = _Digest(writes, total)
+    return total
+
+
+@dataclass(frozen=True)
+class _BaseWeight:
+    """A frozen weight that this rank counts."""
+
+    layer: int
+    """That it belongs to, from 1 on; 0 outside layers."""
+    storage: tuple[Tensor, ...]
+    """The tensors that hold it."""
+    read: Callable[[], Tensor]
+    """Returns its values."""
+
+
+def _local_base(model: torch.nn.Module) -> Iterator[_BaseWeight]:
     for chunk in chunks_of(model):
         layers = {f"decoder.layers.{i}": layer for i, layer in enumerate(chunk.decoder.layers)}
         for name, module in chunk.named_modules():
@@ -52,14 +98,15 @@ def _local_base(model: torch.nn.Module) -> Iterator[tuple[int, Tensor]]:
             number = 0 if layer is None else layer.layer_number
 
             for parameter in module.parameters(recurse=False):
-                if _is_counted_here(parameter):
-                    yield number, parameter
+                # A critic's value head is trained, and no part of the base.
+                if not parameter.requires_grad and _is_counted_here(parameter):
+                    yield _BaseWeight(number, (parameter,), parameter.detach)
             # A packed weight is no parameter, and lies where its layer's bias lies.
-            is_packed = isinstance(module, AdaptedLinear) and isinstance(
-                module.weight, PackedWeight
-            )
-            if is_packed and _is_counted_here(module.bias):
-                yield number, module.read_base()
+            if isinstance(module, AdaptedLinear) and isinstance(module.weight, PackedWeight):
+                packed = module.weight
+                bias: Any = module.bias
+                if _is_counted_here(bias):
+                    yield _BaseWeight(number, (packed.blocks, packed.scales), packed.read)
 
 
 def _is_counted_here(parameter: torch.nn.Parameter) -> bool:

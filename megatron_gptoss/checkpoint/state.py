@@ -14,6 +14,8 @@ from megatron_gptoss.checkpoint.megatron_faults import (
     exact_optimizer_state,
     number_fp32_parameters,
 )
+from megatron_gptoss.config import AdapterConfig
+from megatron_gptoss.critic import ValueHead
 from megatron_gptoss.model import chunks_of
 from megatron_gptoss.trainer import PolicyTrainer
 
@@ -34,16 +36,30 @@ def sharding_metadata() -> dict[str, Any]:
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
     """Describe the weights of every chunk of ``model``, by the chunk's number.
 
-    Of a model with adapters, these alone: the rest never changes.
+    Of a model with adapters, only what is trained: these, and of a critic its value head. The rest
+    never changes.
     """
     metadata = sharding_metadata()
     state = {}
     for i, chunk in enumerate(chunks_of(model)):
         weights = chunk.sharded_state_dict(metadata=metadata)
         if has_adapters(model):
-            weights = {name: weight for name, weight in weights.items() if ".adapters." in name}
+            head = _value_head_name(chunk)
+            weights = {
+                name: weight
+                for name, weight in weights.items()
+                if ".adapters." in name or name == head
+            }
         state[str(i)] = weights
     return state
+
+
+def _value_head_name(chunk: Any) -> str | None:
+    """Return the name of the weight of a critic's value head; None if the chunk has none."""
+    for name, module in chunk.named_modules():
+        if isinstance(module, ValueHead):
+            return f"{name}.weight"
+    return None
 
 
 def load_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
@@ -88,18 +104,24 @@ def check_adapters(path: Path, model: torch.nn.Module) -> None:
             "base, with initial_weights"
         )
 
-    own = describe_adapters(model)
-    for key, value in saved["settings"].items():
-        if own["settings"].get(key) != value:
-            raise CheckpointError(
-                f"checkpoint {path}: adapter.{key} was {value}, and is {own['settings'].get(key)}"
-            )
-    if saved["base"] != own["base"]:
+    _check_settings(path, saved, model)
+    digest = base_digest(model)
+    if saved["base"] != digest:
         raise CheckpointError(
             f"checkpoint {path} holds adapters of another base: its weights' digest was "
-            f"{saved['base']}, and this model's is {own['base']}; load the weights that the "
-            "adapters were trained on"
+            f"{saved['base']}, and this model's is {digest}; load the weights that the adapters "
+            "were trained on"
         )
+
+
+def _check_settings(path: Path, saved: dict[str, Any], model: torch.nn.Module) -> None:
+    """Raise CheckpointError naming the key that gives ``model`` other adapters."""
+    config = chunks_of(model)[0].config
+    settings = AdapterConfig.model_validate(saved["settings"])
+    difference = config.adapter.difference(settings, config.gptoss)
+    if difference is not None:
+        key, own, theirs = difference
+        raise CheckpointError(f"checkpoint {path}: {key} was {theirs}, and is {own}")
 
 
 def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:

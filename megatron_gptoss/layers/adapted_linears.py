@@ -1,5 +1,4 @@
-"""Linear layers of a frozen base with adapters, for CPUs: attention, router, and one expert's two
-matrices.
+"""Linear layers of a frozen base with adapters: attention, router, and one expert's two matrices.
 
 Each multiplies with the merged weight (``merge``); communication is that of Megatron's layers.
 """
@@ -10,15 +9,20 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.layers.adapters import LowRank
-from megatron_gptoss.layers.merge import merge, merged_linear, merged_weight
+from megatron_gptoss.layers.merge import merge_in_pieces, merged_linear, merged_weight
 from megatron_gptoss.layers.packed_weight import PackedWeight
 from megatron_gptoss.layers.router import GptOssRouter
-from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
+from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark, parameter_device
+
+SEPARATE_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+"""Checkpoint keys of the norm before attention where it is a module of its own: those of Transformer
+Engine's projection, which includes it, so that one checkpoint serves both."""
 
 
 class AdaptedLinear(torch.nn.Module):
@@ -49,7 +53,8 @@ class AdaptedLinear(torch.nn.Module):
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
         """Compute what the layer multiplies with, [out, in], as a new tensor."""
-        return merge(self.read_base(), *self.factors(), self.scale, dtype=self.config.params_dtype)
+        dtype = self.config.params_dtype
+        return merge_in_pieces(self.read_base(), *self.factors(), self.scale, dtype)
 
     def multiply(self, x: Tensor) -> Tensor:
         """Compute the product of x [..., in] with the merged weight, [..., out]."""
@@ -96,15 +101,7 @@ class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
         self.adapters = torch.nn.ModuleDict()
         for target, size in sizes.items():
             if target in settings.targets:
-                self.adapters[target] = LowRank(
-                    size,
-                    input_size,
-                    settings.rank,
-                    settings.alpha,
-                    config.params_dtype,
-                    split=0,
-                    tensor_parallel_size=ranks,
-                )
+                self.adapters[target] = low_rank(config, size, input_size, split=0)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return the adapters of this layer as one.
@@ -149,7 +146,7 @@ class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
     ) -> dict[str, Any]:
         """Describe base and adapters for checkpoints."""
         dims = {"weight": 0, "bias": 0, **self.tensor_parallel_dims()}
-        return _sharded_state(self, dims, prefix, sharded_offsets, metadata)
+        return sharded_state(self, dims, prefix, sharded_offsets, metadata)
 
 
 class AdaptedProjection(AdaptedLinear, RowParallelLinear):
@@ -164,16 +161,7 @@ class AdaptedProjection(AdaptedLinear, RowParallelLinear):
         **options: Any,
     ) -> None:
         RowParallelLinear.__init__(self, input_size, output_size, config=config, **options)
-        settings = adapter_settings(config)
-        adapter = LowRank(
-            output_size,
-            input_size,
-            settings.rank,
-            settings.alpha,
-            config.params_dtype,
-            split=1,
-            tensor_parallel_size=config.tensor_model_parallel_size,
-        )
+        adapter = low_rank(config, output_size, input_size, split=1)
         self.adapters = torch.nn.ModuleDict({"o": adapter})
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -193,7 +181,7 @@ class AdaptedProjection(AdaptedLinear, RowParallelLinear):
     ) -> dict[str, Any]:
         """Describe base and adapter for checkpoints."""
         dims = {"weight": 1, **self.tensor_parallel_dims()}
-        return _sharded_state(self, dims, prefix, sharded_offsets, metadata)
+        return sharded_state(self, dims, prefix, sharded_offsets, metadata)
 
 
 class AdaptedExpertLinear(AdaptedLinear):
@@ -226,15 +214,17 @@ class AdaptedExpertLinear(AdaptedLinear):
         self.config = config
         self.tp_group = tp_group
         dtype = config.params_dtype
+        device = parameter_device(config)
 
         # Megatron then reduces gradients over the ranks that hold this expert.
         is_spread = config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
         if config.base == "mxfp4":
-            self.weight = PackedWeight(output_size, input_size)
+            self.weight = PackedWeight(output_size, input_size, device)
         else:
-            self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=dtype))
+            weight = torch.empty(output_size, input_size, dtype=dtype, device=device)
+            self.weight = torch.nn.Parameter(weight)
             mark(self.weight, allreduce=not is_spread)
-        self.bias = torch.nn.Parameter(torch.empty(output_size, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(output_size, dtype=dtype, device=device))
         mark(self.bias, allreduce=not is_spread)
 
         settings = adapter_settings(config)
@@ -267,7 +257,7 @@ class AdaptedExpertLinear(AdaptedLinear):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Describe the adapter, and a dense base, for checkpoints."""
-        return _sharded_state(self, {}, prefix, sharded_offsets, metadata)
+        return sharded_state(self, {}, prefix, sharded_offsets, metadata)
 
 
 class AdaptedRouter(AdaptedLinear, GptOssRouter):
@@ -275,15 +265,7 @@ class AdaptedRouter(AdaptedLinear, GptOssRouter):
 
     def __init__(self, config: GptOssTransformerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
-        settings = adapter_settings(config)
-        adapter = LowRank(
-            config.gptoss.num_experts,
-            config.gptoss.hidden_size,
-            settings.rank,
-            settings.alpha,
-            config.params_dtype,
-            tensor_parallel_size=config.tensor_model_parallel_size,
-        )
+        adapter = low_rank(config, config.gptoss.num_experts, config.gptoss.hidden_size)
         self.adapters = torch.nn.ModuleDict({"router": adapter})
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -296,13 +278,56 @@ class AdaptedRouter(AdaptedLinear, GptOssRouter):
         return merged_weight(self.read_base(), *self.factors(), self.scale)
 
 
+def choose_projections(attention: SelfAttentionSubmodules, config: GptOssTransformerConfig) -> None:
+    """Replace the projections of attention that have adapters, in place."""
+    targets = set(config.adapter.targets if config.adapter is not None else ())
+    if has_adapted_qkv(config):
+        attention.linear_qkv = AdaptedQkv
+    if "o" in targets:
+        attention.linear_proj = AdaptedProjection
+
+
+def has_adapted_qkv(config: GptOssTransformerConfig) -> bool:
+    """Return whether the fused projection to queries, keys and values has adapters."""
+    return config.adapter is not None and bool({"q", "k", "v"} & set(config.adapter.targets))
+
+
+def choose_router(config: GptOssTransformerConfig) -> type[GptOssRouter]:
+    """Return the class of the router."""
+    if config.adapter is not None and "router" in config.adapter.targets:
+        return AdaptedRouter
+    return GptOssRouter
+
+
 def adapter_settings(config: GptOssTransformerConfig) -> AdapterConfig:
     """Return the settings of the adapters that a model has."""
     assert config.adapter is not None
     return config.adapter
 
 
-def _sharded_state(
+def low_rank(
+    config: GptOssTransformerConfig,
+    output_size: int,
+    input_size: int,
+    split: int | None = None,
+) -> LowRank:
+    """Allocate the adapter of a weight [output_size, input_size] that is not of an expert.
+
+    split: the weight's dimension that tensor-parallel ranks split; None if each has all of it.
+    """
+    settings = adapter_settings(config)
+    return LowRank(
+        output_size,
+        input_size,
+        settings.rank,
+        settings.alpha,
+        config.params_dtype,
+        split=split,
+        tensor_parallel_size=config.tensor_model_parallel_size,
+    )
+
+
+def sharded_state(
     module: torch.nn.Module,
     dims: Mapping[str, int],
     prefix: str,

@@ -4,6 +4,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megatron_gptoss.transformer_config import mark
 
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
@@ -143,12 +145,17 @@ def named_adapters(model: torch.nn.Module) -> Iterator[tuple[str, LowRank]]:
     """
     chunks: list[Any] = list(model) if isinstance(model, torch.nn.ModuleList) else [model]
     for chunk in chunks:
-        for layer in chunk.decoder.layers:
-            # Megatron counts layers from 1.
-            prefix = f"decoder.layers.{layer.layer_number - 1}."
-            for name, module in layer.named_modules():
-                if isinstance(module, LowRank):
-                    yield prefix + _global_expert(name, chunk.config.num_moe_experts), module
+        # Megatron counts layers from 1.
+        first_layer = chunk.decoder.layers[0].layer_number - 1
+        for name, module in chunk.named_modules():
+            if isinstance(module, LowRank):
+                name = _global_layer(name, first_layer)
+                yield _global_expert(name, chunk.config.num_moe_experts), module
+
+
+def _global_layer(name: str, first_layer: int) -> str:
+    """Replace the number of a layer in this chunk by its number in the model."""
+    return _LAYER.sub(lambda match: str(int(match[0]) + first_layer), name)
 
 
 def _global_expert(name: str, num_experts: int) -> str:
@@ -170,3 +177,20 @@ def freeze_base(model: torch.nn.Module) -> None:
 
     for parameter in model.parameters():
         parameter.requires_grad = parameter in trained
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Let ``model`` compute what its base computes: in the block all adapters have scale 0.
+
+    W + 0 (B A) is W, bit for bit (``merge``), so a reference policy needs no model of its own.
+    """
+    adapters = [module for module in model.modules() if isinstance(module, LowRank)]
+    scales = [adapter.scale for adapter in adapters]
+    for adapter in adapters:
+        adapter.scale = 0.0
+    try:
+        yield
+    finally:
+        for adapter, scale in zip(adapters, scales, strict=True):
+            adapter.scale = scale

@@ -23,14 +23,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_gptoss.layers.adapted_grouped_experts import (
+    ADAPTED_EXPERT_LINEARS,
+    AdaptedGroupedExperts,
+    has_adapted_experts,
+)
 from megatron_gptoss.layers.adapted_linears import (
-    AdaptedExpertLinear,
-    AdaptedProjection,
-    AdaptedQkv,
-    AdaptedRouter,
+    SEPARATE_NORM_KEYS,
+    choose_projections,
+    choose_router,
 )
 from megatron_gptoss.layers.attention import SinkAttention
-from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.step_clock import TimedMoELayer
 from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
 
@@ -130,38 +133,27 @@ def cpu_block_spec(config: GptOssTransformerConfig, stage: int) -> TransformerBl
         moe_grouped_gemm=False,
         normalization="RMSNorm",
     )
-    experts = partial(SequentialMLP, submodules=_expert_linears(config))
-    router = GptOssRouter
-    if config.adapter is not None and "router" in config.adapter.targets:
-        router = AdaptedRouter
-    moe_submodules = MoESubmodules(experts=experts, router=router)
+    moe_submodules = MoESubmodules(experts=_experts(config), router=choose_router(config))
     submodules.mlp = partial(CpuMoELayer, submodules=moe_submodules)
     attention = submodules.self_attention.submodules
     attention.core_attention = SinkAttention
-    if config.adapter is not None:
-        if {"q", "k", "v"} & set(config.adapter.targets):
-            attention.linear_qkv = AdaptedQkv
-        if "o" in config.adapter.targets:
-            attention.linear_proj = AdaptedProjection
+    choose_projections(attention, config)
     submodules.input_layernorm = CpuRMSNorm
     submodules.pre_mlp_layernorm = CpuRMSNorm
-
-    # The checkpoint keys of Transformer Engine's layers, so that one checkpoint serves both.
-    submodules.sharded_state_dict_keys_map = {
-        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    }
+    submodules.sharded_state_dict_keys_map = SEPARATE_NORM_KEYS
 
     layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
     layers = [layer] * get_num_layers_to_build(config, stage)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=CpuRMSNorm)
 
 
-def _expert_linears(config: GptOssTransformerConfig) -> MLPSubmodules:
-    """Choose the classes of an expert's two matrices."""
-    has_adapters = config.adapter is not None and "experts" in config.adapter.targets
-    if has_adapters or config.base == "mxfp4":
-        return MLPSubmodules(
-            linear_fc1=partial(AdaptedExpertLinear, target="gate_up"),
-            linear_fc2=partial(AdaptedExpertLinear, target="down"),
-        )
-    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear)
+def _experts(config: GptOssTransformerConfig) -> partial[SequentialMLP]:
+    """Choose the class of all experts and those of an expert's two matrices."""
+    if has_adapted_experts(config):
+        # One expert after the other takes the memory of one merged matrix; grouped is what GPUs do.
+        grouped = config.moe_grouped_gemm
+        experts = AdaptedGroupedExperts if grouped else SequentialMLP
+        return partial(experts, submodules=ADAPTED_EXPERT_LINEARS)
+
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear)
+    return partial(SequentialMLP, submodules=linears)

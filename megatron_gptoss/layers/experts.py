@@ -1,5 +1,6 @@
 """The experts of a layer on a GPU: grouped matrix products around one fused activation."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,26 +46,66 @@ class GptOssGroupedMLP(TEGroupedMLP):
             [rows, hidden_size], and None for the bias, which is added already.
         """
         row_counts: list[int] = tokens_per_expert.tolist()
-        limit = self.config.activation_func_clamp_value
-        gates_and_ups, _ = self.linear_fc1(permuted_local_hidden_states, row_counts)
 
-        if self.activation_recompute:
-            # Kept are the inputs of the activation; its output is computed again when the
-            # backward pass reaches the second product.
-            checkpoint = CheckpointWithoutOutput()
-            activated = checkpoint.checkpoint(
-                lambda x, probs: clamped_swiglu(x, probs, limit),
-                gates_and_ups,
-                permuted_probs,
-            )
+        def down(activated: Tensor) -> tuple[Tensor, Tensor]:
             output, biases = self.linear_fc2(activated, row_counts)
-            checkpoint.discard_output_and_register_recompute(output)
-        else:
-            activated = clamped_swiglu(gates_and_ups, permuted_probs, limit)
-            output, biases = self.linear_fc2(activated, row_counts)
+            return output, torch.stack(list(biases))
 
-        biases = torch.stack(list(biases))
-        return add_weighted_bias(output, biases, permuted_probs, row_counts), None
+        output = run_experts(
+            permuted_local_hidden_states,
+            permuted_probs,
+            row_counts,
+            gate_up=lambda x: self.linear_fc1(x, row_counts)[0],
+            down=down,
+            limit=self.config.activation_func_clamp_value,
+            recompute=self.activation_recompute,
+        )
+        return output, None
+
+
+def run_experts(
+    hidden_states: Tensor,
+    probs: Tensor,
+    row_counts: list[int],
+    *,
+    gate_up: Callable[[Tensor], Tensor],
+    down: Callable[[Tensor], tuple[Tensor, Tensor]],
+    limit: float,
+    recompute: bool,
+) -> Tensor:
+    """Run every expert on its rows and weigh the results.
+
+    Args:
+        hidden_states: [rows, hidden_size], sorted by expert.
+        probs: [rows], the gate value of each row.
+        row_counts: rows of each expert.
+        gate_up: the first product, bias included: [rows, hidden_size] -> [rows, 2 * width].
+        down: the second product, and the biases to add: [rows, width] -> [rows, hidden_size],
+            [experts, hidden_size].
+        limit: of the activation's clamps.
+        recompute: compute the activation again in the backward pass instead of keeping it.
+
+    Returns:
+        [rows, hidden_size].
+    """
+    gates_and_ups = gate_up(hidden_states)
+
+    if recompute:
+        # Kept are the inputs of the activation; its output is computed again when the
+        # backward pass reaches the second product.
+        checkpoint = CheckpointWithoutOutput()
+        activated = checkpoint.checkpoint(
+            lambda x, probs: clamped_swiglu(x, probs, limit),
+            gates_and_ups,
+            probs,
+        )
+        output, biases = down(activated)
+        checkpoint.discard_output_and_register_recompute(output)
+    else:
+        activated = clamped_swiglu(gates_and_ups, probs, limit)
+        output, biases = down(activated)
+
+    return add_weighted_bias(output, biases, probs, row_counts)
 
 
 def add_weighted_bias(

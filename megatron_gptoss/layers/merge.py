@@ -1,9 +1,10 @@
 """Merging an adapter into the weight that it changes, and products with the merged weight.
 
 W' = dtype(W + s (B A)), with A [rank, in], B [out, rank] and the scale s. Whoever needs a merged
-weight takes it from ``merge``: the layers that train, the weights that engines get, the converters.
-So an engine holds the very bits that were trained with. An unmerged product, W x + s B (A x), is
-another number: rounding W + s B A to bf16 loses most of an update that is small beside W.
+weight takes it from ``merge`` or ``merge_packed``: the layers that train, the weights that engines
+get, the converters. So an engine holds the very bits that were trained with. An unmerged product,
+W x + s B (A x), is another number: rounding W + s B A to bf16 loses most of an update that is small
+beside W.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptoss_kernels import mxfp4
+
+PIECE = 1 << 20
+"""Values that ``merge_in_pieces`` merges at a time."""
+
 
 def merge(
     weight: Tensor,
@@ -19,12 +25,14 @@ def merge(
     b: Tensor,
     scale: float,
     dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Compute W + scale * (B A), in fp32 at least, and round it once.
 
     B A is summed up rank by rank, with every multiplication and every addition rounded by itself.
     A matrix product may take any order, another one for every shape; this one gives the same bits
     for a part of the rows, columns or experts as for all of them, so that no layout changes them.
+    On a GPU a kernel gives the bits of the sum below for bf16 weights.
 
     Args:
         weight: [..., out, in].
@@ -32,11 +40,20 @@ def merge(
         b: [..., out, rank].
         scale: of the update.
         dtype: of the result; by default the weight's.
+        out: [..., out, in] of that dtype, contiguous, to write into.
 
     Returns:
-        [..., out, in], a new tensor. Where the update is 0, the weight itself, a negative zero
-        included.
+        [..., out, in], a new tensor or ``out``. Where the update is 0, the weight itself, a
+        negative zero included.
     """
+    if out is None:
+        out = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=weight.device)
+    if weight.dtype == torch.bfloat16 and _has_kernel(a, b, out):
+        from gptoss_kernels import adapter_merge
+
+        adapter_merge.merge_dense(weight, a, b, scale, out)
+        return out
+
     compute_dtype = torch.promote_types(weight.dtype, torch.float32)
     a = a.to(compute_dtype)
     b = b.to(compute_dtype)
@@ -51,8 +68,61 @@ def merge(
     update *= scale
 
     wide_weight = weight.to(compute_dtype)
-    merged = torch.where(update == 0, wide_weight, wide_weight + update)
-    return merged.to(dtype or weight.dtype)
+    return out.copy_(torch.where(update == 0, wide_weight, wide_weight + update))
+
+
+def merge_packed(
+    blocks: Tensor,
+    scales: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    out: Tensor,
+) -> Tensor:
+    """Compute what ``merge`` computes for the bf16 values of an MXFP4 weight.
+
+    Args:
+        blocks: [..., out, in / 32, 16] uint8, see ``mxfp4.dequantize``.
+        scales: [..., out, in / 32] uint8.
+        a: [..., rank, in].
+        b: [..., out, rank].
+        scale: of the update.
+        out: [..., out, in], contiguous, to write into.
+
+    Returns:
+        ``out``.
+    """
+    if _has_kernel(a, b, out):
+        from gptoss_kernels import adapter_merge
+
+        adapter_merge.merge_packed(blocks, scales, a, b, scale, out)
+        return out
+    return merge(mxfp4.dequantize(blocks, scales), a, b, scale, out=out)
+
+
+def _has_kernel(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Return whether the GPU's kernel takes these: bf16 throughout, pairs of columns."""
+    is_bf16 = all(tensor.dtype == torch.bfloat16 for tensor in (a, b, out))
+    return out.is_cuda and is_bf16 and out.shape[-1] % 2 == 0
+
+
+def merge_in_pieces(
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute ``merge`` of a large weight [out, in], some rows at a time: the same bits.
+
+    What it computes in fp32 is as large as those rows, not as the weight.
+    """
+    merged = weight.new_empty(weight.shape, dtype=dtype or weight.dtype)
+    rows = max(1, PIECE // weight.shape[1])
+    for first in range(0, len(weight), rows):
+        piece = slice(first, first + rows)
+        merged[piece] = merge(weight[piece], a, b[piece], scale, dtype)
+    return merged
 
 
 def merged_linear(
@@ -122,7 +192,7 @@ class _MergedLinear(torch.autograd.Function):
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Compute W' [out, in] as ``merge`` does, differentiable in A and B.
 
-    For a small weight that is used in another way than ``merged_linear`` does: its gradient
+    For a weight that is used in another way than ``merged_linear`` does: its gradient
     [out, in] is made, and that of A and B from it.
     """
     merged: Tensor = _MergedWeight.apply(weight, a, b, scale)
@@ -134,7 +204,7 @@ class _MergedWeight(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.scale = scale
-        return merge(weight, a, b, scale)
+        return merge_in_pieces(weight, a, b, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

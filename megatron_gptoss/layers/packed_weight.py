@@ -5,9 +5,7 @@ from torch import Tensor
 
 from gptoss_kernels import mxfp4
 from gptoss_kernels.mxfp4.api import BLOCK
-
-_buffers: dict[torch.device, Tensor] = {}
-"""What weights are dequantised into: one bf16 tensor per device, as large as the largest weight."""
+from megatron_gptoss.layers.shared_memory import shared_memory
 
 
 class PackedWeight(torch.nn.Module):
@@ -21,8 +19,13 @@ class PackedWeight(torch.nn.Module):
     scales: Tensor
     """uint8 [rows, columns / 32]."""
 
-    def __init__(self, rows: int, columns: int) -> None:
-        """Allocate the matrix, uninitialised.
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        device: torch.device | None = None,
+    ) -> None:
+        """Allocate the matrix, uninitialised, on ``device``, by default torch's.
 
         Raises:
             ValueError: if rows cannot be cut into blocks of 32 values.
@@ -33,8 +36,8 @@ class PackedWeight(torch.nn.Module):
 
         self.shape = torch.Size((rows, columns))
         self.dtype = torch.bfloat16
-        blocks = torch.empty(rows, columns // BLOCK, BLOCK // 2, dtype=torch.uint8)
-        scales = torch.empty(rows, columns // BLOCK, dtype=torch.uint8)
+        blocks = torch.empty(rows, columns // BLOCK, BLOCK // 2, dtype=torch.uint8, device=device)
+        scales = torch.empty(rows, columns // BLOCK, dtype=torch.uint8, device=device)
         self.register_buffer("blocks", blocks, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
 
@@ -45,6 +48,8 @@ class PackedWeight(torch.nn.Module):
         Raises:
             ValueError: if a value would change.
         """
+        # Where this weight lies: of a large model, a GPU packs in seconds what takes a CPU minutes.
+        weight = weight.to(self.blocks.device)
         blocks, scales = mxfp4.quantize(weight.to(torch.bfloat16))
         packed = mxfp4.dequantize(blocks, scales)
 
@@ -59,11 +64,5 @@ class PackedWeight(torch.nn.Module):
 
     def read(self) -> Tensor:
         """Dequantise to bf16 [rows, columns], in memory that the next read overwrites."""
-        size = self.shape.numel()
-        device = self.blocks.device
-        buffer = _buffers.get(device)
-        if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=self.dtype, device=device)
-            _buffers[device] = buffer
-
-        return mxfp4.dequantize(self.blocks, self.scales, out=buffer[:size].view(self.shape))
+        memory = shared_memory("dequantised", self.blocks.device, self.dtype)
+        return mxfp4.dequantize(self.blocks, self.scales, out=memory.lend(self.shape).tensor)

@@ -14,11 +14,24 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 
+from megatron_gptoss.layers.adapted_grouped_experts import (
+    ADAPTED_EXPERT_LINEARS,
+    AdaptedGroupedExperts,
+    has_adapted_experts,
+)
+from megatron_gptoss.layers.adapted_linears import (
+    SEPARATE_NORM_KEYS,
+    choose_projections,
+    choose_router,
+    has_adapted_qkv,
+)
 from megatron_gptoss.layers.attention import SinkAttention
 from megatron_gptoss.layers.experts import GptOssGroupedMLP
-from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.step_clock import TimedMoELayer
 from megatron_gptoss.transformer_config import GptOssTransformerConfig, MissingPackageError
 
@@ -52,12 +65,13 @@ def transformer_engine_block_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=True,
     )
-    # Megatron's helper hides the grouped linears in nested partials.
-    grouped_linears = submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
-    experts = partial(GptOssGroupedMLP, submodules=grouped_linears)
-    moe_submodules = MoESubmodules(experts=experts, router=GptOssRouter)
-    submodules.mlp = partial(TimedMoELayer, submodules=moe_submodules)
+    submodules.mlp = partial(TimedMoELayer, submodules=_moe_submodules(config, submodules))
     submodules.self_attention.submodules.core_attention = config.core_attention or SinkAttention
+    choose_projections(submodules.self_attention.submodules, config)
+    if has_adapted_qkv(config):
+        # Transformer Engine's projection includes the norm before it.
+        submodules.input_layernorm = TENorm
+        submodules.sharded_state_dict_keys_map = SEPARATE_NORM_KEYS
 
     num_layers = get_num_layers_to_build(config, stage)
     num_recomputing = num_layers
@@ -68,3 +82,17 @@ def transformer_engine_block_spec(
     keeping = ModuleSpec(module=NoRecomputeLayer, submodules=submodules)
     layers = [recomputing] * num_recomputing + [keeping] * (num_layers - num_recomputing)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)
+
+
+def _moe_submodules(
+    config: GptOssTransformerConfig,
+    submodules: TransformerLayerSubmodules,
+) -> MoESubmodules:
+    """Choose the classes of experts and router; ``submodules`` are Megatron's."""
+    if has_adapted_experts(config):
+        experts = partial(AdaptedGroupedExperts, submodules=ADAPTED_EXPERT_LINEARS)
+    else:
+        # Megatron's helper hides the grouped linears in nested partials.
+        grouped_linears = submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
+        experts = partial(GptOssGroupedMLP, submodules=grouped_linears)
+    return MoESubmodules(experts=experts, router=choose_router(config))

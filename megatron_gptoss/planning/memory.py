@@ -5,10 +5,11 @@ a run, which show it beside what was measured. docs/performance.md compares it w
 says which constants were measured where.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.log_probs import CHUNK_COLUMNS, CHUNK_TOKENS
 from megatron_gptoss.optimizer_offload import PART_ELEMENTS
 from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
@@ -17,17 +18,24 @@ EXPERT_LOAD = 1.1
 """Tokens that the fullest expert-parallel rank gets, relative to the mean, where nothing balances
 the router."""
 
-CONTEXT_BYTES = 0.5e9
-"""CUDA's context and the kernels of one process on one GPU: what a process of the two-GPU run of
-22 November 2026 held of a GPU on which it computed nothing."""
+CONTEXT_BYTES = 2.7e9
+"""What a process holds of its GPU outside of torch's allocator: CUDA's context, libraries and their
+workspaces, kernels. 2.7 GB from the first forward pass on, 1.3 before it, on one H200."""
 
 COMMUNICATION_BYTES = 1.5e9
 """NCCL's buffers where there is more than one rank. An allowance, not measured by itself: Megatron
 has a communicator for each of its groups, and each takes some when it is first used."""
 
-ALLOCATOR_SHARE = 0.03
-"""What torch's allocator holds besides the tensors, as a share of them: it rounds up to 2 MiB and
-leaves gaps. Four full-width layers trained with 84.9 GB reserved for 82.4 allocated."""
+GAP_BYTES = 3.2e9
+"""What torch's allocator holds beyond the most that is allocated, in phases that allocate and free
+blocks of many sizes. 2.5, 2.9 and 4.2 GB on one H200 beside 82, 67 and 47 GB of tensors, with
+16,384 tokens; none while weights and gradients were made."""
+
+PHASES_WITH_GAPS = ("scoring", "update", "optimizer", "checkpoint")
+"""Phases to which GAP_BYTES apply. A sync's buffers are few and large; their sizes are counted."""
+
+MXFP4_BYTES = 17 / 32
+"""Of one value in MXFP4: four bits, and a scale for every 32."""
 
 HOST_ROUNDING = 1.06
 """Pinned host memory, relative to the tensors in it: torch takes powers of two. Counted for the 20B
@@ -71,7 +79,8 @@ class Phase:
     engine: float
     """Everything of the servers that share the GPU, and the buffers of a weight sync."""
     around: float
-    """Contexts, communicators and what torch's allocator holds besides tensors."""
+    """Contexts, communicators and what torch's allocator holds besides these tensors: its gaps, and
+    what an earlier phase took and the trainer has not given back."""
 
     @property
     def total(self) -> float:
@@ -91,7 +100,11 @@ class Account:
     @property
     def peak(self) -> Phase:
         """The phase that needs most."""
-        return max(self.phases, key=lambda phase: phase.total)
+        most = max(phase.total for phase in self.phases)
+        fullest = (phase for phase in self.phases if math.isclose(phase.total, most))
+
+        # Several hold as much where torch keeps what the first of them took.
+        return max(fullest, key=lambda phase: phase.trainer)
 
     def phase(self, name: str) -> Phase:
         """Return the phase of this name."""
@@ -143,33 +156,29 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
     Servers that share the GPU have their share of ``gigabytes``.
     """
     memory = predict(inputs, stage)
-    own_weights = 2 * sum(parameters_per_gpu(inputs.model, inputs.parallel, stage))
     fetched = max(_fetched_state(inputs, trained) for trained in _trained_models(inputs, stage))
     engine = inputs.engine or EngineMemory(awake_fraction=0.0, asleep_bytes=0, sync_bytes=0)
     awake = engine.awake_fraction * gigabytes * 1e9
     asleep = engine.asleep_bytes
 
-    phases = [
-        # Megatron copies the weights into its buffers, beside those that the model was built with.
-        _phase(inputs, "start", memory.weights + memory.gradients + own_weights, 0),
-    ]
+    needs = [_Need("start", memory.weights + memory.gradients + _copied_weights(inputs, stage), 0)]
     if inputs.engine is not None:
-        phases += [
-            _phase(inputs, "sync", memory.resting, awake + engine.sync_bytes),
-            _phase(inputs, "rollout", memory.resting, awake),
+        needs += [
+            _Need("sync", memory.resting, awake + engine.sync_bytes),
+            _Need("rollout", memory.resting, awake),
         ]
-    phases += [
-        _phase(inputs, "scoring", memory.resting + _scoring_memory(inputs, stage), asleep),
-        _phase(inputs, "update", memory.resting + memory.activations + memory.working, asleep),
-        _phase(inputs, "optimizer", memory.resting + fetched, asleep),
-        _phase(inputs, "checkpoint", memory.resting + _gathered_for_checkpoint(inputs), asleep),
+    needs += [
+        _Need("scoring", memory.resting + _scoring_memory(inputs, stage), asleep),
+        _Need("update", memory.resting + memory.activations + memory.working, asleep),
+        _Need("optimizer", memory.resting + fetched, asleep),
+        _Need("checkpoint", memory.resting + _gathered_for_checkpoint(inputs), asleep),
     ]
 
     host = 0.0
     for trained in _trained_models(inputs, stage):
         state = _optimizer_state(trained, inputs.parallel)
         host += HOST_ROUNDING * trained.optimizer.offload * state
-    return Account(memory=memory, phases=phases, host=host)
+    return Account(memory=memory, phases=_phases(inputs, needs), host=host)
 
 
 def worst_account(inputs: MemoryInputs, gigabytes: float) -> Account:
@@ -184,12 +193,64 @@ def fits(inputs: MemoryInputs, gigabytes: float) -> bool:
     return worst_account(inputs, gigabytes).peak.total <= gigabytes * 1e9
 
 
-def _phase(inputs: MemoryInputs, name: str, trainer: float, engine: float) -> Phase:
-    """Return a phase with what lies around its tensors."""
-    around = CONTEXT_BYTES + ALLOCATOR_SHARE * trainer
+@dataclass(frozen=True)
+class _Need:
+    """What a phase needs by itself, in bytes; the fields are those of a Phase."""
+
+    phase: str
+    trainer: float
+    engine: float
+
+
+def _phases(inputs: MemoryInputs, needs: Sequence[_Need]) -> list[Phase]:
+    """Add to what phases need, in their order, what lies around their tensors."""
+    outside_of_torch = CONTEXT_BYTES
     if inputs.parallel.world_size > 1:
-        around += COMMUNICATION_BYTES
-    return Phase(name=name, trainer=trainer, engine=engine, around=around)
+        outside_of_torch += COMMUNICATION_BYTES
+
+    with_cache = _phases_that_begin_with_a_cache(inputs)
+    reserved = 0.0
+    phases = []
+    for need in needs:
+        if need.phase not in with_cache:
+            reserved = 0.0
+        gaps = GAP_BYTES if need.phase in PHASES_WITH_GAPS else 0.0
+        reserved = max(reserved, need.trainer + gaps)
+
+        around = outside_of_torch + reserved - need.trainer
+        phases.append(Phase(need.phase, need.trainer, need.engine, around))
+    return phases
+
+
+def _phases_that_begin_with_a_cache(inputs: MemoryInputs) -> set[str]:
+    """Return the phases at whose beginning torch holds what those before them took.
+
+    The trainer gives it back when it is built, after a sync, before the step of an optimizer whose
+    state is offloaded, and where engines share the GPU after each update.
+    """
+    phases = {"update"}
+    if not _all_offload(inputs):
+        phases.add("optimizer")
+    if inputs.engine is None:
+        phases.add("checkpoint")
+    return phases
+
+
+def _all_offload(inputs: MemoryInputs) -> bool:
+    """Return whether state of every optimizer, the policy's and critics', rests on the host."""
+    optimizers = [inputs.optimizer, *filter(None, inputs.auxiliary_models)]
+    return all(optimizer.offload > 0 for optimizer in optimizers)
+
+
+def _copied_weights(inputs: MemoryInputs, stage: int) -> float:
+    """Return the bytes of the trained weights, which Megatron copies into its buffers, as they were
+    before.
+
+    Where optimizer state is offloaded they wait on the host.
+    """
+    if _all_offload(inputs):
+        return 0.0
+    return 2 * sum(_trained_parameters(inputs, stage))
 
 
 def parameters_per_gpu(
@@ -216,6 +277,47 @@ def parameters_per_gpu(
 
     expert = layers * model.num_experts / parallel.expert * model.expert_parameters
     return dense, expert
+
+
+def trained_parameters_per_gpu(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    adapter: AdapterConfig | None,
+    stage: int = 0,
+) -> tuple[float, float]:
+    """Return (dense, expert) parameters of one rank of a pipeline stage that are trained: those of
+    the adapters, or all."""
+    if adapter is None:
+        return parameters_per_gpu(model, parallel, stage)
+    return adapter_parameters_per_gpu(model, parallel, adapter, stage)
+
+
+def adapter_parameters_per_gpu(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    adapter: AdapterConfig,
+    stage: int = 0,
+) -> tuple[float, float]:
+    """Return (dense, expert) parameters of the adapters of one rank of a pipeline stage."""
+    layers = parallel.layers_of_stage(stage, model)
+    of_layer, of_expert = adapter.layer_parameters(model, parallel.tensor)
+    dense = layers * of_layer
+    if stage == 0:
+        dense += adapter.vocabulary_parameters(model, "embedding", parallel.tensor)
+    if stage == parallel.pipeline - 1:
+        dense += adapter.vocabulary_parameters(model, "head", parallel.tensor)
+    return dense, layers * model.num_experts / parallel.expert * of_expert
+
+
+def _trained_parameters(inputs: MemoryInputs, stage: int) -> tuple[float, float]:
+    return trained_parameters_per_gpu(inputs.model, inputs.parallel, inputs.adapter, stage)
+
+
+def merged_weight_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
+    """Return the bytes of the memory in which the experts of a rank are dequantized and merged. All
+    layers share it; gate and up projections, and down projections, have a part each."""
+    experts = model.num_experts / parallel.expert
+    return 2 * experts * 3 * model.intermediate_size * model.hidden_size
 
 
 def activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
@@ -285,9 +387,18 @@ def _working_memory(inputs: MemoryInputs, stage: int) -> float:
     # A block's fp32 logits, its bf16 gradient and that of the block before; or the bf16 gradient
     # of the weight that Megatron's hooks are shown. Beside them hidden states and their gradients.
     block = min(CHUNK_TOKENS, inputs.tokens / parallel.context) * CHUNK_COLUMNS
-    vocabulary = _vocabulary_parameters(model, parallel)
-    head = max(8 * block, 2 * vocabulary) + 6 * local_tokens * model.hidden_size
+    weight_gradient = _output_weight_gradient(inputs)
+    head = max(8 * block, weight_gradient) + 6 * local_tokens * model.hidden_size
     return max(head, layer)
+
+
+def _output_weight_gradient(inputs: MemoryInputs) -> float:
+    """Return the bf16 gradient of the output layer's weight; none if it is frozen, and with an
+    adapter of its own also the merged weight."""
+    vocabulary = _vocabulary_parameters(inputs.model, inputs.parallel)
+    if inputs.adapter is None:
+        return 2 * vocabulary
+    return 4 * vocabulary if "head" in inputs.adapter.targets else 0.0
 
 
 def _scoring_memory(inputs: MemoryInputs, stage: int) -> float:
@@ -319,10 +430,12 @@ def _gathered_for_checkpoint(inputs: MemoryInputs) -> float:
     """Return what Megatron gathers of the largest parameter's state at a time, in fp32: every
     rank's share, and its own once more."""
     shares = inputs.parallel.data * inputs.parallel.context
-    largest = max(
-        _vocabulary_parameters(inputs.model, inputs.parallel),
-        inputs.model.expert_parameters,
-    )
+    model = inputs.model
+    if inputs.adapter is None:
+        largest = max(_vocabulary_parameters(model, inputs.parallel), model.expert_parameters)
+    else:
+        widest = max(model.query_size, model.hidden_size, 2 * model.intermediate_size)
+        largest = widest * max(inputs.adapter.rank, inputs.adapter.rank_of_experts(model))
     return 4 * largest * (1 + 1 / shares)
 
 
@@ -338,12 +451,12 @@ class _TrainedModel:
 
 
 def _trained_models(inputs: MemoryInputs, stage: int) -> Iterator[_TrainedModel]:
-    dense, expert = parameters_per_gpu(inputs.model, inputs.parallel, stage)
+    dense, expert = _trained_parameters(inputs, stage)
     yield _TrainedModel(inputs.optimizer, dense, expert)
 
     # A critic has no vocabulary to predict.
     is_last = stage == inputs.parallel.pipeline - 1
-    if is_last:
+    if is_last and inputs.adapter is None:
         dense -= _vocabulary_parameters(inputs.model, inputs.parallel)
     for optimizer in inputs.auxiliary_models:
         if optimizer is not None:
@@ -351,15 +464,32 @@ def _trained_models(inputs: MemoryInputs, stage: int) -> Iterator[_TrainedModel]
 
 
 def _weight_memory(inputs: MemoryInputs, stage: int) -> float:
-    """Return the bf16 weights of all models."""
-    dense, expert = parameters_per_gpu(inputs.model, inputs.parallel, stage)
-    # Every auxiliary model has the policy's architecture and layout.
-    weights = 2 * (dense + expert) * (1 + len(inputs.auxiliary_models))
+    """Return the weights of all models, and the memory that merged ones share."""
+    # Every auxiliary model has the policy's architecture, layout and adapters.
+    weights = _model_weights(inputs, stage) * (1 + len(inputs.auxiliary_models))
+    if inputs.adapter is not None:
+        weights += merged_weight_bytes(inputs.model, inputs.parallel)
 
     if stage == inputs.parallel.pipeline - 1:
         critics = [optimizer for optimizer in inputs.auxiliary_models if optimizer is not None]
         for _ in critics:
             weights -= 2 * _vocabulary_parameters(inputs.model, inputs.parallel)
+    return weights
+
+
+def _model_weights(inputs: MemoryInputs, stage: int) -> float:
+    """Return one model's weights: bf16, but for experts that are frozen in MXFP4."""
+    model = inputs.model
+    parallel = inputs.parallel
+    weights = 2 * sum(parameters_per_gpu(model, parallel, stage))
+    if inputs.adapter is None:
+        return weights
+
+    weights += 2 * sum(adapter_parameters_per_gpu(model, parallel, inputs.adapter, stage))
+    if parallel.base == "mxfp4":
+        experts = parallel.layers_of_stage(stage, model) * model.num_experts / parallel.expert
+        matrices = experts * 3 * model.hidden_size * model.intermediate_size
+        weights -= (2 - MXFP4_BYTES) * matrices
     return weights
 
 

@@ -72,7 +72,7 @@ def _possible_layouts(inputs: MemoryInputs) -> Iterator[ParallelConfig]:
             )
             # Most combinations split something unevenly.
             try:
-                layout.check_layout(inputs.model)
+                layout.check_layout(inputs.model, inputs.adapter)
             except ValueError:
                 continue
             if inputs.sequences >= layout.data * inputs.mini_batches:
@@ -108,6 +108,10 @@ def _successive_changes(
     inputs = _change_parallel(inputs, recompute=recompute)
     yield f"parallel.recompute=[{','.join(recompute)}]", inputs
 
+    if _base_can_be_packed(inputs):
+        inputs = _change_parallel(inputs, base="mxfp4")
+        yield "parallel.base=mxfp4", inputs
+
     inputs = _change_optimizer(inputs, moment_dtype="bf16")
     yield "optimizer.moment_dtype=bf16", inputs
 
@@ -131,6 +135,17 @@ def _successive_changes(
         if 0 < fraction < engine.awake_fraction:
             inputs = replace(inputs, engine=replace(engine, awake_fraction=fraction))
             yield f"rollout.engine.memory_fraction={fraction:g}", inputs
+
+
+def _base_can_be_packed(inputs: MemoryInputs) -> bool:
+    """Return whether the model and what is trained of it allow experts in MXFP4; whether their
+    values do, only loading them tells."""
+    packed = inputs.parallel.model_copy(update={"base": "mxfp4"})
+    try:
+        packed.check_layout(inputs.model, inputs.adapter)
+    except ValueError:
+        return False
+    return True
 
 
 def _change_parallel(inputs: MemoryInputs, **update: object) -> MemoryInputs:
@@ -189,6 +204,8 @@ def _summary(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
     peak = account.peak
     share = peak.total / (hardware.gigabytes * 1e9) if hardware.gigabytes else math.inf
     text = f"memory per {hardware.gpu}, in bf16, {inputs.tokens} tokens per micro-batch"
+    if inputs.adapter is not None:
+        text += f", adapters of rank {inputs.adapter.rank} on a base in {inputs.parallel.base}"
     for optimizer in inputs.auxiliary_models:
         text += ", with the critic" if optimizer else ", with the reference policy"
 

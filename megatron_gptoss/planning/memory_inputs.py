@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,10 @@ class MemoryInputs:
     tokens: int
     """Of one micro-batch, before context parallelism shares them out."""
     auxiliary_models: Sequence[OptimizerConfig | None] = ()
-    """Further models in the policy's layout, of which one at a time computes: a critic's
-    optimizer, None for a reference policy, which has none."""
+    """Further models in the policy's layout, with its adapters if it has any, of which one at a
+    time computes: a critic's optimizer, None for a reference policy, which has none."""
+    adapter: AdapterConfig | None = None
+    """What is trained of all models; None for all parameters."""
     engine: EngineMemory | None = None
     """Of servers that share the trainer's GPUs."""
     micro_batches: float = math.inf

@@ -6,9 +6,14 @@ docs/performance.md compares it with what was measured.
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.planning.memory import EXPERT_LOAD, bytes_of, parameters_per_gpu
+from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.planning.flops import forward_flops, training_flops
+from megatron_gptoss.planning.memory import (
+    EXPERT_LOAD,
+    MXFP4_BYTES,
+    bytes_of,
+    trained_parameters_per_gpu,
+)
 
 GPUS_PER_NODE = 8
 ARITHMETIC = 520e12
@@ -53,6 +58,8 @@ class StepTime:
     pass hides it."""
     optimizer: float
     """Its arithmetic, and moving offloaded state from host memory and back."""
+    merging: float = 0.0
+    """With adapters: writing merged weights, for the forward and again for the backward pass."""
 
     @property
     def total(self) -> float:
@@ -65,24 +72,28 @@ def predict_step(
     optimizer: OptimizerConfig,
     lengths: Sequence[int],
     micro_batches: int,
+    adapter: AdapterConfig | None = None,
 ) -> StepTime:
     """Predict the time of a bf16 training step on H200s, for layouts that nobody has run yet.
 
     Context parallelism is counted as free: its messages hide behind attention. Ranks are taken to
-    fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one.
+    fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one. Merging
+    adapters is taken to be bound by memory, which was not measured.
 
     Args:
-        model: what is trained.
+        model: the architecture.
         parallel: the layout.
         optimizer: for the dtypes of gradients and moments, and offloading.
         lengths: of the sequences in one micro-batch, before context parallelism shares them out.
         micro_batches: of each data-parallel rank.
+        adapter: what is trained of it; None for all parameters.
     """
     stages = parallel.pipeline
     sharers = parallel.tensor * parallel.context
     stage_seconds = _forward_seconds(model, parallel, lengths)
     slowest = max(stage_seconds)
-    arithmetic = micro_batches * 3 * slowest / sharers
+    passes = _forward_passes(model, lengths, adapter)
+    arithmetic = micro_batches * passes * slowest / sharers
 
     # Exchanges are not hidden; the stage with most layers has most of them.
     layers = max(parallel.layers_of_stage(stage, model) for stage in range(stages))
@@ -92,15 +103,16 @@ def predict_step(
     tensor = layer_passes * _tensor_exchange_seconds(model, parallel, local_tokens)
 
     # While one micro-batch is with the other stages, the slowest waits.
-    other_stages = 3 * (sum(stage_seconds) - slowest) / sharers
+    other_stages = passes * (sum(stage_seconds) - slowest) / sharers
     other_exchanges = (experts + tensor) * (stages - 1) / micro_batches
     bubble = (other_stages + other_exchanges) / parallel.virtual_pipeline
 
-    # Gradients are reduced under the backward pass of the last micro-batch, two thirds of its
-    # time.
+    # Gradients are reduced under the backward pass of the last micro-batch, all but a forward
+    # pass of its time.
     gradient_bytes = bytes_of(optimizer.gradient_dtype)
-    reduction = _data_parallel_seconds(model, parallel, gradient_bytes)
-    hidden = arithmetic * 2 / 3 / micro_batches
+    trained = trained_parameters_per_gpu(model, parallel, adapter)
+    reduction = _data_parallel_seconds(parallel, trained, gradient_bytes)
+    hidden = arithmetic * (1 - 1 / passes) / micro_batches
 
     return StepTime(
         arithmetic=arithmetic,
@@ -108,9 +120,20 @@ def predict_step(
         tensor=tensor,
         bubble=bubble,
         gradients=max(0.0, reduction - hidden),
-        parameters=_data_parallel_seconds(model, parallel, 2),
-        optimizer=_optimizer_seconds(model, parallel, optimizer),
+        parameters=_data_parallel_seconds(parallel, trained, 2),
+        optimizer=_optimizer_seconds(parallel, trained, optimizer),
+        merging=layer_passes * _merging_seconds(model, parallel) if adapter else 0.0,
     )
+
+
+def _forward_passes(
+    model: ModelConfig,
+    lengths: Sequence[int],
+    adapter: AdapterConfig | None,
+) -> float:
+    """Return the work of a step in forward passes: three, fewer if weights need no gradients."""
+    step = training_flops(model, lengths, frozen_base=adapter is not None)
+    return step / forward_flops(model, lengths)
 
 
 def _forward_seconds(
@@ -167,13 +190,23 @@ def _tensor_exchange_seconds(
     )
 
 
+def _merging_seconds(model: ModelConfig, parallel: ParallelConfig) -> float:
+    """Return the time of one layer and micro-batch in which a rank's experts are read and written
+    as merged bf16 weights, for the forward and for the backward pass."""
+    experts = model.num_experts / parallel.expert
+    values = experts * 3 * model.hidden_size * model.intermediate_size
+    base_bytes = MXFP4_BYTES if parallel.base == "mxfp4" else 2
+    return 2 * values * (base_bytes + 2) / MEMORY_BANDWIDTH
+
+
 def _data_parallel_seconds(
-    model: ModelConfig,
     parallel: ParallelConfig,
+    trained: tuple[float, float],
     bytes_per_parameter: float,
 ) -> float:
-    """Return the reduction or the gathering of all parameters over their replicas."""
-    dense, expert = parameters_per_gpu(model, parallel)
+    """Return the reduction or the gathering over their replicas of what is trained, (dense, expert)
+    parameters of a rank."""
+    dense, expert = trained
     dense_replicas, expert_replicas = _replicas(parallel)
     span = parallel.world_size // parallel.pipeline
     dense_bytes = bytes_per_parameter * dense
@@ -184,8 +217,8 @@ def _data_parallel_seconds(
 
 
 def _optimizer_seconds(
-    model: ModelConfig,
     parallel: ParallelConfig,
+    trained: tuple[float, float],
     optimizer: OptimizerConfig,
 ) -> float:
     gradient_bytes = bytes_of(optimizer.gradient_dtype)
@@ -197,7 +230,7 @@ def _optimizer_seconds(
     offloaded = 2 * optimizer.offload * (2 + moment_bytes)
     seconds_per_parameter = touched / MEMORY_BANDWIDTH + offloaded / HOST_BANDWIDTH
 
-    dense, expert = parameters_per_gpu(model, parallel)
+    dense, expert = trained
     dense_replicas, expert_replicas = _replicas(parallel)
     return seconds_per_parameter * (dense / dense_replicas + expert / expert_replicas)
 

@@ -1,12 +1,13 @@
 """A local Ray of our own that a busy machine does not keep from starting, or the cluster that
 RAY_ADDRESS names.
 
-Ray 2.55 gives its parts times to start of which two are in its code and not in a setting. The
-raylet ends when the dashboard agent, a Python program with seconds of imports, has not published
-its ports after 15 s (``NodeManager::WaitForDashboardAgentPorts``). The driver gives up when the
-raylet has not registered after 30 s ("The current node timed out during startup"). Two busy cores
-do not keep to that. So the ports are chosen and published before the raylet starts, which then
-waits for nobody, and the driver waits for as long as the raylet lives."""
+Ray 2.55 gives its parts times to start that are in its code and not in a setting. The control
+store has 30 s to publish its port ("Timed out waiting for file"). The raylet ends when the
+dashboard agent, a Python program with seconds of imports, has not published its ports after 15 s
+(``NodeManager::WaitForDashboardAgentPorts``). The driver gives up when the raylet has not
+registered after 30 s ("The current node timed out during startup"). Two busy cores do not keep to
+that. So the agent's ports are chosen and published before the raylet starts, which then waits for
+nobody, and the driver waits for as long as control store and raylet live."""
 
 import logging
 import os
@@ -129,9 +130,16 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
     from ray._private import services
 
     internals: Any = ray  # whose types do not say what is replaced here
-    raylet, node_class = internals._raylet, internals._private.node.Node
-    start_raylet, get_node = node_class.start_raylet, services.get_node
+    raylet, node_module = internals._raylet, internals._private.node
+    node_class = node_module.Node
+    start_gcs_server, start_raylet = node_class.start_gcs_server, node_class.start_raylet
+    wait_for_port, get_node = node_module.wait_for_persisted_port, services.get_node
+    deadline = time.monotonic() + seconds
     nodes: list[Any] = []
+
+    def start_known_gcs_server(node: Any) -> None:
+        nodes.append(node)
+        start_gcs_server(node)
 
     def start_raylet_without_waiting_for_agents(node: Any, *arguments: Any, **options: Any) -> None:
         for field, name in AGENT_PORTS:
@@ -141,33 +149,31 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
                 node.get_session_dir_path(), node.node_id, getattr(raylet, name), port
             )
         start_raylet(node, *arguments, **options)
-        nodes.append(node)
+        if node not in nodes:  # a node without the control store
+            nodes.append(node)
+
+    def wait_for_port_as_long_as_it_takes(
+        directory: str, node_id: str, name: str, timeout_ms: int = 1000
+    ) -> int:
+        while True:
+            try:
+                port: int = wait_for_port(directory, node_id, name, timeout_ms=timeout_ms)
+                return port
+            except RuntimeError:  # there is no such file yet
+                _check_start(nodes, deadline, seconds)
 
     def get_node_as_soon_as_it_is_there(gcs_address: str, node_id: str) -> Any:
-        deadline = time.monotonic() + seconds
         while True:
             try:
                 return get_node(gcs_address, node_id)
-            except (
-                RuntimeError
-            ):  # the raylet has not registered within RAY_raylet_start_wait_time_s, 30 s
-                ended = any(
-                    info.process.poll() is not None
-                    for node in nodes
-                    for info in node.all_processes["raylet"]
-                )
-                if ended:
-                    raise RayStartError(
-                        f"Ray's raylet ended while it started; {_logs(nodes)}"
-                    ) from None
-                if time.monotonic() > deadline:
-                    raise RayStartError(
-                        f"Ray did not start within {seconds:g} s (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} "
-                        f"processors); {_logs(nodes)}"
-                    ) from None
+            except RuntimeError:
+                # the raylet has not registered within RAY_raylet_start_wait_time_s, 30 s
+                _check_start(nodes, deadline, seconds)
             time.sleep(0.1)
 
+    node_class.start_gcs_server = start_known_gcs_server
     node_class.start_raylet = start_raylet_without_waiting_for_agents
+    node_module.wait_for_persisted_port = wait_for_port_as_long_as_it_takes
     services.get_node = get_node_as_soon_as_it_is_there
     try:
         yield
@@ -176,7 +182,24 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
             node.kill_all_processes(check_alive=False, allow_graceful=False)
         raise
     finally:
-        node_class.start_raylet, services.get_node = start_raylet, get_node
+        node_class.start_gcs_server, node_class.start_raylet = start_gcs_server, start_raylet
+        node_module.wait_for_persisted_port = wait_for_port
+        services.get_node = get_node
+
+
+def _check_start(nodes: list[Any], deadline: float, seconds: float) -> None:
+    """Raise RayStartError if what is waited for has ended, or at the deadline."""
+    for node in nodes:
+        for part, name in (("gcs_server", "control store"), ("raylet", "raylet")):
+            processes = node.all_processes.get(part, [])
+            if any(info.process.poll() is not None for info in processes):
+                raise RayStartError(f"Ray's {name} ended while it started; {_logs(nodes)}")
+
+    if time.monotonic() > deadline:
+        raise RayStartError(
+            f"Ray did not start within {seconds:g} s (load {os.getloadavg()[0]:.0f} on "
+            f"{os.cpu_count()} processors); {_logs(nodes)}"
+        )
 
 
 def _logs(nodes: list[Any]) -> str:

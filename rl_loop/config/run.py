@@ -7,7 +7,13 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig, StrictModel
+from megatron_gptoss.config import (
+    AdapterConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    StrictModel,
+)
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from rl_loop.config.errors import ConfigError
@@ -22,6 +28,16 @@ from rl_loop.config.training import (
 from rl_loop.environments.base import RewardConfig
 from rl_loop.harmony.codec import PromptConfig
 from rl_loop.sandbox.config import SandboxConfig
+
+PART_OF_TARGET = {
+    "q": "attention",
+    "k": "attention",
+    "v": "attention",
+    "o": "attention",
+    "experts": "experts",
+    "router": "experts",
+}
+"""Of a target of adapters: the part of a layer, as ``ablation.freeze`` names it."""
 
 
 class RunConfig(StrictModel):
@@ -40,7 +56,10 @@ class RunConfig(StrictModel):
     """The architecture; a string names a file of ``configs/model``."""
     initial_weights: Path | None = None
     """A Hugging Face directory, a Megatron checkpoint or a run directory to start from;
-    null for random weights."""
+    null for random weights. With an adapter they are its base, and stay as they are."""
+    adapter: AdapterConfig | None = None
+    """Low-rank adapters to train on frozen weights; null to train all weights. ``parallel.base``
+    says how those are held."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
     vocabulary: Literal["gptoss", "tiny"] = "gptoss"
@@ -78,16 +97,34 @@ class RunConfig(StrictModel):
         """What ``megatron_gptoss.planning.memory`` predicts from."""
         row, longest = self.training.max_tokens_per_micro_batch, self.rollout.max_tokens
         return MemoryInputs(
-            self.model, self.parallel, self.optimizer, row, longest_sequence=longest
+            self.model,
+            self.parallel,
+            self.optimizer,
+            row,
+            adapter=self.adapter,
+            longest_sequence=longest,
         )
 
     @model_validator(mode="after")
     def _check_layout(self) -> Self:
         # Found out here rather than by an engine or a rank, hours into a run.
-        self.parallel.check_layout(self.model)
+        self.parallel.check_layout(self.model, self.adapter)
+        self._check_adapter()
         self._check_lengths()
         self._check_engine()
         return self
+
+    def _check_adapter(self) -> None:
+        if self.adapter is None:
+            return
+        self.adapter.check_ranks(self.model)
+
+        frozen = self.ablation.freeze
+        if all(PART_OF_TARGET.get(target) in frozen for target in self.adapter.targets):
+            targets = ", ".join(self.adapter.targets)
+            raise ValueError(
+                f"ablation.freeze ({', '.join(frozen)}) leaves none of adapter.targets ({targets}) to learn"
+            )
 
     def _check_lengths(self) -> None:
         longest = self.rollout.max_tokens
@@ -136,11 +173,12 @@ class RlConfig(RunConfig):
     def memory_inputs(self) -> MemoryInputs:
         """The same with what reinforcement learning keeps besides the policy: critic, reference
         policy and engine."""
-        # One entry per model on the GPU besides the policy: its optimizer, None if it is frozen.
+        # One entry per model on the GPU besides the policy: its optimizer, None if it is frozen. With
+        # adapters the reference policy is the policy's own base.
         auxiliary_models: list[OptimizerConfig | None] = []
         if self.algorithm.critic:
             auxiliary_models.append(self.algorithm.critic.optimizer)
-        if self.algorithm.kl:
+        if self.algorithm.kl and self.adapter is None:
             auxiliary_models.append(None)  # the reference policy, which does not learn
 
         inputs = replace(

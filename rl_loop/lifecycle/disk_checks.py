@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.training import TrainingConfig
 from rl_loop.tracking.run_directory import RunDirectory
@@ -44,13 +44,20 @@ def check_disk(directory: Path, training: TrainingConfig, checkpoint: float) -> 
         )
 
 
-def checkpoint_bytes(model: ModelConfig, dtype: str, *, has_critic: bool = False) -> float:
+def checkpoint_bytes(
+    model: ModelConfig,
+    dtype: str,
+    *,
+    adapter: AdapterConfig | None = None,
+    has_critic: bool = False,
+) -> float:
     """Compute the size of one checkpoint: weights, two fp32 moments and fp32 master weights of
-    every model that learns."""
+    what is trained of every model that learns."""
     weight_bytes = {"float32": 4, "bfloat16": 2}[dtype]
     master_bytes = 0 if dtype == "float32" else 4
     models = 2 if has_critic else 1
-    return models * model.num_parameters * (weight_bytes + master_bytes + MOMENT_BYTES)
+    trained = model.num_parameters if adapter is None else adapter.num_parameters(model)
+    return models * trained * (weight_bytes + master_bytes + MOMENT_BYTES)
 
 
 def checkpoints_at_a_time(training: TrainingConfig) -> int:

@@ -19,9 +19,11 @@ place."""
 SHAPE = "the checkpoint's weights have the shapes of the other model"
 DATA = "data is addressed by position: some tasks would be trained on twice and others never"
 STATE = "the checkpoint's optimizer state does not fit"
+ADAPTER = "the checkpoint holds what those settings train, and the optimizer's state for it"
 
 FIXED = {
     "model": SHAPE,
+    "adapter": ADAPTER,
     "dtype": STATE,
     "vocabulary": "the policy has learned the other token ids",
     "prompt": "the policy has learned with the other system message, and the curve would say nothing of it",
@@ -155,7 +157,9 @@ def _refusal(
     if change.key == "initial_weights":
         if not (run.checkpoints / "latest").exists():
             return "no checkpoint was saved yet: the curve would begin with one model and go on with the other"
-        if isinstance(config, RlConfig) and config.algorithm.kl:
+        # Of adapters they are the base, by whatever path: the checkpoint knows its digest.
+        has_reference = isinstance(config, RlConfig) and config.algorithm.kl is not None
+        if has_reference and config.adapter is None:
             return "they are the reference policy of algorithm.kl"
     return None
 

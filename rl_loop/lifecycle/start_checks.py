@@ -49,7 +49,9 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
         check_rollouts(config)
     check_tracking()
     has_critic = isinstance(config, RlConfig) and config.algorithm.critic is not None
-    checkpoint = checkpoint_bytes(config.model, config.dtype, has_critic=has_critic)
+    checkpoint = checkpoint_bytes(
+        config.model, config.dtype, adapter=config.adapter, has_critic=has_critic
+    )
     check_disk(config.directory, config.training, checkpoint)
     if has_own_ray or not os.environ.get("RAY_ADDRESS"):
         check_local_store(store_need(config))

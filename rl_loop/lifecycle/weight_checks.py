@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_gptoss.checkpoint.directory import ADAPTER_FILE
 from megatron_gptoss.config import ModelConfig
 from rl_loop.config.errors import CannotStart
 from rl_loop.tracking.run_directory import RunDirectory
@@ -34,6 +35,12 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
         raise CannotStart(
             f"{key}: {path} is neither a Hugging Face directory (config.json), nor a Megatron checkpoint "
             f"(metadata.json), nor the directory of a run that has saved a checkpoint{missing}"
+        )
+
+    if (checkpoint / ADAPTER_FILE).exists():
+        raise CannotStart(
+            f"{key}: {checkpoint} holds adapters without their base: name a merged model, such as the export of that "
+            f"run, or make one (gptoss convert merge BASE {checkpoint} DIR)"
         )
 
     described = checkpoint / "gptoss_config.json"

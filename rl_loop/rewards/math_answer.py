@@ -59,6 +59,9 @@ RATIO = re.compile(r"(?<![:\\])\s*:\s*(?!=)")
 CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
 NOT_A_POINT = re.compile(r"[<>=,\[\]]|\\(?:le|ge|ne|in|cup|cap|infty|text|\{)")
 
+# "12,345,678"; neither "0,123", which may be a decimal, nor the beginning of "1,000,2".
+THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
+
 # "2^{10}" and "2^9" of plain numbers, which math-verify computes before it compares.
 LITERAL_POWER = re.compile(
     r"(?<![0-9.])(?P<base>[0-9]+)\s*\^\s*(?:\{\s*(?P<braced>[0-9]+)\s*\}|(?P<digit>[0-9]))"
@@ -168,6 +171,9 @@ def is_equivalent(answer: str, truth: str) -> bool:
 
     if says_something_else(answer, truth):
         return False
+    # The truth is one value, so the comma of "x = 1,000" separates none.
+    if "," not in _without_thousands_separators(truth):
+        answer = _without_thousands_separators(answer)
     if ":" in truth:
         return _same_ratio(answer, truth)
     if "=" in answer and "=" not in truth and not _splits(answer, ","):
@@ -301,6 +307,16 @@ def _brackets(text: str) -> str | None:
     return None
 
 
+def _without_thousands_separators(text: str) -> str:
+    """Write 1,000 as 1000, but not within brackets: (1,000) may be a point."""
+
+    def joined(number: re.Match[str]) -> str:
+        is_bracketed = _open_brackets(text[: number.start()]) != 0
+        return number[0] if is_bracketed else number[0].replace(",", "")
+
+    return THOUSANDS.sub(joined, text)
+
+
 def _splits(text: str, separator: str) -> bool:
     """Say whether ``separator`` is there outside of all brackets."""
     depth = 0
@@ -309,6 +325,11 @@ def _splits(text: str, separator: str) -> bool:
         if character == separator and depth == 0:
             return True
     return False
+
+
+def _open_brackets(text: str) -> int:
+    """Return how many more brackets open than close."""
+    return sum(map(_depth_change, text))
 
 
 def _depth(text: str) -> int:

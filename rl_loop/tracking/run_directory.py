@@ -97,7 +97,10 @@ class RunDirectory:
         """The same of PPO's critic."""
 
         self.export = path / "export"
-        """The Hugging Face checkpoint."""
+        """The Hugging Face checkpoint; of a run with adapters, merged."""
+
+        self.adapter = path / "adapter"
+        """Its adapters by themselves, in PEFT's format."""
 
         self.curve = path / "curve.png"
         """Reward and accuracy."""

@@ -100,8 +100,7 @@ class TrainerGroup:
     def compute_values_and_reference_log_probs(self, samples: TrainingSamples) -> TokenEstimates:
         """Compute what advantages need, as far as the algorithm has a use for it."""
         plan = self._plan(samples)
-        # Neither of the two models replays the policy's routes.
-        shipments = self._shipper.ship(samples, plan, INPUT_COLUMNS)
+        shipments = self._shipper.ship(samples, plan, self._estimated_from)
         answers: list[TokenEstimates] = self._on_shipments(
             "compute_values_and_reference_log_probs", shipments, self._answering
         )
@@ -112,6 +111,17 @@ class TrainerGroup:
             if columns[0] is not None:
                 estimates[name] = plan.place_answers(samples, columns, name, np.dtype(np.float32))
         return TokenEstimates(**estimates)
+
+    @property
+    def _estimated_from(self) -> Sequence[str]:
+        """The columns that critic and reference policy read."""
+        algorithm = self._settings.algorithm
+        is_own_base = self._settings.adapter is not None and algorithm.kl is not None
+        if is_own_base and algorithm.routing_replay == "R3":
+            # A policy without its adapters takes the routes that it takes with them: until the first
+            # update both have the same log-probs. Other models choose their own experts.
+            return SCORED_COLUMNS
+        return INPUT_COLUMNS
 
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates:
         """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.training import AblationConfig, TrainingConfig
@@ -24,6 +24,8 @@ class TrainerSettings:
     initial_weights: Path | None
     """Hugging Face directory, Megatron checkpoint or run directory to start from;
     None for random weights."""
+    adapter: AdapterConfig | None
+    """What is trained, on the initial weights as a frozen base; None to train all weights."""
     optimizer: OptimizerConfig
     """AdamW of the policy."""
     algorithm: AlgorithmConfig

@@ -13,16 +13,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from converters.errors import GatheringBroken, GatheringRefused
-from converters.hf_directory import HfDirectory
-from converters.live import GatheredWeights, WeightGathering, load_hf_weights
+from converters.live import GatheredWeights, WeightGathering
 from converters.names import NamedTensor
-from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.directory import find_checkpoint, latest_checkpoint
-from megatron_gptoss.checkpoint.loader import load_checkpoint, load_model_weights
+from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
+from megatron_gptoss.layers.adapters import without_adapters
 from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.memory import account
@@ -34,6 +33,7 @@ from rl_loop.algorithms.objectives import policy_objective, sft_objective, value
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.engines.backend import SyncFailed, WeightSender
 from rl_loop.tracking.run_directory import RunDirectory
+from rl_loop.trainer.initial_weights import load_initial_weights
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import MiniBatch, Shipment
@@ -72,8 +72,9 @@ class TrainerWorker:
         if self.algorithm.routing_replay != "none":
             self.trainer.replay = RoutingReplay(self.model)
 
+        # With adapters the policy itself is the reference, without them.
         self.reference: Scorer | None = None
-        if self.algorithm.kl:
+        if self.algorithm.kl and settings.adapter is None:
             self.reference = Scorer(self._initial_model())
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
@@ -127,18 +128,13 @@ class TrainerWorker:
             settings.model,
             settings.parallel,
             getattr(torch, settings.dtype),
+            adapter=settings.adapter,
             router_noise=settings.ablation.router_noise,
             sinks=settings.ablation.trainer_sinks,
             sink_gradient=settings.ablation.sink_gradient,
             sink_backward=settings.ablation.sink_backward,
         )
-        source = settings.initial_weights
-        if source is None:
-            load_hf_weights(model, settings.model, random_hf_weights(settings.model, settings.seed))
-        elif (source / "config.json").exists():
-            load_hf_weights(model, settings.model, HfDirectory(source).view)
-        else:
-            load_model_weights(latest_checkpoint(source / "checkpoints") or source, model)
+        load_initial_weights(model, settings)
         return model
 
     def _checkpoint_writers(self) -> list[tuple[CheckpointWriter, PolicyTrainer]]:
@@ -170,9 +166,20 @@ class TrainerWorker:
         if self.critic is not None:
             values = self._score_with(self.critic, shipment)
         reference = None
-        if self.reference is not None:
-            reference = self._score_with(self.reference, shipment)
+        if self.algorithm.kl:
+            reference = self._reference_log_probs(shipment)
         return TokenEstimates(values=values, reference_log_probs=reference)
+
+    def _reference_log_probs(self, shipment: Shipment) -> np.ndarray:
+        """Score with the policy that the run began with, as ``score`` does."""
+        if self.reference is not None:
+            return self._score_with(self.reference, shipment)
+
+        with without_adapters(self.model):
+            log_probs = self._score_with(self.trainer, shipment)
+        if self.trainer.replay is not None:
+            self.trainer.replay.agreement()  # what is reported is that of the policy
+        return log_probs
 
     def rl_step(self, shipment: Shipment, step: int) -> RlUpdates:
         """Take an optimizer step of the critic and of the policy for every mini-batch of one batch

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from converters import hf_directory, mxfp4_export
 from converters.adapter_checkpoint import export_adapter
+from converters.bits import FileRange
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.live import export_hf_weights
 from converters.merge_adapter import merge_adapter
 from converters.names import hf_shapes
+from converters.reports import MergeLoss, MergeReport
+from converters.safetensors_files import SafetensorsWriter
+from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.trainer import PolicyTrainer
@@ -57,6 +64,139 @@ def test_merged_weights_are_those_of_the_trainer(
         directory = HfDirectory(merged)
         for name, tensor in export_hf_weights(model, MODEL):
             assert torch.equal(directory.get(name), tensor.to(DTYPES[dtype])), name
+
+
+def merged_in_bf16(base: Path, adapter: Path, root: Path) -> dict[str, torch.Tensor]:
+    merge_adapter(base, adapter, root / "bf16", dtype="bf16")
+    directory = HfDirectory(root / "bf16")
+    return {name: directory.get(name) for name in directory.names()}
+
+
+def save_adapter(root: Path, targets: tuple[str, ...], b_std: float = 0.05) -> Path:
+    adapter = ADAPTER.model_copy(update={"targets": targets})
+    model = adapted_model(ParallelConfig(), adapter, torch.bfloat16, b_std=b_std)
+    checkpoint = save_checkpoint(root, PolicyTrainer(model, OptimizerConfig()), 1, {})
+    export_adapter(checkpoint, root / "peft")
+    return root / "peft"
+
+
+def is_expert_matrix(name: str) -> bool:
+    return name.endswith(("gate_up_proj", "down_proj"))
+
+
+def test_a_merge_into_mxfp4_quantizes_the_experts_alone_and_measures_the_loss(
+    base: Path, tmp_path: Path
+) -> None:
+    adapter = save_adapter(tmp_path, ADAPTER.targets)
+    exact = merged_in_bf16(base, adapter, tmp_path)
+    original = HfDirectory(base)
+    report = merge_adapter(base, adapter, tmp_path / "mxfp4", dtype="mxfp4")
+
+    directory = HfDirectory(tmp_path / "mxfp4")
+    by_layer: dict[int, list[tuple[torch.Tensor, ...]]] = {0: [], 1: []}
+    for name, merged in exact.items():
+        written = directory.get(name)
+        if not is_expert_matrix(name):
+            assert torch.equal(written, merged), name
+            continue
+
+        packed = mxfp4.quantize(merged.mT.contiguous())
+        assert torch.equal(written, mxfp4.dequantize(*packed).mT), name
+        error = written.double() - merged.double()
+        update = merged.double() - original.get(name).double()
+        loss = report.tensors[name]
+        assert loss.values == error.numel()
+        assert loss.changed == error.count_nonzero()
+        assert loss.relative == pytest.approx(float(error.norm() / merged.double().norm()))
+        assert loss.relative_to_update == pytest.approx(float(error.norm() / update.norm()))
+        by_layer[int(name.split(".")[2])].append((error.flatten(), merged.double().flatten()))
+
+    assert len(report.tensors) == 2 * MODEL.num_layers
+    for layer, pairs in by_layer.items():
+        error, merged = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+        assert report.layers[layer].relative == pytest.approx(float(error.norm() / merged.norm()))
+        assert 0.05 < report.layers[layer].relative < 0.2
+    worst = max(report.tensors, key=lambda name: report.tensors[name].relative)
+    assert f"worst tensor: {worst}, relative error" in str(report)
+
+
+def test_experts_without_an_update_keep_their_bytes(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path, ("q", "head"))
+    report = merge_adapter(base, adapter, tmp_path / "first", dtype="mxfp4")
+    assert all(loss.changed == 0 and loss.relative == 0 for loss in report.tensors.values())
+
+    # 0.5 in every place of a block, which the quantizer would write as 4 with a smaller scale
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors = load_file(tmp_path / "first" / "model.safetensors")
+    tensors[f"{name}_blocks"][2, 0, 0] = 0x11
+    save_file(tensors, tmp_path / "first" / "model.safetensors")
+
+    merge_adapter(tmp_path / "first", adapter, tmp_path / "second", dtype="mxfp4")
+    first, second = (HfDirectory(tmp_path / name) for name in ("first", "second"))
+    for name in filter(is_expert_matrix, first.names()):
+        for one, other in zip(first.read_mxfp4(name), second.read_mxfp4(name), strict=True):
+            assert torch.equal(one, other), name
+
+
+def test_a_codec_that_is_wrong_is_noticed(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = save_adapter(tmp_path, ("experts",))
+    right = mxfp4_export.mxfp4.quantize
+
+    def wrong(values: torch.Tensor, hint: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        blocks, scales = right(values, hint)
+        return blocks, scales + 1
+
+    monkeypatch.setattr(mxfp4_export.mxfp4, "quantize", wrong)
+    with pytest.raises(ConversionError, match="do not stand for the numbers nearest"):
+        merge_adapter(base, adapter, tmp_path / "mxfp4", dtype="mxfp4")
+    assert not (tmp_path / "mxfp4").exists()
+
+
+def test_a_loss_that_is_reported_wrongly_is_noticed(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = save_adapter(tmp_path, ("experts",))
+    add = MergeReport.add
+    calls = []
+
+    def add_half(self: MergeReport, layer: int, name: str, loss: MergeLoss) -> None:
+        calls.append(name)
+        if len(calls) == 1:
+            loss = replace(loss, squared_error=loss.squared_error / 2)
+        add(self, layer, name, loss)
+
+    monkeypatch.setattr(MergeReport, "add", add_half)
+    with pytest.raises(ConversionError, match="the loss by quantization was computed twice"):
+        merge_adapter(base, adapter, tmp_path / "mxfp4", dtype="mxfp4")
+    assert not (tmp_path / "mxfp4").exists()
+
+
+def test_what_is_written_wrongly_is_not_kept(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = save_adapter(tmp_path, ("experts",))
+    write = hf_directory.SafetensorsWriter.add
+
+    def add_damaged(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> FileRange:
+        if name == "model.layers.1.mlp.experts.down_proj_blocks":
+            tensor = tensor.clone()
+            tensor[3, 7, 1, 5] ^= 1
+        return write(self, name, tensor)
+
+    monkeypatch.setattr(hf_directory.SafetensorsWriter, "add", add_damaged)
+    with pytest.raises(ConversionError, match=r"1.mlp.experts.down_proj_blocks does not come back"):
+        merge_adapter(base, adapter, tmp_path / "mxfp4", dtype="mxfp4")
+    assert not (tmp_path / "mxfp4").exists()
+
+
+def test_widths_that_mxfp4_cannot_hold_are_refused(tmp_path: Path) -> None:
+    narrow = MODEL.model_copy(update={"intermediate_size": 48})
+    shapes = hf_shapes(narrow)
+    write_hf_directory(tmp_path / "hf", narrow, ((n, torch.ones(shapes[n])) for n in shapes))
+    with pytest.raises(ConversionError, match="intermediate_size is 48: MXFP4 needs a multiple"):
+        merge_adapter(tmp_path / "hf", tmp_path / "peft", tmp_path / "mxfp4", dtype="mxfp4")
 
 
 def test_another_base_is_refused_and_nothing_is_left(base: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from converters.adapter_checkpoint import export_adapter, load_adapter
 from converters.errors import ConversionError
 from converters.live import export_hf_weights
-from converters.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE, PeftDirectory
+from converters.peft_format import PREFIX, WEIGHTS_FILE, PeftDirectory
+from converters.peft_settings import CONFIG_FILE
 from megatron_gptoss import distributed
-from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port, run_distributed
@@ -26,7 +28,7 @@ from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_we
 from tests.megatron_gptoss.reference import documents, hf_logits, save_checkpoint
 
 EXPERTS, RANK = MODEL.num_experts, ADAPTER.rank_of_experts(MODEL)
-LAYER = f"{PREFIX}.1"
+LAYER = f"{PREFIX}model.layers.1"
 
 
 def save_adapters(root: Path) -> Path:
@@ -53,16 +55,16 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_the_tensors_are_those_of_pefts_formula(exported: Path) -> None:
-    # as peft 0.21 computes its update, for linear layers and for parameters of experts
+    # as peft 0.21 computes its update, for linear layers, embeddings and parameters of experts
     tensors = load_file(exported / WEIGHTS_FILE)
     weights = base_weights()
     updated = set()
     for name in tensors:
-        if not name.endswith("lora_A.weight"):
+        module, _, kind = name.removeprefix(PREFIX).partition(".lora_")
+        if kind not in ("A.weight", "embedding_A"):
             continue
         a = tensors[name]
-        b = tensors[name.replace("lora_A", "lora_B")]
-        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        b = tensors[name.replace("_A", "_B")]
 
         if ".experts" in module:
             scale = ADAPTER.alpha / RANK
@@ -75,11 +77,13 @@ def test_the_tensors_are_those_of_pefts_formula(exported: Path) -> None:
         else:
             scale = ADAPTER.alpha / ADAPTER.rank
             update = b @ a
+            if kind == "embedding_A":
+                update = update.T
             weight = f"{module}.weight"
         weights[weight] = weights[weight] + scale * update
         updated.add(weight)
 
-    assert len(updated) == 7 * MODEL.num_layers
+    assert len(updated) == 7 * MODEL.num_layers + 2
     for name, merged in merged_weights(ParallelConfig()).items():
         torch.testing.assert_close(merged, weights[name], atol=1e-6, rtol=0)
 
@@ -158,38 +162,84 @@ def change_tensors(edit: Callable[[dict[str, torch.Tensor]], None]) -> Callable[
     return change
 
 
-def without_layer_1(tensors: dict[str, torch.Tensor]) -> None:
-    for name in [name for name in tensors if name.startswith(LAYER)]:
-        del tensors[name]
+def without(pattern: str) -> Callable[[Path], None]:
+    def remove(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if re.search(pattern, name)]:
+            del tensors[name]
+
+    return change_tensors(remove)
 
 
-def with_another_rank(tensors: dict[str, torch.Tensor]) -> None:
-    name = f"{LAYER}.self_attn.k_proj.lora_A.weight"
-    tensors[name] = tensors[name][:5]
+def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
+    return change_tensors(lambda tensors: tensors.update({name: tensor}))
 
 
-def with_another_rank_everywhere(tensors: dict[str, torch.Tensor]) -> None:
-    for name in tensors:
-        if "k_proj.lora_A" in name:
-            tensors[name] = tensors[name][:5]
+def with_k_of_rank_5(path: Path) -> None:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if "k_proj.lora_A" in name:
+                tensors[name] = tensors[name][:5]
+
+    change_tensors(cut)(path)
+    experts = dict.fromkeys(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), RANK)
+    change_settings(rank_pattern={"k_proj": 5} | experts)(path)
 
 
-def with_an_embedding(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(8, 128)
+def without_file(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).unlink()
+
+
+def with_settings(text: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        (path / CONFIG_FILE).write_text(text)
+
+    return write
+
+
+K_A = f"{LAYER}.self_attn.k_proj.lora_A.weight"
+LAYER_2 = f"{PREFIX}model.layers.2.self_attn.k_proj.lora_A.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (change_settings(use_rslora=True), "use_rslora is True"),
+        (change_settings(use_rslora=True), "use_rslora is True.* the scale is alpha / rank"),
+        (change_settings(use_dora=True), "use_dora is True"),
+        (change_settings(lora_bias=True), "lora_bias is True"),
         (change_settings(bias="all"), "bias is 'all'"),
         (change_settings(modules_to_save=["lm_head"]), "modules_to_save"),
         (change_settings(alpha_pattern={"q_proj": 4}), "alpha_pattern"),
+        (change_settings(layer_replication=[[0, 2]]), "layer_replication"),
+        (change_settings(init_lora_weights="pissa"), "'pissa', which changes the base"),
+        (change_settings(use_something_new=True), "use_something_new is True.* it is not known"),
         (change_settings(peft_type="IA3"), "peft_type is 'IA3'"),
-        (change_tensors(without_layer_1), rf"{LAYER}.self_attn.q_proj.lora_A.weight is missing"),
-        (change_tensors(with_another_rank), r"k_proj.lora_A.weight has shape \[5, 64\]"),
-        (change_tensors(with_another_rank_everywhere), r"have ranks \[5, 8\]"),
-        (change_tensors(with_an_embedding), "embed_tokens.lora_embedding_A is no adapter"),
+        (change_settings(r=0), "r is 0, expected a positive integer"),
+        (change_settings(r=8.0), "r is 8.0, expected a positive integer"),
+        (change_settings(lora_alpha=None), "lora_alpha is None, expected"),
+        (change_settings(rank_pattern={"(": 2}), "rank_pattern has '\\(', which is no regular"),
+        (change_settings(r=4), r"embed_tokens.lora_embedding_A has shape \[8, 128\], expected \[4"),
+        (
+            change_settings(r=65, rank_pattern={}),
+            r"adapter.rank \(65\) exceeds .* target embedding",
+        ),
+        (
+            change_settings(target_parameters=["mlp.experts.down_proj"]),
+            "target_parameters has one of the experts' two matrices",
+        ),
+        (with_settings("[]"), "adapter_config.json: holds no JSON object"),
+        (with_settings("{"), "adapter_config.json: not valid JSON"),
+        (with_settings('{"peft_type": "LORA", "r": 8}'), "key lora_alpha is missing"),
+        (without_file(CONFIG_FILE), r"adapter_config.json: missing"),
+        (without_file(WEIGHTS_FILE), r"adapter_model.safetensors: missing; only safetensors"),
+        (without("layers.1"), rf"{LAYER}.self_attn.q_proj.lora_A.weight is missing"),
+        (without("layers.0"), r"layers.0.self_attn.q_proj.lora_A.weight is missing"),
+        (without("q_proj"), r"layers.0.self_attn.q_proj.lora_A.weight is missing"),
+        (without("base_layer"), r"mlp.experts.base_layer.lora_A.weight is missing"),
+        (with_tensor(K_A, torch.zeros(5, 64)), r"k_proj.lora_A.weight has shape \[5, 64\]"),
+        (with_tensor(K_A, torch.zeros(8, 64).byte()), "has the unsupported dtype U8"),
+        (with_k_of_rank_5, r"have ranks \[5, 8\]"),
+        (with_tensor(LAYER_2, torch.zeros(8, 64)), "no adapter .*: the base has 2 layers, so"),
+        (with_tensor(f"{LAYER}.mlp.gate.lora_A.weight", torch.zeros(8, 64)), "is no adapter"),
     ],
 )
 def test_an_adapter_that_cannot_be_read_is_refused_by_name(
@@ -201,8 +251,45 @@ def test_an_adapter_that_cannot_be_read_is_refused_by_name(
         PeftDirectory(tmp_path / "changed", MODEL)
 
 
+def test_targets_may_be_a_regular_expression(exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path / "changed")
+    change_settings(target_modules=r".*(_proj|embed_tokens|lm_head)$")(tmp_path / "changed")
+    changed = PeftDirectory(tmp_path / "changed", MODEL)
+    assert changed.mappings == PeftDirectory(exported, MODEL).mappings
+
+
+def test_ranks_come_from_the_settings(exported: Path, tmp_path: Path) -> None:
+    # r is that of the experts here, and every other adapter is named with its rank
+    shutil.copytree(exported, tmp_path / "changed")
+    others = {r"[qkvo]_proj|mlp\.router\.weight|embed_tokens": 8, "lm_head": 8}
+    change_settings(r=RANK, rank_pattern=others)(tmp_path / "changed")
+    changed = PeftDirectory(tmp_path / "changed", MODEL)
+    assert changed.adapter == PeftDirectory(exported, MODEL).adapter
+    assert changed.adapter.difference(ADAPTER, MODEL) is None
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "lm_head"])
+def test_what_peft_saves_of_the_base_must_be_the_bases(
+    name: str, exported: Path, tmp_path: Path
+) -> None:
+    # PEFT saves embedding and output layer beside their adapters
+    base = base_weights()
+    weight = base[f"{name}.weight"]
+    with_copy, with_another = tmp_path / "copy", tmp_path / "another"
+    shutil.copytree(exported, with_copy)
+    with_tensor(f"{PREFIX}{name}.base_layer.weight", weight)(with_copy)
+    PeftDirectory(with_copy, MODEL).check_base_copies(base.__getitem__)
+
+    shutil.copytree(exported, with_another)
+    trained = weight.clone()
+    trained[3, 5] += 1e-3
+    with_tensor(f"{PREFIX}{name}.base_layer.weight", trained)(with_another)
+    with pytest.raises(ConversionError, match=f"{name}.base_layer.weight is not the base's {name}"):
+        PeftDirectory(with_another, MODEL).check_base_copies(base.__getitem__)
+
+
 def test_a_model_with_other_adapters_refuses_it(exported: Path) -> None:
-    model = adapted_model(ParallelConfig(), AdapterConfig(rank=8, alpha=8, targets=("q",)))
+    model = adapted_model(ParallelConfig(), ADAPTER.model_copy(update={"alpha": 8.0}))
     with pytest.raises(ConversionError, match=r"adapter.alpha of the model is 8.0, and .* 16.0"):
         load_adapter(model, MODEL, PeftDirectory(exported, MODEL))
 

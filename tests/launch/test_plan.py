@@ -73,6 +73,13 @@ def test_the_memory_of_a_run_is_that_of_all_its_models() -> None:
     assert load_config(CONFIG, RlConfig, []).memory_inputs.auxiliary_models == []
 
 
+def test_the_reference_policy_of_adapters_takes_no_memory() -> None:
+    overrides = ["algorithm=ppo", "algorithm.kl.coefficient=0.1", "adapter={rank: 4}"]
+    config = load_config(CONFIG, RlConfig, overrides)
+    assert config.memory_inputs.adapter == config.adapter
+    assert config.memory_inputs.auxiliary_models == [config.algorithm.critic.optimizer]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -144,6 +151,11 @@ def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> N
         ("sft/gpt-oss-120b_2x8.yaml", 16),
         ("rl/gpt-oss-120b_4x8.yaml", 32),
         ("rl/gpt-oss-120b_8x8.yaml", 64),
+        ("rl/gpt-oss-20b-adapter_1x1.yaml", 1),
+        ("rl/gpt-oss-20b-adapter_1x1_80gb.yaml", 1),
+        ("rl/gpt-oss-120b-adapter_1x4.yaml", 4),
+        ("rl/gpt-oss-120b-adapter_1x8_80gb.yaml", 8),
+        ("sft/gpt-oss-20b-adapter_1x1.yaml", 1),
     ],
 )
 def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> None:

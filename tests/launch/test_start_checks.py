@@ -20,7 +20,7 @@ import pytest
 from converters.names import hf_shapes
 from launch.cluster import ClusterConfig
 from launch.node_checks import busy_ports
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.disk_checks import checkpoint_bytes, checkpoints_at_a_time
@@ -111,6 +111,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
                         "another model.*num_layers is 3 there and 4 here, .*sliding_window is 64 there and 16 here"),
     "the right Megatron checkpoint": (["rl", RL, "initial_weights=FILES/megatron"], {},
                                       "another model.*num_layers is 2 there"),
+    "a base for adapters": (["rl", RL, "initial_weights=FILES/adapters"], {}, "holds adapters without their base"),
     "the right model of an evaluation": (["eval", RL, "--weights", "FILES/other"], {},
                                          "--weights: .*another model.*num_layers is 3 there"),
     "weights of an evaluation": (["eval", RL, "--weights", "/none"], {}, "--weights: /none is neither"),
@@ -161,6 +162,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         files / "megatron/gptoss_config.json",
         ModelConfig(num_layers=2, num_experts=4).model_dump_json(),
     )
+    write(files / "adapters/metadata.json", "{}")
+    write(files / "adapters/adapter.json", "{}")
     write(files / "rows.jsonl", GOOD_ROW + '{"task_id": \n')
     write(files / "good.jsonl", GOOD_ROW)
     write(files / "failing/bwrap", "#!/bin/sh\necho 'bwrap: No permissions' >&2; exit 1\n").chmod(
@@ -254,6 +257,10 @@ def test_the_predicted_checkpoint_is_that_of_the_model(tmp_path: Path) -> None:
     # bf16 weights, fp32 master weights, two moments
     assert checkpoint_bytes(config.model, "bfloat16") == 14 * parameters
     assert checkpoint_bytes(config.model, "bfloat16", has_critic=True) == 28 * parameters
+
+    adapter = AdapterConfig(rank=8)
+    trained = adapter.num_parameters(config.model)
+    assert checkpoint_bytes(config.model, "bfloat16", adapter=adapter) == 14 * trained
 
 
 def test_a_port_of_ray_that_is_taken_is_a_problem_of_the_node(tmp_path: Path) -> None:

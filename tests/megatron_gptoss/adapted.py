@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -16,7 +17,8 @@ from tests.megatron_gptoss.reference import TINY, hf_model
 
 # rows of whole MXFP4 blocks, and two key/value groups on each of two tensor-parallel ranks
 MODEL = TINY.model_copy(update={"num_layers": 2, "intermediate_size": 96, "num_key_value_heads": 4})
-ADAPTER = AdapterConfig(rank=8, alpha=16, targets=("q", "k", "v", "o", "experts", "router"))
+TARGETS = ("q", "k", "v", "o", "experts", "router", "embedding", "head")
+ADAPTER = AdapterConfig(rank=8, alpha=16, targets=TARGETS)
 
 
 def base_weights(config: ModelConfig = MODEL) -> dict[str, torch.Tensor]:
@@ -34,8 +36,9 @@ def adapted_model(
     adapter: AdapterConfig = ADAPTER,
     dtype: torch.dtype = torch.float32,
     b_std: float = 0.05,
+    **overrides: Any,
 ) -> torch.nn.Module:
-    model = build_model(MODEL, parallel, dtype, adapter=adapter)
+    model = build_model(MODEL, parallel, dtype, adapter=adapter, **overrides)
     load_hf_weights(model, MODEL, base_weights().__getitem__)
     initialize_adapters(model, seed=0)
     draw_b(model, b_std)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from converters.errors import ConversionError
+from converters.live import load_hf_weights
 from converters.megatron_checkpoint import MegatronCheckpoint
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint.base_digest import base_digest
+from megatron_gptoss.checkpoint.base_digest import base_digest, digest_of_values
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_checkpoint, load_model_weights
@@ -21,7 +22,7 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
-from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model
+from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
 from tests.megatron_gptoss.reference import documents, mean_cross_entropy, save_checkpoint
 
 BATCH = build_batch(documents([20, 13]))
@@ -131,14 +132,69 @@ def test_a_whole_model_is_not_taken_for_adapters(tmp_path: Path) -> None:
         load_checkpoint(path, trainer())
 
 
+def test_settings_that_are_written_in_another_way_are_the_same(
+    saved: tuple[Path, list[float]],
+) -> None:
+    path, expected = saved
+    same = ADAPTER.model_copy(update={"targets": ADAPTER.targets[::-1], "expert_rank": 2})
+    assert ADAPTER.rank_of_experts(MODEL) == 2
+    policy = trainer(same, b_std=0.2)
+    load_checkpoint(path, policy)
+    assert steps(policy, 3) == expected
+
+
 def test_a_digest_knows_every_weight_and_no_adapter() -> None:
     model = adapted_model(ParallelConfig())
     digest = base_digest(model)
     assert base_digest(adapted_model(ParallelConfig(base="mxfp4"), b_std=0.2)) == digest
 
-    for name, parameter in model.named_parameters():
-        value = parameter.data.flatten()[0].item()
-        parameter.data.view(-1)[0] = value + 1.0
-        assert (base_digest(model) == digest) == (".adapters." in name), name
-        parameter.data.view(-1)[0] = value
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = parameter.flatten()[0].item()
+            parameter.view(-1)[0] = value + 1.0
+            assert (base_digest(model) == digest) == (".adapters." in name), name
+            parameter.view(-1)[0] = value
+    assert base_digest(model) == digest
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers of the weights that digests are computed from."""
+    layers = []
+
+    def count(weight: torch.Tensor, layer: int) -> torch.Tensor:
+        layers.append(layer)
+        return digest_of_values(weight, layer)
+
+    monkeypatch.setattr("megatron_gptoss.checkpoint.base_digest.digest_of_values", count)
+    return layers
+
+
+@pytest.mark.parametrize("base", ["bf16", "mxfp4"])
+def test_saving_and_loading_do_not_read_the_base(
+    base: str, tmp_path: Path, reads: list[int]
+) -> None:
+    policy = trainer(base=base)
+    loaded = len(reads)
+    assert loaded > MODEL.num_layers * MODEL.num_experts
+    for step in (1, 2):
+        steps(policy, 1)
+        path = save_checkpoint(tmp_path, policy, step, {})
+    load_checkpoint(path, policy)
+    assert len(reads) == loaded
+
+
+@pytest.mark.parametrize("base", ["bf16", "mxfp4"])
+def test_a_base_that_is_loaded_again_is_read_again(base: str, reads: list[int]) -> None:
+    model = adapted_model(ParallelConfig(base=base))
+    digest = base_digest(model)
+    loaded = len(reads)
+    name = "model.layers.1.mlp.experts.down_proj"
+    weights = base_weights()
+    # a power of two stays a value of MXFP4
+    weights[name] = 2 * weights[name]
+    load_hf_weights(model, MODEL, weights.__getitem__)
+    assert len(reads) == 2 * loaded
+    assert base_digest(model) != digest
+    load_hf_weights(model, MODEL, base_weights().__getitem__)
     assert base_digest(model) == digest

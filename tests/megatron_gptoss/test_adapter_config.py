@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
-from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, AdapterTarget, ModelConfig, ParallelConfig
 
 GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
 
@@ -40,6 +40,8 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
         ({"rank": 513}, r"adapter.rank \(513\) exceeds the smaller side \(512\).*target k"),
         ({"expert_rank": 2881}, r"adapter.expert_rank \(2881\) exceeds .*\(2880\).*target experts"),
         ({"rank": 33, "targets": ("router",)}, r"adapter.rank \(33\) .*\(32\).*target router"),
+        ({"rank": 2881, "targets": ("embedding",)}, r"\(2881\) .*\(2880\).*target embedding"),
+        ({"rank": 2881, "targets": ("head",)}, r"\(2881\) .*\(2880\).*target head"),
     ],
 )
 def test_a_rank_above_the_size_of_a_weight_is_refused(
@@ -47,9 +49,37 @@ def test_a_rank_above_the_size_of_a_weight_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         AdapterConfig(**settings).check_ranks(GPT_OSS_20B)
-    AdapterConfig(rank=32, targets=("q", "k", "v", "o", "experts", "router")).check_ranks(
-        GPT_OSS_20B
-    )
+    AdapterConfig(rank=32, targets=get_args(AdapterTarget)).check_ranks(GPT_OSS_20B)
+
+
+EXPERTS_ONLY = AdapterConfig(targets=("experts",), expert_rank=8)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "difference"),
+    [
+        (AdapterConfig(rank=8), AdapterConfig(rank=16), ("adapter.rank", "8", "16")),
+        (AdapterConfig(alpha=8), AdapterConfig(alpha=16), ("adapter.alpha", "8.0", "16.0")),
+        (
+            AdapterConfig(expert_rank=4),
+            AdapterConfig(),
+            ("adapter.expert_rank", "4", "8"),
+        ),
+        (
+            AdapterConfig(targets=("o", "q")),
+            AdapterConfig(targets=("q",)),
+            ("adapter.targets", "o, q", "q"),
+        ),
+        (AdapterConfig(expert_rank=8), AdapterConfig(), None),
+        (AdapterConfig(targets=("q", "o")), AdapterConfig(targets=("o", "q")), None),
+        # the rank of the rest has no effect where there is no rest
+        (EXPERTS_ONLY, EXPERTS_ONLY.model_copy(update={"rank": 4}), None),
+    ],
+)
+def test_configurations_differ_where_they_make_other_adapters(
+    one: AdapterConfig, other: AdapterConfig, difference: tuple[str, str, str] | None
+) -> None:
+    assert one.difference(other, GPT_OSS_20B) == difference
 
 
 def test_a_base_in_four_bits_is_refused_where_weights_are_trained() -> None:
@@ -65,3 +95,13 @@ def test_a_base_in_four_bits_needs_whole_blocks(name: str) -> None:
     with pytest.raises(ValueError, match=rf"parallel.base mxfp4 needs {name} \(2896\)"):
         ParallelConfig(base="mxfp4").check_layout(model, AdapterConfig())
     ParallelConfig().check_layout(model, AdapterConfig())
+
+
+@pytest.mark.parametrize("targets", [("embedding",), ("head",), ("embedding", "head")])
+def test_pipeline_stages_without_anything_to_train_are_refused(targets: tuple[str, ...]) -> None:
+    adapter = AdapterConfig(targets=targets)
+    parallel = ParallelConfig(world_size=2, pipeline=2)
+    ParallelConfig().check_layout(GPT_OSS_20B, adapter)
+    parallel.check_layout(GPT_OSS_20B, AdapterConfig(targets=(*targets, "o")))
+    with pytest.raises(ValueError, match=r"adapter.targets \(.*\) leave pipeline stages with"):
+        parallel.check_layout(GPT_OSS_20B, adapter)

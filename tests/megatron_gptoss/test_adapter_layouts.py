@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
     "tensor, four bits": {"tensor": 2, "base": "mxfp4"},
     "tensor+expert": {"tensor": 2, "expert": 2},
+    "tensor+expert, grouped": {"tensor": 2, "expert": 2, "base": "mxfp4"},
     "context": {"context": 2},
 }
 Gradients = dict[str, torch.Tensor]
@@ -45,10 +46,12 @@ def local_gradients(trainer: PolicyTrainer) -> dict[str, tuple[torch.Tensor, int
     return gradients
 
 
-def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
+def train(parallel: ParallelConfig, rank: int, port: int, grouped: bool = False) -> dict[str, Any]:
     distributed.initialize(parallel, rank, port=port)
     try:
-        trainer = PolicyTrainer(adapted_model(parallel), OptimizerConfig(clip_grad=1e9))
+        # experts' products as GPUs have them
+        model = adapted_model(parallel, moe_grouped_gemm=grouped)
+        trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
         batches = local_batches(SAMPLES, 64, parallel)
         steps = []
         gradients = []
@@ -72,7 +75,7 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
 def train_every_layout(rank: int, ports: list[int]) -> dict[str, Any]:
     torch.set_num_threads(1)
     return {
-        name: train(ParallelConfig(world_size=2, **layout), rank, port)
+        name: train(ParallelConfig(world_size=2, **layout), rank, port, "grouped" in name)
         for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True)
     }
 

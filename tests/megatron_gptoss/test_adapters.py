@@ -63,6 +63,19 @@ def test_what_is_exported_computes_the_same_bits(dtype: torch.dtype) -> None:
     assert (scores[0] - scores[2]).abs().max() > 0.1
 
 
+def test_a_call_without_log_probs_gives_the_logits_of_the_merged_weights() -> None:
+    model = adapted_model(ParallelConfig()).eval()
+    merged = plain_model_with_merged_weights(model).eval()
+    [batch, _] = batches()
+    inputs = (batch.input_ids[None], batch.position_ids[None], None)
+    with torch.no_grad():
+        logits, expected = (
+            each(*inputs, packed_seq_params=batch.packed_seq_params()) for each in (model, merged)
+        )
+    assert logits.shape == (1, batch.tokens, MODEL.vocab_size)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
 def test_fresh_adapters_leave_the_base_as_it_is() -> None:
     model = adapted_model(ParallelConfig())
     initialize_adapters(model, seed=3)
@@ -111,7 +124,7 @@ def test_gradients_are_those_of_the_merged_weights() -> None:
             assert error < 1e-5, f"gradient of {name} is off by {error:.1e}"
             assert expected.abs().max() > 0
         checked.add(target)
-    assert checked == {"q", "k", "v", "o", "gate_up", "down", "router"}
+    assert checked == {"q", "k", "v", "o", "gate_up", "down", "router", "embedding", "head"}
 
 
 def test_only_adapters_are_trained() -> None:
@@ -130,7 +143,10 @@ def test_only_adapters_are_trained() -> None:
     assert trained == sum(a.a.numel() + a.b.numel() for _, a in named_adapters(model))
 
 
-@pytest.mark.parametrize("targets", [("v",), ("o",), ("experts",), ("router",), ("q", "k")])
+@pytest.mark.parametrize(
+    "targets",
+    [("v",), ("o",), ("experts",), ("router",), ("q", "k"), ("embedding",), ("head",)],
+)
 def test_each_target_learns_alone(targets: tuple[str, ...]) -> None:
     adapter = AdapterConfig(rank=8, alpha=16, targets=targets)
     model = adapted_model(ParallelConfig(), adapter, b_std=0.0)

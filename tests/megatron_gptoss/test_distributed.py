@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 
+from converters.live import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
-from tests.megatron_gptoss.reference import TINY
+from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
 
 
 def native_threads() -> int:
@@ -22,7 +24,11 @@ def native_threads() -> int:
 
 def train_and_leave() -> None:
     distributed.initialize(ParallelConfig(), port=free_port())
-    PolicyTrainer(build_model(TINY, ParallelConfig(), torch.float32), OptimizerConfig())
+    model = build_model(TINY, ParallelConfig(), torch.float32)
+    load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
+    batch = build_batch(documents([20, 13]))
+    PolicyTrainer(model, OptimizerConfig()).train_step([batch], mean_cross_entropy(31), 1e-3)
+    del model
     gc.freeze()  # as a trainer rank does after its first update
     distributed.shutdown()
 

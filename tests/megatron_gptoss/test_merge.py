@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gptoss_kernels import mxfp4
-from megatron_gptoss.layers.merge import merge, merged_linear, merged_weight
+from megatron_gptoss.layers.merge import merge, merge_in_pieces, merged_linear, merged_weight
 from megatron_gptoss.layers.packed_weight import PackedWeight
 
 OUT, IN, RANK, SCALE = 41, 70, 5, 1.7
@@ -54,6 +54,16 @@ def test_a_part_of_a_weight_merges_to_the_same_bits(rows: slice, columns: slice)
         weight, a, b = factors(dtype=dtype)
         part = merge(weight[rows, columns], a[:, columns], b[rows], SCALE)
         assert torch.equal(part, merge(weight, a, b, SCALE)[rows, columns])
+
+
+def test_a_weight_merges_in_pieces_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # pieces of three rows, the last of two
+    monkeypatch.setattr("megatron_gptoss.layers.merge.PIECE", 3 * IN + 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, a, b = factors(dtype=dtype)
+        merged = merge_in_pieces(weight.float(), a, b, SCALE, dtype)
+        assert merged.dtype == dtype
+        assert torch.equal(merged, merge(weight.float(), a, b, SCALE, dtype))
 
 
 def test_experts_merge_together_as_each_alone() -> None:

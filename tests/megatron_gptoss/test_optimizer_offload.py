@@ -3,6 +3,7 @@ Adams that count their steps by group, as Transformer Engine's does."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,17 @@ import pytest
 import torch
 
 from megatron_gptoss import distributed
+from megatron_gptoss import optimizer as gptoss_optimizer
+from megatron_gptoss import trainer as trainer_module
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
-from megatron_gptoss.model import build_model
+from megatron_gptoss.gpu_memory import PhaseMemory
+from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import build_batch
-from megatron_gptoss.trainer import PolicyTrainer
+from megatron_gptoss.trainer import LossOutput, PolicyTrainer
 from tests.distributed import free_port
 from tests.megatron_gptoss.reference import TINY, documents, mean_cross_entropy
+from tests.megatron_gptoss.test_gpu_memory import ScriptedGpu
 
 BATCH = build_batch(documents([20, 13]))
 PART = 40_000
@@ -96,6 +101,56 @@ def test_no_more_than_a_part_is_beside_its_parameters_from_the_first_step_on(
             on_host = [id(tensor) for tensor in policy.offloaded._host.values()]
             assert id(state["exp_avg"]) in on_host
             assert id(state["exp_avg_sq"]) in on_host
+
+
+@pytest.mark.parametrize(("offload", "leave"), [(1.0, True), (0.0, False)])
+def test_weights_leave_the_device_before_megatron_copies_them(
+    offload: float, leave: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = initial_model(torch.bfloat16)
+    freeze(model, ["attention"])
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    values = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+    gone: set[str] = set()
+    for name, parameter in model.named_parameters():
+        weakref.finalize(parameter.data.untyped_storage(), gone.add, name)
+
+    class Wrapped(gptoss_optimizer.DistributedDataParallel):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            assert gone == (trained if leave else set())
+            super().__init__(*arguments, **options)
+
+    # Here as on a GPU, the host's copy is other memory.
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    monkeypatch.setattr(gptoss_optimizer, "DistributedDataParallel", Wrapped)
+    policy = PolicyTrainer(model, OptimizerConfig(offload=offload))
+    assert 0 < len(trained) < len(values)
+    for name, parameter in policy.module.named_parameters():
+        assert torch.equal(parameter.data, values[name])
+
+
+@pytest.mark.parametrize(("offload", "cached"), [(0.5, 0), (0.0, 3000)])
+def test_the_cache_of_activations_is_given_back_before_offloaded_state_comes(
+    offload: float, cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = ScriptedGpu()
+    monkeypatch.setattr(trainer_module, "give_back_cache", gpu.give_back_cache)
+    policy = PolicyTrainer(initial_model(torch.float32), OptimizerConfig(offload=offload))
+    policy.memory = PhaseMemory(gpu)
+    cross_entropy = mean_cross_entropy(31)
+
+    def loss(*arguments: Any) -> LossOutput:
+        gpu.allocate(3000)
+        gpu.allocate(-3000)
+        return cross_entropy(*arguments)
+
+    gpu.allocate(1000)
+    policy.train_step([BATCH], loss, 1e-2)
+    measured = policy.memory.take()
+    assert measured is not None
+    assert measured.peaks["update"].reserved == 4000
+    assert measured.peaks["optimizer"].reserved == 1000 + cached
+    assert measured.peaks["optimizer"].allocated == 1000
 
 
 class CountingAdam(torch.optim.Optimizer):

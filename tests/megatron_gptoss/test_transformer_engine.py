@@ -24,7 +24,7 @@ from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import build_batch, pack
 from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.routing_replay import RoutingReplay
-from megatron_gptoss.trainer import PolicyTrainer
+from megatron_gptoss.trainer import LossOutput, PolicyTrainer
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import (
     documents,
@@ -332,6 +332,40 @@ def state_on_gpu(trainer: PolicyTrainer) -> int:
         for state in part.optimizer.state.values()
     ]
     return sum(x.nbytes for state in states for x in state.values() if x.is_cuda)
+
+
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+def test_with_offloaded_state_weights_are_never_doubled_and_activations_leave_no_cache(
+    offload: float,
+) -> None:
+    model = build_model(WIDE, ParallelConfig(), torch.bfloat16)
+    load_hf_weights(model, WIDE, reference(torch.float32).state_dict().__getitem__)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    give_back_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    config = OptimizerConfig(clip_grad=1e9, gradient_dtype="bf16", offload=offload)
+    trainer = PolicyTrainer(model, config)
+
+    # Gradients, and without offload the weights once more.
+    added = torch.cuda.max_memory_allocated() - before
+    assert added == pytest.approx(weights * (1 if offload else 2), abs=0.05 * weights)
+
+    cross_entropy = mean_cross_entropy(TOKENS)
+
+    def loss(*arguments: object) -> LossOutput:
+        torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+        return cross_entropy(*arguments)
+
+    trainer.memory = phase_memory()
+    trainer.train_step([build_batch(SAMPLES)], loss, 1e-4)
+    measured = trainer.memory.take()
+    assert measured is not None
+    update, optimizer = (measured.peaks[name] for name in ("update", "optimizer"))
+    if offload:
+        assert optimizer.reserved < update.reserved - 4e9
+    else:
+        assert optimizer.reserved >= update.reserved
 
 
 def test_a_cache_that_was_given_back_is_free_for_other_processes() -> None:

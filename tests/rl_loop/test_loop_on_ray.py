@@ -17,6 +17,8 @@ import pytest
 import ray
 import torch
 
+from converters.hf_directory import HfDirectory
+from converters.merge_adapter import merge_adapter
 from megatron_gptoss.user_error import UserError
 from rl_loop.canary import CanaryError, check_canary
 from rl_loop.cluster.ray_session import start_local_ray
@@ -137,6 +139,46 @@ def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(whole:
     assert torch.isfinite(model(torch.tensor([prompt])).logits).all()
 
 
+def test_adapters_go_from_sft_to_rl_and_are_exported_alone_and_merged(
+    trained: Path, tmp_path: Path
+) -> None:
+    sft = [*SMALL, *ADAPTER, f"output_dir={tmp_path}", f"initial_weights={trained}"]
+    sft += ["training.steps=2", "sequences_per_step=8"]
+    first = run_sft(load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, sft), Quiet())
+    start = first / "export"
+    rl = [*ADAPTER, f"initial_weights={start}", "training.steps=2", "algorithm.kl={}"]
+    config = rl_config(tmp_path, *rl)
+    run = run_rl(config, Quiet())
+
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["greedy_answers_equal"] == summary["greedy_answers_compared"] == 4
+    assert summary["max_ratio_deviation"] == 0
+    steps = [step for step in read_json_lines(run / "metrics.jsonl") if "loss" in step]
+    assert steps[0]["kl_reference"] == 0
+    assert max(step["grad_norm"] for step in steps) > 0
+
+    # An adapter on its base is the export.
+    settings = json.loads((run / "adapter/adapter_config.json").read_text())
+    assert (settings["r"], settings["base_model_name_or_path"]) == (4, str(start))
+    merge_adapter(start, run / "adapter", tmp_path / "merged", dtype="fp32")
+    exported, merged = HfDirectory(run / "export"), HfDirectory(tmp_path / "merged")
+    changed = 0
+    for name in exported.names():
+        assert torch.equal(exported.get(name), merged.get(name)), name
+        changed += not torch.equal(exported.get(name), HfDirectory(start).get(name))
+    assert changed == 2 * 6, "q, k, v, o and the two of experts in either layer"
+
+    # What cannot go on is refused, and the run stays as it was.
+    kept = (run / "config.yaml").read_text()
+    for override, message in (
+        ("adapter.rank=2", r"--resume cannot change adapter.rank: 4 -> 2"),
+        (f"initial_weights={trained}", "holds adapters of another base"),
+    ):
+        with pytest.raises(Exception, match=message):
+            run_rl(rl_config(tmp_path, *rl, override), Quiet(), resume=True)
+        assert (run / "config.yaml").read_text() == kept
+
+
 def test_an_engines_report_compares_log_probs_and_routes(tmp_path: Path) -> None:
     replayed = [
         "rollout.routed_experts=true",
@@ -153,6 +195,7 @@ def test_an_engines_report_compares_log_probs_and_routes(tmp_path: Path) -> None
     )
 
 
+ADAPTER = ["adapter={rank: 4, alpha: 8}", "optimizer={lr: 1e-2}"]
 EVERYTHING = [
     "model.num_layers=4",
     "algorithm.advantage=gae",
@@ -169,6 +212,7 @@ EVERYTHING = [
     [
         ([], ["parallel.expert=2"]),
         (EVERYTHING, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
+        ([*EVERYTHING, *ADAPTER], ["parallel.pipeline=2"]),
     ],
 )
 def test_two_trainer_ranks_give_the_curve_of_one(

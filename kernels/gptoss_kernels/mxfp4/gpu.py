@@ -19,15 +19,20 @@ ROWS = 128
 
 
 @triton.jit
-def _decode(code, exponent_bits):
-    """Turn an e2m1 code, with its scale as fp32 bits, into bf16 bits."""
+def decode_magnitude(code, exponent_bits):
+    """Turn an e2m1 code, with its scale as fp32 bits, into fp32 without its sign."""
     magnitude = code & 7
     # 0 and 0.5 are subnormal in e2m1. The others are (1 + m / 2) * 2^(e - 1): their three bits go
     # straight into fp32's fields, the exponent 126 higher.
     normal = ((magnitude + 252) << 22).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
-    scale = exponent_bits.to(tl.float32, bitcast=True)
-    bits = (value * scale).to(tl.bfloat16).to(tl.int16, bitcast=True)
+    return value * exponent_bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decode(code, exponent_bits):
+    """Turn an e2m1 code, with its scale as fp32 bits, into bf16 bits."""
+    bits = decode_magnitude(code, exponent_bits).to(tl.bfloat16).to(tl.int16, bitcast=True)
     return bits | ((code & 8) << 12).to(tl.int16)
 
 

@@ -57,6 +57,9 @@ SETTLING_SECONDS = 30.0
 SETTLED_BYTES = 64 << 20
 """Free memory that grew by less than this within a second has settled."""
 
+HIDE_THE_REST = ("", "-1", "NoDevFiles")
+"""Entries of CUDA_VISIBLE_DEVICES from which on CUDA shows no GPU; Slurm writes the last one."""
+
 
 class NotEnoughGpuMemory(EngineUnavailable):
     """A server cannot have what it needs of a GPU; the message names the key and a value."""
@@ -196,7 +199,10 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
     """Return the GPUs of this machine that a process with ``environment`` sees, in its order.
 
     Empty where there is no nvidia-smi: on a CPU, SGLang's fraction is of the main memory.
-    Raises EngineUnavailable if there is one that does not answer.
+
+    Raises:
+        EngineUnavailable: if there is one that does not answer, or if CUDA_VISIBLE_DEVICES names
+            something that is not one of its GPUs.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -216,14 +222,49 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
             f"{KEY} is a share of the whole GPU, and {program} does not say what that is: {error}"
         ) from error
 
-    gpus = {}
+    gpus = []
     for line in answer.stdout.splitlines():
         index, uuid, used, free = (field.strip() for field in line.split(","))
         total = (int(used) + int(free)) << 20
-        gpu = GpuMemory(name=f"GPU {index}", total=total, free=int(free) << 20)
-        gpus[index] = gpus[uuid] = gpu
+        memory = GpuMemory(name=f"GPU {index}", total=total, free=int(free) << 20)
+        gpus.append(_ListedGpu(index, uuid, memory))
 
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return [gpu for name, gpu in gpus.items() if name.isdigit()]
-    return [gpus[name] for name in visible.split(",") if name in gpus]
+        return [gpu.memory for gpu in gpus]
+    return _chosen_gpus(visible, gpus)
+
+
+@dataclass(frozen=True)
+class _ListedGpu:
+    """One line of nvidia-smi."""
+
+    index: str
+    uuid: str
+    """Such as "GPU-8932f937-..."."""
+    memory: GpuMemory
+
+    def is_called(self, name: str) -> bool:
+        """Whether an entry of CUDA_VISIBLE_DEVICES means it: a number, or how its UUID begins."""
+        return name == self.index or (name.startswith("GPU-") and self.uuid.startswith(name))
+
+
+def _chosen_gpus(visible: str, gpus: Sequence[_ListedGpu]) -> list[GpuMemory]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, in its order. Raises EngineUnavailable."""
+    chosen = []
+    for entry in visible.split(","):
+        name = entry.strip()
+        if name in HIDE_THE_REST:
+            break
+
+        meant = [gpu.memory for gpu in gpus if gpu.is_called(name)]
+        if len(meant) != 1:
+            count = "none" if not meant else "several"
+            known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
+            raise EngineUnavailable(
+                f"CUDA_VISIBLE_DEVICES={visible}: {name} is {count} of the GPUs that nvidia-smi "
+                f"shows: {known or 'no GPU'}. {KEY} is a share of a whole GPU, not of a MIG slice: "
+                "give numbers or UUIDs of whole ones"
+            )
+        chosen += meant
+    return chosen

@@ -448,8 +448,8 @@ class _SharedTensor:
 
     tensor: torch.Tensor
     use_count: tuple[bytes, int] | None = None
-    """Where torch counts the processes that use the memory: a file of shared memory, and the index
-    of the count, which is an int64."""
+    """Where torch counts the processes that use the memory: a file of such counts, and which of
+    them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = reductions.reduce_tensor(self.tensor)
@@ -467,10 +467,5 @@ class _SharedTensor:
         torch frees what it shared when the other process has said that it is done, which one that
         was killed never does.
         """
-        if self.use_count is None:
-            return
-        file_name, index = self.use_count
-        path = Path("/dev/shm") / file_name.decode().lstrip("/")
-        with suppress(OSError), path.open("r+b") as counts:
-            counts.seek(8 * index)
-            counts.write(bytes(8))
+        if self.use_count is not None:
+            torch.UntypedStorage._release_ipc_counter(*self.use_count, device=self.tensor.device)

@@ -47,6 +47,10 @@ def hold_agent(wanted):
 
 def hold_raylet():
     services.RAYLET_EXECUTABLE = waiting(services.RAYLET_EXECUTABLE)
+
+
+def hold_control_store():
+    services.GCS_SERVER_EXECUTABLE = waiting(services.GCS_SERVER_EXECUTABLE)
 """
 
 
@@ -101,12 +105,14 @@ def test_a_raylet_that_needs_longer_than_ray_waits_is_waited_for(tmp_path: Path)
     assert run_program(program, tmp_path, RAY_raylet_start_wait_time_s="1").strip() == "up True"
 
 
-def test_a_raylet_that_never_comes_is_an_error_in_one_sentence_and_leaves_no_process(
-    tmp_path: Path,
+@pytest.mark.parametrize("part", ["raylet", "control_store"])
+def test_a_part_that_never_comes_is_an_error_in_one_sentence_and_leaves_no_process(
+    part: str, tmp_path: Path
 ) -> None:
-    program = """
+    """Ray itself says after 30 s that it timed out waiting for a file, or for the node."""
+    program = f"""
         from rl_loop.cluster.ray_session import RayStartError, start_local_ray
-        hold_raylet()
+        hold_{part}()
         try:
             start_local_ray(seconds=1)
         except RayStartError as error:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config, load_config
-from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -183,3 +183,41 @@ def test_a_dumped_engine_is_the_same_engine(engine: str, tmp_path: Path) -> None
     file = tmp_path / "resolved.yaml"
     file.write_text(dump_config(config))
     assert load_config(file, RlConfig).rollout.engine == config.rollout.engine
+
+
+@pytest.mark.parametrize("kind", [RlConfig, SftConfig])
+def test_adapters_and_their_base_are_a_section_of_every_run(kind: type[RunConfig]) -> None:
+    path = CONFIGS / kind.command / "tiny_retool.yaml"
+    assert load_config(path, kind).adapter is None
+    config = load_config(path, kind, ["adapter={rank: 4, targets: [q, v]}", "parallel.base=mxfp4"])
+    assert config.adapter == AdapterConfig(rank=4, targets=("q", "v"))
+    assert config.memory_inputs.adapter == config.adapter
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.base=mxfp4"], "parallel.base mxfp4 needs an adapter"),
+        (["parallel.base=fp4", "adapter={}"], "parallel.base: Input should be 'bf16' or 'mxfp4'"),
+        (["adapter={rang: 4}"], "adapter.rang: unknown key"),
+        (["adapter={targets: []}"], "adapter.targets is empty"),
+        (["adapter={targets: [gate]}"], "adapter.targets.0: Input should be 'q', 'k', 'v'"),
+        (["adapter={rank: 100}"], "adapter.rank (100) exceeds the smaller side (64)"),
+        (["adapter={rank: 8}", "model.intermediate_size=48", "parallel.base=mxfp4"],
+         "parallel.base mxfp4 needs intermediate_size (48) to be a multiple of 32"),
+        (["adapter={targets: [q, o]}", "ablation.freeze=[attention]"],
+         "ablation.freeze (attention) leaves none of adapter.targets (q, o) to learn"),
+        (["adapter={}", "ablation.freeze=[attention,experts]"],
+         "leaves none of adapter.targets (q, k, v, o, experts) to learn"),
+    ],
+)  # fmt: skip
+def test_adapters_that_cannot_work_are_refused_with_their_key(
+    overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
+
+
+def test_a_part_that_is_frozen_may_have_adapters_beside_others_that_learn() -> None:
+    overrides = ["adapter={rank: 8}", "ablation.freeze=[experts]"]
+    load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -120,7 +121,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose nvidia-smi speaks of two GPUs; the second has less free."""
     program = tmp_path / "bin/nvidia-smi"
     program.parent.mkdir()
-    lines = ["0, GPU-aa, 43000, 100000", "1, GPU-bb, 63000, 80000"]
+    lines = ["0, GPU-8aa1-07, 43000, 100000", "1, GPU-8ab2-0f, 63000, 80000"]
     program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
@@ -132,8 +133,13 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (None, ["GPU 0", "GPU 1"]),
         ("1,0", ["GPU 1", "GPU 0"]),
-        ("GPU-bb", ["GPU 1"]),
+        (" 1 , 0", ["GPU 1", "GPU 0"]),
+        ("GPU-8ab2-0f", ["GPU 1"]),
+        ("GPU-8ab,GPU-8aa1", ["GPU 1", "GPU 0"]),
         ("", []),
+        ("-1", []),
+        ("1,-1,0", ["GPU 1"]),
+        ("NoDevFiles", []),
     ],
 )
 def test_gpus_are_those_that_a_process_sees_in_its_order(
@@ -144,6 +150,26 @@ def test_gpus_are_those_that_a_process_sees_in_its_order(
     assert [gpu.name for gpu in gpus] == names
     assert all(gpu.total == 143_000 << 20 for gpu in gpus)
     assert all(gpu.free == (100_000 if gpu.name == "GPU 0" else 80_000) << 20 for gpu in gpus)
+
+
+@pytest.mark.parametrize(
+    ("visible", "message"),
+    [
+        (
+            "7",
+            "CUDA_VISIBLE_DEVICES=7: 7 is none of the GPUs that nvidia-smi shows: 0 (GPU-8aa1-07), 1",
+        ),
+        ("0,GPU-8a", "CUDA_VISIBLE_DEVICES=0,GPU-8a: GPU-8a is several of the GPUs"),
+        ("MIG-5c8e", "MIG-5c8e is none of the GPUs"),
+        ("8aa1", "8aa1 is none of the GPUs"),
+    ],
+)
+def test_what_is_none_of_the_gpus_is_refused_by_its_name(
+    visible: str, message: str, two_gpus: None
+) -> None:
+    """CUDA would show the GPUs before it only, and a share would be of others than the server's."""
+    with pytest.raises(EngineUnavailable, match=re.escape(message)):
+        visible_gpus({"CUDA_VISIBLE_DEVICES": visible})
 
 
 def test_a_machine_without_gpus_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

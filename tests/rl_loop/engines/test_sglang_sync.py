@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from threading import Thread
 
@@ -29,7 +31,13 @@ from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet, SglangSender,
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.tensor_hash import gpu_hash
 from rl_loop.engines.sglang.weight_checksums import sampled_parameters
-from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, buckets, send_weights
+from rl_loop.engines.sglang.weight_sender import (
+    SyncPlan,
+    WeightMismatch,
+    _SharedTensor,
+    buckets,
+    send_weights,
+)
 from rl_loop.session import build_rollouts, build_trainer
 from tests.rl_loop.sglang_protocol import (
     VOCAB,
@@ -268,6 +276,19 @@ def test_the_hash_of_gpu_weights_is_that_of_sglang_s_kernel(
         == gpu_hash(list(values.split([length // 3, length - length // 3])))
         == expected
     )
+
+
+@pytest.mark.gpu
+def test_memory_that_a_killed_server_was_shown_is_freed() -> None:
+    tensor = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    before = torch.cuda.memory_allocated() - tensor.nbytes
+    handle = _SharedTensor(tensor)
+    ForkingPickler(io.BytesIO()).dump(handle)
+
+    handle.disown()
+    del tensor, handle
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() == before
 
 
 # -- the fleet: server processes, Ray actors, gloo -------------------------------------------------------------------

@@ -60,6 +60,10 @@ def test_what_can_change_is_listed(overrides: list[str], shown: str, tmp_path: P
         ([], ["rollout.tasks_per_step=3"], "rollout.tasks_per_step: "),
         ([], ["parallel.world_size=2", "parallel.expert=2"], "parallel.expert: 1 -> 2"),
         (["algorithm.advantage=gae", "algorithm.critic={}"], [], "algorithm.critic: {"),
+        ([], ["adapter={rank: 4}"], "adapter: null -> {"),
+        (["adapter={rank: 4}"], [], "adapter: {"),
+        (["adapter={rank: 4}"], ["adapter={rank: 8}"], "adapter.rank: 4 -> 8"),
+        (["adapter={rank: 4}"], ["adapter={rank: 4, targets: [q]}"], "adapter.targets: "),
         (["algorithm.kl={place: loss, coefficient: 0.1}"], ["algorithm.kl={place: loss, coefficient: 0.1}",
          "initial_weights=/elsewhere"], "initial_weights: null -> /elsewhere"),
     ],
@@ -99,6 +103,15 @@ def test_every_setting_that_is_not_fixed_was_thought_of() -> None:
     settings = set(RlConfig.model_fields) | set(SftConfig.model_fields)
     assert settings == fixed | changeable
     assert not fixed & changeable
+
+
+def test_the_base_of_adapters_may_have_moved_and_be_packed(tmp_path: Path) -> None:
+    """That it is the same base, its digest in the checkpoint tells."""
+    options = ["adapter={rank: 4}", "algorithm.kl={coefficient: 0.1}"]
+    run = run_of(config(tmp_path, *options))
+    moved = config(tmp_path, *options, "initial_weights=/elsewhere", "parallel.base=mxfp4")
+    changes = {change.key for change in changes_since(run, moved)}
+    assert changes == {"initial_weights", "parallel.base"}
 
 
 def test_initial_weights_matter_as_long_as_nothing_is_saved(tmp_path: Path) -> None:

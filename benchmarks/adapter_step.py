@@ -1,0 +1,406 @@
+"""Training steps of adapters on a frozen base, measured on one GPU: speed, memory, and the share of
+the step in which weights are dequantised and merged.
+
+    python benchmarks/adapter_step.py
+    python benchmarks/adapter_step.py --cases mxfp4 bf16 --recompute moe layernorm
+    python benchmarks/adapter_step.py --layers 4 --cases mxfp4 bf16 full
+    python benchmarks/adapter_step.py products
+    python benchmarks/adapter_step.py --tiny            # on a CPU, to see that it runs
+
+Cases: ``mxfp4`` and ``bf16`` are adapters on such a base; ``full`` trains all parameters, for
+comparison on few layers. Weights are random, tokens uniform, routing what follows from them. Every
+case is built, warmed up by two steps and timed in the same process; one further step is profiled,
+which tells the share of merging. Prints one table; ``--out FILE`` appends a JSON object per case.
+
+``products`` times single kernels at the shapes of one layer: merging, and the grouped products of
+Transformer Engine beside torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from random_adapters import draw_adapted_model
+
+from gptoss_kernels import mxfp4
+from megatron_gptoss import distributed
+from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.layers import grouped_products
+from megatron_gptoss.layers.merge import merge, merge_packed
+from megatron_gptoss.layers.shared_memory import release_shared_memory
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import PackedBatch, build_batch
+from megatron_gptoss.samples import TrainingSamples
+from megatron_gptoss.trainer import LossOutput, PolicyTrainer
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_size": 16,
+    "vocab_size": 128,
+    "sliding_window": 8,
+}
+"""Sizes of ``--tiny``."""
+MERGE_KERNEL = "_merge_kernel"
+"""What the kernel that dequantises and merges is called in profiles."""
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("mode", nargs="?", default="steps", choices=["steps", "products"])
+    add("--cases", nargs="+", default=["mxfp4", "bf16"], choices=["mxfp4", "bf16", "full"])
+    add("--layers", type=int, default=24)
+    add("--experts", type=int, default=32)
+    add("--length", type=int, default=4096, help="tokens of every sequence")
+    add("--sequences", type=int, default=4, help="sequences packed into one micro-batch")
+    add("--micro-batches", type=int, default=1)
+    add("--rank", type=int, default=32)
+    add("--expert-rank", type=int, help="default: rank / experts per token")
+    add("--recompute", nargs="*", default=["moe_act", "layernorm"])
+    add("--steps", type=int, default=6, help="two of them warm up")
+    add("--profile", type=Path, help="directory for the device times of one step by kernel")
+    add("--tiny", action="store_true", help="small sizes, for a run without a GPU")
+    add("--out", type=Path)
+    return parser
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    args = argument_parser().parse_args()
+    if args.mode == "products":
+        print(products_table(time_products(args)))
+        return
+
+    results = []
+    distributed.initialize(ParallelConfig(), port=29_790)
+    try:
+        for case in args.cases:
+            result = run_case(args, case)
+            print(json.dumps(result), flush=True)
+            results.append(result)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+    finally:
+        distributed.shutdown()
+    print(table(results))
+
+
+def run_case(args: argparse.Namespace, case: str) -> dict[str, Any]:
+    """Build a trainer, time its steps and return the figures of one row."""
+    synchronize()
+    reset_peak()
+    started = time.perf_counter()
+    trainer = build_trainer(args, case)
+    synchronize()
+    build_seconds = time.perf_counter() - started
+    base_bytes = allocated()
+    build_peak = peak()
+    reset_peak()
+
+    batches = random_batches(args, trainer.chunks[0].config.gptoss.vocab_size)
+    tokens = sum(batch.tokens for batch in batches)
+    losses: list[float] = []
+
+    def step() -> None:
+        statistics = trainer.train_step(batches, mean_loss(tokens), learning_rate=1e-5)
+        assert statistics.parameters_updated, statistics.not_finite
+        losses.append(statistics.sums["loss"])
+
+    times = timed(step, args.steps)
+    seconds = median(times[2:])
+    step_peak = peak()
+    merge_seconds = profiled_merge_seconds(step, args.profile, case)
+
+    trained = sum(p.numel() for p in trainer.module.parameters() if p.requires_grad)
+    result = {
+        "case": case,
+        "layers": args.layers,
+        "recompute": args.recompute,
+        "rank": args.rank,
+        "expert_rank": args.expert_rank,
+        "tokens": tokens,
+        "trained_parameters": trained,
+        "seconds": seconds,
+        "all_seconds": [round(x, 4) for x in times],
+        "tokens_per_second": tokens / seconds,
+        "merge_seconds": merge_seconds,
+        "merge_share": None if merge_seconds is None else merge_seconds / seconds,
+        "peak_gb": step_peak / 1e9,
+        "after_building_gb": base_bytes / 1e9,
+        "building_peak_gb": build_peak / 1e9,
+        "build_seconds": build_seconds,
+        "losses": losses,
+    }
+    del step
+    release(trainer)
+    return result
+
+
+def build_trainer(args: argparse.Namespace, case: str) -> PolicyTrainer:
+    """Build the trainer of a case with random weights."""
+    sizes = TINY if args.tiny else {}
+    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
+    on_gpu = torch.cuda.is_available()
+    adapter = None
+    base = "bf16"
+    if case != "full":
+        adapter = AdapterConfig(rank=args.rank, alpha=32, expert_rank=args.expert_rank)
+        base = case
+
+    parallel = ParallelConfig(base=base, recompute=tuple(args.recompute))
+    # GPUs group products by themselves; on a CPU the same code is asked for.
+    overrides = {} if on_gpu or adapter is None else {"moe_grouped_gemm": True}
+    model = build_model(model_config, parallel, torch.bfloat16, adapter=adapter, **overrides)
+    draw_adapted_model(model)
+    return PolicyTrainer(model, OptimizerConfig())
+
+
+def random_batches(args: argparse.Namespace, vocab_size: int) -> list[PackedBatch]:
+    """Build micro-batches of ``--sequences`` sequences of ``--length`` tokens."""
+    count = args.micro_batches * args.sequences
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, vocab_size, (count, args.length + 1), generator=generator)
+    samples = TrainingSamples(
+        offsets=np.arange(count + 1, dtype=np.int64) * (args.length + 1),
+        token_ids=token_ids.flatten().to(torch.int32).numpy(),
+        loss_mask=np.ones(token_ids.numel(), np.bool_),
+    )
+    numbers = np.arange(count).reshape(args.micro_batches, args.sequences).tolist()
+    return [build_batch(samples, row, align=8) for row in numbers]
+
+
+def mean_loss(tokens: int) -> Callable[..., LossOutput]:
+    """Return the mean cross-entropy over ``tokens`` tokens."""
+
+    def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
+        total = -(log_probs * batch.loss_mask).sum() / tokens
+        return LossOutput(total, {"loss": total})
+
+    return loss
+
+
+def timed(call: Callable[[], None], count: int) -> list[float]:
+    """Return the seconds of each of ``count`` calls."""
+    times = []
+    for i in range(count):
+        if i == 2:
+            # As the trainer's worker does.
+            gc.collect()
+            gc.freeze()
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def profiled_merge_seconds(
+    step: Callable[[], None], directory: Path | None, case: str
+) -> float | None:
+    """Return the device seconds of merging in one step; None without a GPU.
+
+    With a directory all kernels are written to DIRECTORY/CASE.txt, longest first.
+    """
+    if not torch.cuda.is_available():
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        synchronize()
+    kernels = sorted(trace.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        lines = []
+        for kernel in kernels:
+            milliseconds = kernel.self_device_time_total / 1e3
+            lines.append(f"{milliseconds:9.2f} ms {kernel.count:6d} x {kernel.key[:160]}")
+        (directory / f"{case}.txt").write_text("\n".join(lines) + "\n")
+
+    microseconds = sum(k.self_device_time_total for k in kernels if MERGE_KERNEL in k.key)
+    return microseconds / 1e6
+
+
+def release(trainer: PolicyTrainer) -> None:
+    """Give back what the next case needs, whatever still refers to it."""
+    gc.unfreeze()
+    tensors: list[Any] = list(trainer.module.parameters()) + list(trainer.module.buffers())
+    for chunk in trainer.model:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            tensors += [buffer.grad_data, buffer.param_data]
+    # Without distributed optimizer, on CPUs, Megatron has one that is not chained.
+    for part in getattr(trainer.optimizer, "chained_optimizers", []):
+        for state in part.optimizer.state.values():
+            tensors += state.values()
+
+    release_shared_memory()
+    if not torch.cuda.is_available():
+        return
+    # Megatron and Transformer Engine keep references; storages of size 0 hold no memory.
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            tensor.untyped_storage().resize_(0)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def reset_peak() -> None:
+    """Begin to measure the peak of memory."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def allocated() -> int:
+    """Return the bytes of this process's tensors on the GPU; 0 without one."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def peak() -> int:
+    """Return the most bytes of tensors on the GPU since ``reset_peak``; 0 without one."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of all cases; the last column is the speed beside the first case's."""
+    rows = [
+        "| case | layers | tokens | trained, million | step, s | tokens/s | merging, s | share "
+        "| peak, GB | after building, GB | while building, GB | building, s | ratio |",
+        "|---" * 13 + "|",
+    ]
+    for result in results:
+        merging = "-"
+        share = "-"
+        if result["merge_seconds"] is not None:
+            merging = f"{result['merge_seconds']:.3f}"
+            share = f"{100 * result['merge_share']:.1f} %"
+        cells = [
+            result["case"],
+            str(result["layers"]),
+            f"{result['tokens']:,}",
+            f"{result['trained_parameters'] / 1e6:,.1f}",
+            f"{result['seconds']:.3f}",
+            f"{result['tokens_per_second']:,.0f}",
+            merging,
+            share,
+            f"{result['peak_gb']:.1f}",
+            f"{result['after_building_gb']:.1f}",
+            f"{result['building_peak_gb']:.1f}",
+            f"{result['build_seconds']:.1f}",
+            f"{result['tokens_per_second'] / results[0]['tokens_per_second']:.2f}",
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+# -- single kernels ----------------------------------------------------------------------------
+
+
+def time_products(args: argparse.Namespace) -> dict[str, float]:
+    """Return milliseconds of merging and of grouped products, at the shapes of one layer."""
+    sizes = ModelConfig(num_layers=1, num_experts=args.experts)
+    rows = args.sequences * args.length * sizes.experts_per_token
+    result: dict[str, float] = {}
+    for name, out, columns in (
+        ("gate_up", 2 * sizes.intermediate_size, sizes.hidden_size),
+        ("down", sizes.hidden_size, sizes.intermediate_size),
+    ):
+        for call_name, call in product_calls(args.experts, rows, out, columns).items():
+            result[f"{name}: {call_name}"] = device_milliseconds(call)
+    return result
+
+
+def product_calls(experts: int, rows: int, out: int, columns: int) -> dict[str, Callable[[], Any]]:
+    """Return what ``time_products`` times for one matrix [out, columns] of every expert."""
+    bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+    blocks = torch.randint(
+        0, 256, (experts, out, columns // 32, 16), dtype=torch.uint8, device="cuda"
+    )
+    scales = torch.full((experts, out, columns // 32), 120, dtype=torch.uint8, device="cuda")
+    weights = mxfp4.dequantize(blocks, scales)
+    merged = torch.empty_like(weights)
+    x = torch.randn(rows, columns, **bf16)
+    grad = torch.randn(rows, out, **bf16)
+
+    # Uneven, as routing is.
+    shares = torch.linspace(0.2, 1.8, experts, dtype=torch.float64)
+    counts = (shares / shares.sum() * rows).long().tolist()
+    counts[-1] += rows - sum(counts)
+    ends = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "dequantise": lambda: mxfp4.dequantize(blocks, scales, out=merged),
+        "copy bf16": lambda: merged.copy_(weights),
+    }
+    for rank in (0, 8, 32):
+        a = torch.randn(experts, rank, columns, **bf16)
+        b = torch.randn(experts, out, rank, **bf16)
+        calls[f"merge mxfp4, rank {rank}"] = lambda a=a, b=b: merge_packed(
+            blocks, scales, a, b, 4.0, merged
+        )
+        calls[f"merge bf16, rank {rank}"] = lambda a=a, b=b: merge(weights, a, b, 4.0, out=merged)
+    a = torch.randn(experts, 8, columns, **bf16)
+    b = torch.randn(experts, out, 8, **bf16)
+    narrow = torch.randn(rows, 8, **bf16)
+    calls |= {
+        "x W^T, Transformer Engine": lambda: grouped_products.multiply_by_weights(
+            x, weights, counts
+        ),
+        "x W^T, torch": lambda: torch.nn.functional.grouped_mm(x, weights.mT, offs=ends),
+        "dY W, Transformer Engine": lambda: grouped_products.multiply_by_transposed_weights(
+            grad, weights, counts
+        ),
+        "dY W, torch": lambda: torch.nn.functional.grouped_mm(grad, weights, offs=ends),
+        "x A^T": lambda: grouped_products.project(x, a.mT, counts),
+        "dY B": lambda: grouped_products.project(grad, b, counts),
+        "dB": lambda: grouped_products.outer_products(grad, narrow, counts),
+        "dA": lambda: grouped_products.outer_products(narrow, x, counts),
+    }
+    return calls
+
+
+def device_milliseconds(call: Callable[[], Any], rounds: int = 5) -> float:
+    """Return the median device time of a call; the first two warm up."""
+    times = []
+    for _ in range(rounds + 2):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times[2:])
+
+
+def products_table(milliseconds: dict[str, float]) -> str:
+    """Return a Markdown table."""
+    rows = ["| | ms |", "|---|---|"]
+    rows += [f"| {name} | {value:.3f} |" for name, value in milliseconds.items()]
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()

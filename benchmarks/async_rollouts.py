@@ -1,0 +1,693 @@
+"""What rollouts that run ahead of training bring, on a virtual clock.
+
+    python benchmarks/async_rollouts.py                             # a table of all orders and k
+    python benchmarks/async_rollouts.py --out async.md --plot async.png
+    python benchmarks/async_rollouts.py --gaps 0.1 --rollouts 1     # quick tools, training as long as rollouts
+
+Engines, tools and a trainer are simulated; which groups begin and which a step trains on is decided
+by ``rl_loop/rollout/admission.py``, which the loop does not use yet. Beside its two orders there is
+``discard``, which this project does not have: as many groups under way, the first ones that end are
+trained on, and what is older than k versions is thrown away.
+
+The workload has published tails. Tool calls of an episode (TraceLab, arXiv 2606.30560): 25 % have
+none, the median is 1, p90 20, p99 86, the mean 7.8. Seconds that a tool takes: p50 1.6, p75 8.6, p90
+44, mean 37. Between these points quantiles are interpolated in their logarithm; the largest values,
+130 calls and 1,080 s, are those that give the published means. A latent difficulty of the task
+correlates the lengths of its episodes. Tokens per turn, the engines' speed and the cost of a sync are
+assumptions (``Costs``), and the trainer's speed follows from --rollouts.
+
+Every run trains the same number of steps. Columns:
+
+    steps/h           steps per hour, and as a multiple of those with k = 0
+    stale             age of the trained tokens in weight versions, mean and largest
+    long trained      of the tenth of tasks with the longest episodes that began, the share trained on
+    calls trained     tool calls per trained episode, as a multiple of those per sampled episode
+    passed over       groups that were trained on before an earlier one
+    idle: trainer     share of time without training
+    idle: engines     share of time with nothing to decode
+    prefilled again   tokens per step whose keys were computed again because of new weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import NormalDist, mean
+from typing import Literal, Protocol
+
+from rl_loop.rollout.admission import AdmissionControl
+
+type Policy = Literal["in_order", "ready_first", "discard"]
+POLICIES: tuple[Policy, ...] = ("in_order", "ready_first", "discard")
+STALENESS = (0, 1, 2, 4, 8)
+
+CALLS = ((0.0, 0.0), (0.25, 0.0), (0.5, 1.0), (0.9, 20.0), (0.99, 86.0), (1.0, 130.0))
+"""Quantiles of tool calls per episode; all but the last are published."""
+GAPS = ((0.0, 0.1), (0.5, 1.6), (0.75, 8.6), (0.9, 44.0), (1.0, 1080.0))
+"""Quantiles of seconds per tool call; all but the first and the last are published."""
+LONG_SHARE = 0.1
+"""Of all tasks, those with the longest episodes, which are called long."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is sampled in a step."""
+
+    groups_per_step: int = 32
+    samples: int = 8
+    """Episodes of a group."""
+    steps: int = 60
+    correlation: float = 0.5
+    """Of the quantiles (as normal deviates) of two episodes of one task."""
+    gap_scale: float = 1.0
+    """Factor of the seconds that tools take."""
+    prompt_tokens: int = 1000
+    tool_tokens: int = 300
+    """That a tool answers with."""
+    turn_tokens: float = 200.0
+    """Median that is sampled per turn; log-normal with sigma 1."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How fast the machines are. Assumptions, to be replaced by what a run measures."""
+
+    slots: int = 256
+    """Sequences that the engines decode at a time."""
+    token_seconds: float = 0.010
+    """Of a decoding step with one sequence."""
+    token_seconds_per_sequence: float = 0.00004
+    """That each further sequence adds."""
+    prefill_tokens_per_second: float = 50_000.0
+    """Of all engines; nothing is decoded meanwhile."""
+    sync_seconds: float = 5.0
+    rollouts_over_training: float = 2.0
+    """Seconds of a step's rollouts with k = 0, over those of its training."""
+
+
+@dataclass(frozen=True)
+class EpisodePlan:
+    """An episode as it will go."""
+
+    turns: tuple[int, ...]
+    """Tokens of each turn."""
+    gaps: tuple[float, ...]
+    """Seconds of the tool call between two turns."""
+    tool_tokens: int = 0
+    """That a tool answers with."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run was like."""
+
+    seconds: float
+    """Of the virtual clock."""
+    steps: int
+    staleness_mean: float
+    staleness_max: int
+    begun: list[int]
+    """Groups that began and were trained on or thrown away, by number."""
+    trained: list[list[int]]
+    """By step."""
+    training_seconds: float
+    engine_idle_seconds: float
+    prefilled_again: float
+    tokens: float
+    """Trained."""
+
+    @property
+    def steps_per_hour(self) -> float:
+        return self.steps / self.seconds * 3600
+
+    @property
+    def passed_over(self) -> int:
+        """Count groups that were trained on in an earlier step than some group before them."""
+        step_of = {number: step for step, batch in enumerate(self.trained) for number in batch}
+        earliest_later = math.inf
+        count = 0
+        for number in sorted(step_of, reverse=True):
+            count += step_of[number] > earliest_later
+            earliest_later = min(earliest_later, step_of[number])
+        return count
+
+
+# -- the workload ---------------------------------------------------------------------------------
+
+
+def quantile(points: Sequence[tuple[float, float]], share: float) -> float:
+    """Interpolate a quantile function between ``points``, in the logarithm where both ends are
+    positive."""
+    for (left, low), (right, high) in pairwise(points):
+        if share <= right:
+            part = (share - left) / (right - left)
+            if low <= 0:
+                return low + part * (high - low)
+            return low * (high / low) ** part
+    return points[-1][1]
+
+
+def plan_group(workload: Workload, number: int) -> list[EpisodePlan]:
+    """Draw the episodes of a group; the same for every policy and k."""
+    chance = random.Random(f"{workload.seed}/{number}")
+    difficulty = chance.gauss(0, 1)
+    shared, own = math.sqrt(workload.correlation), math.sqrt(1 - workload.correlation)
+
+    plans = []
+    for _ in range(workload.samples):
+        deviate = shared * difficulty + own * chance.gauss(0, 1)
+        calls = round(quantile(CALLS, NormalDist().cdf(deviate)))
+        gaps = [workload.gap_scale * quantile(GAPS, chance.random()) for _ in range(calls)]
+        spread = [math.exp(chance.gauss(0, 1)) for _ in range(calls + 1)]
+        turns = [max(1, round(workload.turn_tokens * factor)) for factor in spread]
+        plans.append(EpisodePlan(tuple(turns), tuple(gaps), workload.tool_tokens))
+    return plans
+
+
+# -- which groups: admission, and what it is compared with ----------------------------------------
+
+
+class Control(Protocol):
+    """Decides which groups begin and which are trained on: an AdmissionControl."""
+
+    def synced(self, version: int) -> None: ...
+
+    def admit_next(self) -> int | None: ...
+
+    def finish(self, number: int) -> None: ...
+
+    def take(self, step: int) -> list[int] | None: ...
+
+
+class DiscardControl:
+    """Trains on whatever ends first and throws away what has grown too old."""
+
+    def __init__(self, groups_per_step: int, max_staleness: int) -> None:
+        self.thrown_away: list[int] = []
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._version = 0
+        self._next = 0
+        self._begun_with: dict[int, int] = {}
+        self._finished: list[int] = []
+
+    def synced(self, version: int) -> None:
+        self._version = version
+        for number, begun in list(self._begun_with.items()):
+            if version - begun > self._max_staleness:
+                self._forget(number)
+                self.thrown_away.append(number)
+
+    def admit_next(self) -> int | None:
+        if len(self._begun_with) == (self._max_staleness + 1) * self._groups_per_step:
+            return None
+        number = self._next
+        self._next += 1
+        self._begun_with[number] = self._version
+        return number
+
+    def finish(self, number: int) -> None:
+        self._finished.append(number)
+
+    def take(self, step: int) -> list[int] | None:
+        if len(self._finished) < self._groups_per_step:
+            return None
+        batch = self._finished[: self._groups_per_step]
+        for number in batch:
+            self._forget(number)
+        return sorted(batch)
+
+    def _forget(self, number: int) -> None:
+        del self._begun_with[number]
+        if number in self._finished:
+            self._finished.remove(number)
+
+
+def control_for(policy: Policy, max_staleness: int, workload: Workload) -> Control:
+    """Make what decides for a policy."""
+    if policy == "discard":
+        return DiscardControl(workload.groups_per_step, max_staleness)
+    return AdmissionControl(
+        groups_per_step=workload.groups_per_step,
+        max_staleness=max_staleness,
+        steps=workload.steps,
+        order=policy,
+    )
+
+
+# -- engines and tools ----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Episode:
+    """An episode under way."""
+
+    group: int
+    plan: EpisodePlan
+    context: int
+    """Tokens so far: prompt, turns and answers of tools."""
+    turn: int = 0
+    tokens_left: float = 0.0
+    """Of the turn that is decoded or waits."""
+    cached: int = 0
+    """Tokens of the context whose keys the engines have."""
+    cached_with: int = -1
+    """Version of the weights that computed them."""
+    began_at: float = 0.0
+    """On the engines' clock of work, when the turn was let in or went on."""
+    by_version: dict[int, float] = field(default_factory=dict)
+    """Sampled tokens by version of the weights."""
+    is_dropped: bool = False
+
+
+class Engines:
+    """All engines as one, with a batch that every sequence shares evenly, and the tools.
+
+    ``work`` is how many tokens each sequence of the batch has had; a turn ends when it has had its
+    own. While prompts are read nothing is decoded."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.now = 0.0
+        self.idle_seconds = 0.0
+        self.prefilled_again = 0.0
+        self.ended: list[Episode] = []
+        """Episodes that have ended and were not yet looked at."""
+        self._version = 0
+        self._work = 0.0
+        self._prefill_seconds = 0.0
+        """Until decoding goes on."""
+        self._decoding: list[tuple[float, int, Episode]] = []
+        """A heap, by the work at which the turn ends."""
+        self._waiting: deque[Episode] = deque()
+        self._at_tools: list[tuple[float, int, Episode]] = []
+        """A heap, by the second in which the tool answers."""
+        self._ticket = 0
+        """Makes entries of heaps comparable."""
+
+    def begin(self, episode: Episode) -> None:
+        """Queue the next turn of an episode."""
+        episode.tokens_left = episode.plan.turns[episode.turn]
+        self._waiting.append(episode)
+        self._let_in()
+
+    def sync(self, version: int) -> None:
+        """Take new weights: turns under way keep their tokens, and everybody's keys are lost."""
+        interrupted = [episode for _, _, episode in sorted(self._decoding)]
+        for episode in interrupted:
+            self._keep_tokens(episode)
+        self._decoding.clear()
+        self._prefill_seconds = 0.0
+        self._version = version
+        self._pass_time(self.costs.sync_seconds, decoding=False)
+
+        for episode in interrupted:
+            if not episode.is_dropped:
+                self._start(episode)
+        self._let_in()
+
+    def drop(self, group: int) -> None:
+        """Forget the episodes of a group."""
+        kept = []
+        for entry in self._decoding:
+            entry[2].is_dropped |= entry[2].group == group
+            if not entry[2].is_dropped:
+                kept.append(entry)
+        self._decoding = kept
+        heapq.heapify(self._decoding)
+        for episode in [*self._waiting, *(entry[2] for entry in self._at_tools)]:
+            episode.is_dropped |= episode.group == group
+        self._let_in()
+
+    def run(self, until: float = math.inf) -> None:
+        """Go on until an episode ends, or to a point in time."""
+        while not self.ended:
+            turn_ends = math.inf
+            if self._decoding:
+                left = self._decoding[0][0] - self._work
+                turn_ends = self.now + self._prefill_seconds + left * self._seconds_per_token
+            tool_ends = self._at_tools[0][0] if self._at_tools else math.inf
+
+            event = min(turn_ends, tool_ends)
+            if event >= until:
+                assert until < math.inf, "nothing is under way, and somebody waits for it"
+                self._pass_time(until - self.now)
+                self.now = until
+                return
+            self._pass_time(event - self.now)
+            if turn_ends <= tool_ends:
+                _, _, episode = heapq.heappop(self._decoding)
+                self._end_turn(episode)
+            else:
+                _, _, episode = heapq.heappop(self._at_tools)
+                if not episode.is_dropped:
+                    self.begin(episode)
+
+    @property
+    def _seconds_per_token(self) -> float:
+        costs = self.costs
+        return costs.token_seconds + costs.token_seconds_per_sequence * len(self._decoding)
+
+    def _pass_time(self, seconds: float, *, decoding: bool = True) -> None:
+        self.now += seconds
+        if not self._decoding or not decoding:
+            self.idle_seconds += seconds
+            return
+        prefill = min(seconds, self._prefill_seconds)
+        self._prefill_seconds -= prefill
+        self._work += (seconds - prefill) / self._seconds_per_token
+
+    def _let_in(self) -> None:
+        while self._waiting and len(self._decoding) < self.costs.slots:
+            episode = self._waiting.popleft()
+            if not episode.is_dropped:
+                self._start(episode)
+
+    def _start(self, episode: Episode) -> None:
+        """Read what the engines do not have of an episode, and decode from there on."""
+        if episode.cached_with != self._version:
+            self.prefilled_again += episode.cached
+            episode.cached = 0
+        new = episode.context - episode.cached
+        self._prefill_seconds += new / self.costs.prefill_tokens_per_second
+        episode.cached = episode.context
+        episode.cached_with = self._version
+
+        episode.began_at = self._work
+        self._ticket += 1
+        entry = (self._work + episode.tokens_left, self._ticket, episode)
+        heapq.heappush(self._decoding, entry)
+
+    def _keep_tokens(self, episode: Episode) -> None:
+        """Add what was decoded of a turn since it started to the episode."""
+        tokens = min(self._work - episode.began_at, episode.tokens_left)
+        version = episode.cached_with
+        episode.by_version[version] = episode.by_version.get(version, 0.0) + tokens
+        episode.tokens_left -= tokens
+        episode.context += round(tokens)
+        episode.cached = episode.context
+
+    def _end_turn(self, episode: Episode) -> None:
+        self._keep_tokens(episode)
+        self._let_in()
+        if episode.turn == len(episode.plan.gaps):
+            self.ended.append(episode)
+            return
+
+        episode.context += episode.plan.tool_tokens
+        seconds = episode.plan.gaps[episode.turn]
+        episode.turn += 1
+        self._ticket += 1
+        heapq.heappush(self._at_tools, (self.now + seconds, self._ticket, episode))
+
+
+# -- the loop -------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """The loop with simulated engines and a simulated trainer: sync, take, train."""
+
+    def __init__(self, workload: Workload, costs: Costs, control: Control) -> None:
+        self.workload = workload
+        self.engines = Engines(costs)
+        self._control = control
+        self._episodes: dict[int, list[Episode]] = {}
+        """Of the groups that are under way."""
+        self._running: dict[int, int] = {}
+        """Group -> episodes that have not ended."""
+        self._begun: list[int] = []
+        self._rollout_seconds: list[float] = []
+
+    @property
+    def mean_rollout_seconds(self) -> float:
+        """Return how long the trainer waited for a step's episodes, on average."""
+        return mean(self._rollout_seconds)
+
+    def run(self, seconds_per_token: float) -> Outcome:
+        """Train all steps; the trainer needs so many seconds for a sampled token."""
+        engines = self.engines
+        trained: list[list[int]] = []
+        ages: dict[int, float] = {}
+        training_seconds = 0.0
+        for step in range(self.workload.steps):
+            self._sync(step)
+            asked = engines.now
+            trained.append(self._take(step))
+            self._rollout_seconds.append(engines.now - asked)
+
+            tokens = 0.0
+            for number in trained[-1]:
+                for episode in self._episodes.pop(number):
+                    for version, count in episode.by_version.items():
+                        ages[step - version] = ages.get(step - version, 0.0) + count
+                        tokens += count
+            seconds = tokens * seconds_per_token
+            training_seconds += seconds
+            self._generate_until(engines.now + seconds)
+
+        total = sum(ages.values())
+        return Outcome(
+            seconds=engines.now,
+            steps=self.workload.steps,
+            staleness_mean=sum(age * count for age, count in ages.items()) / total,
+            staleness_max=max(age for age, count in ages.items() if count > 0),
+            begun=[number for number in self._begun if number not in self._episodes],
+            trained=trained,
+            training_seconds=training_seconds,
+            engine_idle_seconds=engines.idle_seconds,
+            prefilled_again=engines.prefilled_again,
+            tokens=total,
+        )
+
+    def _sync(self, version: int) -> None:
+        self.engines.sync(version)
+        self._control.synced(version)
+        if isinstance(self._control, DiscardControl):
+            for number in self._control.thrown_away:
+                self.engines.drop(number)
+                self._episodes.pop(number)
+                self._running.pop(number, None)
+            self._control.thrown_away.clear()
+
+        while (number := self._control.admit_next()) is not None:
+            self._begin(number)
+
+    def _begin(self, number: int) -> None:
+        context = self.workload.prompt_tokens
+        episodes = [Episode(number, plan, context) for plan in plan_group(self.workload, number)]
+        self._begun.append(number)
+        self._episodes[number] = episodes
+        self._running[number] = len(episodes)
+        for episode in episodes:
+            self.engines.begin(episode)
+
+    def _take(self, step: int) -> list[int]:
+        while (batch := self._control.take(step)) is None:
+            self.engines.run()
+            self._note_ended()
+        return batch
+
+    def _generate_until(self, time: float) -> None:
+        """Let engines and tools go on while the trainer learns."""
+        while self.engines.now < time:
+            self.engines.run(until=time)
+            self._note_ended()
+
+    def _note_ended(self) -> None:
+        for episode in self.engines.ended:
+            self._running[episode.group] -= 1
+            if self._running[episode.group] == 0:
+                del self._running[episode.group]
+                self._control.finish(episode.group)
+        self.engines.ended.clear()
+
+
+def simulate(
+    workload: Workload, costs: Costs, policy: Policy, max_staleness: int, seconds_per_token: float
+) -> Outcome:
+    """Run the loop with one policy."""
+    control = control_for(policy, max_staleness, workload)
+    return Simulation(workload, costs, control).run(seconds_per_token)
+
+
+def training_speed(workload: Workload, costs: Costs) -> float:
+    """Return the trainer's seconds per token with which rollouts take ``rollouts_over_training``
+    times as long as training, if they take turns."""
+    simulation = Simulation(workload, costs, control_for("in_order", 0, workload))
+    outcome = simulation.run(seconds_per_token=0.0)
+    tokens_per_step = outcome.tokens / outcome.steps
+    return simulation.mean_rollout_seconds / costs.rollouts_over_training / tokens_per_step
+
+
+# -- what comes of it -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    policy: Policy
+    max_staleness: int
+    outcome: Outcome
+    speed_up: float
+    """Steps per hour over those with k = 0."""
+    long_trained: float
+    """Of the long tasks that began and were trained on or thrown away, the share trained on."""
+    calls_trained: float
+    """Mean tool calls of trained episodes over those of all that began."""
+
+
+def compare(
+    workload: Workload, costs: Costs, staleness: Sequence[int], policies: Sequence[Policy]
+) -> list[Row]:
+    """Run every policy with every k, all on the same tasks."""
+    speed = training_speed(workload, costs)
+    slowest = simulate(workload, costs, "in_order", 0, speed)
+    lengths = TaskLengths(workload)
+
+    rows = []
+    for policy in policies:
+        for k in staleness:
+            outcome = simulate(workload, costs, policy, k, speed)
+            trained = [number for batch in outcome.trained for number in batch]
+            long = [number for number in outcome.begun if lengths.is_long(number)]
+            row = Row(
+                policy=policy,
+                max_staleness=k,
+                outcome=outcome,
+                speed_up=outcome.steps_per_hour / slowest.steps_per_hour,
+                long_trained=len(set(long) & set(trained)) / max(1, len(long)),
+                calls_trained=lengths.mean_calls(trained) / lengths.mean_calls(outcome.begun),
+            )
+            rows.append(row)
+    return rows
+
+
+class TaskLengths:
+    """How long the episodes of tasks are."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._calls: dict[int, list[int]] = {}
+        tasks = range(workload.steps * workload.groups_per_step)
+        longest = sorted(max(self._calls_of(number)) for number in tasks)
+        self._limit = longest[int(len(longest) * (1 - LONG_SHARE))]
+
+    def is_long(self, number: int) -> bool:
+        """Whether the longest episode of a task is among those of the longest tenth."""
+        return max(self._calls_of(number)) >= self._limit
+
+    def mean_calls(self, numbers: Sequence[int]) -> float:
+        return mean(calls for number in numbers for calls in self._calls_of(number))
+
+    def _calls_of(self, number: int) -> list[int]:
+        if number not in self._calls:
+            plans = plan_group(self._workload, number)
+            self._calls[number] = [len(plan.gaps) for plan in plans]
+        return self._calls[number]
+
+
+HEADER = (
+    "order", "k", "steps/h", "x", "stale mean", "max", "long trained", "calls trained",
+    "passed over", "idle: trainer", "engines", "prefilled again",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Write the rows as a Markdown table."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
+    for row in rows:
+        outcome = row.outcome
+        cells = (
+            row.policy,
+            f"{row.max_staleness}",
+            f"{outcome.steps_per_hour:.2f}",
+            f"{row.speed_up:.2f}",
+            f"{outcome.staleness_mean:.2f}",
+            f"{outcome.staleness_max}",
+            f"{row.long_trained:.0%}",
+            f"{row.calls_trained:.2f}",
+            f"{outcome.passed_over}",
+            f"{1 - outcome.training_seconds / outcome.seconds:.0%}",
+            f"{outcome.engine_idle_seconds / outcome.seconds:.0%}",
+            f"{outcome.prefilled_again / outcome.steps:,.0f}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw speed, staleness, long tasks and idle shares over k."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = {
+        "steps per hour, over k = 0": lambda row: row.speed_up,
+        "mean staleness of trained tokens": lambda row: row.outcome.staleness_mean,
+        "long tasks trained, of those begun": lambda row: row.long_trained,
+        "trainer idle": lambda row: 1 - row.outcome.training_seconds / row.outcome.seconds,
+    }
+    figure, axes = pyplot.subplots(1, len(drawn), figsize=(4 * len(drawn), 3.2))
+    for axis, (title, value) in zip(axes, drawn.items(), strict=True):
+        for policy in dict.fromkeys(row.policy for row in rows):
+            own = [row for row in rows if row.policy == policy]
+            axis.plot([row.max_staleness for row in own], [*map(value, own)], "o-", label=policy)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("k")
+        axis.set_ylim(bottom=0)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=Workload.steps)
+    add("--groups", type=int, default=Workload.groups_per_step, help="of a step")
+    add("--samples", type=int, default=Workload.samples, help="episodes of a group")
+    add("--gaps", type=float, default=1.0, help="factor of the seconds that tools take")
+    add("--rollouts", type=float, default=2.0, help="rollouts' time over training's with k = 0")
+    add("--sync", type=float, default=Costs.sync_seconds, help="seconds of a weight sync")
+    add("--slots", type=int, default=Costs.slots, help="sequences that are decoded at a time")
+    add("--staleness", type=int, nargs="+", default=list(STALENESS), help="values of k")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="Markdown file for the table")
+    add("--plot", type=Path, help="PNG file for curves")
+    options = parser.parse_args()
+
+    workload = Workload(
+        groups_per_step=options.groups,
+        samples=options.samples,
+        steps=options.steps,
+        gap_scale=options.gaps,
+        seed=options.seed,
+    )
+    costs = Costs(
+        slots=options.slots,
+        sync_seconds=options.sync,
+        rollouts_over_training=options.rollouts,
+    )
+    rows = compare(workload, costs, options.staleness, POLICIES)
+    text = table(rows)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+    if options.plot:
+        plot(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Random weights of a model with adapters, drawn where it lies: its base never is in bf16."""
+
+from __future__ import annotations
+
+import torch
+
+from gptoss_kernels import mxfp4
+from megatron_gptoss.layers.packed_weight import PackedWeight
+
+
+@torch.no_grad()
+def draw_adapted_model(model: torch.nn.Module, seed: int = 0, std: float = 0.02) -> None:
+    """Fill ``model`` with normally distributed weights; norms are 1, biases and sinks 0.
+
+    A packed base gets the nearest MXFP4 values, one expert's matrix at a time. B is drawn, too: with
+    B = 0 a merged weight would be its base.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+
+    for module in model.modules():
+        if isinstance(module, PackedWeight):
+            values = torch.empty(module.shape, dtype=module.dtype, device=device)
+            blocks, scales = mxfp4.quantize(values.normal_(0, std, generator=generator))
+            module.blocks.copy_(blocks)
+            module.scales.copy_(scales)
+
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1)
+        elif parameter.dim() == 1:
+            parameter.zero_()
+        else:
+            parameter.normal_(0, std, generator=generator)

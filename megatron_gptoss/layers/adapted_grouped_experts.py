@@ -1,0 +1,269 @@
+"""The experts of a layer with a frozen base and adapters, all of this rank's in one product.
+
+The merged weights of all experts are made in memory that the layers share, multiplied, and made
+again for the backward pass: a layer keeps its base, dense or in four bits, and its adapters.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+
+from megatron_gptoss.layers.adapted_linears import AdaptedExpertLinear
+from megatron_gptoss.layers.experts import run_experts
+from megatron_gptoss.layers.grouped_products import (
+    multiply_by_transposed_weights,
+    multiply_by_weights,
+    outer_products,
+    project,
+)
+from megatron_gptoss.layers.merge import merge, merge_packed
+from megatron_gptoss.layers.packed_weight import PackedWeight
+from megatron_gptoss.layers.shared_memory import Loan, shared_memory
+from megatron_gptoss.transformer_config import GptOssTransformerConfig
+
+ADAPTED_EXPERT_LINEARS = MLPSubmodules(
+    linear_fc1=partial(AdaptedExpertLinear, target="gate_up"),
+    linear_fc2=partial(AdaptedExpertLinear, target="down"),
+)
+"""The two matrices of an expert whose base is frozen."""
+
+
+def has_adapted_experts(config: GptOssTransformerConfig) -> bool:
+    """Return whether experts have adapters, or a base in four bits."""
+    has_adapters = config.adapter is not None and "experts" in config.adapter.targets
+    return has_adapters or config.base == "mxfp4"
+
+
+class AdaptedGroupedExperts(SequentialMLP):
+    """All experts of this rank, with merged weights.
+
+    Every expert is a module with weights, bias and adapters of its own, as in SequentialMLP, so that
+    parameters, checkpoints and converters know one set of names. Only the products are grouped.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        experts: list[Any] = list(self.local_experts)
+        self.gate_up = ExpertStack("gate_up", [expert.linear_fc1 for expert in experts])
+        self.down = ExpertStack("down", [expert.linear_fc2 for expert in experts])
+
+        self.activation_recompute = (
+            self.config.recompute_granularity == "selective"
+            and "moe_act" in self.config.recompute_modules
+        )
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Run every expert on its rows and weigh the results.
+
+        Args:
+            permuted_local_hidden_states: [rows, hidden_size], sorted by expert.
+            tokens_per_expert: rows of each local expert.
+            permuted_probs: [rows], the gate value of each row.
+
+        Returns:
+            [rows, hidden_size], and None for the bias, which is added already.
+        """
+        row_counts: list[int] = tokens_per_expert.tolist()
+        output = run_experts(
+            permuted_local_hidden_states,
+            permuted_probs,
+            row_counts,
+            gate_up=lambda x: self.gate_up.multiply(x, row_counts, with_bias=True),
+            down=lambda x: (self.down.multiply(x, row_counts), self.down.biases()),
+            limit=self.config.activation_func_clamp_value,
+            recompute=self.activation_recompute,
+        )
+        return output, None
+
+
+class ExpertStack:
+    """One of the two matrices of all experts of a layer, with their adapters.
+
+    It owns nothing: the experts' linear layers do. Their bases and biases lie behind one another in
+    memory, so that they can be read as one tensor.
+    """
+
+    def __init__(self, target: str, linears: Sequence[AdaptedExpertLinear]) -> None:
+        """Arrange the bases and biases of ``linears`` in memory.
+
+        Args:
+            target: "gate_up" or "down"; stacks of one target share the merged weights' memory.
+            linears: of the experts of this rank.
+        """
+        self.target = target
+        self.linears = linears
+        for tensors in self._tensors():
+            _arrange(tensors)
+
+    def multiply(self, x: Tensor, row_counts: Sequence[int], with_bias: bool = False) -> Tensor:
+        """Compute x W'^T with the merged weight of every row's expert.
+
+        Differentiable in x and the adapters, see ``merged_linear``.
+
+        Args:
+            x: [rows, in], sorted by expert.
+            row_counts: rows of each expert.
+            with_bias: add each expert's bias, which has no gradient.
+
+        Returns:
+            [rows, out].
+        """
+        factors = [linear.factors() for linear in self.linears]
+        # An expert without rows stays part of the graph: data parallelism waits for its gradient.
+        a = torch.stack([a for a, _ in factors])
+        b = torch.stack([b for _, b in factors])
+        product: Tensor = _MergedGroupedLinear.apply(x, a, b, self, row_counts, with_bias)
+        return product
+
+    def biases(self) -> Tensor:
+        """Return all biases, [experts, out], without a copy."""
+        return self._stacked([linear.bias for linear in self.linears])
+
+    @property
+    def scale(self) -> float:
+        """Of the updates."""
+        return self.linears[0].scale
+
+    def merged(self, a: Tensor, b: Tensor, scale: float) -> Loan:
+        """Merge the base with updates in shared memory.
+
+        Args:
+            a: [experts, rank, in].
+            b: [experts, out, rank].
+            scale: of the updates.
+
+        Returns:
+            [experts, out, in], until another layer is merged.
+        """
+        # The two matrices of a layer have memory of their own: the backward pass of a layer that was
+        # just computed again finds both.
+        memory = shared_memory(f"merged {self.target}", a.device, a.dtype)
+        loan = memory.lend(torch.Size((len(a), b.shape[1], a.shape[2])))
+        if isinstance(self.linears[0].weight, PackedWeight):
+            _, blocks, scales = (self._stacked(tensors) for tensors in self._tensors())
+            merge_packed(blocks, scales, a, b, scale, out=loan.tensor)
+        else:
+            _, weights = (self._stacked(tensors) for tensors in self._tensors())
+            merge(weights, a, b, scale, out=loan.tensor)
+        return loan
+
+    def _tensors(self) -> list[list[Tensor]]:
+        """Return what lies behind one another: biases, and dense weights or blocks and scales."""
+        tensors: list[list[Tensor]] = [[linear.bias for linear in self.linears]]
+        weights: list[Any] = [linear.weight for linear in self.linears]
+        if isinstance(weights[0], PackedWeight):
+            tensors.append([weight.blocks for weight in weights])
+            tensors.append([weight.scales for weight in weights])
+        else:
+            tensors.append(weights)
+        return tensors
+
+    def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return tensors that lie behind one another as one, [experts, ...]."""
+        stack = _as_stack(tensors)
+        if stack is None:
+            # The model was moved to another device or dtype since.
+            _arrange(tensors)
+            stack = _as_stack(tensors)
+            assert stack is not None
+        return stack
+
+
+def _arrange(tensors: Sequence[Tensor]) -> None:
+    """Move tensors of one shape so that they lie behind one another in memory."""
+    if _as_stack(tensors) is not None:
+        return
+    stack = torch.stack([tensor.detach() for tensor in tensors])
+    for tensor, place in zip(tensors, stack, strict=True):
+        tensor.data = place
+
+
+def _as_stack(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return n tensors of one shape as a view [n, ...]; None if they do not lie in a row."""
+    first = tensors[0].detach()
+    storage = first.untyped_storage().data_ptr()
+    for i, tensor in enumerate(tensors):
+        is_next = tensor.data_ptr() == first.data_ptr() + i * first.nbytes
+        if not is_next or tensor.untyped_storage().data_ptr() != storage:
+            return None
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+
+
+class _MergedGroupedLinear(torch.autograd.Function):
+    """The product of ``merged_linear`` for all experts at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        stack: ExpertStack,
+        row_counts: Sequence[int],
+        with_bias: bool,
+    ) -> Tensor:
+        x = x.contiguous()
+        scale = stack.scale
+        merged = stack.merged(a, b, scale)
+
+        ctx.save_for_backward(x, a, b)
+        ctx.stack = stack
+        ctx.scale = scale
+        ctx.row_counts = row_counts
+        ctx.merged = merged
+        biases = stack.biases() if with_bias else None
+        return multiply_by_weights(x, merged.tensor, row_counts, biases)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, a, b = ctx.saved_tensors
+        needs_x, needs_a, needs_b, *_ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        grad_x = None
+        grad_a = None
+        grad_b = None
+
+        if needs_x:
+            weights = ctx.merged.read()
+            if weights is None:
+                weights = ctx.stack.merged(a, b, ctx.scale).tensor
+            grad_x = multiply_by_transposed_weights(grad, weights, ctx.row_counts)
+        if needs_a or needs_b:
+            grad_a, grad_b = _factor_gradients(grad, x, a, b, ctx.row_counts)
+            grad_a *= ctx.scale
+            grad_b *= ctx.scale
+        return grad_x, grad_a, grad_b, None, None, None
+
+
+def _factor_gradients(
+    grad: Tensor, x: Tensor, a: Tensor, b: Tensor, row_counts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of A and B without the scale.
+
+    Args:
+        grad: [rows, out], of the product.
+        x: [rows, in].
+        a: [experts, rank, in].
+        b: [experts, out, rank].
+        row_counts: rows of each expert.
+    """
+    rank = a.shape[1]
+    # Grouped products on GPUs want rows of 16 bytes; what is added is 0 and cut off again.
+    missing = -rank % 8
+    if missing:
+        a = torch.nn.functional.pad(a, (0, 0, 0, missing))
+        b = torch.nn.functional.pad(b, (0, missing))
+
+    grad_a = outer_products(project(grad, b, row_counts), x, row_counts)
+    grad_b = outer_products(grad, project(x, a.mT, row_counts), row_counts)
+    return grad_a[:, :rank], grad_b[:, :, :rank]

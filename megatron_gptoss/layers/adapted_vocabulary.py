@@ -1,0 +1,143 @@
+"""Embedding and output layer of a frozen base with adapters.
+
+Both are matrices [vocab_size, hidden_size] whose rows tensor-parallel ranks share out, and with
+them B; A is whole on every rank. GPTModel builds its own two modules whatever the layer
+specification says: these take over their weights and their places.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from torch import Tensor
+
+from megatron_gptoss.layers.adapted_linears import (
+    AdaptedLinear,
+    adapter_settings,
+    low_rank,
+    sharded_state,
+)
+from megatron_gptoss.layers.merge import merged_weight
+from megatron_gptoss.transformer_config import GptOssTransformerConfig
+
+
+def adapt_vocabulary(chunk: GPTModel) -> None:
+    """Give embedding and output layer of a model chunk adapters, if it has them and is to."""
+    config: Any = chunk.config
+    targets = adapter_settings(config).targets
+
+    if chunk.pre_process and "embedding" in targets:
+        embedding = chunk.embedding
+        embedding.word_embeddings = AdaptedEmbedding(embedding.word_embeddings, config)
+    if chunk.post_process and "head" in targets:
+        chunk.output_layer = AdaptedHead(chunk.output_layer, config)
+
+
+class AdaptedVocabulary(AdaptedLinear):
+    """A matrix [vocab_size / tensor, hidden_size] with one adapter."""
+
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        target: str,
+        config: GptOssTransformerConfig,
+        tp_group: Any,
+    ) -> None:
+        """Take over ``weight``, and allocate the adapter of that target, uninitialised."""
+        super().__init__()
+        self.config = config
+        self.weight = weight
+        self.tp_group = tp_group
+
+        model = config.gptoss
+        adapter = low_rank(config, model.vocab_size, model.hidden_size, split=0)
+        self.adapters = torch.nn.ModuleDict({target: adapter})
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A [rank, hidden_size] and this rank's B [vocab_size / tensor, rank]."""
+        [adapter] = self.adapters.values()
+        factors: tuple[Tensor, Tensor] = adapter()
+        return factors
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Describe base and adapter for checkpoints."""
+        dims = {"weight": 0, **self.tensor_parallel_dims()}
+        return sharded_state(self, dims, prefix, sharded_offsets, metadata)
+
+
+class AdaptedEmbedding(AdaptedVocabulary):
+    """The embedding: a token gets its row of the merged weight."""
+
+    def __init__(self, embedding: VocabParallelEmbedding, config: GptOssTransformerConfig) -> None:
+        super().__init__(embedding.weight, "embedding", config, embedding.tp_group)
+        self._first_id = embedding.vocab_start_index
+        self._end_id = embedding.vocab_end_index
+        self._scatters = embedding.reduce_scatter_embeddings
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Look up tokens. Only their rows are merged, to the bits of the whole merged weight.
+
+        Args:
+            input_ids: int64 [1, tokens], the same on all tensor-parallel ranks.
+
+        Returns:
+            [1, tokens, hidden_size]; under sequence parallelism, this rank's share
+            [tokens / tensor, 1, hidden_size].
+        """
+        is_elsewhere = (input_ids < self._first_id) | (input_ids >= self._end_id)
+        local_ids = (input_ids - self._first_id).masked_fill(is_elsewhere, 0)
+        a, b = self.factors()
+
+        # Indexing, unlike torch's embedding, adds up B's gradient in a fixed order on GPUs, too.
+        ids = local_ids.flatten()
+        rows = merged_weight(self.read_base()[ids], a, b[ids], self.scale)
+        rows = rows.unflatten(0, input_ids.shape).masked_fill(is_elsewhere[..., None], 0.0)
+
+        # Of all ranks one has the row, and the sum is that row.
+        if self._scatters:
+            tokens_first = rows.transpose(0, 1).contiguous()
+            scattered: Tensor = reduce_scatter_to_sequence_parallel_region(
+                tokens_first, group=self.tp_group
+            )
+            return scattered
+        reduced: Tensor = reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
+        return reduced
+
+
+class AdaptedHead(AdaptedVocabulary):
+    """The output layer."""
+
+    def __init__(self, layer: ColumnParallelLinear, config: GptOssTransformerConfig) -> None:
+        super().__init__(layer.weight, "head", config, layer.tp_group)
+        self.sequence_parallel = layer.sequence_parallel
+
+    def output_weight(self) -> Tensor:
+        """Return the merged weight [vocab_size / tensor, hidden_size], differentiable in A and B.
+
+        Whoever makes log-probs from it block by block uses it in place of a call.
+        """
+        return merged_weight(self.read_base(), *self.factors(), self.scale)
+
+    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """Compute this rank's logits [tokens, 1, vocab_size / tensor]; there is no bias.
+
+        hidden_states: [tokens / tensor, 1, hidden_size] under sequence parallelism, else
+            [tokens, 1, hidden_size].
+        """
+        if self.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=self.tp_group)
+        return self.multiply(hidden_states), None

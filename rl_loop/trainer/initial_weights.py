@@ -1,0 +1,90 @@
+"""The weights that a trainer's model starts from: read from files, or random."""
+
+from collections.abc import Callable
+
+import torch
+
+from converters.hf_directory import ExpertStack, HfDirectory
+from converters.live import load_hf_weights
+from converters.megatron_checkpoint import MegatronCheckpoint
+from converters.names import ParameterMapping, hf_shapes, parameter_mappings
+from converters.random_weights import random_hf_weights
+from gptoss_kernels import mxfp4
+from megatron_gptoss.checkpoint.directory import latest_checkpoint
+from megatron_gptoss.checkpoint.loader import load_model_weights
+from megatron_gptoss.layers.adapters import initialize_adapters
+from rl_loop.trainer.settings import TrainerSettings
+
+EXPERT_MATRICES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""The tensors of a layer that a base in MXFP4 packs, as their names end."""
+
+
+def load_initial_weights(model: torch.nn.Module, settings: TrainerSettings) -> None:
+    """Fill this rank's part of ``model``; with adapters, they leave the base as it is. Collective.
+
+    Raises:
+        ConversionError, CheckpointError: naming the file, key or tensor that does not fit; of a
+            base in MXFP4 also the tensor with a value that MXFP4 does not have.
+    """
+    source = settings.initial_weights
+    if source is None:
+        load_hf_weights(model, settings.model, _random_weights(settings))
+    elif (source / "config.json").exists():
+        load_hf_weights(model, settings.model, HfDirectory(source).view)
+    else:
+        checkpoint = latest_checkpoint(source / "checkpoints") or source
+        if settings.adapter is None:
+            load_model_weights(checkpoint, model)
+        else:
+            # Megatron's loader would look for the keys of adapters, too.
+            tensors = CheckpointTensors(MegatronCheckpoint(checkpoint))
+            load_hf_weights(model, settings.model, tensors.view)
+
+    if settings.adapter is not None:
+        initialize_adapters(model, settings.seed)
+
+
+def _random_weights(settings: TrainerSettings) -> Callable[[str], torch.Tensor]:
+    """Return a source of random tensors by Hugging Face name that the base can hold."""
+    draw = random_hf_weights(settings.model, settings.seed)
+    if settings.parallel.base != "mxfp4":
+        return draw
+
+    return lambda name: rounded_to_mxfp4(name, draw(name))
+
+
+def rounded_to_mxfp4(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Round a tensor of Hugging Face name ``name`` to what a base in four bits holds: matrices of
+    experts, [experts, in, out], to values of MXFP4, others not at all."""
+    if not name.endswith(EXPERT_MATRICES):
+        return tensor
+
+    # Hugging Face has experts input-major; blocks lie along the inputs.
+    packed = mxfp4.quantize(tensor.mT.contiguous().bfloat16())
+    return mxfp4.dequantize(*packed).mT.to(tensor.dtype)
+
+
+class CheckpointTensors:
+    """The weights of a torch_dist checkpoint by Hugging Face name, read when they are asked for."""
+
+    def __init__(self, checkpoint: MegatronCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._shapes = hf_shapes(checkpoint.config)
+        self._mappings: dict[str, list[ParameterMapping]] = {}
+        for mapping in parameter_mappings(checkpoint.config).values():
+            for name in mapping.hf_names:
+                self._mappings.setdefault(name, []).append(mapping)
+
+    def view(self, name: str) -> torch.Tensor | ExpertStack:
+        """Read a tensor; of experts, return a stack that reads each one as it is indexed.
+
+        Raises KeyError for a name that the checkpoint's model does not have."""
+        mappings = self._mappings[name]
+        if mappings[0].expert is None:
+            return self._read(mappings[0], name)
+        return ExpertStack(
+            self._shapes[name], read=lambda expert: self._read(mappings[expert], name)
+        )
+
+    def _read(self, mapping: ParameterMapping, name: str) -> torch.Tensor:
+        return mapping.named_parts(self._checkpoint.parameter(mapping))[name]

@@ -1,0 +1,241 @@
+"""Experts in grouped products, as on GPUs, compute and train what one expert after the other does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from converters.live import export_hf_weights
+from megatron_gptoss import distributed
+from megatron_gptoss.checkpoint.base_digest import base_digest
+from megatron_gptoss.checkpoint.state import model_state
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.gpu_memory import give_back_cache
+from megatron_gptoss.layers import adapted_grouped_experts, grouped_products
+from megatron_gptoss.layers.adapted_grouped_experts import AdaptedGroupedExperts
+from megatron_gptoss.layers.adapters import named_adapters
+from megatron_gptoss.layers.shared_memory import shared_memory
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import PackedBatch, build_batch
+from megatron_gptoss.trainer import PolicyTrainer
+from tests.distributed import free_port
+from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model
+from tests.megatron_gptoss.reference import documents, mean_cross_entropy
+
+SAMPLES = documents([34, 2, 9, 21])
+TOKENS = int(SAMPLES.loss_tokens.sum())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    distributed.initialize(ParallelConfig(), port=free_port())
+    yield
+    distributed.shutdown()
+
+
+def batches() -> list[PackedBatch]:
+    return [build_batch(SAMPLES, [0, 1]), build_batch(SAMPLES, [2, 3])]
+
+
+def grouped_and_sequential(
+    base: str = "bf16", **settings: Any
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The same model twice."""
+    adapter = ADAPTER.model_copy(update=settings)
+    parallel = ParallelConfig(base=base)
+    grouped = adapted_model(parallel, adapter, moe_grouped_gemm=True)
+    assert isinstance(grouped.decoder.layers[0].mlp.experts, AdaptedGroupedExperts)
+    return grouped, adapted_model(parallel, adapter)
+
+
+# ranks of experts that are, and are not, a multiple of 8
+@pytest.mark.parametrize(("base", "expert_rank"), [("bf16", 8), ("mxfp4", 3)])
+def test_losses_gradients_and_two_steps_are_those_of_one_expert_after_the_other(
+    base: str, expert_rank: int
+) -> None:
+    trainers = [
+        PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
+        for model in grouped_and_sequential(base, expert_rank=expert_rank)
+    ]
+    gradients: list[dict[str, torch.Tensor]] = [{}, {}]
+    for step in range(2):
+        losses = []
+        for trainer, found in zip(trainers, gradients, strict=True):
+            statistics = trainer.train_step(batches(), mean_cross_entropy(TOKENS), 3e-3)
+            losses.append(statistics.sums["loss"])
+            if step == 0:
+                for name, adapter in named_adapters(trainer.module):
+                    found[f"{name}.a"] = adapter.a.main_grad.clone()
+                    found[f"{name}.b"] = adapter.b.main_grad.clone()
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+    grouped, sequential = gradients
+    assert grouped.keys() == sequential.keys()
+    for name, expected in sequential.items():
+        error = (grouped[name] - expected).abs().max() / expected.abs().max()
+        assert error < 1e-5, f"gradient of {name} is off by {error:.1e}"
+        assert expected.abs().max() > 0
+
+
+def test_names_checkpoints_exports_and_digest_are_the_same() -> None:
+    for base in ("bf16", "mxfp4"):
+        grouped, sequential = grouped_and_sequential(base)
+        for names in ("named_parameters", "named_buffers"):
+            found = [(name, x.shape) for name, x in getattr(grouped, names)()]
+            assert found == [(name, x.shape) for name, x in getattr(sequential, names)()]
+        saved = model_state(grouped)["0"]
+        assert {name: x.key for name, x in saved.items()} == {
+            name: x.key for name, x in model_state(sequential)["0"].items()
+        }
+        assert len(saved) == sum(p.requires_grad for p in grouped.parameters())
+        assert base_digest(grouped) == base_digest(sequential)
+
+        expected = {name: x.clone() for name, x in export_hf_weights(sequential, MODEL)}
+        for name, tensor in export_hf_weights(grouped, MODEL):
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_experts_that_get_no_token_have_a_gradient_of_zero() -> None:
+    model, _ = grouped_and_sequential()
+    experts = model.decoder.layers[1].mlp.experts
+    row_counts = [0, 3, 0, 0, 2, 0, 4, 0]
+    x = torch.randn(9, MODEL.hidden_size, requires_grad=True)
+    output, _ = experts(x, torch.tensor(row_counts), torch.rand(9))
+    output.square().sum().backward()
+
+    for expert, count in zip(experts.local_experts, row_counts, strict=True):
+        for linear in (expert.linear_fc1, expert.linear_fc2):
+            for parameter in linear.adapters.parameters():
+                assert (parameter.grad.abs().max() > 0) == (count > 0)
+
+
+def test_no_token_at_all_is_no_error() -> None:
+    model, _ = grouped_and_sequential("mxfp4")
+    experts = model.decoder.layers[0].mlp.experts
+    x = torch.randn(0, MODEL.hidden_size, requires_grad=True)
+    output, _ = experts(x, torch.zeros(MODEL.num_experts, dtype=torch.int64), torch.rand(0))
+    output.sum().backward()
+    assert output.shape == (0, MODEL.hidden_size)
+    assert all((p.grad == 0).all() for p in experts.parameters() if p.requires_grad)
+
+
+def count_merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    merges: list[int] = []
+    merge = adapted_grouped_experts.merge
+
+    def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        merges.append(1)
+        return merge(*args, **kwargs)
+
+    monkeypatch.setattr(adapted_grouped_experts, "merge", counting)
+    return merges
+
+
+def test_weights_are_merged_again_only_when_another_layer_was_merged_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, sequential = grouped_and_sequential()
+    first, second = (layer.mlp.experts for layer in model.decoder.layers)
+    x = torch.randn(16, MODEL.hidden_size, requires_grad=True)
+    counts = torch.full((MODEL.num_experts,), 2)
+    probs = torch.rand(16)
+    merges = count_merges(monkeypatch)
+
+    # The layer that was computed last finds both of its matrices; those of the other are gone.
+    hidden, _ = first(x, counts, probs)
+    output, _ = second(hidden, counts, probs)
+    assert len(merges) == 4
+    output.square().sum().backward()
+    assert len(merges) == 6
+
+    gradient = x.grad.clone()
+    x.grad = None
+    hidden, _ = sequential.decoder.layers[0].mlp.experts(x, counts, probs)
+    output, _ = sequential.decoder.layers[1].mlp.experts(hidden, counts, probs)
+    output.square().sum().backward()
+    torch.testing.assert_close(x.grad, gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max())
+
+
+def test_memory_is_lent_to_the_last_one_only_and_given_back() -> None:
+    memory = shared_memory("test", torch.device("cpu"), torch.float32)
+    small = memory.lend(torch.Size((2, 3)))
+    small.tensor.fill_(1)
+    assert small.read() is small.tensor
+    large = memory.lend(torch.Size((4, 5)))
+    assert small.read() is None
+    assert large.read().shape == (4, 5)
+    again = memory.lend(torch.Size((2, 3)))
+    assert again.tensor.data_ptr() == large.tensor.data_ptr()
+
+    assert shared_memory("test", torch.device("cpu"), torch.float32) is memory
+    give_back_cache()
+    assert shared_memory("test", torch.device("cpu"), torch.float32) is not memory
+    # whoever still needs what it wrote has it
+    assert again.read() is again.tensor
+
+
+def test_a_model_that_was_moved_computes_the_same() -> None:
+    model, _ = grouped_and_sequential("mxfp4")
+    expected = torch.cat(PolicyTrainer(model, OptimizerConfig()).score(batches()))
+    model, _ = grouped_and_sequential("mxfp4")
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                tensor.data = tensor.data.clone()
+    assert torch.equal(
+        torch.cat(PolicyTrainer(model, OptimizerConfig()).score(batches())), expected
+    )
+
+
+def test_packed_experts_take_no_memory_beside_their_own_blocks() -> None:
+    model = build_model(MODEL, ParallelConfig(base="mxfp4"), adapter=ADAPTER, moe_grouped_gemm=True)
+    storages = {}
+    for _, tensor in (*model.named_parameters(), *model.named_buffers()):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    tensors = [*model.parameters(), *model.buffers()]
+    assert sum(storages.values()) == sum(x.nbytes for x in tensors)
+
+
+def test_the_input_of_the_first_layer_has_a_gradient() -> None:
+    # Megatron's checkpoints of recomputation have none otherwise, and adapters inside get none.
+    model, _ = grouped_and_sequential(targets=("experts",))
+    seen = []
+    hook = lambda module, inputs: seen.append(inputs[0].requires_grad)  # noqa: E731
+    model.decoder.layers[0].input_layernorm.register_forward_pre_hook(hook)
+    trainer = PolicyTrainer(model, OptimizerConfig())
+    trainer.train_step(batches(), mean_cross_entropy(TOKENS), 1e-3)
+    assert seen == [True, True]
+    seen.clear()
+    trainer.score(batches())
+    assert seen == [False, False]
+
+
+# -- the products ------------------------------------------------------------------------------
+
+
+def test_products_are_those_of_every_experts_rows() -> None:
+    torch.manual_seed(0)
+    row_counts = [3, 0, 5]
+    x = torch.randn(8, 6)
+    weights = torch.randn(3, 4, 6)
+    biases = torch.randn(3, 4)
+    experts = [0] * 3 + [2] * 5
+
+    expected = torch.stack([weights[e] @ row for e, row in zip(experts, x, strict=True)])
+    torch.testing.assert_close(
+        grouped_products.multiply_by_weights(x, weights, row_counts, biases),
+        expected + biases[experts],
+    )
+    torch.testing.assert_close(grouped_products.project(x, weights.mT, row_counts), expected)
+    back = grouped_products.multiply_by_transposed_weights(expected, weights, row_counts)
+    for row, expert, product in zip(expected, experts, back, strict=True):
+        torch.testing.assert_close(product, row @ weights[expert])
+
+    outer = grouped_products.outer_products(expected, x, row_counts)
+    torch.testing.assert_close(outer[0], expected[:3].t() @ x[:3])
+    assert (outer[1] == 0).all()
+    torch.testing.assert_close(outer[2], expected[3:].t() @ x[3:])

@@ -1,0 +1,63 @@
+"""benchmarks/adapter_step.py runs from its arguments to its table, without a GPU on a tiny model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def adapter_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("adapter_step")
+
+
+def test_a_tiny_model_gives_a_row_for_every_case(
+    adapter_step: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "results.jsonl"
+    arguments = (
+        "--tiny --layers 2 --experts 4 --rank 8 --length 24 --sequences 2 --micro-batches 2 "
+        f"--steps 3 --cases mxfp4 bf16 full --out {out}"
+    )
+    monkeypatch.setattr("sys.argv", ["adapter_step.py", *arguments.split()])
+    torch.manual_seed(0)
+    adapter_step.main()
+
+    results = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [result["case"] for result in results] == ["mxfp4", "bf16", "full"]
+    packed, dense, full = results
+    assert all(result["tokens"] == 2 * 2 * 24 for result in results)
+    assert packed["trained_parameters"] == dense["trained_parameters"]
+    assert full["trained_parameters"] > 3 * packed["trained_parameters"]
+    # random weights know nothing: the loss is that of guessing among 128 tokens
+    assert all(result["losses"][0] == pytest.approx(4.85, abs=0.3) for result in results)
+
+    *_, title, line, first, second, third = capsys.readouterr().out.splitlines()
+    assert title.count("|") == line.count("|") == first.count("|") == third.count("|")
+    assert first.startswith("| mxfp4 | 2 | 96 |") and first.endswith("| 1.00 |")
+    assert second.startswith("| bf16 | 2 | 96 |")
+
+
+def test_a_drawn_base_is_random_and_the_same_for_the_same_seed(adapter_step: ModuleType) -> None:
+    from megatron_gptoss.layers.packed_weight import PackedWeight
+
+    weights = []
+    for seed in (0, 0, 1):
+        weight = PackedWeight(64, 64)
+        weight.register_parameter("a", torch.nn.Parameter(torch.empty(2, 2)))
+        adapter_step.draw_adapted_model(weight, seed)
+        weights.append(weight.read().clone().float())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert weights[0].std().item() == pytest.approx(0.02, rel=0.1)

@@ -1,0 +1,187 @@
+"""What adapters take of a GPU's memory and of a step's time, as far as arithmetic tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from megatron_gptoss import distributed
+from megatron_gptoss.config import (
+    AdapterConfig,
+    AdapterTarget,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from megatron_gptoss.layers.adapters import LowRank, named_adapters
+from megatron_gptoss.model import build_model
+from megatron_gptoss.planning.flops import forward_flops, training_flops
+from megatron_gptoss.planning.memory import (
+    account,
+    adapter_parameters_per_gpu,
+    merged_weight_bytes,
+    predict,
+)
+from megatron_gptoss.planning.memory_advice import (
+    Hardware,
+    layouts_that_fit,
+    memory_plan,
+    smaller_settings,
+)
+from megatron_gptoss.planning.memory_inputs import MemoryInputs
+from megatron_gptoss.planning.step_time import MEMORY_BANDWIDTH, predict_step
+from tests.distributed import free_port
+from tests.megatron_gptoss.adapted import MODEL
+
+GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
+GPT_OSS_120B = ModelConfig(num_layers=36, num_experts=128)
+ADAPTER = AdapterConfig(rank=32, alpha=32)
+H200 = 150.1
+EVERY_TARGET = get_args(AdapterTarget)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    distributed.initialize(ParallelConfig(), port=free_port())
+    yield
+    distributed.shutdown()
+
+
+def inputs_of(model: ModelConfig, **parallel: Any) -> MemoryInputs:
+    layout = ParallelConfig(**({"base": "mxfp4"} | parallel))
+    return MemoryInputs(model, layout, OptimizerConfig(), 16_384, adapter=ADAPTER)
+
+
+@pytest.mark.parametrize(
+    "targets", [*((target,) for target in EVERY_TARGET), EVERY_TARGET], ids=",".join
+)
+def test_as_many_parameters_are_counted_as_a_model_has(targets: Any) -> None:
+    adapter = AdapterConfig(rank=8, alpha=16, targets=targets)
+    model = build_model(MODEL, ParallelConfig(), adapter=adapter)
+    counted = sum(each.a.numel() + each.b.numel() for _, each in named_adapters(model))
+    assert adapter.num_parameters(MODEL) == counted
+    assert sum(adapter_parameters_per_gpu(MODEL, ParallelConfig(), adapter)) == counted
+
+
+@pytest.mark.parametrize(("target", "split"), [("q", 0), ("k", 0), ("o", 1), ("router", None)])
+def test_tensor_parallel_ranks_share_one_factor(target: Any, split: int | None) -> None:
+    hidden = MODEL.hidden_size
+    shapes = {
+        "q": (MODEL.query_size, hidden),
+        "k": (MODEL.key_size, hidden),
+        "o": (hidden, MODEL.query_size),
+        "router": (MODEL.num_experts, hidden),
+    }
+    factors = LowRank(*shapes[target], 8, 16, torch.float32, split=split, tensor_parallel_size=2)
+    dense, expert = AdapterConfig(rank=8, targets=(target,)).layer_parameters(MODEL, tensor=2)
+    assert dense == factors.a.numel() + factors.b.numel()
+    assert expert == 0
+
+
+@pytest.mark.parametrize(("model", "gigabytes"), [(GPT_OSS_20B, 13.76), (GPT_OSS_120B, 65.25)])
+def test_a_frozen_base_in_four_bits_has_the_size_of_the_released_weights(
+    model: ModelConfig, gigabytes: float
+) -> None:
+    inputs = inputs_of(model)
+    adapters = ADAPTER.num_parameters(model)
+    others = 2 * adapters + merged_weight_bytes(model, inputs.parallel)
+    assert (predict(inputs).weights - others) / 1e9 == pytest.approx(gigabytes, abs=0.01)
+
+    dense = replace(inputs, parallel=ParallelConfig())
+    all_bf16 = {GPT_OSS_20B.num_layers: 41.83, GPT_OSS_120B.num_layers: 233.66}
+    expected = all_bf16[model.num_layers]
+    assert (predict(dense).weights - others) / 1e9 == pytest.approx(expected, abs=0.01)
+
+
+def test_only_adapters_have_gradients_and_optimizer_state() -> None:
+    inputs = inputs_of(GPT_OSS_20B)
+    adapters = ADAPTER.num_parameters(GPT_OSS_20B)
+    memory = predict(inputs)
+    assert memory.gradients == 4 * adapters
+    assert memory.optimizer == 10 * adapters  # 2 bytes that complete the weight, two moments
+
+    start = account(inputs, H200).phase("start").trainer
+    assert start == memory.weights + memory.gradients + 2 * adapters
+    saved = account(inputs, H200).phase("checkpoint").trainer - memory.resting
+    assert saved < 0.01e9
+
+
+def test_expert_parallel_ranks_share_experts_and_their_adapters() -> None:
+    one = predict(inputs_of(GPT_OSS_120B))
+    four = predict(inputs_of(GPT_OSS_120B, world_size=4, expert=4))
+    # Experts and their biases are shared out; attention, routers and vocabulary are not.
+    base = (60.91 + 0.08) / 4 + 4.25
+    assert four.weights / 1e9 == pytest.approx(base + 1.59 + 0.31, abs=0.02)
+    assert one.gradients / four.gradients == pytest.approx(3.5, abs=0.1)
+
+
+def test_a_critic_has_a_base_of_its_own() -> None:
+    alone = inputs_of(GPT_OSS_20B)
+    critic = replace(alone, auxiliary_models=[OptimizerConfig()])
+    vocabulary = 201_088 * 2880
+    added = predict(critic).weights - predict(alone).weights
+    buffer = merged_weight_bytes(GPT_OSS_20B, alone.parallel)
+    assert added == predict(alone).weights - buffer - 2 * vocabulary
+    assert predict(critic).optimizer == 2 * predict(alone).optimizer
+
+
+def test_the_plan_says_what_is_trained_and_offers_four_bits_where_the_base_is_frozen() -> None:
+    inputs = inputs_of(GPT_OSS_20B, base="bf16")
+    plan = memory_plan(inputs, Hardware(H200))
+    assert ", adapters of rank 32 on a base in bf16: " in plan.splitlines()[0]
+
+    def offered(of: MemoryInputs) -> list[str]:
+        return [override for override, _ in smaller_settings(of, H200)]
+
+    assert "parallel.base=mxfp4" in offered(inputs)
+    assert "parallel.base=mxfp4" not in offered(replace(inputs, adapter=None))
+    assert "parallel.base=mxfp4" not in offered(inputs_of(GPT_OSS_20B))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "gigabytes"),
+    [
+        (GPT_OSS_20B, 1, H200),
+        (GPT_OSS_20B, 1, 75.0),
+        (GPT_OSS_120B, 4, H200),
+        (GPT_OSS_120B, 8, 75.0),
+    ],
+)
+def test_both_models_train_adapters_where_full_training_does_not_fit(
+    model: ModelConfig, gpus: int, gigabytes: float
+) -> None:
+    inputs = inputs_of(model, world_size=gpus, recompute=("moe",))
+    layouts = [layout for layout, _ in layouts_that_fit(inputs, gigabytes)]
+    assert ParallelConfig(world_size=gpus, expert=gpus, base="mxfp4", recompute=("moe",)) in layouts
+    full = replace(inputs, adapter=None, parallel=ParallelConfig(world_size=gpus))
+    assert not layouts_that_fit(full, gigabytes)
+
+
+def test_frozen_weights_need_one_product_in_the_backward_pass() -> None:
+    lengths = [4096] * 4
+    forward = forward_flops(GPT_OSS_20B, lengths)
+    assert training_flops(GPT_OSS_20B, lengths) == 3 * forward
+
+    frozen = training_flops(GPT_OSS_20B, lengths, frozen_base=True)
+    pairs = 12 * (4096 * 4097 // 2) + 12 * (128 * 129 // 2 + (4096 - 128) * 128)
+    assert frozen == 2 * forward + 4 * GPT_OSS_20B.query_size * pairs * 4
+
+
+@pytest.mark.parametrize(("base", "gigabytes"), [("mxfp4", 2.02), ("bf16", 3.19)])
+def test_merging_moves_every_layer_twice(base: Any, gigabytes: float) -> None:
+    parallel = ParallelConfig(base=base)
+    lengths = [4096] * 4
+    adapted = predict_step(
+        GPT_OSS_20B, parallel, OptimizerConfig(), lengths, micro_batches=3, adapter=ADAPTER
+    )
+    full = predict_step(GPT_OSS_20B, ParallelConfig(), OptimizerConfig(), lengths, 3)
+    moved = 3 * 24 * 2 * gigabytes * 1e9
+    assert adapted.merging == pytest.approx(moved / MEMORY_BANDWIDTH, rel=0.01)
+    assert full.merging == 0
+    assert 0.66 < adapted.arithmetic / full.arithmetic < 0.75
+    trained = ADAPTER.num_parameters(GPT_OSS_20B) / GPT_OSS_20B.num_parameters
+    assert adapted.optimizer == pytest.approx(full.optimizer * trained)

@@ -1,0 +1,326 @@
+"""Adapters on a GPU: Transformer Engine's layers, grouped products and the merging kernel against
+torch in higher precision."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from converters.live import export_hf_weights, load_hf_weights
+from converters.names import split_qkv
+from gptoss_kernels import mxfp4
+from megatron_gptoss import distributed
+from megatron_gptoss.checkpoint.loader import load_checkpoint
+from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.layers import grouped_products
+from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import build_batch
+from megatron_gptoss.trainer import PolicyTrainer
+from tests.distributed import free_port
+from tests.megatron_gptoss.reference import (
+    documents,
+    hf_logits,
+    hf_loss,
+    hf_model,
+    mean_cross_entropy,
+    save_checkpoint,
+)
+
+pytestmark = pytest.mark.gpu
+
+# full width; all experts active, or a token routed differently would hide everything else
+WIDE = ModelConfig(num_layers=2, num_experts=8, experts_per_token=8, vocab_size=8192)
+ADAPTER = AdapterConfig(
+    rank=8, alpha=12, expert_rank=4, targets=("q", "k", "v", "o", "experts", "router")
+)
+SAMPLES = documents([300, 41, 700], vocab_size=8192)
+TOKENS = int(SAMPLES.loss_tokens.sum())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    distributed.initialize(ParallelConfig(), port=free_port())
+    yield
+    distributed.shutdown()
+
+
+@pytest.fixture(scope="module")
+def base() -> dict[str, torch.Tensor]:
+    """bf16 weights by Hugging Face name, the experts' with values that MXFP4 can hold."""
+    with torch.device("cuda"):
+        weights = hf_model(WIDE, std=0.02).state_dict()
+    for name, tensor in weights.items():
+        weights[name] = tensor.bfloat16()
+        if name.endswith(("gate_up_proj", "down_proj")):
+            packed = mxfp4.quantize(weights[name].mT.contiguous())
+            weights[name] = mxfp4.dequantize(*packed).mT
+    return weights
+
+
+@torch.no_grad()
+def adapted(
+    base: dict[str, torch.Tensor],
+    kind: str = "mxfp4",
+    recompute: tuple[str, ...] = (),
+    adapter: AdapterConfig = ADAPTER,
+    **overrides: Any,
+) -> torch.nn.Module:
+    parallel = ParallelConfig(base=kind, recompute=recompute)
+    model = build_model(WIDE, parallel, torch.bfloat16, adapter=adapter, **overrides)
+    load_hf_weights(model, WIDE, base.__getitem__)
+    initialize_adapters(model, seed=0)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for _, factors in named_adapters(model):
+        factors.b.normal_(0, 0.02, generator=generator)
+    return model
+
+
+def plain(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """Full training in bf16."""
+    model = build_model(WIDE, ParallelConfig(), torch.bfloat16)
+    load_hf_weights(model, WIDE, weights.__getitem__)
+    return model
+
+
+def exact_model(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """transformers in fp32."""
+    with torch.device("cuda"):
+        model = hf_model(WIDE)
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    return model
+
+
+@torch.no_grad()
+def exact_scores(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    labels = build_batch(SAMPLES).to("cuda").labels
+    with torch.device("cuda"):
+        log_probs = hf_logits(exact_model(weights), SAMPLES).log_softmax(-1)
+    return log_probs.gather(1, labels[:, None])[:, 0]
+
+
+def exact_gradients(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By name of an adapted layer's weight."""
+    model = exact_model(weights)
+    with torch.device("cuda"):
+        hf_loss(model, SAMPLES).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    holder = build_model(WIDE, ParallelConfig(), torch.float32)
+    load_hf_weights(holder, WIDE, gradients.__getitem__)
+    return {sequential_name(name): p.detach() for name, p in holder.named_parameters()}
+
+
+def exported(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in export_hf_weights(model, WIDE)}
+
+
+def trainer(model: torch.nn.Module, **settings: Any) -> PolicyTrainer:
+    return PolicyTrainer(model, OptimizerConfig(**{"clip_grad": 1e9, **settings}))
+
+
+def relative(x: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((x.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [[300, 0, 1, 77, 0, 900, 13, 0], [0, 0, 0, 0, 0, 0, 0, 5]])
+@pytest.mark.parametrize("rank", [8, 32])
+def test_grouped_products_are_those_of_each_expert(rows: list[int], rank: int) -> None:
+    torch.manual_seed(0)
+    total = sum(rows)
+    x = draw(total, 2880)
+    grad = draw(total, 5760)
+    weights = draw(8, 5760, 2880) / 50
+    biases = draw(8, 5760)
+    a = draw(8, rank, 2880) / 50
+    b = draw(8, 5760, rank) / 50
+    narrow = draw(total, rank)
+
+    # garbage where an allocation may land, for products that leave out an expert
+    torch.full((8 * 5760 * 2880,), torch.nan, device="cuda", dtype=torch.bfloat16)
+    found = {
+        "x W^T + bias": grouped_products.multiply_by_weights(x, weights, rows, biases),
+        "dY W": grouped_products.multiply_by_transposed_weights(grad, weights, rows),
+        "x A^T": grouped_products.project(x, a.mT, rows),
+        "dY B": grouped_products.project(grad, b, rows),
+        "dB": grouped_products.outer_products(grad, narrow, rows),
+        "dA": grouped_products.outer_products(narrow, x, rows),
+    }
+    # the same functions take one expert after the other in fp64
+    wide = {"x": x, "grad": grad, "weights": weights, "biases": biases, "a": a, "b": b}
+    wide = {name: tensor.double() for name, tensor in wide.items()}
+    expected = {
+        "x W^T + bias": grouped_products.multiply_by_weights(
+            wide["x"], wide["weights"], rows, wide["biases"]
+        ),
+        "dY W": grouped_products.multiply_by_transposed_weights(
+            wide["grad"], wide["weights"], rows
+        ),
+        "x A^T": grouped_products.project(wide["x"], wide["a"].mT, rows),
+        "dY B": grouped_products.project(wide["grad"], wide["b"], rows),
+        "dB": grouped_products.outer_products(wide["grad"], narrow.double(), rows),
+        "dA": grouped_products.outer_products(narrow.double(), wide["x"], rows),
+    }
+    for name, product in found.items():
+        assert product.shape == expected[name].shape, name
+        assert torch.isfinite(product).all(), name
+        assert relative(product, expected[name]) < 4e-3, name
+    for name in ("dA", "dB"):
+        for expert, count in enumerate(rows):
+            assert (found[name][expert].abs().max() > 0) == (count > 0), name
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "bf16"])
+def test_scores_are_those_of_the_exported_weights(kind: str, base: dict[str, torch.Tensor]) -> None:
+    model = adapted(base, kind)
+    weights = exported(model)
+    batch = build_batch(SAMPLES).to("cuda")
+    exact = exact_scores(weights)
+    theirs = trainer(plain(weights)).score([batch])[0]
+    ours = trainer(model).score([batch])[0]
+    unmerged = exact_scores(base)
+    print("ours:", relative(ours, exact), "plain bf16:", relative(theirs, exact))
+    assert relative(ours, exact) < 1.2 * relative(theirs, exact)
+    assert relative(unmerged, exact) > 3 * relative(ours, exact)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    [("mxfp4", ()), ("bf16", ()), ("mxfp4", ("moe", "layernorm")), ("mxfp4", ("moe_act",))],
+)
+def test_gradients_are_those_of_the_explicit_merged_weights(
+    kind: str, recompute: tuple[str, ...], base: dict[str, torch.Tensor]
+) -> None:
+    model = adapted(base, kind, recompute)
+    weights = exported(model)
+    batch = build_batch(SAMPLES).to("cuda")
+    ours = trainer(model)
+    ours.train_step([batch], mean_cross_entropy(TOKENS), learning_rate=1e-9)
+
+    # for how far off full training in bf16 is
+    full_training = trainer(plain(weights))
+    full_training.train_step([batch], mean_cross_entropy(TOKENS), learning_rate=1e-9)
+    in_bf16 = {
+        sequential_name(name): p.main_grad for name, p in full_training.module.named_parameters()
+    }
+    in_fp32 = exact_gradients(weights)
+    errors: dict[str, tuple[float, float]] = {}
+
+    for name, adapter in named_adapters(model):
+        layer, target = re.fullmatch(r"(.*)\.adapters\.(\w+)", name).groups()
+        exact = expected_gradients(adapter, in_fp32[f"{layer}.weight"], target)
+        full = expected_gradients(adapter, in_bf16[f"{layer}.weight"], target)
+        for factor, want, theirs in zip("ab", exact, full, strict=True):
+            error = relative(getattr(adapter, factor).main_grad, want)
+            errors[f"{name}.{factor}"] = (error, relative(theirs, want))
+    worst = sorted(errors.items(), key=lambda x: -x[1][0] / x[1][1])[:4]
+    print("gradients, ours and from full training in bf16:", worst)
+    for name, (error, of_full_training) in errors.items():
+        assert error < 1.5 * of_full_training + 1e-2, name
+
+
+def sequential_name(name: str) -> str:
+    """The name of a grouped expert's weight as adapters' layers have it."""
+    return re.sub(
+        r"\.experts\.(linear_fc\d)\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", name
+    )
+
+
+def expected_gradients(
+    adapter: Any, gradient: torch.Tensor, target: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if target in ("q", "k", "v"):
+        parts = split_qkv(gradient, groups=WIDE.num_key_value_heads, head_size=WIDE.head_size)
+        gradient = parts["qkv".index(target)]
+    gradient = gradient.double()
+    a = adapter.a.detach().double()
+    b = adapter.b.detach().double()
+    return adapter.scale * b.T @ gradient, adapter.scale * gradient @ a.T
+
+
+def test_both_bases_and_all_recomputation_train_alike(base: dict[str, torch.Tensor]) -> None:
+    batch = build_batch(SAMPLES).to("cuda")
+    losses = {}
+    for kind, recompute in (
+        ("bf16", ()),
+        ("mxfp4", ()),
+        ("mxfp4", ("moe", "layernorm")),
+        ("mxfp4", ("moe_act", "layernorm", "core_attn")),
+    ):
+        model = adapted(base, kind, recompute)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        ours = trainer(model)
+        steps = []
+        for _ in range(2):
+            step = ours.train_step([batch, batch], mean_cross_entropy(2 * TOKENS), 1e-3)
+            assert step.parameters_updated
+            steps.append((step.sums["loss"], step.grad_norm))
+        losses[kind, recompute] = steps
+        ours.score([batch])
+        for name, parameter in model.named_parameters():
+            changed = not torch.equal(parameter, before[name])
+            assert changed == (".adapters." in name), name
+
+    first = losses["bf16", ()]
+    assert first[1][0] < first[0][0]
+    for steps in losses.values():
+        for got, want in zip(steps, first, strict=True):
+            assert got == pytest.approx(want, rel=1e-2)
+
+
+def test_adapters_of_experts_alone_are_trained_in_the_first_layer_too(
+    base: dict[str, torch.Tensor],
+) -> None:
+    adapter = AdapterConfig(rank=8, alpha=16, targets=("experts",))
+    model = adapted(base, recompute=("moe", "layernorm"), adapter=adapter)
+    batch = build_batch(SAMPLES).to("cuda")
+    trainer(model).train_step([batch], mean_cross_entropy(TOKENS), learning_rate=1e-9)
+    for name, factors in named_adapters(model):
+        assert factors.a.main_grad.abs().max() > 0, name
+        assert factors.b.main_grad.abs().max() > 0, name
+
+
+def test_a_packed_model_never_holds_its_experts_in_bf16() -> None:
+    config = WIDE.model_copy(update={"num_layers": 4, "num_experts": 32, "experts_per_token": 4})
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = build_model(config, ParallelConfig(base="mxfp4"), torch.bfloat16, adapter=ADAPTER)
+    held = torch.cuda.memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before
+    blocks = sum(buffer.numel() for _, buffer in model.named_buffers())
+    in_bf16 = 4 * 32 * 3 * 2880 * 2880 * 2
+    others = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert blocks < 0.27 * in_bf16
+    assert held < 1.05 * (blocks + others)
+    # one layer is arranged at a time
+    assert peak - held < blocks / 3
+
+
+def test_a_resumed_trainer_continues(base: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    batch = build_batch(SAMPLES).to("cuda")
+
+    def steps(ours: PolicyTrainer) -> list[float]:
+        return [
+            ours.train_step([batch], mean_cross_entropy(TOKENS), 1e-3).sums["loss"]
+            for _ in range(2)
+        ]
+
+    first = trainer(adapted(base))
+    steps(first)
+    save_checkpoint(tmp_path, first, 2, {"step": 2})
+    expected = steps(first)
+    # the same base, dense, and other adapters
+    model = adapted(base, "bf16")
+    initialize_adapters(model, seed=1)
+    other = trainer(model)
+    load_checkpoint(tmp_path / "step_000002", other)
+    assert steps(other) == pytest.approx(expected, rel=1e-3)

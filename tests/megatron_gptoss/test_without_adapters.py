@@ -1,0 +1,92 @@
+"""A model without its adapters is its base to the bit: a reference policy needs no second one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from converters.live import load_hf_weights
+from megatron_gptoss import distributed
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.layers.adapters import initialize_adapters, without_adapters
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import build_batch
+from megatron_gptoss.scorer import Scorer
+from megatron_gptoss.trainer import PolicyTrainer
+from tests.distributed import free_port
+from tests.megatron_gptoss.adapted import MODEL, adapted_model, base_weights
+from tests.megatron_gptoss.reference import documents, mean_cross_entropy
+
+SAMPLES = documents([34, 2, 9, 21])
+BATCHES = [build_batch(SAMPLES, [0, 1]), build_batch(SAMPLES, [2, 3])]
+TOKENS = int(SAMPLES.loss_tokens.sum())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    distributed.initialize(ParallelConfig(), port=free_port())
+    yield
+    distributed.shutdown()
+
+
+def scores_of_base(dtype: torch.dtype) -> torch.Tensor:
+    """Of a model that was built without adapters."""
+    model = build_model(MODEL, ParallelConfig(), dtype)
+    load_hf_weights(model, MODEL, base_weights().__getitem__)
+    return torch.cat(Scorer(model).score(BATCHES))
+
+
+@pytest.mark.parametrize("base", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trained_model_without_its_adapters_scores_as_its_base(
+    dtype: torch.dtype, base: str
+) -> None:
+    trainer = PolicyTrainer(
+        adapted_model(ParallelConfig(base=base), dtype=dtype), OptimizerConfig()
+    )
+    trainer.train_step(BATCHES, mean_cross_entropy(TOKENS), learning_rate=1e-2)
+    with_adapters = torch.cat(trainer.score(BATCHES))
+    with without_adapters(trainer.module):
+        reference = torch.cat(trainer.score(BATCHES))
+
+    assert torch.equal(reference, scores_of_base(dtype))
+    assert torch.equal(torch.cat(trainer.score(BATCHES)), with_adapters)
+    assert (with_adapters - reference).abs().max() > 0.1
+
+
+def test_adapters_have_their_scale_again_after_an_error() -> None:
+    scorer = Scorer(adapted_model(ParallelConfig()))
+    before = torch.cat(scorer.score(BATCHES))
+    with pytest.raises(RuntimeError, match="out of memory"), without_adapters(scorer.module):
+        raise RuntimeError("out of memory")
+    assert torch.equal(torch.cat(scorer.score(BATCHES)), before)
+
+
+def test_gradients_after_a_reference_pass_are_those_without_one() -> None:
+    losses = []
+    for has_reference in (False, True):
+        trainer = PolicyTrainer(adapted_model(ParallelConfig()), OptimizerConfig())
+        for _ in range(3):
+            if has_reference:
+                with without_adapters(trainer.module):
+                    trainer.score(BATCHES)
+            step = trainer.train_step(BATCHES, mean_cross_entropy(TOKENS), learning_rate=1e-2)
+        losses.append((step.sums["loss"], step.grad_norm))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", ["bf16", "mxfp4"])
+def test_on_a_gpu_a_model_without_its_adapters_is_one_whose_adapters_are_zero(base: str) -> None:
+    """A plain model has other layers there, and other last bits."""
+    model = adapted_model(ParallelConfig(base=base), dtype=torch.bfloat16)
+    scorer = Scorer(model)
+    with_adapters = torch.cat(scorer.score(BATCHES))
+    with without_adapters(model):
+        reference = torch.cat(scorer.score(BATCHES))
+    initialize_adapters(model, seed=0)
+
+    assert torch.equal(reference, torch.cat(scorer.score(BATCHES)))
+    assert (with_adapters - reference).abs().max() > 0.1

@@ -1,0 +1,237 @@
+"""A trainer rank with adapters: where its base comes from, its reference, and what it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.in_process import LocalRank
+from converters.errors import ConversionError
+from converters.hf_directory import write_hf_directory
+from gptoss_kernels import mxfp4
+from megatron_gptoss import distributed
+from megatron_gptoss.checkpoint.errors import CheckpointError
+from megatron_gptoss.samples import Sample, TrainingSamples
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.session import trainer_settings
+from rl_loop.trainer.group import TrainerGroup
+from tests.megatron_gptoss.reference import documents
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SMALL = [
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.intermediate_size=32",
+    "model.head_size=16",
+    "rollout.max_tokens=100",
+    "optimizer={lr: 1e-2}",
+]
+ADAPTER = "adapter={rank: 4, alpha: 8, targets: [q, k, v, o, experts, router]}"
+KL = "algorithm.kl={coefficient: 0.1}"
+SAMPLES = documents([30, 12, 25])
+Weights = dict[str, torch.Tensor]
+
+
+@contextmanager
+def trainer_of(directory: Path, *overrides: str) -> Iterator[tuple[TrainerGroup, LocalRank]]:
+    """A trainer of one rank in this process, of the run ``directory``."""
+    options = [*SMALL, f"output_dir={directory.parent}", f"name={directory.name}", *overrides]
+    settings = trainer_settings(load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options))
+    rank = LocalRank(settings)
+    group = TrainerGroup(settings, rank)
+    group.ready()
+    try:
+        yield group, rank
+    finally:
+        group.close()
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """A rank that fails while it is built is not closed."""
+    yield
+    if torch.distributed.is_initialized():
+        distributed.shutdown()
+
+
+def packable(weights: Weights) -> Weights:
+    """Round experts to values that MXFP4 can hold."""
+    rounded = dict(weights)
+    for name, tensor in weights.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            packed = mxfp4.quantize(tensor.mT.contiguous().bfloat16())
+            rounded[name] = mxfp4.dequantize(*packed).mT.float()
+    return rounded
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory whose experts MXFP4 can hold, and a run that began with it."""
+    root = tmp_path_factory.mktemp("base")
+    with trainer_of(root / "random", "initial_weights=null") as (group, rank):
+        weights = packable(group.weights())
+        model = rank._worker.settings.model
+    write_hf_directory(root / "hf", model, weights.items())
+    with trainer_of(root / "run", f"initial_weights={root}/hf") as (group, _):
+        group.save(1, {"step": 1}, True)
+    return root
+
+
+def scores(directory: Path, *overrides: str) -> np.ndarray:
+    with trainer_of(directory, *overrides) as (group, _):
+        return group.score(SAMPLES)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("source", ["hf", "run"])
+def test_adapters_begin_as_their_base(
+    source: str, precision: str, base: Path, tmp_path: Path
+) -> None:
+    initial = f"initial_weights={base}/{source}"
+    with trainer_of(tmp_path / "plain", initial) as (group, _):
+        expected = group.weights()
+    with trainer_of(tmp_path / "x", initial, ADAPTER, f"parallel.base={precision}") as (group, _):
+        found = group.weights()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_random_base_in_four_bits_is_rounded_to_it(tmp_path: Path) -> None:
+    options = ["initial_weights=null", ADAPTER]
+    with trainer_of(tmp_path / "a", *options) as (group, _):
+        dense = group.weights()
+    with trainer_of(tmp_path / "b", *options, "parallel.base=mxfp4") as (group, _):
+        packed = group.weights()
+    expected = packable(dense)
+    assert all(torch.equal(packed[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_base_that_is_not_in_four_bits_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+    with trainer_of(tmp_path / "random", "initial_weights=null") as (group, _):
+        group.save(1, {"step": 1}, True)
+    options = [f"initial_weights={tmp_path}/random", ADAPTER, "parallel.base=mxfp4"]
+    message = r"linear_fc1.weight: \d+ of \d+ values are not MXFP4 values"
+    with pytest.raises(ConversionError, match=message), trainer_of(tmp_path / "x", *options):
+        pass
+
+
+def test_the_reference_policy_is_the_base_and_no_second_model(base: Path, tmp_path: Path) -> None:
+    initial = f"initial_weights={base}/hf"
+    expected = scores(tmp_path / "plain", initial)
+    with trainer_of(tmp_path / "x", initial, ADAPTER, "parallel.base=mxfp4", KL) as (group, rank):
+        before = group.compute_values_and_reference_log_probs(SAMPLES).reference_log_probs
+        assert np.array_equal(before, group.score(SAMPLES)), "B is zero"
+        for step in range(2):
+            group.sft_step(SAMPLES, step)
+        after = group.compute_values_and_reference_log_probs(SAMPLES).reference_log_probs
+        assert np.array_equal(after, expected)
+        assert np.abs(group.score(SAMPLES) - expected).max() > 0.1
+
+        worker = rank._worker
+        assert worker.reference is None
+        embeddings = [name for name, _ in models_of(worker) if name.endswith("word_embeddings")]
+        assert len(embeddings) == 1
+
+
+def models_of(worker: object) -> Iterator[tuple[str, torch.nn.Module]]:
+    """All modules that a worker reaches, once each."""
+    seen: set[int] = set()
+    for name, value in vars(worker).items():
+        owners = [value, getattr(value, "module", None)]
+        for owner in owners:
+            if not isinstance(owner, torch.nn.Module):
+                continue
+            for path, module in owner.named_modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield f"{name}.{path}", module
+
+
+def test_full_training_still_has_a_reference_of_its_own(base: Path, tmp_path: Path) -> None:
+    with trainer_of(tmp_path / "x", f"initial_weights={base}/hf", KL) as (_, rank):
+        embeddings = [n for n, _ in models_of(rank._worker) if n.endswith("word_embeddings")]
+        assert len(embeddings) == 2
+
+
+def test_a_resumed_trainer_continues_to_the_bit(base: Path, tmp_path: Path) -> None:
+    options = [f"initial_weights={base}/hf", ADAPTER]
+    with trainer_of(tmp_path / "x", *options) as (group, _):
+        for step in range(2):
+            group.sft_step(SAMPLES, step)
+        group.save(2, {"step": 2}, True)
+        expected = [group.sft_step(SAMPLES, step).sums["loss"] for step in (2, 3)]
+        weights = group.weights()
+
+    moved = [f"initial_weights={base}/run", ADAPTER, "parallel.base=mxfp4"]
+    for again in (options, moved):
+        with trainer_of(tmp_path / "x", *again) as (group, _):
+            assert group.resume() == {"step": 2}
+            assert [group.sft_step(SAMPLES, step).sums["loss"] for step in (2, 3)] == expected
+            resumed = group.weights()
+        assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["initial_weights=null", ADAPTER], "holds adapters of another base"),
+        ([ADAPTER, "adapter.alpha=9"], "adapter.alpha was 8.0, and is 9.0"),
+        ([], "holds adapters, and all parameters of this model are trained"),
+    ],
+)
+def test_another_base_or_other_adapters_are_not_resumed(
+    changes: list[str], message: str, base: Path, tmp_path: Path
+) -> None:
+    options = [f"initial_weights={base}/hf"]
+    with trainer_of(tmp_path / "x", *options, ADAPTER) as (group, _):
+        group.sft_step(SAMPLES, 0)
+        group.save(1, {"step": 1}, True)
+    with (
+        trainer_of(tmp_path / "x", *options, *changes) as (group, _),
+        pytest.raises(CheckpointError, match=message),
+    ):
+        group.resume()
+
+
+def test_frozen_parts_keep_their_adapters(base: Path, tmp_path: Path) -> None:
+    options = [f"initial_weights={base}/hf", ADAPTER, "ablation.freeze=[experts]"]
+    with trainer_of(tmp_path / "x", *options) as (group, _):
+        before = group.weights()
+        group.sft_step(SAMPLES, 0)
+        after = group.weights()
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    attention = {f"model.layers.{i}.self_attn.{x}_proj.weight" for i in (0, 1) for x in "qkvo"}
+    assert changed == attention
+
+
+def with_random_routes(lengths: list[int]) -> TrainingSamples:
+    """Documents for which an engine chose two of the four experts of both layers at random."""
+    random = np.random.default_rng(0)
+    samples = []
+    for length in lengths:
+        scores = random.random((length - 1, 2, 4))
+        routes = scores.argsort(axis=-1)[..., :2].astype(np.uint8)
+        token_ids = random.integers(0, 128, length)
+        samples.append(Sample(token_ids, [0] + [1] * (length - 1), routed_experts=routes))
+    return TrainingSamples.join(samples)
+
+
+def test_the_reference_takes_the_engines_routes_as_the_policy_does(
+    base: Path, tmp_path: Path
+) -> None:
+    replay = ["rollout.routed_experts=true", "algorithm.routing_replay=R3"]
+    samples = with_random_routes([30, 12, 25])
+    with trainer_of(tmp_path / "x", f"initial_weights={base}/hf", ADAPTER, KL, *replay) as (
+        group,
+        _,
+    ):
+        reference = group.compute_values_and_reference_log_probs(samples).reference_log_probs
+        assert group.route_agreement()["routes_compared"] == 0, "only the policy's are counted"
+        assert np.array_equal(reference, group.score(samples)), "B is zero"
+        assert not np.array_equal(reference, group.score(samples.without_routes()))
