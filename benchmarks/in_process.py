@@ -11,6 +11,7 @@ from megatron_gptoss import distributed
 from rl_loop.ablations.engine_weights import engine_faults
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig
+from rl_loop.data.tensor_bytes import to_bytes
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import WeightSource
 from rl_loop.engines.embedded.backend import build_engine
@@ -79,7 +80,7 @@ class LocalRollouts:
     def sync_weights(self, source: WeightSource, version: int) -> None:
         if self.alter_weights is not None:
             source = self.alter_weights(source, version)
-        self._do(self._worker.sync_weights(source.weights(), version))
+        self._do(self._worker.sync_weights(to_bytes(source.weights()), version))
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         return [self._do(self._worker.score(token_ids, temperature))]

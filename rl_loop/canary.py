@@ -4,6 +4,7 @@ log-probs.
 A transposed square weight, a missing bias, a sink that did not arrive or a tensor of the previous
 version passes every check of names and shapes and shows up here at once."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -51,11 +52,16 @@ def check_canary(
     otherwise, or CanaryError."""
     loss_mask = [0] + [1] * (len(token_ids) - 1)
     text = TrainingSamples.join([Sample(token_ids, loss_mask, name="the canary")])
-    expected = trainer.score(text, TEMPERATURE)[1:].tolist()
+
+    # Both at the same time: neither rollouts nor updates go on until both have answered.
+    with ThreadPoolExecutor(1, "canary") as thread:
+        scoring = thread.submit(engines.score, token_ids, TEMPERATURE)
+        expected = trainer.score(text, TEMPERATURE)[1:].tolist()
+        answers = scoring.result()
 
     # Every engine by itself: one of several servers may have missed a tensor.
     worst = 0.0
-    for worker, log_probs in enumerate(engines.score(token_ids, TEMPERATURE)):
+    for worker, log_probs in enumerate(answers):
         differences = [abs(a - b) for a, b in zip(log_probs, expected, strict=True)]
         gap = sum(differences) / len(expected)
         worst = max(worst, gap)

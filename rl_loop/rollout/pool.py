@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError
 
 from rl_loop.cluster.placement import ROLLOUT_WORKER, outlive_sigterm, placement_options
 from rl_loop.data.stored_routes import StoredRoutes
+from rl_loop.data.tensor_bytes import to_bytes
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import RolloutBackend, WeightSource
 from rl_loop.environments import Task
@@ -122,6 +123,19 @@ class RolloutPool:
                 return ray.get(getattr(self._workers[index], method).remote(*arguments))
             except RayActorError as death:
                 self._replace(index, death)
+
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all workers at the same time, and return the answers in their order; a
+        dead worker is replaced, and its successor asked."""
+        references = [getattr(worker, method).remote(*arguments) for worker in self._workers]
+        answers = []
+        for index, reference in enumerate(references):
+            try:
+                answers.append(ray.get(reference))
+            except RayActorError as death:
+                self._replace(index, death)
+                answers.append(self._call(index, method, *arguments))
+        return answers
 
     def _replace(self, index: int, death: RayActorError) -> None:
         """Start another worker in place of a dead one and bring it to the current weights."""
@@ -240,17 +254,13 @@ class RolloutPool:
 
     def load_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
         """Give the engines in the workers these weights. Backends call it."""
-        self._weights = (ray.put(weights), version)
-        for index in range(len(self._workers)):
-            self._call(index, "sync_weights", *self._weights)
+        self._weights = (ray.put(to_bytes(weights)), version)
+        self._call_all("sync_weights", *self._weights)
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]`` from the engine of every
         worker. Backends call it."""
-        return [
-            self._call(index, "score", token_ids, temperature)
-            for index in range(len(self._workers))
-        ]
+        return self._call_all("score", token_ids, temperature)
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]``, in nats, from every engine."""

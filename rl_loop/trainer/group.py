@@ -10,6 +10,7 @@ import torch
 from megatron_gptoss.samples import INPUT_COLUMNS, TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
+from rl_loop.data.tensor_bytes import to_tensors
 from rl_loop.engines.backend import WeightSender
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, StepPlan, plan_step
@@ -60,7 +61,7 @@ class TrainerGroup:
         return self._all("route_agreement")
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return self._all("weights")
+        return to_tensors(self._all("weights"))
 
     def release_memory(self) -> None:
         self._all("release_memory")

@@ -111,6 +111,7 @@ class RayRanks:
 
         A death is the reason of its neighbours' errors: it is told even if
         one of them was faster."""
+        results: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
         waiting = list(calls)
         # After a first failure wait a little longer: a death may explain it.
@@ -118,12 +119,13 @@ class RayRanks:
             ended, waiting = ray.wait(waiting, num_returns=1, timeout=2 if failures else None)
             if not ended:
                 break
+            rank = calls.index(ended[0])
             try:
-                ray.get(ended[0])
+                results[rank] = ray.get(ended[0])
             except (RayActorError, RayTaskError) as failure:
-                failures[calls.index(ended[0])] = failure
+                failures[rank] = failure
         if not failures:
-            return ray.get(calls)
+            return [results[rank] for rank in range(len(calls))]
 
         for rank, error in failures.items():
             if isinstance(error, RayActorError) and not error.actor_init_failed:

@@ -31,6 +31,7 @@ from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
 from megatron_gptoss.trainer import LossFunction, PolicyTrainer, StepStatistics
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
+from rl_loop.data.tensor_bytes import TensorBytes, to_bytes
 from rl_loop.engines.backend import SyncFailed, WeightSender
 from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.trainer.initial_weights import load_initial_weights
@@ -315,12 +316,12 @@ class TrainerWorker:
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
-    def weights(self) -> dict[str, torch.Tensor] | None:
+    def weights(self) -> dict[str, TensorBytes] | None:
         """Return all weights by Hugging Face name on rank 0, None elsewhere."""
         # The distributed optimizer leaves each rank with its share of the new weights.
         gather_parameters(self.trainer.model)
         named = {name: tensor.detach().clone() for name, tensor in self._gathering.begin()}
-        return named if dist.get_rank() == 0 else None
+        return to_bytes(named) if dist.get_rank() == 0 else None
 
     def release_memory(self) -> None:
         """Give back what only torch's allocator holds, before engines on this GPU wake."""

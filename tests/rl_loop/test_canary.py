@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -59,3 +60,33 @@ def test_the_tolerance_is_that_of_the_precision_unless_it_is_given(
             CanaryError, match="syncing weights 3, rollout worker 1 and the trainer differ"
         ):
             check_canary(trainer, engines, [5, 6, 7], tolerance=tolerance, version=3)
+
+
+def test_engines_and_trainer_score_at_the_same_time() -> None:
+    """Nobody samples and nobody learns meanwhile."""
+    both = Barrier(2, timeout=20)
+
+    class MeetingTrainer(Trainer):
+        def score(self, samples: TrainingSamples, temperature: float) -> np.ndarray:
+            both.wait()
+            return super().score(samples, temperature)
+
+    class MeetingEngines(Engines):
+        def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+            both.wait()
+            return super().score(token_ids, temperature)
+
+    trainer: Any = MeetingTrainer()
+    engines: Any = MeetingEngines(0.0)
+    assert check_canary(trainer, engines, [5, 6, 7], tolerance=1e-3, version=1) == 0
+
+
+def test_what_went_wrong_in_an_engine_is_raised() -> None:
+    class DeadEngines(Engines):
+        def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+            raise ConnectionError("no server listens at 127.0.0.1:30000")
+
+    trainer: Any = Trainer()
+    engines: Any = DeadEngines(0.0)
+    with pytest.raises(ConnectionError, match="127.0.0.1:30000"):
+        check_canary(trainer, engines, [5, 6, 7], tolerance=1e-3, version=1)

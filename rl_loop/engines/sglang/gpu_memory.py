@@ -201,8 +201,8 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
     Empty where there is no nvidia-smi: on a CPU, SGLang's fraction is of the main memory.
 
     Raises:
-        EngineUnavailable: if there is one that does not answer, or if CUDA_VISIBLE_DEVICES names
-            something that is not one of its GPUs.
+        EngineUnavailable: if there is one that does not answer or does not know a GPU's memory, or if
+            CUDA_VISIBLE_DEVICES names something that is not one of its GPUs.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -225,6 +225,12 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
     gpus = []
     for line in answer.stdout.splitlines():
         index, uuid, used, free = (field.strip() for field in line.split(","))
+        if not (used.isdecimal() and free.isdecimal()):
+            # "[N/A]", as of GPUs that share the machine's main memory.
+            raise EngineUnavailable(
+                f"{KEY} is a share of the whole GPU, and nvidia-smi does not say how much memory GPU {index} has: "
+                f"memory.used is {used!r}, memory.free {free!r}"
+            )
         total = (int(used) + int(free)) << 20
         memory = GpuMemory(name=f"GPU {index}", total=total, free=int(free) << 20)
         gpus.append(_ListedGpu(index, uuid, memory))

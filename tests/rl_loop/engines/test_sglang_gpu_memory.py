@@ -186,6 +186,13 @@ def test_a_gpu_that_does_not_answer_is_no_machine_without_gpus(
         visible_gpus({})
 
 
+def test_a_gpu_whose_memory_is_not_known_is_named(tmp_path: Path, two_gpus: None) -> None:
+    program = tmp_path / "bin/nvidia-smi"
+    program.write_text("#!/bin/sh\necho '3, GPU-8ab2-0f, [N/A], [N/A]'\n")
+    with pytest.raises(EngineUnavailable, match=r"how much memory GPU 3 has: memory.used is '\[N/A\]'"):
+        visible_gpus({})
+
+
 def test_a_server_is_told_of_its_own_gpu_when_it_starts(tmp_path: Path, two_gpus: None) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL_20B.to_hf_config(dtype="bfloat16")))
 
