@@ -23,8 +23,9 @@ which costs more than what is written to them; a run does that once, too.
   all passes. together_seconds is their sum, share_of_step that of the 36 s that a step of 16.8 million tokens took.
 - wire_bytes_per_token: shipments of all passes; answer_bytes_per_token: what came back; route_bytes_per_token: what
   rollout workers put there and ranks read, which passes the driver by.
-- driver_peak: the most anonymous memory (RssAnon) that the driver had during the step, beyond what it had before, by
-  the bytes of the columns. The store's pages are shared and not in it; the episodes' texts are.
+- driver_peak: the most anonymous memory (RssAnon) that the driver had in all rounds, beyond what it had before the
+  first, by the bytes of the columns. What it keeps from round to round, as a run does, is in it, and so are the
+  episodes' texts; the store's pages are shared and not in it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from rl_loop.cluster.placement import free_address
 from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
+from rl_loop.heap import keep_freed_memory
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
 from rl_loop.data.stored_routes import StoredRoutes
@@ -318,7 +320,7 @@ class Spent:
 
 @dataclass
 class PeakMemory:
-    """The most anonymous memory that this process has at a time, beyond that at the start."""
+    """The most anonymous memory that this process has at a time, beyond what it used at the start."""
 
     bytes: int = 0
     _ended: threading.Event = field(default_factory=threading.Event)
@@ -378,9 +380,7 @@ def measure_step(case: Case, references: Sequence[Any], processes: Sequence[Any]
     group = TrainerGroup(settings, ranks)
     group.ready()
 
-    peak = PeakMemory()
-    with peak.sampled():
-        stages, samples = run_step(references, config, group)
+    stages, samples = run_step(references, config, group)
 
     tokens = samples.tokens
     driver_cpu = sum(spent.cpu for spent in stages.values()) - ranks.waiting.cpu
@@ -397,14 +397,17 @@ def measure_step(case: Case, references: Sequence[Any], processes: Sequence[Any]
         "answer_bytes_per_token": stored_bytes(ranks.answered) / tokens,
         "route_bytes_per_token": sum(row.nbytes for row in routes) / tokens,
         "column_bytes": samples.bytes,
-        "driver_peak": peak.bytes / samples.bytes,
     }
 
 
 def measure(case: Case, rounds: int, references: Sequence[Any], processes: Sequence[Any]) -> None:
     """Print the medians of a case."""
-    steps = [measure_step(case, references, processes) for _ in range(rounds)]
+    peak = PeakMemory()
+    with peak.sampled():
+        steps = [measure_step(case, references, processes) for _ in range(rounds)]
+
     medians = {name: round(median(step[name] for step in steps), 4) for name in steps[0]}
+    medians["driver_peak"] = round(peak.bytes / medians["column_bytes"], 4)
     tokens = case.episodes * case.length
     print(json.dumps({**vars(case), "tokens": tokens, **medians}), flush=True)
 
@@ -413,7 +416,8 @@ def measure(case: Case, rounds: int, references: Sequence[Any], processes: Seque
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """List the cases; those with the same episodes one after the other."""
+    """List the cases; those with the same episodes one after the other, and those with estimates
+    behind all others, which are to have a heap as a run without them has it."""
     cases = []
     for shape in options.shapes:
         episodes, length = map(int, shape.split("x"))
@@ -428,7 +432,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
                     Case(tasks * SAMPLES_PER_TASK, length, layers, ranks, passes)
                     for ranks in ranks_of_all
                 ]
-    return cases
+    return sorted(cases, key=lambda case: case.passes == "estimates")
 
 
 def main() -> None:
@@ -469,6 +473,8 @@ def main() -> None:
                 references = [worker.run_group.remote(case, task) for task in tasks]
                 ray.wait(references, num_returns=len(references))
                 made_for = episodes
+            if case.passes == "estimates":
+                keep_freed_memory()  # as run_rl does
             measure(case, options.rounds, references, processes)
     finally:
         ray.shutdown()

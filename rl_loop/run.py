@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.heap import keep_freed_memory
 from rl_loop.lifecycle.start_checks import evaluation_need, store_need
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
 from rl_loop.session import (
@@ -81,6 +82,9 @@ def run_rl(
 ) -> Path:
     """Train by on-policy reinforcement learning, evaluate and export. Returns the run directory;
     raises Interrupted."""
+    if config.algorithm.critic is not None or config.algorithm.kl is not None:
+        # Their estimates are columns, too, and double what a step gets and frees.
+        keep_freed_memory()
     how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     with Session(config, show, how) as session:
         assert session.rollouts is not None

@@ -29,7 +29,9 @@ class TensorBytes:
 
     def tensor(self) -> torch.Tensor:
         """Make a tensor of a copy of the bytes: those in the store may not be written."""
-        return torch.from_numpy(self.content.copy()).view(self.dtype).reshape(self.shape)
+        restored = torch.empty(self.shape.numel(), dtype=self.dtype)
+        restored.view(torch.uint8).numpy()[:] = self.content
+        return restored.reshape(self.shape)
 
 
 def to_bytes(named: Mapping[str, torch.Tensor]) -> dict[str, TensorBytes]:
