@@ -59,11 +59,11 @@ from rl_loop.cluster.placement import free_address
 from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.heap import keep_freed_memory
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn, WeightVersionSpan
+from rl_loop.heap import keep_freed_memory
 from rl_loop.lifecycle.start_checks import store_need
 from rl_loop.lifecycle.store_size import check_local_store, store_bytes
 from rl_loop.session import trainer_settings

@@ -88,5 +88,5 @@ def test_what_went_wrong_in_an_engine_is_raised() -> None:
 
     trainer: Any = Trainer()
     engines: Any = DeadEngines(0.0)
-    with pytest.raises(ConnectionError, match="127.0.0.1:30000"):
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:30000"):
         check_canary(trainer, engines, [5, 6, 7], tolerance=1e-3, version=1)

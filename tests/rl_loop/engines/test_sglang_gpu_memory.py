@@ -189,7 +189,9 @@ def test_a_gpu_that_does_not_answer_is_no_machine_without_gpus(
 def test_a_gpu_whose_memory_is_not_known_is_named(tmp_path: Path, two_gpus: None) -> None:
     program = tmp_path / "bin/nvidia-smi"
     program.write_text("#!/bin/sh\necho '3, GPU-8ab2-0f, [N/A], [N/A]'\n")
-    with pytest.raises(EngineUnavailable, match=r"how much memory GPU 3 has: memory.used is '\[N/A\]'"):
+    with pytest.raises(
+        EngineUnavailable, match=r"how much memory GPU 3 has: memory.used is '\[N/A\]'"
+    ):
         visible_gpus({})
 
 
