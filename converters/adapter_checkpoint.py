@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.layers.adapters import named_adapters
 
-_NAME = re.compile(r"(?:decoder\.layers\.(\d+)\.)?.*?(?:local_experts\.(\d+)\..*)?adapters\.(\w+)$")
-"""Name of an adapter in a model: its layer and its expert, if it has any, and its kind."""
+_NAME = re.compile(r"(?:decoder\.layers\.(\d+)\.)?.*?adapters\.(\w+)$")
+"""Name of an adapter in a model: its layer, if it has one, and its kind."""
 
 
 class CheckpointAdapters:
@@ -49,17 +48,12 @@ class CheckpointAdapters:
 
     def read(self, mapping: AdapterMapping) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A [rank, in] and B [out, rank], of experts stacked."""
+        # A rank saved its experts of a layer as one chunk; earlier ones, each by itself.
         a_shape, b_shape = mapping.factor_shapes
-        a = self._read_factor(mapping, "a", a_shape)
-        b = self._read_factor(mapping, "b", b_shape)
+        index = mapping.checkpoint_index
+        a = self._reader.get(f"{mapping.checkpoint_key}.a", index, a_shape)
+        b = self._reader.get(f"{mapping.checkpoint_key}.b", index, b_shape)
         return a, b
-
-    def _read_factor(self, mapping: AdapterMapping, factor: str, shape: Shape) -> torch.Tensor:
-        key = f"{mapping.checkpoint_key}.{factor}"
-        parts = [self._reader.get(key, index, shape) for index in mapping.checkpoint_indices]
-        if mapping.experts is None:
-            return parts[0]
-        return torch.stack(parts)
 
 
 Adapters = CheckpointAdapters | PeftDirectory
@@ -199,13 +193,11 @@ def _write_factors(
     a: torch.Tensor,
     b: torch.Tensor,
 ) -> None:
-    """Append A and B, of experts one by one, as a trainer's checkpoint has them."""
-    stacked = (model.num_layers, model.num_experts)
+    """Append A and B, of experts stacked, as a trainer's checkpoint has them."""
+    index = mapping.checkpoint_index
+    leading_shape = (model.num_layers,)[: len(index)]
     for name, factor in (("a", a), ("b", b)):
-        parts = [factor] if mapping.experts is None else list(factor)
-        for index, part in zip(mapping.checkpoint_indices, parts, strict=True):
-            key = f"{mapping.checkpoint_key}.{name}"
-            writer.add_tensor(key, stacked[: len(index)], index, part)
+        writer.add_tensor(f"{mapping.checkpoint_key}.{name}", leading_shape, index, factor)
 
 
 # -- a running model ---------------------------------------------------------------------------
@@ -235,17 +227,15 @@ def load_adapter(model: torch.nn.Module, config: ModelConfig, source: Adapters) 
 
     mappings = {(mapping.layer, mapping.kind): mapping for mapping in source.mappings}
     group = parallel_state.get_tensor_model_parallel_group()
-    # The experts of a layer share one mapping per matrix.
-    read = lru_cache(maxsize=2)(source.read)
     for name, adapter in named_adapters(model):
         match = _NAME.fullmatch(name)
         assert match is not None, name
-        layer, expert, kind = match.groups()
-        factors = read(mappings[None if layer is None else int(layer), kind])
+        layer, kind = match.groups()
+        factors = source.read(mappings[None if layer is None else int(layer), kind])
 
         for factor, full in zip("ab", factors, strict=True):
-            if expert is not None:
-                full = full[int(expert)]
+            if adapter.experts is not None:
+                full = full[adapter.experts.start : adapter.experts.stop]
             dim = adapter.tensor_parallel_dims.get(factor)
             if dim is not None:
                 full = full.chunk(group.size(), dim)[group.rank()]

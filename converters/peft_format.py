@@ -49,7 +49,7 @@ _MEGATRON_MODULES = {
     "down": "decoder.layers.mlp.experts.experts.linear_fc2",
     "head": "output_layer",
 }
-"""In the keys of torch_dist checkpoints, which stack layers, and experts along a second axis."""
+"""In the keys of torch_dist checkpoints, which stack layers."""
 _BASE_COPIES = {
     f"{PREFIX}{module}{inner}.weight": f"{module}.weight"
     for module in ("model.embed_tokens", "lm_head")
@@ -79,14 +79,9 @@ class AdapterMapping:
         return f"{_MEGATRON_MODULES[self.kind]}.adapters.{self.kind}"
 
     @property
-    def checkpoint_indices(self) -> list[Shape]:
-        """Return where the checkpoint's tensors have it: (), (layer,), or (layer, expert) of each
-        expert."""
-        if self.layer is None:
-            return [()]
-        if self.experts is None:
-            return [(self.layer,)]
-        return [(self.layer, expert) for expert in range(self.experts)]
+    def checkpoint_index(self) -> Shape:
+        """Return where the checkpoint's tensors have it: (layer,), or () outside the layers."""
+        return () if self.layer is None else (self.layer,)
 
     @property
     def names(self) -> tuple[str, str]:
@@ -95,9 +90,10 @@ class AdapterMapping:
 
     @property
     def factor_shapes(self) -> tuple[Shape, Shape]:
-        """Return our shapes of A and B, of one expert."""
+        """Return our shapes of A and B, of experts stacked."""
         rows, columns = self.shape
-        return (self.rank, columns), (rows, self.rank)
+        stack = () if self.experts is None else (self.experts,)
+        return (*stack, self.rank, columns), (*stack, rows, self.rank)
 
     @property
     def peft_shapes(self) -> tuple[Shape, Shape]:

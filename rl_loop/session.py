@@ -311,6 +311,7 @@ def trainer_settings(config: RunConfig) -> "TrainerSettings":
         seed=config.seed,
         initial_weights=config.initial_weights,
         adapter=config.adapter,
+        initial_adapter=config.initial_adapter,
         optimizer=config.optimizer,
         algorithm=config.algorithm if isinstance(config, RlConfig) else AlgorithmConfig(),
         training=config.training,

@@ -5,15 +5,13 @@ again for the backward pass: a layer keeps its base, dense or in four bits, and 
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-from megatron_gptoss.layers.adapted_linears import AdaptedExpertLinear
+from megatron_gptoss.layers.adapted_experts import AdaptedExpertLinear, AdaptedExperts
+from megatron_gptoss.layers.adapters import LowRank
 from megatron_gptoss.layers.experts import run_experts
 from megatron_gptoss.layers.grouped_products import (
     multiply_by_transposed_weights,
@@ -24,38 +22,28 @@ from megatron_gptoss.layers.grouped_products import (
 from megatron_gptoss.layers.merge import merge, merge_packed
 from megatron_gptoss.layers.packed_weight import PackedWeight
 from megatron_gptoss.layers.shared_memory import Loan, shared_memory
-from megatron_gptoss.transformer_config import GptOssTransformerConfig
-
-ADAPTED_EXPERT_LINEARS = MLPSubmodules(
-    linear_fc1=partial(AdaptedExpertLinear, target="gate_up"),
-    linear_fc2=partial(AdaptedExpertLinear, target="down"),
-)
-"""The two matrices of an expert whose base is frozen."""
 
 
-def has_adapted_experts(config: GptOssTransformerConfig) -> bool:
-    """Return whether experts have adapters, or a base in four bits."""
-    has_adapters = config.adapter is not None and "experts" in config.adapter.targets
-    return has_adapters or config.base == "mxfp4"
-
-
-class AdaptedGroupedExperts(SequentialMLP):
+class AdaptedGroupedExperts(AdaptedExperts):
     """All experts of this rank, with merged weights.
 
-    Every expert is a module with weights, bias and adapters of its own, as in SequentialMLP, so that
-    parameters, checkpoints and converters know one set of names. Only the products are grouped.
+    Modules and parameters are those of AdaptedExperts, so that checkpoints and converters know one
+    set of names. Only the products are grouped.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        experts: list[Any] = list(self.local_experts)
-        self.gate_up = ExpertStack("gate_up", [expert.linear_fc1 for expert in experts])
-        self.down = ExpertStack("down", [expert.linear_fc2 for expert in experts])
+        self.gate_up = self._stack("gate_up")
+        self.down = self._stack("down")
 
         self.activation_recompute = (
             self.config.recompute_granularity == "selective"
             and "moe_act" in self.config.recompute_modules
         )
+
+    def _stack(self, target: str) -> "ExpertStack":
+        adapters: dict[str, Any] = dict(self.adapters.items())
+        return ExpertStack(target, self.linears(target), adapters.get(target))
 
     def forward(
         self,
@@ -89,19 +77,23 @@ class AdaptedGroupedExperts(SequentialMLP):
 class ExpertStack:
     """One of the two matrices of all experts of a layer, with their adapters.
 
-    It owns nothing: the experts' linear layers do. Their bases and biases lie behind one another in
-    memory, so that they can be read as one tensor.
+    It owns nothing: the experts' module and its linear layers do. Bases and biases lie behind one
+    another in memory, so that they can be read as one tensor.
     """
 
-    def __init__(self, target: str, linears: Sequence[AdaptedExpertLinear]) -> None:
+    def __init__(
+        self, target: str, linears: Sequence[AdaptedExpertLinear], adapters: LowRank | None
+    ) -> None:
         """Arrange the bases and biases of ``linears`` in memory.
 
         Args:
             target: "gate_up" or "down"; stacks of one target share the merged weights' memory.
             linears: of the experts of this rank.
+            adapters: of all of them; None for none.
         """
         self.target = target
         self.linears = linears
+        self.adapters = adapters
         for tensors in self._tensors():
             _arrange(tensors)
 
@@ -118,12 +110,20 @@ class ExpertStack:
         Returns:
             [rows, out].
         """
-        factors = [linear.factors() for linear in self.linears]
-        # An expert without rows stays part of the graph: data parallelism waits for its gradient.
-        a = torch.stack([a for a, _ in factors])
-        b = torch.stack([b for _, b in factors])
+        a, b = self.factors()
         product: Tensor = _MergedGroupedLinear.apply(x, a, b, self, row_counts, with_bias)
         return product
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A [experts, rank, in] and B [experts, out, rank]; without adapters, of rank 0."""
+        if self.adapters is not None:
+            factors: tuple[Tensor, Tensor] = self.adapters()
+            return factors
+
+        experts = len(self.linears)
+        rows, columns = self.linears[0].weight.shape
+        bias = self.linears[0].bias
+        return bias.new_empty(experts, 0, columns), bias.new_empty(experts, rows, 0)
 
     def biases(self) -> Tensor:
         """Return all biases, [experts, out], without a copy."""

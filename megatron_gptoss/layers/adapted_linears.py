@@ -1,4 +1,4 @@
-"""Linear layers of a frozen base with adapters: attention, router, and one expert's two matrices.
+"""Linear layers of a frozen base with adapters: attention and router, and what all have in common.
 
 Each multiplies with the merged weight (``merge``); communication is that of Megatron's layers.
 """
@@ -18,7 +18,7 @@ from megatron_gptoss.layers.adapters import LowRank
 from megatron_gptoss.layers.merge import merge_in_pieces, merged_linear, merged_weight
 from megatron_gptoss.layers.packed_weight import PackedWeight
 from megatron_gptoss.layers.router import GptOssRouter
-from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark, parameter_device
+from megatron_gptoss.transformer_config import GptOssTransformerConfig
 
 SEPARATE_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 """Checkpoint keys of the norm before attention where it is a module of its own: those of Transformer
@@ -182,82 +182,6 @@ class AdaptedProjection(AdaptedLinear, RowParallelLinear):
         """Describe base and adapter for checkpoints."""
         dims = {"weight": 1, **self.tensor_parallel_dims()}
         return sharded_state(self, dims, prefix, sharded_offsets, metadata)
-
-
-class AdaptedExpertLinear(AdaptedLinear):
-    """One matrix of one expert, dense or in four bits, with an adapter or none.
-
-    Experts are spread over ranks whole, so there is nothing to communicate here.
-    """
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: GptOssTransformerConfig,
-        target: str,
-        tp_group: Any,
-        **unused: Any,
-    ) -> None:
-        """Allocate the layer, uninitialised, with the interface of Megatron's linear layers.
-
-        Args:
-            input_size: columns of the weight.
-            output_size: its rows.
-            config: of the model.
-            target: "gate_up" or "down", the adapter's name.
-            tp_group: the expert tensor-parallel ranks, one.
-            unused: how Megatron's layers would be initialised and split.
-        """
-        super().__init__()
-        self.config = config
-        self.tp_group = tp_group
-        dtype = config.params_dtype
-        device = parameter_device(config)
-
-        # Megatron then reduces gradients over the ranks that hold this expert.
-        is_spread = config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
-        if config.base == "mxfp4":
-            self.weight = PackedWeight(output_size, input_size, device)
-        else:
-            weight = torch.empty(output_size, input_size, dtype=dtype, device=device)
-            self.weight = torch.nn.Parameter(weight)
-            mark(self.weight, allreduce=not is_spread)
-        self.bias = torch.nn.Parameter(torch.empty(output_size, dtype=dtype, device=device))
-        mark(self.bias, allreduce=not is_spread)
-
-        settings = adapter_settings(config)
-        self.adapters = torch.nn.ModuleDict()
-        if "experts" in settings.targets:
-            self.adapters[target] = LowRank(
-                output_size,
-                input_size,
-                settings.rank_of_experts(config.gptoss),
-                settings.alpha,
-                dtype,
-                allreduce=not is_spread,
-            )
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A and B; without an adapter, those of an update of rank 0."""
-        for adapter in self.adapters.values():
-            factors: tuple[Tensor, Tensor] = adapter()
-            return factors
-        return self.bias.new_empty(0, self.weight.shape[1]), self.bias.new_empty(len(self.bias), 0)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the product [rows, out], and the bias for the caller to add."""
-        return self.multiply(x), self.bias
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Describe the adapter, and a dense base, for checkpoints."""
-        return sharded_state(self, {}, prefix, sharded_offsets, metadata)
 
 
 class AdaptedRouter(AdaptedLinear, GptOssRouter):

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +13,18 @@ from torch import Tensor
 
 from megatron_gptoss.transformer_config import mark
 
+EXPERT_LINEARS = {"gate_up": "linear_fc1", "down": "linear_fc2"}
+"""Megatron's names of an expert's two matrices, by the names of their adapters."""
+
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_EXPERTS_ADAPTER = re.compile(r"\.experts\.adapters\.(\w+)$")
 
 
 class LowRank(torch.nn.Module):
     """The factors of one update, s (B A) with A [rank, in] and B [out, rank].
+
+    Of experts, those of all updates of one matrix together: two parameters for a layer and not for
+    each of its experts. Gradients are added, and checkpoints planned, parameter by parameter.
 
     Tensor parallelism splits a weight along its rows or its columns, and with it B or A. The other
     factor is the same on all ranks, but the gradient that a rank computes for it is a share: that of
@@ -26,9 +32,9 @@ class LowRank(torch.nn.Module):
     """
 
     a: torch.nn.Parameter
-    """[rank, in / ranks that split columns]."""
+    """[rank, in / ranks that split columns], of experts [experts, rank, in]."""
     b: torch.nn.Parameter
-    """[out / ranks that split rows, rank]."""
+    """[out / ranks that split rows, rank], of experts [experts, out, rank]."""
 
     def __init__(
         self,
@@ -40,6 +46,7 @@ class LowRank(torch.nn.Module):
         *,
         split: int | None = None,
         tensor_parallel_size: int = 1,
+        experts: range | None = None,
         **attributes: Any,
     ) -> None:
         """Allocate both factors, uninitialised.
@@ -52,12 +59,15 @@ class LowRank(torch.nn.Module):
             dtype: of both.
             split: dimension of the weight that tensor-parallel ranks split; None if each has all.
             tensor_parallel_size: so many ranks.
+            experts: the experts of this rank, by their numbers in the layer; None if the weight is
+                not of experts.
             attributes: marks of both parameters, see ``mark``.
         """
         super().__init__()
         self.rank = rank
         self.scale = alpha / rank
         self.split = split
+        self.experts = experts
         self.full_shape = torch.Size((out_features, in_features))
 
         rows = out_features
@@ -66,8 +76,9 @@ class LowRank(torch.nn.Module):
             rows //= tensor_parallel_size
         elif split == 1:
             columns //= tensor_parallel_size
-        self.a = torch.nn.Parameter(torch.empty(rank, columns, dtype=dtype))
-        self.b = torch.nn.Parameter(torch.empty(rows, rank, dtype=dtype))
+        stack = () if experts is None else (len(experts),)
+        self.a = torch.nn.Parameter(torch.empty(*stack, rank, columns, dtype=dtype))
+        self.b = torch.nn.Parameter(torch.empty(*stack, rows, rank, dtype=dtype))
 
         mark(self.a, **attributes)
         mark(self.b, **attributes)
@@ -114,18 +125,26 @@ class LowRank(torch.nn.Module):
             seed: of the run.
             name: of this adapter in the whole model. Seed and name decide, not the layout.
         """
+        self.b.zero_()
+        if self.experts is not None:
+            for a, expert in zip(self.a, self.experts, strict=True):
+                a.copy_(self._draw_a(seed, expert_name(name, expert)))
+            return
+
+        full_a = self._draw_a(seed, name)
+        if self.split == 1:
+            group = parallel_state.get_tensor_model_parallel_group()
+            full_a = full_a.chunk(group.size(), dim=1)[group.rank()]
+        self.a.copy_(full_a)
+
+    def _draw_a(self, seed: int, name: str) -> Tensor:
+        """Draw A [rank, in] of the adapter ``name``, all ranks together."""
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         # manual_seed takes 63 bits
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         in_features = self.full_shape[1]
         uniform = torch.rand(self.rank, in_features, generator=generator)
-        full_a = (2 * uniform - 1) / math.sqrt(in_features)
-
-        if self.split == 1:
-            group = parallel_state.get_tensor_model_parallel_group()
-            full_a = full_a.chunk(group.size(), dim=1)[group.rank()]
-        self.a.copy_(full_a)
-        self.b.zero_()
+        return (2 * uniform - 1) / math.sqrt(in_features)
 
 
 def initialize_adapters(model: torch.nn.Module, seed: int) -> None:
@@ -140,8 +159,8 @@ def initialize_adapters(model: torch.nn.Module, seed: int) -> None:
 def named_adapters(model: torch.nn.Module) -> Iterator[tuple[str, LowRank]]:
     """Yield this rank's adapters with their names in the whole model.
 
-    Layers and experts are numbered over all ranks:
-    ``decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.adapters.gate_up``.
+    Layers are numbered over all ranks: ``decoder.layers.3.self_attention.linear_qkv.adapters.q``.
+    Those of a layer's experts are one: ``decoder.layers.3.mlp.experts.adapters.gate_up``.
     """
     chunks: list[Any] = list(model) if isinstance(model, torch.nn.ModuleList) else [model]
     for chunk in chunks:
@@ -149,8 +168,7 @@ def named_adapters(model: torch.nn.Module) -> Iterator[tuple[str, LowRank]]:
         first_layer = chunk.decoder.layers[0].layer_number - 1
         for name, module in chunk.named_modules():
             if isinstance(module, LowRank):
-                name = _global_layer(name, first_layer)
-                yield _global_expert(name, chunk.config.num_moe_experts), module
+                yield _global_layer(name, first_layer), module
 
 
 def _global_layer(name: str, first_layer: int) -> str:
@@ -158,11 +176,18 @@ def _global_layer(name: str, first_layer: int) -> str:
     return _LAYER.sub(lambda match: str(int(match[0]) + first_layer), name)
 
 
-def _global_expert(name: str, num_experts: int) -> str:
-    """Replace the number of an expert on this rank by its number in the layer."""
-    ranks = parallel_state.get_expert_model_parallel_world_size()
-    first_expert = parallel_state.get_expert_model_parallel_rank() * (num_experts // ranks)
-    return _EXPERT.sub(lambda match: str(int(match[0]) + first_expert), name)
+def expert_name(name: str, expert: int) -> str:
+    """Return the name of one expert's part of the adapter ``name`` of all experts of a layer.
+
+    It is that of the expert's matrix: ``decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.
+    adapters.gate_up``. Initial values follow from it.
+    """
+
+    def insert_expert(match: re.Match[str]) -> str:
+        kind = match[1]
+        return f".experts.local_experts.{expert}.{EXPERT_LINEARS[kind]}.adapters.{kind}"
+
+    return _EXPERTS_ADAPTER.sub(insert_expert, name)
 
 
 def freeze_base(model: torch.nn.Module) -> None:
@@ -177,6 +202,36 @@ def freeze_base(model: torch.nn.Module) -> None:
 
     for parameter in model.parameters():
         parameter.requires_grad = parameter in trained
+
+
+def copy_factors(model: torch.nn.Module) -> list[Tensor]:
+    """Copy all factors of this rank's adapters to host memory, for ``replaced_factors``."""
+    return [factor.detach().to("cpu", copy=True) for factor in _factors(model)]
+
+
+@contextmanager
+def replaced_factors(model: torch.nn.Module, factors: Sequence[Tensor]) -> Iterator[None]:
+    """Let ``model`` compute with other factors, and then again with its own, bit for bit.
+
+    ``factors``: what ``copy_factors`` returned for this model at another time.
+    """
+    own = copy_factors(model)
+    _set_factors(model, factors)
+    try:
+        yield
+    finally:
+        _set_factors(model, own)
+
+
+@torch.no_grad()
+def _set_factors(model: torch.nn.Module, factors: Sequence[Tensor]) -> None:
+    for parameter, factor in zip(_factors(model), factors, strict=True):
+        parameter.copy_(factor)
+
+
+def _factors(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    adapters = [module for module in model.modules() if isinstance(module, LowRank)]
+    return [factor for adapter in adapters for factor in (adapter.a, adapter.b)]
 
 
 @contextmanager

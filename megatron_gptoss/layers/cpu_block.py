@@ -23,11 +23,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_gptoss.layers.adapted_grouped_experts import (
+from megatron_gptoss.layers.adapted_experts import (
     ADAPTED_EXPERT_LINEARS,
-    AdaptedGroupedExperts,
+    AdaptedExperts,
     has_adapted_experts,
 )
+from megatron_gptoss.layers.adapted_grouped_experts import AdaptedGroupedExperts
 from megatron_gptoss.layers.adapted_linears import (
     SEPARATE_NORM_KEYS,
     choose_projections,
@@ -152,7 +153,7 @@ def _experts(config: GptOssTransformerConfig) -> partial[SequentialMLP]:
     if has_adapted_experts(config):
         # One expert after the other takes the memory of one merged matrix; grouped is what GPUs do.
         grouped = config.moe_grouped_gemm
-        experts = AdaptedGroupedExperts if grouped else SequentialMLP
+        experts = AdaptedGroupedExperts if grouped else AdaptedExperts
         return partial(experts, submodules=ADAPTED_EXPERT_LINEARS)
 
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear)

@@ -48,7 +48,7 @@ def merge(
     """
     if out is None:
         out = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=weight.device)
-    if weight.dtype == torch.bfloat16 and _has_kernel(a, b, out):
+    if _has_dense_kernel(weight, a, b, out):
         from gptoss_kernels import adapter_merge
 
         adapter_merge.merge_dense(weight, a, b, scale, out)
@@ -100,6 +100,11 @@ def merge_packed(
     return merge(mxfp4.dequantize(blocks, scales), a, b, scale, out=out)
 
 
+def _has_dense_kernel(weight: Tensor, a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Return whether the GPU's kernel takes this dense base."""
+    return weight.dtype == torch.bfloat16 and _has_kernel(a, b, out)
+
+
 def _has_kernel(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Return whether the GPU's kernel takes these: bf16 throughout, pairs of columns."""
     is_bf16 = all(tensor.dtype == torch.bfloat16 for tensor in (a, b, out))
@@ -115,9 +120,13 @@ def merge_in_pieces(
 ) -> Tensor:
     """Compute ``merge`` of a large weight [out, in], some rows at a time: the same bits.
 
-    What it computes in fp32 is as large as those rows, not as the weight.
+    What it computes in fp32 is as large as those rows, not as the weight. The GPU's kernel computes
+    nothing in memory: it takes the weight whole, where the output layer would be 550 launches.
     """
     merged = weight.new_empty(weight.shape, dtype=dtype or weight.dtype)
+    if _has_dense_kernel(weight, a, b, merged):
+        return merge(weight, a, b, scale, out=merged)
+
     rows = max(1, PIECE // weight.shape[1])
     for first in range(0, len(weight), rows):
         piece = slice(first, first + rows)

@@ -19,11 +19,11 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megatron_gptoss.layers.adapted_grouped_experts import (
+from megatron_gptoss.layers.adapted_experts import (
     ADAPTED_EXPERT_LINEARS,
-    AdaptedGroupedExperts,
     has_adapted_experts,
 )
+from megatron_gptoss.layers.adapted_grouped_experts import AdaptedGroupedExperts
 from megatron_gptoss.layers.adapted_linears import (
     SEPARATE_NORM_KEYS,
     choose_projections,

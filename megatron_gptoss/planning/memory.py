@@ -320,7 +320,11 @@ def merged_weight_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
     return 2 * experts * 3 * model.intermediate_size * model.hidden_size
 
 
-def activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
+def activation_bytes(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    adapter: AdapterConfig | None = None,
+) -> float:
     """Return the bytes per token and layer that the forward pass keeps.
 
     Tokens are counted as they are spread over context- and tensor-parallel ranks.
@@ -330,10 +334,19 @@ def activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
     queries = model.query_size
     keys = model.key_size
 
-    # The residual twice and the normed input; rotated queries and keys, values inside the whole
-    # projection, the output and its statistics.
+    # The residual twice and the normed input; rotated queries and keys, the output and its
+    # statistics.
     statistics = 2 * model.num_attention_heads
-    attention = 3 * hidden + (queries + keys + (queries + 4 * keys) / 2 + queries + statistics)
+    attention = 3 * hidden + queries + keys + queries + statistics
+
+    # Values: a copy in layers with a window; in the others, which are as many, a part of the whole
+    # projection, as FlashAttention keeps it.
+    attention += (keys + queries + 2 * keys) / 2
+
+    # An adapted projection leaves the norm before it a module of its own, which is recomputed.
+    # Transformer Engine's projection includes it, and keeps what it gave.
+    if "layernorm" in parallel.recompute and has_separate_norm(adapter):
+        attention -= hidden
     if "moe" in parallel.recompute:
         return 2 * attention
 
@@ -346,6 +359,11 @@ def activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
     return 2 * (attention + experts)
 
 
+def has_separate_norm(adapter: AdapterConfig | None) -> bool:
+    """Return whether the norm before attention is not a part of the projection behind it."""
+    return adapter is not None and bool({"q", "k", "v"} & set(adapter.targets))
+
+
 def _activation_memory(inputs: MemoryInputs, stage: int) -> float:
     """Return what is kept for the backward pass, of all micro-batches in flight."""
     model = inputs.model
@@ -356,8 +374,9 @@ def _activation_memory(inputs: MemoryInputs, stage: int) -> float:
     if parallel.recompute_layers is not None:
         recomputing_layers = min(layers, parallel.virtual_pipeline * parallel.recompute_layers)
     without_recompute = parallel.model_copy(update={"recompute": ()})
-    keeping = (layers - recomputing_layers) * activation_bytes(model, without_recompute)
-    per_token = recomputing_layers * activation_bytes(model, parallel) + keeping
+    adapter = inputs.adapter
+    keeping = (layers - recomputing_layers) * activation_bytes(model, without_recompute, adapter)
+    per_token = recomputing_layers * activation_bytes(model, parallel, adapter) + keeping
 
     return _micro_batches_in_flight(inputs, stage) * _local_tokens(inputs) * per_token
 
@@ -380,6 +399,13 @@ def _working_memory(inputs: MemoryInputs, stage: int) -> float:
     local_tokens = _local_tokens(inputs)
 
     routed = model.hidden_size + 4 * model.intermediate_size
+    if "moe" in parallel.recompute:
+        # What other settings keep of every layer is there while this one's backward pass reads it:
+        # the experts' input and both projections. Their activation, counted above, is gone by then,
+        # unless it was discarded and made once more.
+        routed += model.hidden_size + 2 * model.intermediate_size
+        if "moe_act" not in parallel.recompute:
+            routed -= model.intermediate_size
     layer = 2 * local_tokens * model.experts_per_token * expert_load(parallel) * routed
     if stage < parallel.pipeline - 1:
         return max(0, layer)
@@ -434,8 +460,14 @@ def _gathered_for_checkpoint(inputs: MemoryInputs) -> float:
     if inputs.adapter is None:
         largest = max(_vocabulary_parameters(model, inputs.parallel), model.expert_parameters)
     else:
-        widest = max(model.query_size, model.hidden_size, 2 * model.intermediate_size)
-        largest = widest * max(inputs.adapter.rank, inputs.adapter.rank_of_experts(model))
+        widest = max(model.query_size, model.hidden_size)
+        largest = widest * inputs.adapter.rank
+        if "experts" in inputs.adapter.targets:
+            # One parameter of all experts of the rank.
+            experts = model.num_experts / inputs.parallel.expert
+            of_expert = max(model.hidden_size, 2 * model.intermediate_size)
+            expert_rank = inputs.adapter.rank_of_experts(model)
+            largest = max(largest, experts * of_expert * expert_rank)
     return 4 * largest * (1 + 1 / shares)
 
 

@@ -12,6 +12,7 @@ from megatron_gptoss.planning.memory import (
     EXPERT_LOAD,
     MXFP4_BYTES,
     bytes_of,
+    expert_load,
     trained_parameters_per_gpu,
 )
 
@@ -35,6 +36,13 @@ measured."""
 MEMORY_BANDWIDTH = 2.8e12
 """Bytes per second that the optimizer reads and writes: 77 ms of its kernels for 214 GB, profiled
 on an H200."""
+MERGE_RATE = 6.1e12
+"""Multiply-adds per second of the kernel that merges adapters: each rank is one for every value of
+a weight, and 24 ranks more of the 20B's experts, made twice, took 0.15 s more on an H200. It is a
+fifth of what the arithmetic units could do: the kernel is bound by its instructions, not by memory."""
+MERGE_OVERHEAD = {"bf16": 5, "mxfp4": 14}
+"""What else the kernel does for a value, in the time of so many multiply-adds: unpacking the base,
+with the steps of an MXFP4 code, scaling and adding the update, rounding. From the same runs."""
 HOST_BANDWIDTH = 50e9
 """Bytes per second between a GPU and host memory, each way: PCIe 5 at 80 %. Assumed, not
 measured."""
@@ -59,7 +67,9 @@ class StepTime:
     optimizer: float
     """Its arithmetic, and moving offloaded state from host memory and back."""
     merging: float = 0.0
-    """With adapters: writing merged weights, for the forward and again for the backward pass."""
+    """With adapters: making merged weights, for the forward and again for the backward pass."""
+    adapters: float = 0.0
+    """The gradients of their factors."""
 
     @property
     def total(self) -> float:
@@ -77,8 +87,7 @@ def predict_step(
     """Predict the time of a bf16 training step on H200s, for layouts that nobody has run yet.
 
     Context parallelism is counted as free: its messages hide behind attention. Ranks are taken to
-    fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one. Merging
-    adapters is taken to be bound by memory, which was not measured.
+    fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one.
 
     Args:
         model: the architecture.
@@ -114,6 +123,12 @@ def predict_step(
     reduction = _data_parallel_seconds(parallel, trained, gradient_bytes)
     hidden = arithmetic * (1 - 1 / passes) / micro_batches
 
+    merging = 0.0
+    factor_gradients = 0.0
+    if adapter is not None:
+        merging = _merging_seconds(model, parallel, adapter)
+        factor_gradients = _factor_gradient_seconds(model, parallel, adapter, local_tokens)
+
     return StepTime(
         arithmetic=arithmetic,
         experts=experts,
@@ -122,7 +137,8 @@ def predict_step(
         gradients=max(0.0, reduction - hidden),
         parameters=_data_parallel_seconds(parallel, trained, 2),
         optimizer=_optimizer_seconds(parallel, trained, optimizer),
-        merging=layer_passes * _merging_seconds(model, parallel) if adapter else 0.0,
+        merging=layer_passes * merging,
+        adapters=layer_passes * factor_gradients,
     )
 
 
@@ -190,13 +206,66 @@ def _tensor_exchange_seconds(
     )
 
 
-def _merging_seconds(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Return the time of one layer and micro-batch in which a rank's experts are read and written
-    as merged bf16 weights, for the forward and for the backward pass."""
-    experts = model.num_experts / parallel.expert
-    values = experts * 3 * model.hidden_size * model.intermediate_size
-    base_bytes = MXFP4_BYTES if parallel.base == "mxfp4" else 2
-    return 2 * values * (base_bytes + 2) / MEMORY_BANDWIDTH
+def _merging_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    adapter: AdapterConfig,
+) -> float:
+    """Return the time of one layer and micro-batch in which a rank's merged weights are made, for
+    the forward and again for the backward pass."""
+    hidden = model.hidden_size
+    targets = set(adapter.targets)
+    seconds = 0.0
+
+    # Queries, keys and values are one matrix, whose update has the ranks of all their adapters.
+    fused_rank = adapter.rank * len(targets & {"q", "k", "v"})
+    if fused_rank:
+        fused = hidden * (model.query_size + 2 * model.key_size) / parallel.tensor
+        seconds += _merge_seconds(fused, fused_rank, "bf16")
+    if "o" in targets:
+        projection = hidden * model.query_size / parallel.tensor
+        seconds += _merge_seconds(projection, adapter.rank, "bf16")
+
+    # Experts in four bits are dequantised by the same kernel, whether they have adapters or not.
+    expert_rank = adapter.rank_of_experts(model) if "experts" in targets else 0
+    if expert_rank or parallel.base == "mxfp4":
+        experts = model.num_experts / parallel.expert
+        matrices = experts * 3 * model.intermediate_size * hidden
+        seconds += _merge_seconds(matrices, expert_rank, parallel.base)
+    return 2 * seconds
+
+
+def _merge_seconds(values: float, rank: int, base: str) -> float:
+    """Return the time of merging updates of some rank into so many values, once."""
+    base_bytes = MXFP4_BYTES if base == "mxfp4" else 2
+    moving = values * (base_bytes + 2) / MEMORY_BANDWIDTH
+    computing = values * (rank + MERGE_OVERHEAD[base]) / MERGE_RATE
+    return max(moving, computing)
+
+
+def _factor_gradient_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    adapter: AdapterConfig,
+    local_tokens: float,
+) -> float:
+    """Return the time of one layer and micro-batch in which the gradients of A and B are made.
+
+    dB = dY^T (x A^T) and dA = (dY B)^T x are narrow, bound by reading x twice and dY twice.
+    """
+    targets = set(adapter.targets)
+    width = 0.0
+    if {"q", "k", "v"} & targets:
+        width += model.hidden_size + (model.query_size + 2 * model.key_size) / parallel.tensor
+    if "o" in targets:
+        width += model.query_size / parallel.tensor + model.hidden_size
+    # Ranks of a tensor-parallel group have all tokens here, and their share of the heads.
+    values = parallel.tensor * local_tokens * width
+
+    if "experts" in targets:
+        rows = local_tokens * model.experts_per_token * expert_load(parallel)
+        values += rows * (2 * model.hidden_size + 3 * model.intermediate_size)
+    return 2 * 2 * values / MEMORY_BANDWIDTH
 
 
 def _data_parallel_seconds(

@@ -60,6 +60,9 @@ class RunConfig(StrictModel):
     adapter: AdapterConfig | None = None
     """Low-rank adapters to train on frozen weights; null to train all weights. ``parallel.base``
     says how those are held."""
+    initial_adapter: Path | None = None
+    """Adapters to start from, on the base that they were trained on: the directory of a run, one of
+    its checkpoints, or an adapter in PEFT's format; null for fresh ones, which change nothing."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
     vocabulary: Literal["gptoss", "tiny"] = "gptoss"
@@ -116,6 +119,11 @@ class RunConfig(StrictModel):
 
     def _check_adapter(self) -> None:
         if self.adapter is None:
+            if self.initial_adapter is not None:
+                raise ValueError(
+                    f"initial_adapter ({self.initial_adapter}) has no effect without adapter, the settings of the "
+                    "adapters to train: take over those that it was trained with"
+                )
             return
         self.adapter.check_ranks(self.model)
 

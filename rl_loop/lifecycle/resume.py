@@ -154,12 +154,12 @@ def _refusal(
         if was_split != is_split:
             return "with expert or tensor parallelism the optimizer is another one than without"
 
-    if change.key == "initial_weights":
+    if change.key in ("initial_weights", "initial_adapter"):
         if not (run.checkpoints / "latest").exists():
             return "no checkpoint was saved yet: the curve would begin with one model and go on with the other"
         # Of adapters they are the base, by whatever path: the checkpoint knows its digest.
         has_reference = isinstance(config, RlConfig) and config.algorithm.kl is not None
-        if has_reference and config.adapter is None:
+        if has_reference and (config.adapter is None or change.key == "initial_adapter"):
             return "they are the reference policy of algorithm.kl"
     return None
 

@@ -23,7 +23,11 @@ from rl_loop.lifecycle.store_size import (
     rl_store_need,
     sft_store_need,
 )
-from rl_loop.lifecycle.weight_checks import check_newest_checkpoint, check_weights
+from rl_loop.lifecycle.weight_checks import (
+    check_initial_adapter,
+    check_newest_checkpoint,
+    check_weights,
+)
 from rl_loop.sandbox import check_isolation
 from rl_loop.tasks.task_file import TaskData
 from rl_loop.tracking.run_directory import RunDirectory
@@ -43,6 +47,8 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
     ensure_o200k()
     if config.initial_weights is not None:
         check_weights("initial_weights", config.initial_weights, config.model)
+    if config.initial_adapter is not None and config.adapter is not None:
+        check_initial_adapter(config.initial_adapter, config.adapter, config.model)
     check_newest_checkpoint(RunDirectory(config.directory))
     check_data(config)
     if isinstance(config, RlConfig):
@@ -68,6 +74,10 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
         check_endpoint(endpoint)
     elif weights is not None:
         check_weights("--weights", weights, config.model)
+    elif config.initial_adapter is not None:
+        raise CannotStart(
+            "initial_adapter: evaluation takes whole models: give --weights a merged one (gptoss convert merge)"
+        )
     elif config.initial_weights is not None:
         check_weights("initial_weights", config.initial_weights, config.model)
     else:

@@ -5,11 +5,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_gptoss.checkpoint.directory import ADAPTER_FILE
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
+from megatron_gptoss.config import AdapterConfig, ModelConfig
 from rl_loop.config.errors import CannotStart
 from rl_loop.tracking.run_directory import RunDirectory
 
+PEFT_CONFIG_FILE = "adapter_config.json"
+PEFT_WEIGHTS_FILE = "adapter_model.safetensors"
 NOT_COMPARED = {"initializer_std", "max_length"}
 """Fields of a ModelConfig that say nothing about what the weights compute."""
 
@@ -26,10 +28,7 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
             _compare_models(key, hf_config, model, ModelConfig.from_hf_config)
         return
 
-    pointer = path / "checkpoints" / "latest"
-    checkpoint = path
-    if pointer.exists():
-        checkpoint = path / "checkpoints" / pointer.read_text().strip()
+    checkpoint = _checkpoint_of(path)
     if not (checkpoint / "metadata.json").exists():
         missing = "" if path.exists() else ": it does not exist"
         raise CannotStart(
@@ -39,15 +38,57 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
 
     if (checkpoint / ADAPTER_FILE).exists():
         raise CannotStart(
-            f"{key}: {checkpoint} holds adapters without their base: name a merged model, such as the export of that "
-            f"run, or make one (gptoss convert merge BASE {checkpoint} DIR)"
+            f"{key}: {checkpoint} holds adapters without their base: name the base, and these as initial_adapter; "
+            f"or name a merged model, such as the export of that run (gptoss convert merge BASE {checkpoint} DIR)"
         )
 
-    described = checkpoint / "gptoss_config.json"
+    described = checkpoint / MODEL_CONFIG_FILE
     if described.exists():
-        _compare_models(
-            key, described, model, lambda file: ModelConfig.model_validate_json(file.read_bytes())
+        _compare_models(key, described, model, _read_model_config)
+
+
+def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig) -> None:
+    """Raise CannotStart unless ``path`` holds adapters of ``model`` with the settings ``adapter``.
+
+    ``path``: a run directory, a checkpoint of adapters, or an adapter in PEFT's format, of which the
+    trainer compares the settings."""
+    key = "initial_adapter"
+    if (path / PEFT_CONFIG_FILE).exists():
+        if not (path / PEFT_WEIGHTS_FILE).exists():
+            raise CannotStart(f"{key}: {path} has no {PEFT_WEIGHTS_FILE}")
+        return
+
+    checkpoint = _checkpoint_of(path)
+    if not (checkpoint / ADAPTER_FILE).exists():
+        missing = "" if path.exists() else ": it does not exist"
+        raise CannotStart(
+            f"{key}: {path} is neither a run of adapters that has saved a checkpoint, nor a checkpoint of adapters "
+            f"({ADAPTER_FILE}), nor an adapter in PEFT's format ({PEFT_CONFIG_FILE}){missing}"
         )
+
+    _compare_models(key, checkpoint / MODEL_CONFIG_FILE, model, _read_model_config)
+    try:
+        settings = json.loads((checkpoint / ADAPTER_FILE).read_bytes())["settings"]
+        difference = adapter.difference(AdapterConfig.model_validate(settings), model)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CannotStart(
+            f"{key}: {checkpoint / ADAPTER_FILE} cannot be read ({error!r})"
+        ) from None
+    if difference is not None:
+        setting, here, there = difference
+        raise CannotStart(f"{key}: {checkpoint} has {setting} {there}, and this run {here}")
+
+
+def _checkpoint_of(path: Path) -> Path:
+    """Return the newest checkpoint of a run directory; of another, the directory itself."""
+    pointer = path / "checkpoints" / "latest"
+    if pointer.exists():
+        return path / "checkpoints" / pointer.read_text().strip()
+    return path
+
+
+def _read_model_config(file: Path) -> ModelConfig:
+    return ModelConfig.model_validate_json(file.read_bytes())
 
 
 def check_newest_checkpoint(run: RunDirectory) -> None:

@@ -1,13 +1,17 @@
 """The weights that a trainer's model starts from: read from files, or random."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from converters.adapter_checkpoint import Adapters, CheckpointAdapters, load_adapter
 from converters.hf_directory import ExpertStack, HfDirectory
 from converters.live import load_hf_weights
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.names import ParameterMapping, hf_shapes, parameter_mappings
+from converters.peft_format import PeftDirectory
+from converters.peft_settings import CONFIG_FILE as PEFT_CONFIG_FILE
 from converters.random_weights import random_hf_weights
 from gptoss_kernels import mxfp4
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
@@ -20,12 +24,23 @@ EXPERT_MATRICES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def load_initial_weights(model: torch.nn.Module, settings: TrainerSettings) -> None:
-    """Fill this rank's part of ``model``; with adapters, they leave the base as it is. Collective.
+    """Fill this rank's part of ``model``; fresh adapters leave the base as it is. Collective.
 
     Raises:
         ConversionError, CheckpointError: naming the file, key or tensor that does not fit; of a
-            base in MXFP4 also the tensor with a value that MXFP4 does not have.
+            base in MXFP4 also the tensor with a value that MXFP4 does not have; of adapters to
+            start from also the setting that differs, or the base that is another one.
     """
+    _load_base(model, settings)
+    if settings.initial_adapter is not None:
+        source = _open_adapters(settings.initial_adapter, settings)
+        load_adapter(model, settings.model, source)
+    elif settings.adapter is not None:
+        initialize_adapters(model, settings.seed)
+
+
+def _load_base(model: torch.nn.Module, settings: TrainerSettings) -> None:
+    """Fill all weights of ``model`` but adapters. Collective."""
     source = settings.initial_weights
     if source is None:
         load_hf_weights(model, settings.model, _random_weights(settings))
@@ -40,8 +55,17 @@ def load_initial_weights(model: torch.nn.Module, settings: TrainerSettings) -> N
             tensors = CheckpointTensors(MegatronCheckpoint(checkpoint))
             load_hf_weights(model, settings.model, tensors.view)
 
-    if settings.adapter is not None:
-        initialize_adapters(model, settings.seed)
+
+def _open_adapters(path: Path, settings: TrainerSettings) -> Adapters:
+    """Open adapters in a run, a checkpoint or in PEFT's format."""
+    if (path / PEFT_CONFIG_FILE).exists():
+        peft = PeftDirectory(path, settings.model)
+        source = settings.initial_weights
+        if source is not None and (source / "config.json").exists():
+            # The only thing that PEFT says of the base, and only beside some adapters.
+            peft.check_base_copies(HfDirectory(source).get)
+        return peft
+    return CheckpointAdapters(latest_checkpoint(path / "checkpoints") or path)
 
 
 def _random_weights(settings: TrainerSettings) -> Callable[[str], torch.Tensor]:

@@ -26,6 +26,9 @@ class TrainerSettings:
     None for random weights."""
     adapter: AdapterConfig | None
     """What is trained, on the initial weights as a frozen base; None to train all weights."""
+    initial_adapter: Path | None
+    """Run directory, checkpoint of adapters or PEFT directory to start from; None for fresh
+    adapters."""
     optimizer: OptimizerConfig
     """AdamW of the policy."""
     algorithm: AlgorithmConfig

@@ -3,6 +3,7 @@
 
 import gc
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -21,7 +22,7 @@ from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
-from megatron_gptoss.layers.adapters import without_adapters
+from megatron_gptoss.layers.adapters import copy_factors, replaced_factors, without_adapters
 from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.memory import account
@@ -73,10 +74,14 @@ class TrainerWorker:
         if self.algorithm.routing_replay != "none":
             self.trainer.replay = RoutingReplay(self.model)
 
-        # With adapters the policy itself is the reference, without them.
+        # With adapters the policy itself is the reference, without them, or with those that the run
+        # started from.
         self.reference: Scorer | None = None
+        self._reference_factors: list[torch.Tensor] | None = None
         if self.algorithm.kl and settings.adapter is None:
             self.reference = Scorer(self._initial_model())
+        elif self.algorithm.kl and settings.initial_adapter is not None:
+            self._reference_factors = copy_factors(self.model)
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
             self.critic = ValueTrainer(
@@ -176,11 +181,19 @@ class TrainerWorker:
         if self.reference is not None:
             return self._score_with(self.reference, shipment)
 
-        with without_adapters(self.model):
+        with self._reference_adapters():
             log_probs = self._score_with(self.trainer, shipment)
         if self.trainer.replay is not None:
             self.trainer.replay.agreement()  # what is reported is that of the policy
         return log_probs
+
+    def _reference_adapters(self) -> AbstractContextManager[None]:
+        """Let the policy be the reference policy in the block."""
+        if self._reference_factors is None:
+            return without_adapters(self.model)
+        # The distributed optimizer would otherwise gather the policy's over the reference's.
+        gather_parameters(self.trainer.model)
+        return replaced_factors(self.model, self._reference_factors)
 
     def rl_step(self, shipment: Shipment, step: int) -> RlUpdates:
         """Take an optimizer step of the critic and of the policy for every mini-batch of one batch

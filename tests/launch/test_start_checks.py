@@ -112,6 +112,18 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "the right Megatron checkpoint": (["rl", RL, "initial_weights=FILES/megatron"], {},
                                       "another model.*num_layers is 2 there"),
     "a base for adapters": (["rl", RL, "initial_weights=FILES/adapters"], {}, "holds adapters without their base"),
+    "adapters to start from": (["rl", RL, RANDOM, "adapter={}", "initial_adapter=/none"], {},
+                               r"initial_adapter: /none is neither a run .* \(adapter.json\).* it does not exist"),
+    "the right adapters": (["rl", RL, RANDOM, "adapter={rank: 4}", "initial_adapter=FILES/rank_8"], {},
+                           "initial_adapter: .*rank_8 has adapter.rank 8, and this run 4"),
+    "adapters of the right model": (["sft", SFT, RANDOM, "adapter={rank: 4}", "initial_adapter=FILES/other_rank_8"],
+                                    {}, "initial_adapter: .*another model.*num_layers is 2 there"),
+    "adapters that can be read": (["rl", RL, RANDOM, "adapter={}", "initial_adapter=FILES/adapters"], {},
+                                  "initial_adapter: .*gptoss_config.json does not describe a GPT-OSS model"),
+    "tensors of a PEFT adapter": (["rl", RL, RANDOM, "adapter={}", "initial_adapter=FILES/peft"], {},
+                                  "initial_adapter: .*peft has no adapter_model.safetensors"),
+    "a whole model to evaluate": (["eval", RL, RANDOM, "adapter={}", "initial_adapter=FILES/rank_8"], {},
+                                  "initial_adapter: evaluation takes whole models: give --weights"),
     "the right model of an evaluation": (["eval", RL, "--weights", "FILES/other"], {},
                                          "--weights: .*another model.*num_layers is 3 there"),
     "weights of an evaluation": (["eval", RL, "--weights", "/none"], {}, "--weights: /none is neither"),
@@ -164,6 +176,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     write(files / "adapters/metadata.json", "{}")
     write(files / "adapters/adapter.json", "{}")
+    tiny = load_config(ROOT / RL, RlConfig).model
+    for name, model in (
+        ("rank_8", tiny),
+        ("other_rank_8", tiny.model_copy(update={"num_layers": 2})),
+    ):
+        write(files / name / "gptoss_config.json", model.model_dump_json())
+        write(files / name / "adapter.json", '{"base": "", "settings": {"rank": 8}}')
+    write(files / "peft/adapter_config.json", "{}")
     write(files / "rows.jsonl", GOOD_ROW + '{"task_id": \n')
     write(files / "good.jsonl", GOOD_ROW)
     write(files / "failing/bwrap", "#!/bin/sh\necho 'bwrap: No permissions' >&2; exit 1\n").chmod(

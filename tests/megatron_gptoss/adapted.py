@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +13,12 @@ from megatron.core import parallel_state
 from converters.live import load_hf_weights
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
-from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
+from megatron_gptoss.layers.adapters import (
+    LowRank,
+    expert_name,
+    initialize_adapters,
+    named_adapters,
+)
 from megatron_gptoss.model import build_model
 from tests.megatron_gptoss.reference import TINY, hf_model
 
@@ -45,14 +52,53 @@ def adapted_model(
     return model
 
 
+@dataclass(frozen=True)
+class SingleAdapter:
+    """The adapter of one weight; of experts, one expert's part of those of all."""
+
+    whole: LowRank
+    index: int | None
+    """Of the expert on this rank; None if it is not of experts."""
+
+    @property
+    def scale(self) -> float:
+        return self.whole.scale
+
+    @property
+    def a(self) -> torch.Tensor:
+        return self._part(self.whole.a)
+
+    @property
+    def b(self) -> torch.Tensor:
+        return self._part(self.whole.b)
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of the last step, by factor."""
+        return {name: self._part(p.main_grad) for name, p in self.whole.named_parameters()}
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.index is None else tensor[self.index]
+
+
+def single_adapters(model: torch.nn.Module) -> Iterator[tuple[str, SingleAdapter]]:
+    """Yield ``named_adapters``, those of experts one by one."""
+    for name, adapter in named_adapters(model):
+        if adapter.experts is None:
+            yield name, SingleAdapter(adapter, index=None)
+            continue
+        for index, expert in enumerate(adapter.experts):
+            yield expert_name(name, expert), SingleAdapter(adapter, index)
+
+
 @torch.no_grad()
 def draw_b(model: torch.nn.Module, std: float) -> None:
     """B is 0 at first, and hides most mistakes."""
-    for name, adapter in named_adapters(model):
+    for name, adapter in single_adapters(model):
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         generator = torch.Generator().manual_seed(seed)
-        b = std * torch.randn(adapter.full_shape[0], adapter.rank, generator=generator)
-        if adapter.split == 0:
+        b = std * torch.randn(adapter.whole.full_shape[0], adapter.whole.rank, generator=generator)
+        if adapter.whole.split == 0:
             group = parallel_state.get_tensor_model_parallel_group()
             b = b.chunk(group.size())[group.rank()]
         adapter.b.copy_(b)

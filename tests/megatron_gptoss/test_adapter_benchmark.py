@@ -61,3 +61,23 @@ def test_a_drawn_base_is_random_and_the_same_for_the_same_seed(adapter_step: Mod
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert weights[0].std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_saves_of_a_tiny_model_give_a_row_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    adapter_checkpoint = importlib.import_module("adapter_checkpoint")
+    # The benchmark replaces it for its own process.
+    monkeypatch.setattr(adapter_checkpoint.state, "base_digest", lambda model: "")
+    out = tmp_path / "results.jsonl"
+    arguments = f"--tiny --layers 2 --experts 4 --rank 8 --saves 2 --out {out}"
+    monkeypatch.setattr("sys.argv", ["adapter_checkpoint.py", *arguments.split()])
+    adapter_checkpoint.main()
+
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert first["chunks"] == second["chunks"]
+    # bf16 weights, fp32 master weights and two moments
+    assert second["gigabytes"] > 14 * second["trained_parameters"] / 1e9
+    *_, title, line, _, last = capsys.readouterr().out.splitlines()
+    assert title.count("|") == line.count("|") == last.count("|")

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from converters.adapter_checkpoint import CheckpointAdapters, load_adapter
 from converters.errors import ConversionError
 from converters.live import load_hf_weights
 from converters.megatron_checkpoint import MegatronCheckpoint
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.base_digest import base_digest, digest_of_values
-from megatron_gptoss.checkpoint.directory import latest_checkpoint
+from megatron_gptoss.checkpoint.directory import (
+    ADAPTER_FILE,
+    MODEL_CONFIG_FILE,
+    latest_checkpoint,
+)
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_checkpoint, load_model_weights
+from megatron_gptoss.checkpoint.state import describe_adapters, load_model_state, model_state
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
-from megatron_gptoss.layers.adapters import named_adapters
+from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
@@ -88,6 +97,68 @@ def test_a_checkpoint_holds_no_base(saved: tuple[Path, list[float]]) -> None:
     assert 12 * adapters < size < 20 * adapters + 500_000
     with pytest.raises(ConversionError, match="adapters that must be merged first"):
         MegatronCheckpoint(saved[0])
+
+
+def factors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{factor}": parameter.detach().clone()
+        for name, adapter in named_adapters(model)
+        for factor, parameter in adapter.named_parameters()
+    }
+
+
+def test_the_adapters_of_all_experts_of_a_layer_are_two_tensors_to_a_matrix() -> None:
+    # Saving takes time for every tensor: with one for every expert it was most of it.
+    saved = model_state(adapted_model(ParallelConfig()))["0"]
+    of_experts = [tensor for name, tensor in saved.items() if ".experts." in name]
+    assert len(of_experts) == MODEL.num_layers * 2 * 2
+    for tensor in of_experts:
+        assert tensor.global_shape[:2] == (MODEL.num_layers, MODEL.num_experts)
+        assert tensor.local_shape[0] == MODEL.num_experts
+
+
+def split_by_expert(state: dict[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+    """Describe adapters as earlier versions did: every expert's factor by itself."""
+    split = {}
+    for name, tensor in state.items():
+        if ".experts." not in name:
+            split[name] = tensor
+            continue
+        layers, experts = tensor.global_shape[:2]
+        for expert, part in enumerate(tensor.data):
+            split[f"{name}.{expert}"] = ShardedTensor.from_rank_offsets(
+                tensor.key,
+                part,
+                (0, tensor.global_offset[0], layers),
+                (1, expert, experts),
+                prepend_axis_num=2,
+            )
+    return split
+
+
+def test_checkpoints_of_earlier_versions_with_one_tensor_to_an_expert_are_read(
+    tmp_path: Path,
+) -> None:
+    model = adapted_model(ParallelConfig())
+    expected = factors(model)
+    split = split_by_expert(model_state(model)["0"])
+    assert len(split) > MODEL.num_layers * MODEL.num_experts * 4
+    dist_checkpointing.save({"model": {"0": split}}, str(tmp_path))
+
+    other = adapted_model(ParallelConfig(), b_std=0.2)
+    initialize_adapters(other, seed=1)
+    loaded = dist_checkpointing.load({"model": model_state(other)}, str(tmp_path))
+    load_model_state(other, loaded["model"])
+    assert factors(other).keys() == expected.keys()
+    for name, factor in factors(other).items():
+        assert torch.equal(factor, expected[name]), name
+
+    (tmp_path / ADAPTER_FILE).write_text(json.dumps(describe_adapters(model)))
+    (tmp_path / MODEL_CONFIG_FILE).write_text(MODEL.model_dump_json())
+    third = adapted_model(ParallelConfig(), b_std=0.2)
+    load_adapter(third, MODEL, CheckpointAdapters(tmp_path))
+    for name, factor in factors(third).items():
+        assert torch.equal(factor, expected[name]), name
 
 
 def test_adapters_of_another_base_are_refused(saved: tuple[Path, list[float]]) -> None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import parallel_state
 
+from converters.adapter_checkpoint import CheckpointAdapters, load_adapter
 from converters.live import export_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.base_digest import base_digest
+from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
-from megatron_gptoss.layers.adapters import named_adapters
+from megatron_gptoss.layers.adapters import initialize_adapters
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.adapted import MODEL, adapted_model
-from tests.megatron_gptoss.reference import documents, local_batches, mean_cross_entropy
+from tests.megatron_gptoss.adapted import MODEL, adapted_model, single_adapters
+from tests.megatron_gptoss.reference import (
+    documents,
+    local_batches,
+    mean_cross_entropy,
+    save_checkpoint,
+)
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 TOKENS = int(SAMPLES.loss_tokens.sum())
@@ -38,31 +47,32 @@ Gradients = dict[str, torch.Tensor]
 def local_gradients(trainer: PolicyTrainer) -> dict[str, tuple[torch.Tensor, int | None]]:
     """By name of the factor: the gradient of the last step, and the dimension that is split."""
     gradients = {}
-    for name, adapter in named_adapters(trainer.module):
-        for factor in ("a", "b"):
-            gradient = getattr(adapter, factor).main_grad.clone()
-            split = adapter.tensor_parallel_dims.get(factor)
-            gradients[f"{name}.{factor}"] = (gradient, split)
+    for name, adapter in single_adapters(trainer.module):
+        for factor, gradient in adapter.gradients.items():
+            split = adapter.whole.tensor_parallel_dims.get(factor)
+            gradients[f"{name}.{factor}"] = (gradient.clone(), split)
     return gradients
 
 
-def train(parallel: ParallelConfig, rank: int, port: int, grouped: bool = False) -> dict[str, Any]:
+def train(
+    parallel: ParallelConfig, rank: int, port: int, grouped: bool = False, steps: int = STEPS
+) -> dict[str, Any]:
     distributed.initialize(parallel, rank, port=port)
     try:
         # experts' products as GPUs have them
         model = adapted_model(parallel, moe_grouped_gemm=grouped)
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
         batches = local_batches(SAMPLES, 64, parallel)
-        steps = []
+        statistics = []
         gradients = []
-        for _ in range(STEPS):
-            steps.append(trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3))
+        for _ in range(steps):
+            statistics.append(trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3))
             gradients.append(local_gradients(trainer))
 
         exported = export_hf_weights(trainer.module, MODEL)
         return {
-            "losses": [step.sums["loss"] for step in steps],
-            "norms": [step.grad_norm for step in steps],
+            "losses": [step.sums["loss"] for step in statistics],
+            "norms": [step.grad_norm for step in statistics],
             "gradients": gradients,
             "tensor rank": parallel_state.get_tensor_model_parallel_rank(),
             "digest": base_digest(trainer.module),
@@ -141,3 +151,88 @@ def test_the_digest_of_the_base_is_that_of_one_process(
     layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
     assert {rank[layout]["digest"] for rank in two_ranks} == {one_rank["digest"]}
+
+
+# -- checkpoints in other layouts ----------------------------------------------------------------
+
+RELAY = [
+    ParallelConfig(world_size=2, expert=2, base="mxfp4"),
+    ParallelConfig(world_size=2, tensor=2),
+    ParallelConfig(world_size=2, tensor=2, expert=2),
+    ParallelConfig(world_size=2, expert=2),
+]
+"""Layouts of a run that changes its layout after every two steps. All have an optimizer for experts
+alone."""
+
+
+def run_relay(rank: int, ports: list[int], root: Path) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    return [
+        run_leg(parallel, rank, port, root, leg)
+        for leg, (parallel, port) in enumerate(zip(RELAY, ports, strict=True))
+    ]
+
+
+def run_leg(parallel: ParallelConfig, rank: int, port: int, root: Path, leg: int) -> dict[str, Any]:
+    """Take over the run from the leg before, take two steps and save."""
+    distributed.initialize(parallel, rank, port=port)
+    try:
+        trainer = PolicyTrainer(adapted_model(parallel), OptimizerConfig(clip_grad=1e9))
+        if leg > 0:
+            initialize_adapters(trainer.module, seed=7)
+            load_checkpoint(root / f"step_{leg:06d}", trainer)
+        loaded = merged(trainer)
+
+        batches = local_batches(SAMPLES, 64, parallel)
+        losses = [
+            trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3).sums["loss"]
+            for _ in range(2)
+        ]
+        save_checkpoint(root, trainer, leg + 1, {})
+        return {"loaded": loaded, "losses": losses, "saved": merged(trainer)}
+    finally:
+        distributed.shutdown()
+
+
+def merged(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    return {name: x.clone() for name, x in export_hf_weights(trainer.module, MODEL)}
+
+
+@pytest.fixture(scope="module")
+def relay(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    root = tmp_path_factory.mktemp("relay")
+    [legs, _] = run_distributed(run_relay, 2, [free_port() for _ in RELAY], root)
+    return legs, root
+
+
+def test_every_layout_loads_the_adapters_that_another_saved(
+    relay: tuple[list[dict[str, Any]], Path],
+) -> None:
+    legs, _ = relay
+    for before, after in pairwise(legs):
+        assert after["loaded"].keys() == before["saved"].keys()
+        for name, tensor in before["saved"].items():
+            assert torch.equal(after["loaded"][name], tensor), name
+
+
+def test_a_run_that_changes_its_layout_learns_what_one_process_learns(
+    relay: tuple[list[dict[str, Any]], Path],
+) -> None:
+    legs, _ = relay
+    losses = [loss for leg in legs for loss in leg["losses"]]
+    expected = train(ParallelConfig(), 0, free_port(), steps=len(losses))["losses"]
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_adapters_that_expert_parallel_ranks_saved_are_put_together(
+    relay: tuple[list[dict[str, Any]], Path],
+) -> None:
+    legs, root = relay
+    distributed.initialize(ParallelConfig(), port=free_port())
+    try:
+        model = adapted_model(ParallelConfig(), b_std=0.3)
+        load_adapter(model, MODEL, CheckpointAdapters(root / f"step_{len(RELAY):06d}"))
+        for name, tensor in export_hf_weights(model, MODEL):
+            assert torch.equal(tensor, legs[-1]["saved"][name]), name
+    finally:
+        distributed.shutdown()

@@ -4,12 +4,14 @@ merged weight."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from gptoss_kernels import mxfp4
+from megatron_gptoss.layers import merge as merge_module
 from megatron_gptoss.layers.merge import merge, merge_in_pieces, merged_linear, merged_weight
 from megatron_gptoss.layers.packed_weight import PackedWeight
 
@@ -64,6 +66,25 @@ def test_a_weight_merges_in_pieces_to_the_same_bits(monkeypatch: pytest.MonkeyPa
         merged = merge_in_pieces(weight.float(), a, b, SCALE, dtype)
         assert merged.dtype == dtype
         assert torch.equal(merged, merge(weight.float(), a, b, SCALE, dtype))
+
+
+@pytest.mark.parametrize(("has_kernel", "launches"), [(True, [OUT]), (False, 13 * [3] + [2])])
+def test_a_kernel_takes_a_large_weight_whole(
+    has_kernel: bool, launches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge_module, "PIECE", 3 * IN + 1)
+    expected = merge(*factors(), SCALE)
+    rows = []
+
+    def recorded(weight: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        rows.append(len(weight))
+        monkeypatch.setattr(merge_module, "_has_dense_kernel", lambda *tensors: False)
+        return merge(weight, *arguments, **options)
+
+    monkeypatch.setattr(merge_module, "_has_dense_kernel", lambda *tensors: has_kernel)
+    monkeypatch.setattr(merge_module, "merge", recorded)
+    assert torch.equal(merge_in_pieces(*factors(), SCALE), expected)
+    assert rows == launches
 
 
 def test_experts_merge_together_as_each_alone() -> None:

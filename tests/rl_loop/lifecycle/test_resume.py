@@ -96,8 +96,8 @@ def test_every_key_that_is_fixed_exists() -> None:
 def test_every_setting_that_is_not_fixed_was_thought_of() -> None:
     """A new top-level setting is put into one of two lists on purpose: data that it moves would be trained on twice."""
     changeable = {
-        "name", "output_dir", "initial_weights", "parallel", "optimizer", "training", "rollout", "sandbox",
-        "evaluation", "reward", "ablation", "algorithm", "evaluate_every", "canary_tolerance",
+        "name", "output_dir", "initial_weights", "initial_adapter", "parallel", "optimizer", "training", "rollout",
+        "sandbox", "evaluation", "reward", "ablation", "algorithm", "evaluate_every", "canary_tolerance",
     }  # fmt: skip
     fixed = {key for key in FIXED if "." not in key}
     settings = set(RlConfig.model_fields) | set(SftConfig.model_fields)
@@ -112,6 +112,21 @@ def test_the_base_of_adapters_may_have_moved_and_be_packed(tmp_path: Path) -> No
     moved = config(tmp_path, *options, "initial_weights=/elsewhere", "parallel.base=mxfp4")
     changes = {change.key for change in changes_since(run, moved)}
     assert changes == {"initial_weights", "parallel.base"}
+
+
+def test_the_adapters_that_a_run_started_from_may_move_unless_they_are_its_reference(
+    tmp_path: Path,
+) -> None:
+    options = ["adapter={rank: 4}", "initial_adapter=/first"]
+    run = run_of(config(tmp_path, *options))
+    moved = config(tmp_path, "adapter={rank: 4}", "initial_adapter=/second")
+    assert {change.key for change in changes_since(run, moved)} == {"initial_adapter"}
+
+    kl = "algorithm.kl={coefficient: 0.1}"
+    run = run_of(config(tmp_path, *options, kl))
+    moved = config(tmp_path, "adapter={rank: 4}", "initial_adapter=/second", kl)
+    with pytest.raises(ConfigError, match="they are the reference policy of"):
+        changes_since(run, moved)
 
 
 def test_initial_weights_matter_as_long_as_nothing_is_saved(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.in_process import LocalRank
+from converters.adapter_checkpoint import export_adapter
 from converters.errors import ConversionError
 from converters.hf_directory import write_hf_directory
 from gptoss_kernels import mxfp4
@@ -175,6 +176,84 @@ def test_a_resumed_trainer_continues_to_the_bit(base: Path, tmp_path: Path) -> N
             assert [group.sft_step(SAMPLES, step).sums["loss"] for step in (2, 3)] == expected
             resumed = group.weights()
         assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.fixture(scope="module")
+def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Weights]:
+    """A run that has trained adapters, with its checkpoint and the adapters in PEFT's format; and
+    its merged weights."""
+    directory = tmp_path_factory.mktemp("adapted") / "run"
+    with trainer_of(directory, f"initial_weights={base}/hf", ADAPTER) as (group, _):
+        for step in range(2):
+            group.sft_step(SAMPLES, step)
+        group.save(2, {"step": 2}, True)
+        weights = group.weights()
+    export_adapter(directory / "checkpoints/step_000002", directory / "adapter")
+    return directory, weights
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("source", [".", "checkpoints/step_000002", "adapter"])
+def test_a_run_starts_from_the_adapters_of_another(
+    source: str, precision: str, base: Path, adapted: tuple[Path, Weights], tmp_path: Path
+) -> None:
+    directory, expected = adapted
+    options = [
+        f"initial_weights={base}/hf",
+        f"initial_adapter={directory / source}",
+        f"parallel.base={precision}",
+        ADAPTER,
+    ]
+    with trainer_of(tmp_path / "x", *options) as (group, _):
+        found = group.weights()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        group.sft_step(SAMPLES, 0)
+        name = "model.layers.1.mlp.experts.down_proj"
+        assert not torch.equal(group.weights()[name], expected[name])
+
+
+def test_the_reference_of_a_run_that_starts_from_adapters_is_what_it_started_from(
+    base: Path, adapted: tuple[Path, Weights], tmp_path: Path
+) -> None:
+    directory, _ = adapted
+    options = [f"initial_weights={base}/hf", f"initial_adapter={directory}", ADAPTER, KL]
+    with trainer_of(tmp_path / "x", *options) as (group, rank):
+        started_with = group.score(SAMPLES)
+        for step in range(2):
+            group.sft_step(SAMPLES, step)
+        weights = group.weights()
+        learned = group.score(SAMPLES)
+
+        reference = group.compute_values_and_reference_log_probs(SAMPLES).reference_log_probs
+        assert np.array_equal(reference, started_with)
+        assert np.abs(learned - started_with).max() > 0.01
+        assert rank._worker.reference is None
+
+        # the policy is what it was, and learns as it would have
+        assert np.array_equal(group.score(SAMPLES), learned)
+        assert all(torch.equal(group.weights()[name], x) for name, x in weights.items())
+        group.save(2, {"step": 2}, True)
+        expected = group.sft_step(SAMPLES, 2).sums["loss"]
+    with trainer_of(tmp_path / "x", *options) as (group, _):
+        group.resume()
+        again = group.compute_values_and_reference_log_probs(SAMPLES).reference_log_probs
+        assert np.array_equal(again, started_with)
+        assert group.sft_step(SAMPLES, 2).sums["loss"] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["initial_weights=null", "parallel.base=bf16"], "was trained on another base"),
+        (["adapter.alpha=9"], "adapter.alpha of the model is 9.0, and of this adapter 8.0"),
+    ],
+)
+def test_adapters_of_another_base_or_with_other_settings_are_no_start(
+    changes: list[str], message: str, base: Path, adapted: tuple[Path, Weights], tmp_path: Path
+) -> None:
+    options = [f"initial_weights={base}/hf", f"initial_adapter={adapted[0]}", ADAPTER, *changes]
+    with pytest.raises(ConversionError, match=message), trainer_of(tmp_path / "x", *options):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,145 @@
+"""Saving a checkpoint of adapters, measured on a CPU with the tensors of the whole 20B.
+
+    python benchmarks/adapter_checkpoint.py
+    python benchmarks/adapter_checkpoint.py --tiny --layers 2 --experts 4   # to see that it runs
+
+The trainer is a real one: adapters, Megatron's optimizer after a step (bf16 weights, fp32 master
+weights and moments), and ``CheckpointWriter``. Only the frozen base is left as it was allocated,
+which takes no memory before it is written to, and gradients are random numbers.
+
+``start`` is what training waits for: planning and the copy to host memory, on a CPU from host memory.
+``finish`` is waiting for the thread that writes, and publishing. Prints one row for every save; the
+first one includes what is made only once. ``--out FILE`` appends a JSON object per save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from adapter_step import TINY
+
+from megatron_gptoss import distributed
+from megatron_gptoss.checkpoint import state
+from megatron_gptoss.checkpoint.writer import CheckpointWriter
+from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.layers.adapters import initialize_adapters
+from megatron_gptoss.model import build_model
+from megatron_gptoss.trainer import PolicyTrainer
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layers", type=int, default=24)
+    add("--experts", type=int, default=32)
+    add("--rank", type=int, default=32)
+    add("--expert-rank", type=int, help="default: rank / experts per token")
+    add("--saves", type=int, default=4)
+    add("--directory", type=Path, help="to save in; default: a temporary one")
+    add("--tiny", action="store_true", help="small sizes")
+    add("--label", default="this code", help="first cell of every row")
+    add("--out", type=Path)
+    return parser
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    args = argument_parser().parse_args()
+    distributed.initialize(ParallelConfig(), port=29_791)
+    try:
+        trainer = build_trainer(args)
+        with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+            results = time_saves(args, trainer, Path(directory))
+    finally:
+        distributed.shutdown()
+
+    if args.out:
+        with args.out.open("a") as file:
+            for result in results:
+                file.write(json.dumps(result) + "\n")
+    print(table(results))
+
+
+def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
+    """Build a trainer of adapters whose optimizer has taken a step."""
+    sizes = TINY if args.tiny else {}
+    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
+    adapter = AdapterConfig(rank=args.rank, alpha=32, expert_rank=args.expert_rank)
+    model = build_model(model_config, ParallelConfig(base="mxfp4"), torch.bfloat16, adapter=adapter)
+    initialize_adapters(model, seed=0)
+    trainer = PolicyTrainer(model, OptimizerConfig())
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.main_grad.normal_()
+    trainer.optimizer.step()
+    trainer.updated = True
+
+    # Runs compute the digest of their base when they load it, and not again for a checkpoint.
+    state.base_digest = lambda model: "0" * 16
+    return trainer
+
+
+def time_saves(
+    args: argparse.Namespace, trainer: PolicyTrainer, directory: Path
+) -> list[dict[str, Any]]:
+    """Save a few times and return the figures of each."""
+    trained = sum(p.numel() for p in trainer.module.parameters() if p.requires_grad)
+    writer = CheckpointWriter(directory, keep=1)
+    results = []
+    for step in range(args.saves):
+        started = time.perf_counter()
+        path = writer.start(trainer, step, {"step": step})
+        planned = time.perf_counter()
+        writer.finish()
+        finished = time.perf_counter()
+
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        results.append(
+            {
+                "label": args.label,
+                "save": step + 1,
+                "trained_parameters": trained,
+                "chunks": len(metadata.storage_data),
+                "gigabytes": sum(file.stat().st_size for file in path.iterdir()) / 1e9,
+                "start_seconds": planned - started,
+                "finish_seconds": finished - planned,
+            }
+        )
+    return results
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of all saves."""
+    rows = [
+        "| | save | trained, million | chunks | GB | start, s | finish, s | together, s |",
+        "|---" * 8 + "|",
+    ]
+    for result in results:
+        together = result["start_seconds"] + result["finish_seconds"]
+        cells = [
+            result["label"],
+            str(result["save"]),
+            f"{result['trained_parameters'] / 1e6:,.1f}",
+            f"{result['chunks']:,}",
+            f"{result['gigabytes']:.2f}",
+            f"{result['start_seconds']:.2f}",
+            f"{result['finish_seconds']:.2f}",
+            f"{together:.2f}",
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()
