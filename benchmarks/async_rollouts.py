@@ -5,9 +5,9 @@
     python benchmarks/async_rollouts.py --gaps 0.1 --rollouts 1     # quick tools, training as long as rollouts
 
 Engines, tools and a trainer are simulated; which groups begin and which a step trains on is decided
-by ``rl_loop/rollout/admission.py``, which the loop does not use yet. Beside its two orders there is
-``discard``, which this project does not have: as many groups under way, the first ones that end are
-trained on, and what is older than k versions is thrown away.
+by ``rl_loop/rollout/admission.py``, as in the loop. Beside its two orders there is ``discard``, which
+this project does not have: as many groups under way, the first ones that end are trained on, and
+what is older than k versions is thrown away.
 
 The workload has published tails. Tool calls of an episode (TraceLab, arXiv 2606.30560): 25 % have
 none, the median is 1, p90 20, p99 86, the mean 7.8. Seconds that a tool takes: p50 1.6, p75 8.6, p90

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import Thread
 from typing import Any
 
 import torch
@@ -18,7 +20,13 @@ from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.loop import RlLoop
-from rl_loop.rollout.pool import GroupRequest
+from rl_loop.rollout.group_store import GroupStore
+from rl_loop.rollout.group_stream import (
+    AdmittedGroup,
+    GroupRequest,
+    GroupStream,
+    run_groups,
+)
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.session import build_tasks, loop_settings, trainer_settings, worker_settings
 from rl_loop.tracking.metrics import MetricsWriter
@@ -61,11 +69,16 @@ def local_trainer(settings: TrainerSettings) -> TrainerGroup:
 
 class LocalRollouts:
     """What ``RlLoop`` wants of a RolloutPool, of one worker in this process; around ``engine`` if
-    there is one."""
+    there is one. Episodes run on a thread of their own."""
 
     def __init__(self, config: RlConfig, engine: RolloutEngine | None = None) -> None:
         self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread.start()
+        self._running: set[Future[None]] = set()
+
         self.alter_weights: Callable[[WeightSource, int], WeightSource] | None = None
+        self._rollout = config.rollout
         settings = worker_settings(config)
         engine_config = config.rollout.engine
         if engine is None:
@@ -75,7 +88,7 @@ class LocalRollouts:
         self._do(self._worker.start())
 
     def _do[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
-        return self._loop.run_until_complete(work)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         if self.alter_weights is not None:
@@ -85,23 +98,34 @@ class LocalRollouts:
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         return [self._do(self._worker.score(token_ids, temperature))]
 
+    def stream(self) -> GroupStream:
+        return GroupStream(self.begin)
+
+    def begin(self, admitted: AdmittedGroup) -> None:
+        """Start a group; streams call it."""
+        running = asyncio.run_coroutine_threadsafe(self._run_group(admitted), self._loop)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+
+    async def _run_group(self, admitted: AdmittedGroup) -> None:
+        request = admitted.request
+        try:
+            group = await self._worker.run_group(
+                request.task,
+                request.seeds,
+                request.temperature,
+                purify=request.purify,
+                with_routes=request.with_routes,
+            )
+        except Exception as error:
+            admitted.fail(error)
+        else:
+            admitted.end(group)
+
     def run(
         self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = lambda: False
     ) -> list[TrajectoryGroup]:
-        async def all_groups() -> list[TrajectoryGroup]:
-            groups = [
-                self._worker.run_group(
-                    r.task,
-                    r.seeds,
-                    r.temperature,
-                    purify=r.purify,
-                    with_routes=r.with_routes,
-                )
-                for r in requests
-            ]
-            return list(await asyncio.gather(*groups))
-
-        return self._do(all_groups())
+        return run_groups(self, requests, self._rollout, abandon)
 
     def compare_weights(self) -> None: ...
 
@@ -111,7 +135,12 @@ class LocalRollouts:
         return nullcontext()
 
     def close(self) -> None:
+        # What was begun ahead and is not needed any more.
+        for running in list(self._running):
+            running.cancel()
         self._do(self._worker.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         self._loop.close()
 
 
@@ -148,6 +177,9 @@ def local_loop(
         recorder = StepRecorder(
             run, writer, Silent(), tasks.harmony, config.training.episodes_in_report
         )
+        group_store = GroupStore(
+            run.episodes_ahead, config.training.keep_checkpoints, config.algorithm.max_staleness
+        )
         yield RlLoop(
             loop_settings(config),
             trainer=trainer,
@@ -155,4 +187,5 @@ def local_loop(
             tasks=tasks,
             recorder=recorder,
             checkpointer=Checkpointer(trainer, state, config.training),
+            group_store=group_store,
         )

@@ -80,11 +80,11 @@ class InfrastructureBreaker:
 
     One breaker watches the episodes of one call that runs groups, usually one step."""
 
-    def __init__(self, max_share: float, max_streak: int) -> None:
+    def __init__(self, max_share: float, max_streak: int | None) -> None:
         """``max_share``: of all episodes, as many may be invalid.
 
         ``max_streak``: as many invalid episodes one after the other, in the order in which they
-        end, break at once."""
+        end, break at once; None for any number."""
         self._max_share = max_share
         self._max_streak = max_streak
         self._episodes = 0
@@ -103,7 +103,7 @@ class InfrastructureBreaker:
             self._streak = 0
         else:
             self._streak += len(group.invalid)
-        if self._streak >= self._max_streak:
+        if self._max_streak is not None and self._streak >= self._max_streak:
             limit = f"{self._streak} in a row; rollout.max_invalid_streak is {self._max_streak}"
             raise InfrastructureOutage(self._message(limit))
 

@@ -4,6 +4,9 @@
         ^                                                                           |
         +------ v + 1 <- optimizer step, importance ratio 1 as sampled with v <-----+
 
+With ``algorithm.max_staleness`` k above 0, episodes of the next k steps are sampled meanwhile; when
+a sync comes they go on from where they are, with weights v + 1.
+
 Everything random is derived from the seed and the step number, so a resumed run
 continues the same curve."""
 
@@ -25,8 +28,10 @@ from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import WeightSource
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureOutage
-from rl_loop.rollout.collector import RolloutCollector, held_out_requests
-from rl_loop.rollout.pool import GroupRequest, RolloutsAbandoned
+from rl_loop.rollout.collector import EarlierGroups, RolloutCollector, held_out_requests
+from rl_loop.rollout.dynamic_sampling import DynamicCollector
+from rl_loop.rollout.group_store import FinishedGroups, GroupStore
+from rl_loop.rollout.group_stream import GroupRequest, GroupStream, RolloutsAbandoned
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.recorder import StepRecord, StepRecorder
 from rl_loop.tracking.step_metrics import add_mismatch_without_replay
@@ -55,6 +60,8 @@ class Rollouts(Protocol):
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]: ...
 
     def compare_weights(self) -> None: ...
+
+    def stream(self) -> GroupStream: ...
 
     def run(
         self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = ...
@@ -97,14 +104,24 @@ class LoopSettings:
     def is_evaluated(self, step: int) -> bool:
         return step % self.evaluate_every == 0
 
-    def begins_next_step_ahead(self, step: int) -> bool:
-        """Whether the episodes of the next step are sampled while the trainer learns
-        from those of this one."""
-        return self.algorithm.max_staleness > 0 and step + 1 < self.steps
+
+class Collector(Protocol):
+    """Runs the episodes that steps train on, perhaps ahead of them, and those of evaluations."""
+
+    def begin(self, version: int, held_out: Sequence[GroupRequest] = ...) -> None: ...
+
+    def collect(self, step: int) -> RolloutBatch: ...
+
+    @property
+    def passed_over(self) -> list[int]: ...
+
+    def finished_groups(self) -> FinishedGroups: ...
+
+    def close(self) -> None: ...
 
 
 class RlLoop:
-    """On-policy reinforcement learning, one step after the other."""
+    """Reinforcement learning, one step after the other."""
 
     def __init__(
         self,
@@ -115,9 +132,12 @@ class RlLoop:
         tasks: Tasks,
         recorder: StepRecorder,
         checkpointer: Checkpointer,
+        group_store: GroupStore | None = None,
         abort_rollouts: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``abort_rollouts`` says that there is no time left for the episodes under way."""
+        """``group_store``: where episodes that were sampled ahead are kept with checkpoints; None
+        to sample them again after a resume. ``abort_rollouts`` says that there is no time left for
+        the episodes under way."""
         self.settings = settings
         self.algorithm = settings.algorithm
         self.trainer = trainer
@@ -127,13 +147,36 @@ class RlLoop:
         self.checkpointer = checkpointer
         self.state = checkpointer.state
         self.held_out = held_out_requests(tasks, settings.rollout.evaluation_temperature)
-        self.collector = RolloutCollector(
-            rollouts,
-            tasks,
+        self.group_store = group_store
+        self.collector = self._new_collector(abort_rollouts)
+        checkpointer.before_save = self.save_finished_groups
+
+    def _new_collector(self, abandon: Callable[[], bool]) -> Collector:
+        settings = self.settings
+        if self.algorithm.dynamic_sampling_rounds > 1:
+            return DynamicCollector(
+                self.rollouts,
+                self.tasks,
+                settings.rollout,
+                settings.algorithm,
+                steps=settings.steps,
+                seed=settings.seed,
+                first_task=self.first_task(self.state.step),
+                abandon=abandon,
+            )
+        finished: FinishedGroups = {}
+        if self.group_store is not None:
+            finished = self.group_store.load(self.state.step)
+        return RolloutCollector(
+            self.rollouts,
+            self.tasks,
             settings.rollout,
             settings.algorithm,
+            steps=settings.steps,
             seed=settings.seed,
-            abandon=abort_rollouts,
+            first_step=self.state.step,
+            earlier=EarlierGroups(self.state.passed_over, finished),
+            abandon=abandon,
         )
 
     def train(self) -> int:
@@ -160,19 +203,15 @@ class RlLoop:
         ``step`` before and ``step + 1`` afterwards."""
         record = self.recorder.begin_step(step)
 
-        # Episodes that were begun one step ahead end first: a sync would abort them half-way.
-        with record.timed("rollout"):
-            self.collector.finish_prefetch()
+        # Episodes that were begun ahead go on with the new weights from where they are.
         with record.timed("sync"):
             self.sync_weights(step, record.metrics)
         with record.timed("rollout"):
             rollouts = self.collect(step)
 
-        # From here on the engines sample the next step's episodes, with weights that will be one
-        # version old when they are trained on; or they make room for the trainer.
-        if self.settings.begins_next_step_ahead(step):
-            self.collector.prefetch(step + 1, rollouts.next_task)
-        self.rollouts.pause()
+        # From here on the engines sample episodes of later steps, or make room for the trainer.
+        if self.algorithm.max_staleness == 0:
+            self.rollouts.pause()
         self.trainer.enter_phase("scoring")
 
         # On-policy: a token of other weights than ``step`` raises OffPolicyError unless the
@@ -191,6 +230,7 @@ class RlLoop:
 
         # Only now: an interrupted step begins anew with the same tasks.
         self.state.next_task = rollouts.next_task
+        self.state.passed_over = self.collector.passed_over
         self.record(record, rollouts, samples, updates)
 
     def sync_weights(self, version: int, metrics: StepMetrics) -> None:
@@ -207,9 +247,11 @@ class RlLoop:
         metrics.add("mismatch/canary_gap", gap, "max", "tokens")
 
     def collect(self, step: int) -> RolloutBatch:
-        """Return the episodes of this step and, where due, those of its evaluation."""
+        """Return the episodes of this step and, where due, those of its evaluation; begin those
+        of later steps as far as the weights of this one allow."""
         held_out = self.held_out if self.settings.is_evaluated(step) else []
-        return self.collector.collect(step, self.first_task(step), held_out)
+        self.collector.begin(step, held_out)
+        return self.collector.collect(step)
 
     def first_task(self, step: int) -> int:
         """Return the position of the first training task of a step.
@@ -236,6 +278,11 @@ class RlLoop:
             return
         scores = self.trainer.score(samples.without_routes())
         add_mismatch_without_replay(metrics, samples, scores)
+
+    def save_finished_groups(self, step: int) -> None:
+        """Keep what was sampled ahead for a run that is resumed after ``step`` steps."""
+        if self.group_store is not None:
+            self.group_store.save(step, self.collector.finished_groups())
 
     def update(self, step: int, samples: TrainingSamples) -> RlUpdates:
         """Train on the samples. Engines that restart meanwhile wait for the

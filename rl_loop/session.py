@@ -341,8 +341,14 @@ def loop_settings(config: RlConfig) -> "LoopSettings":
 def build_loop(config: RlConfig, session: Session) -> "RlLoop":
     """Build the loop over the parts of an open session."""
     from rl_loop.loop import RlLoop
+    from rl_loop.rollout.group_store import GroupStore
 
     assert session.rollouts is not None
+    group_store = GroupStore(
+        session.run.episodes_ahead,
+        config.training.keep_checkpoints,
+        config.algorithm.max_staleness,
+    )
     return RlLoop(
         loop_settings(config),
         trainer=session.trainer,
@@ -350,5 +356,6 @@ def build_loop(config: RlConfig, session: Session) -> "RlLoop":
         tasks=session.tasks,
         recorder=session.recorder,
         checkpointer=session.checkpointer,
+        group_store=group_store,
         abort_rollouts=lambda: session.interrupt.abort_rollouts,
     )

@@ -11,6 +11,9 @@ from pydantic import Field, field_validator, model_validator
 from megatron_gptoss.config import OptimizerConfig, StrictModel
 from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES, check_function
 
+type Order = Literal["in_order", "ready_first"]
+"""Which groups of episodes a step trains on (``rl_loop.rollout.admission``)."""
+
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
@@ -172,9 +175,14 @@ class AlgorithmConfig(StrictModel):
     correction: CorrectionConfig = CorrectionConfig()
     """Of the difference between engine and trainer."""
     max_staleness: int = Field(0, ge=0)
-    """Weight versions that a token may be older than the policy it trains; older ones are left out
-    of the loss. 0: generation and training take turns. 1: a step's episodes are generated while
-    the trainer learns from the last."""
+    """Weight versions that a token may be older than the policy it trains. Episodes are begun as
+    many steps ahead of their training, so that none can be older. 0: generation and training take
+    turns. 1: a step's episodes are generated while the trainer learns from the last. More: where a
+    few long episodes hold up every step, which ``seconds/rollout`` shows."""
+    order: Order = "in_order"
+    """in_order: a step trains on the groups of its own tasks. ready_first: on those that have
+    ended, and without fail on those at their limit of staleness; short episodes come first then,
+    and ``order/*`` says how much. Makes a difference from max_staleness 2 on."""
     routing_replay: Literal["none", "R2", "R3"] = "none"
     """Which experts the trainer uses. R2: those of its own forward pass for the old log-probs. R3:
     the engine's."""

@@ -21,11 +21,15 @@ from rl_loop.algorithms.policy_loss import (
     LossInputs,
     PolicyLoss,
     bounded_exp,
+    bounded_expm1,
     kl_estimate,
     value_loss,
 )
 from rl_loop.algorithms.registry import POLICY_LOSSES
 from rl_loop.algorithms.sequences import Sequences, sample_weights
+
+AGES = ("fresh", "stale")
+"""Tokens of the weights that are trained, and of earlier ones: metrics have either apart."""
 
 
 def sft_objective(loss_tokens: int) -> LossFunction:
@@ -82,6 +86,8 @@ def policy_objective(
         )
         sums |= _policy_sums(config, log_probs, entropy, batch, roles, policy, learns)
         sums |= _correction_sums(config, correction, trainer_log_probs, batch, roles)
+        if config.max_staleness > 0:
+            sums |= _sums_by_age(trainer_log_probs, policy.ratio, batch, roles)
         sums["loss"] = total
         maxima["ratio/deviation_max"] = _only(learns, (policy.ratio - 1).abs()).max()
         return LossOutput(total, sums, maxima)
@@ -236,6 +242,30 @@ def _correction_sums(
     }
     for reason, tokens in correction.dropped.items():
         sums[f"correction/dropped_{reason}"] = (tokens & roles.sampled).sum()
+    return sums
+
+
+def _sums_by_age(
+    trainer_log_probs: torch.Tensor, ratio: torch.Tensor, batch: PackedBatch, roles: TokenRoles
+) -> dict[str, torch.Tensor]:
+    """Add up mismatch (k3), rho and importance ratio of comparable tokens, by metric, for either
+    of AGES: what is old shows in the stale tokens, what else is wrong in the fresh ones."""
+    is_stale = torch.zeros_like(roles.comparable)
+    if batch.staleness is not None:
+        is_stale = batch.staleness > 0
+
+    log_rho = torch.where(roles.comparable, trainer_log_probs - batch.rollout_log_probs, 0.0)
+    rho = bounded_exp(log_rho)
+    sums = {}
+    for age, mask in (("fresh", ~is_stale), ("stale", is_stale)):
+        mask = roles.comparable & mask
+        sums |= {
+            f"{age}/tokens": mask.sum(),
+            f"{age}/kl_k3": _only(mask, bounded_expm1(log_rho) - log_rho).sum(),
+            f"{age}/weight": _only(mask, rho).sum(),
+            f"{age}/weight_square": _only(mask, rho.square()).sum(),
+            f"{age}/ratio": _only(mask, ratio).sum(),
+        }
     return sums
 
 

@@ -219,16 +219,25 @@ class RlConfig(RunConfig):
             )
 
     def _check_staleness(self) -> None:
-        max_staleness = self.algorithm.max_staleness
-        if max_staleness > 1:
+        algorithm = self.algorithm
+        samples_dynamically = algorithm.dynamic_sampling_rounds > 1
+        if samples_dynamically and algorithm.max_staleness > 1:
             raise ValueError(
-                f"algorithm.max_staleness {max_staleness}: rollouts begin one step ahead of their training at most, so "
-                "no token is ever older; use 1, or 0 to be strictly on-policy"
+                f"algorithm.max_staleness {algorithm.max_staleness} with dynamic_sampling_rounds "
+                f"{algorithm.dynamic_sampling_rounds}: how many tasks a step takes is known when its last round has "
+                "ended, so a step is begun one ahead at most; use max_staleness 1, or dynamic_sampling_rounds 1"
             )
-        if max_staleness > 0 and self.rollout.engine.shares_trainer_gpus:
+        if samples_dynamically and algorithm.order != "in_order":
             raise ValueError(
-                "algorithm.max_staleness 1 generates while the trainer learns, and rollout.engine.colocated gives its "
-                "GPUs to one of them at a time: use 0, or servers on GPUs of their own"
+                f"algorithm.order {algorithm.order} with dynamic_sampling_rounds "
+                f"{algorithm.dynamic_sampling_rounds}, whose rounds take tasks in order: use order in_order, or "
+                "dynamic_sampling_rounds 1"
+            )
+        if algorithm.max_staleness > 0 and self.rollout.engine.shares_trainer_gpus:
+            raise ValueError(
+                f"algorithm.max_staleness {algorithm.max_staleness} generates while the trainer learns, and "
+                "rollout.engine.colocated gives its GPUs to one of them at a time: use 0, or servers on GPUs of their "
+                "own"
             )
 
     def _check_algorithm_needs(self) -> None:

@@ -10,6 +10,40 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True)
+class LengthSums:
+    """How long episodes are, added up."""
+
+    episodes: int = 0
+    turns: int = 0
+    """Of the assistant."""
+    sampled_tokens: int = 0
+
+    def with_group(self, group: TrajectoryGroup) -> "LengthSums":
+        """Return the sums with the episodes of a group."""
+        return LengthSums(
+            episodes=self.episodes + len(group.trajectories),
+            turns=self.turns + sum(e.assistant_turns for e in group.trajectories),
+            sampled_tokens=self.sampled_tokens + sum(e.sampled_tokens for e in group.trajectories),
+        )
+
+
+@dataclass(frozen=True)
+class RunAhead:
+    """How rollouts stood to training when a step took its groups."""
+
+    under_way: int
+    """Groups that have begun and are left for later steps."""
+    ended: int
+    """Those of them that have ended."""
+    passed_over: int
+    """Groups that are left though later ones are trained on; 0 in order."""
+    sampled: LengthSums
+    """Of all episodes that have ended until now, in this attempt of the run."""
+    trained: LengthSums
+    """Of all that were trained on until now, this step's included."""
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """The episodes of one step."""
 
@@ -21,6 +55,8 @@ class RolloutBatch:
     """Groups without signal that dynamic sampling left out; None without dynamic sampling."""
     next_task: int
     """Position of the first training task that is still to be used."""
+    ahead: RunAhead | None = None
+    """None where rollouts and training take turns, and with dynamic sampling."""
 
     @property
     def episodes(self) -> list[Trajectory]:

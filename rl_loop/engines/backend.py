@@ -201,10 +201,8 @@ handles, not the engine."""
 
 
 class RolloutBackend(ABC):
-    """The engines of one run. Methods block and are called from the driver, one at a time.
-
-    The exception is ``heal``: where rollouts overlap training it is called from the thread that
-    waits for them, while the driver may be inside ``updating_weights``."""
+    """The engines of one run. Methods block and are called one at a time, while episodes may be
+    under way. The driver's thread calls them; that of the rollouts calls ``heal``."""
 
     Options: ClassVar[type[EngineConfig]] = EngineConfig
     """The settings of a backend that is named as MODULE:CLASS: what
@@ -244,12 +242,13 @@ class RolloutBackend(ABC):
 
     def pause(self) -> None:
         """Make room for the trainer until the next ``sync_weights``: nothing is generated, and
-        memory that the engines share with the trainer is freed."""
+        memory that the engines share with the trainer is freed. Not called where rollouts run
+        ahead of training (``algorithm.max_staleness``)."""
         return None
 
     def heal(self) -> None:
         """Bring engines that were restarted back to the current weights. Called about once a
-        second during rollouts."""
+        second during rollouts, but not from ``updating_weights`` to the sync that follows."""
         return None
 
     def updating_weights(self, version: int) -> AbstractContextManager[None]:

@@ -21,7 +21,8 @@ from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker
 from rl_loop.rollout.collector import HeldOutTasks
-from rl_loop.rollout.pool import GroupRequest, RolloutPool
+from rl_loop.rollout.group_stream import GroupRequest
+from rl_loop.rollout.pool import RolloutPool
 from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
 from rl_loop.tracking.run_directory import atomic_write_text
 

@@ -33,6 +33,7 @@ FIXED = {
     "sequences_per_step": DATA,
     "rollout.tasks_per_step": DATA,
     "algorithm.dynamic_sampling_rounds": DATA,
+    "algorithm.order": DATA,
     "ablation.freeze": STATE,
     "optimizer.moment_dtype": STATE,
     "algorithm.critic.optimizer.moment_dtype": STATE,

@@ -21,6 +21,7 @@ from megatron_gptoss.samples import INPUT_COLUMNS, TOKEN_COLUMNS
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.rollout import RolloutConfig
+from rl_loop.rollout.admission import lead_of
 
 SMALLEST_STORE = 512 << 20
 """Bytes. Every machine has room for it; where /dev/shm is smaller still, as in a container, Ray
@@ -121,12 +122,11 @@ def rl_store_need(
     of ``held_out`` episodes."""
     trained = rollout.tasks_per_step * rollout.samples_per_task
 
-    # Rounds of dynamic sampling keep all their groups until the step's are chosen. A step that is
-    # sampled ahead does so while the step before it, with its evaluation, is still trained on.
+    # Rounds of dynamic sampling keep all their groups until the step's are chosen. Steps that are
+    # sampled ahead wait while the one before them, with its evaluation, is still trained on.
     sampled = algorithm.dynamic_sampling_rounds * trained
     episodes = sampled + held_out
-    if algorithm.max_staleness > 0:
-        episodes += trained
+    episodes += lead_of(algorithm.order, algorithm.max_staleness) * trained
 
     keys = ["rollout.tasks_per_step", "rollout.samples_per_task", "rollout.max_tokens"]
     if algorithm.dynamic_sampling_rounds > 1:

@@ -12,13 +12,12 @@ Step s is trained by weights of version s, which engines have got just before. T
   are under way than in order, and only from k = 2 on there is a choice.
 
 With either one every group is trained on exactly once. Nothing here knows a clock, a thread or
-Ray. The simulator (``benchmarks/async_rollouts.py``) runs this code; the loop, whose k is 0 or 1,
-does not use it yet."""
+Ray: the loop (``collector.py``) and a simulator (``benchmarks/async_rollouts.py``) run the same
+code."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
-type Order = Literal["in_order", "ready_first"]
+from rl_loop.algorithms.config import Order
 
 
 def lead_of(order: Order, max_staleness: int) -> int:

@@ -1,26 +1,21 @@
-"""Collects the episodes of each step: which tasks, with which seeds, with dynamic sampling, and
-ahead of training."""
+"""Collects the episodes of each step: which tasks, with which seeds, and how far ahead of training.
+
+Everything random comes from the run's seed and the number of a group, so a resumed run goes on as
+it would have."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.rollout import RolloutConfig
-from rl_loop.data.credit import has_signal
-from rl_loop.data.rollout_batch import RolloutBatch
+from rl_loop.data.rollout_batch import LengthSums, RolloutBatch, RunAhead
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Task
-from rl_loop.rollout.pool import GroupRequest
-
-
-class EpisodeRunner(Protocol):
-    """Runs episodes: a RolloutPool."""
-
-    def run(
-        self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = ...
-    ) -> list[TrajectoryGroup]: ...
+from rl_loop.infrastructure import InfrastructureBreaker
+from rl_loop.rollout.admission import AdmissionControl
+from rl_loop.rollout.group_store import FinishedGroups
+from rl_loop.rollout.group_stream import EndedGroup, GroupRequest, RunsGroups, check_groups
 
 
 class TrainingTasks(Protocol):
@@ -48,139 +43,177 @@ def held_out_requests(
 
 
 @dataclass(frozen=True)
-class PlacedGroup:
-    """A group of episodes and the position of its task."""
+class TrainingRequests:
+    """Makes the requests for the groups that are trained on."""
 
-    position: int
-    group: TrajectoryGroup
+    tasks: TrainingTasks
+    rollout: RolloutConfig
+    seed: int
+    """Of the run."""
+
+    def of(self, block: int, place: int, task_position: int) -> GroupRequest:
+        """Ask for the episodes of the task at ``task_position``, which is at ``place`` among the
+        ``tasks_per_step`` of a block. A step is one block unless it samples dynamically."""
+        (task,) = self.tasks.train(task_position, 1)
+        # Blocks, places and samples each have room of their own, so no two seeds are equal.
+        base = ((self.seed * 1_000_003 + block) * 1_000_003 + place) * 1_000
+        seeds = tuple(range(base, base + self.rollout.samples_per_task))
+        return GroupRequest(task, seeds, self.rollout.temperature, purify=True, with_routes=True)
+
+
+@dataclass(frozen=True)
+class EarlierGroups:
+    """What a resumed run knows of groups that were admitted before and not trained on."""
+
+    passed_over: list[int] = field(default_factory=list)
+    """Their numbers, if later ones were already trained on."""
+    finished: FinishedGroups = field(default_factory=dict)
+    """Those that had ended."""
 
 
 class RolloutCollector:
-    """Runs the episodes that a step trains on, and beside them those of its evaluation.
+    """Runs groups of episodes up to ``max_staleness`` steps ahead of the step that trains on
+    them, and held-out episodes between two syncs.
 
-    Everything random comes from ``seed`` and the number of the step, so a resumed run
-    goes on as it would have."""
+    ``AdmissionControl`` decides which groups begin and which a step trains on. Group n has the
+    task at position n."""
 
     def __init__(
         self,
-        runner: EpisodeRunner,
+        runner: RunsGroups,
         tasks: TrainingTasks,
         rollout: RolloutConfig,
         algorithm: AlgorithmConfig,
         *,
+        steps: int,
         seed: int,
+        first_step: int = 0,
+        earlier: EarlierGroups | None = None,
         abandon: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``abandon`` says that nobody wants the episodes any more;
+        """``steps``: of the whole run; no group of a later one is begun. ``first_step`` and
+        ``earlier``: of a resumed run. ``abandon`` says that nobody wants the episodes any more;
         RolloutsAbandoned is raised then."""
-        self._runner = runner
-        self._tasks = tasks
+        earlier = earlier or EarlierGroups()
         self._rollout = rollout
-        self._algorithm = algorithm
-        self._seed = seed
+        self._requests = TrainingRequests(tasks, rollout, seed)
         self._abandon = abandon
-        self._thread = ThreadPoolExecutor(1, "rollouts")
-        self._prefetched: Future[RolloutBatch] | None = None
-        self._is_closed = False
+        self._stream = runner.stream()
+        self._control = AdmissionControl(
+            groups_per_step=rollout.tasks_per_step,
+            max_staleness=algorithm.max_staleness,
+            steps=steps,
+            order=algorithm.order,
+            first_step=first_step,
+            passed_over=earlier.passed_over,
+            finished={number: version for number, (version, _) in earlier.finished.items()},
+        )
+        self._restored = {number: group for number, (_, group) in earlier.finished.items()}
 
-    # -- ahead of training ------------------------------------------------------------------------
+        # Groups that have ended and were not handed out, by number.
+        self._train: dict[int, TrajectoryGroup] = {}
+        self._held_out: dict[int, TrajectoryGroup] = {}
+        self._held_out_count = 0
+        self._lengths_sampled = LengthSums()
+        self._lengths_trained = LengthSums()
+        self._streak = self._new_streak()
 
-    def prefetch(self, step: int, first_task: int) -> None:
-        """Begin the episodes of a later step; the next ``collect`` returns them."""
-        self._prefetched = self._thread.submit(self._collect_now, step, first_task, ())
+    def begin(self, version: int, held_out: Sequence[GroupRequest] = ()) -> None:
+        """Begin ``held_out`` and all groups that may begin, now that the engines have weights
+        ``version``."""
+        # Held-out episodes run among those of the step, so that no worker waits for the last of
+        # them. Their numbers are below those of all groups to train on.
+        self._held_out_count = len(held_out)
+        for place, request in enumerate(held_out):
+            self._stream.admit(place - len(held_out), request)
 
-    def finish_prefetch(self) -> None:
-        """Wait for the episodes that were begun ahead, so that the engines
-        can take other weights."""
-        if self._prefetched is not None:
-            self._prefetched.result()
-
-    def close(self) -> None:
-        """Abandon what was begun ahead."""
-        self._is_closed = True
-        self._thread.shutdown()
-
-    # -- collecting -------------------------------------------------------------------------------
-
-    def collect(
-        self, step: int, first_task: int, held_out: Sequence[GroupRequest] = ()
-    ) -> RolloutBatch:
-        """Return the episodes of one training step, on tasks from position ``first_task`` on, and
-        of ``held_out``."""
-        if self._prefetched is None:
-            return self._collect_now(step, first_task, held_out)
-
-        batch = self._prefetched.result()
-        self._prefetched = None
-        if held_out:
-            batch = replace(batch, held_out=self._run(held_out))
-        return batch
-
-    def _collect_now(
-        self, step: int, first_task: int, held_out: Sequence[GroupRequest]
-    ) -> RolloutBatch:
-        """Run rounds of ``tasks_per_step`` tasks until enough groups have a signal.
-
-        Without dynamic sampling there is one round, and every group counts. With it, groups
-        without signal make room for those of further tasks; what is still missing after the last
-        round is filled up with them. Every task is used in its turn: one whose episodes were not
-        needed, because enough came before it, is the first of the next step, with new episodes."""
-        rounds = self._algorithm.dynamic_sampling_rounds
-        count = self._rollout.tasks_per_step
-        evaluated: list[TrajectoryGroup] = []
-        with_signal: list[PlacedGroup] = []
-        silent: list[PlacedGroup] = []
-        next_task = first_task
-        for number in range(rounds):
-            requests = self.requests(step * rounds + number, next_task)
-            if number == 0:
-                # Held-out episodes run among those of the step, so that no worker waits for the
-                # last of them.
-                groups = self._run([*held_out, *requests])
-                evaluated = groups[: len(held_out)]
-                groups = groups[len(held_out) :]
+        self._control.synced(version)
+        while (number := self._control.admit_next()) is not None:
+            if number in self._restored:
+                self._keep(EndedGroup(number, self._restored.pop(number)))
             else:
-                groups = self._run(requests)
+                self._stream.admit(number, self.request(number))
 
-            for position, group in enumerate(groups, start=next_task):
-                counts = rounds == 1 or has_signal(group, self._algorithm)
-                (with_signal if counts else silent).append(PlacedGroup(position, group))
-            next_task += count
-            if len(with_signal) >= count:
-                break
+    def request(self, number: int) -> GroupRequest:
+        """Ask for the episodes of group ``number``."""
+        step, place = divmod(number, self._rollout.tasks_per_step)
+        return self._requests.of(step, place, number)
 
-        # The position after the last task that was used: tasks behind it come again in the next
-        # step.
-        chosen = (with_signal + silent)[:count]
-        if len(with_signal) >= count:
-            next_task = chosen[-1].position + 1
-        used = {placed.position for placed in chosen}
-        left_out = [
-            placed
-            for placed in silent
-            if placed.position < next_task and placed.position not in used
-        ]
+    def collect(self, step: int) -> RolloutBatch:
+        """Wait for the groups that ``step`` trains on, and for those that were held out.
+
+        Raises RolloutsAbandoned, InfrastructureOutage if too many of these episodes failed, and
+        TaskFileError if none of the tasks can be run."""
+        for ended in self._stream.take_ended():
+            self._note(ended)
+        while (chosen := self._control.take(step)) is None:
+            self._note(self._stream.take(self._abandon))
+        # Held-out episodes are of one version: none goes on beyond the next sync.
+        while len(self._held_out) < self._held_out_count:
+            self._note(self._stream.take(self._abandon))
+
+        train = [self._train.pop(number) for number in chosen]
+        for group in train:
+            self._lengths_trained = self._lengths_trained.with_group(group)
+        held_out = [self._held_out[number] for number in sorted(self._held_out)]
+        self._held_out = {}
+        self._held_out_count = 0
+        self._streak = self._new_streak()
+
+        check_groups([*held_out, *train], self._rollout)
         return RolloutBatch(
-            train=[placed.group for placed in chosen],
-            held_out=evaluated,
-            replaced=len(left_out) if rounds > 1 else None,
-            next_task=next_task,
+            train=train,
+            held_out=held_out,
+            replaced=None,
+            next_task=(step + 1) * self._rollout.tasks_per_step,
+            ahead=self._run_ahead(newest=max(chosen)),
         )
 
-    def requests(self, block: int, first_task: int) -> list[GroupRequest]:
-        """Ask for the episodes of ``tasks_per_step`` tasks from position ``first_task`` on.
+    def _run_ahead(self, newest: int) -> RunAhead | None:
+        """Describe how far rollouts are ahead; ``newest``: of the groups that were just taken."""
+        if self._control.max_staleness == 0:
+            return None
+        left = self._control.untrained
+        return RunAhead(
+            under_way=len(left),
+            ended=len(self._control.finished),
+            passed_over=sum(number < newest for number in left),
+            sampled=self._lengths_sampled,
+            trained=self._lengths_trained,
+        )
 
-        ``block`` seeds them: a step is one block unless it samples dynamically."""
-        tasks = self._tasks.train(first_task, self._rollout.tasks_per_step)
-        requests = []
-        for position, task in enumerate(tasks):
-            # Blocks, positions and samples each have room of their own, so no two seeds are equal.
-            base = ((self._seed * 1_000_003 + block) * 1_000_003 + position) * 1_000
-            seeds = tuple(range(base, base + self._rollout.samples_per_task))
-            requests.append(
-                GroupRequest(task, seeds, self._rollout.temperature, purify=True, with_routes=True)
-            )
-        return requests
+    @property
+    def passed_over(self) -> list[int]:
+        """Groups that have begun, of which a resumed run has to know that they were not trained
+        on. In order, those are all from the next step's on."""
+        return self._control.untrained if self._control.order == "ready_first" else []
 
-    def _run(self, requests: Sequence[GroupRequest]) -> list[TrajectoryGroup]:
-        return self._runner.run(requests, lambda: self._is_closed or self._abandon())
+    def finished_groups(self) -> FinishedGroups:
+        """Return the groups that have ended and were not handed out."""
+        for ended in self._stream.take_ended():
+            self._keep(ended)
+        versions = self._control.finished
+        return {number: (version, self._train[number]) for number, version in versions.items()}
+
+    def close(self) -> None:
+        """Abandon what is under way."""
+        self._stream.close()
+
+    def _note(self, ended: EndedGroup) -> None:
+        """Keep a group that has ended. Raises InfrastructureOutage if too many of them in a row
+        failed."""
+        self._keep(ended)
+        self._streak.observe(ended.group)
+
+    def _keep(self, ended: EndedGroup) -> None:
+        if ended.number < 0:
+            self._held_out[ended.number] = ended.group
+        else:
+            self._train[ended.number] = ended.group
+            self._lengths_sampled = self._lengths_sampled.with_group(ended.group)
+            self._control.finish(ended.number)
+
+    def _new_streak(self) -> InfrastructureBreaker:
+        """Return what watches for failures in a row until the step's episodes are there."""
+        rollout = self._rollout
+        return InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)

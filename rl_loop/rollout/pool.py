@@ -1,10 +1,18 @@
-"""Rollout workers as Ray actors, and a pool that loses no episode when one of them dies."""
+"""Rollout workers as Ray actors, and a pool that loses no episode when one of them dies.
 
+Two threads use a pool. The driver's admits groups, syncs weights and trains; the pool's own gives
+groups to workers, notices when they end or die, and lets the backend heal. So episodes go on while
+the driver waits for the trainer."""
+
+import heapq
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from threading import Condition, Lock, RLock, Thread
 from typing import Any
 
 import ray
@@ -16,15 +24,20 @@ from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.tensor_bytes import to_bytes
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import RolloutBackend, WeightSource
-from rl_loop.environments import Task
-from rl_loop.infrastructure import InfrastructureBreaker, describe
+from rl_loop.infrastructure import describe
 from rl_loop.logs import with_logging
+from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream, run_groups
 from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
-from rl_loop.tasks.task_file import TaskFileError
 from rl_loop.tracking.metric_sinks import RolloutCounters
 
-POLL_SECONDS = 1.0
-"""How often a caller is asked whether it still wants its episodes, and the backend to heal."""
+WAIT_SECONDS = 0.05
+"""How long the pool's thread waits for groups to end before it looks for new ones."""
+
+HEAL_SECONDS = 1.0
+"""How often the backend is asked to heal while groups run."""
+
+CONTROL_CALLS = 8
+"""Calls that a worker takes besides its groups: a weight sync must not wait for an episode."""
 
 CLOSE_SECONDS = 10.0
 """What workers have to end their sandboxes and engines before they are killed."""
@@ -32,36 +45,31 @@ CLOSE_SECONDS = 10.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GroupRequest:
-    """Episodes of one task to run. One seed per sample: the same request gives the same
-    episodes on any worker."""
+@dataclass(order=True)
+class WaitingGroup:
+    """A group that is not yet, or no longer, with a worker. The first to be asked for is the first
+    to be given out, also after its worker died."""
 
-    task: Task
-    seeds: tuple[int, ...]
-    temperature: float
-    purify: bool = False
-    """Whether ``rollout.purification`` applies, which only episodes to train on have: an
-    evaluation measures the policy, not the policy and its retries."""
-    with_routes: bool = False
-    """Whether the experts that the engine chose come along, where ``rollout.routed_experts`` says
-    so: they are stored for the trainer, and weigh more than all else of an episode."""
+    turn: int
+    admitted: AdmittedGroup = field(compare=False)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A request that a worker is at work on."""
+    """A group that a worker is at work on."""
 
-    request: int
-    """Its index."""
-    worker: int
-    """The worker's index."""
+    waiting: WaitingGroup
+    """What it was before."""
+    index: int
+    """The worker's."""
+    worker: Any
+    """The actor itself: after its death another one has its index."""
     routes: list[Any]
     """References to the routes of the group's episodes, if they come along."""
 
 
-class RolloutsAbandoned(Exception):
-    """The caller no longer wants the episodes that were asked for."""
+class PoolClosed(Exception):
+    """The pool was closed while its thread waited for a worker."""
 
 
 class RolloutPool:
@@ -86,16 +94,36 @@ class RolloutPool:
         self._threads = max(1, (os.cpu_count() or 1) // settings.rollout.workers)
         self._engine_factory = backend.engine_factory()
         self._counters = RolloutCounters()
-        self._restarts = 0
 
-        # What a replaced worker's engine is brought to: a reference to the tensors, and their
-        # version.
+        # Groups that no worker has yet, first in, first out. The condition guards them.
+        self._changed = Condition()
+        self._waiting: list[WaitingGroup] = []
+        self._turns = count()
+        self._streams: list[GroupStream] = []
+        self._failure: BaseException | None = None
+
+        # Of the pool's thread alone: what runs, by the reference to its result.
+        self._running: dict[Any, Assignment] = {}
+        self._healed_at = 0.0
+
+        # One thread at a time asks something of the backend.
+        self._using_backend = Lock()
+        self._may_heal = True
+
+        # One thread at a time changes which workers there are, or which weights they have. A
+        # successor is shown to others when it has the current weights.
+        self._changing_workers = RLock()
+        self._restarts = 0
         self._weights: tuple[Any, int] | None = None
+        """What a replaced worker's engine is brought to: a reference to the tensors, and their
+        version."""
+        self._successor: Any = None
 
         # Workers that have not answered yet are killed on close instead of being waited for.
         self._has_started = False
         self._is_closed = False
         self._workers = [self._create_worker(index) for index in range(settings.rollout.workers)]
+        self._thread = Thread(target=self._run_thread, name="rollouts", daemon=True)
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -103,7 +131,7 @@ class RolloutPool:
         actor_class: Any = ray.remote(with_logging(RolloutWorker))
         actor = actor_class.options(
             num_cpus=0,
-            max_concurrency=self._settings.rollout.concurrent_tasks,
+            max_concurrency=self._settings.rollout.concurrent_tasks + CONTROL_CALLS,
             **placement_options(ROLLOUT_WORKER, index),
         )
         worker = actor.remote(self._settings, self._engine_factory, self._threads)
@@ -115,122 +143,126 @@ class RolloutPool:
         self.backend.start(self)
         ray.get([worker.start.remote() for worker in self._workers])
         self._has_started = True
+        self._thread.start()
 
     def _call(self, index: int, method: str, *arguments: Any) -> Any:
         """Call a method of one worker; a dead worker is replaced, and its successor asked."""
         while True:
+            worker = self._workers[index]
             try:
-                return ray.get(getattr(self._workers[index], method).remote(*arguments))
+                return ray.get(getattr(worker, method).remote(*arguments))
             except RayActorError as death:
-                self._replace(index, death)
+                self._replace(index, worker, death)
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all workers at the same time, and return the answers in their order; a
         dead worker is replaced, and its successor asked."""
-        references = [getattr(worker, method).remote(*arguments) for worker in self._workers]
+        workers = list(self._workers)
+        references = [getattr(worker, method).remote(*arguments) for worker in workers]
+
         answers = []
         for index, reference in enumerate(references):
             try:
                 answers.append(ray.get(reference))
             except RayActorError as death:
-                self._replace(index, death)
+                self._replace(index, workers[index], death)
                 answers.append(self._call(index, method, *arguments))
         return answers
 
-    def _replace(self, index: int, death: RayActorError) -> None:
-        """Start another worker in place of a dead one and bring it to the current weights."""
-        while True:
-            self._restarts += 1
-            if self._restarts > self.MAX_RESTARTS:
-                raise RuntimeError(
-                    f"rollout workers died {self._restarts} times, the last with: {death}. If the machine is out of "
-                    "memory, lower rollout.workers, or rollout.engine.max_batch_size of embedded engines"
-                ) from death
-            logger.warning("rollout worker %d died and is replaced: %s", index, describe(death))
-            self._workers[index] = self._create_worker(index)
-            try:
-                ray.get(self._workers[index].start.remote())
-                if self._weights is not None:
-                    ray.get(self._workers[index].sync_weights.remote(*self._weights))
-                return
-            except RayActorError as again:
-                death = again
+    def _replace(self, index: int, dead: Any, death: RayActorError) -> None:
+        """Start another worker in place of a dead one and bring it to the current weights, unless
+        the other thread has done so already."""
+        with self._changing_workers:
+            while self._workers[index] is dead:
+                if self._is_closed:
+                    raise PoolClosed
+                self._restarts += 1
+                if self._restarts > self.MAX_RESTARTS:
+                    raise RuntimeError(
+                        f"rollout workers died {self._restarts} times, the last with: {death}. If the machine is out "
+                        "of memory, lower rollout.workers, or rollout.engine.max_batch_size of embedded engines"
+                    ) from death
+
+                logger.warning("rollout worker %d died and is replaced: %s", index, describe(death))
+                try:
+                    self._workers[index] = self._start_successor(index)
+                except RayActorError as again:
+                    death = again
+
+    def _start_successor(self, index: int) -> Any:
+        """Return a new worker that has the current weights. Raises RayActorError if it dies."""
+        self._successor = self._create_worker(index)
+        ray.get(self._successor.start.remote())
+        if self._weights is not None:
+            ray.get(self._successor.sync_weights.remote(*self._weights))
+        return self._successor
 
     # -- episodes ---------------------------------------------------------------------------------
+
+    def stream(self) -> GroupStream:
+        """Return a stream of groups that these workers run."""
+        stream = GroupStream(self._admit)
+        with self._changed:
+            self._streams = [known for known in self._streams if not known.is_closed]
+            self._streams.append(stream)
+            if self._failure is not None:
+                stream.deliver(self._failure)
+        return stream
 
     def run(
         self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = lambda: False
     ) -> list[TrajectoryGroup]:
-        """Run all episodes. Groups come back in the order of ``requests``; episodes that
-        infrastructure failures ended are set apart in them.
+        """Run all episodes and wait for them; see ``run_groups``."""
+        return run_groups(self, requests, self._settings.rollout, abandon)
 
-        ``abandon`` is asked every second; if it says so, RolloutsAbandoned is
-        raised. Raises InfrastructureOutage if too many episodes failed, and
-        TaskFileError if no task can be run."""
-        rollout = self._settings.rollout
-        breaker = InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)
-        results: dict[int, TrajectoryGroup] = {}
+    def _admit(self, admitted: AdmittedGroup) -> None:
+        with self._changed:
+            heapq.heappush(self._waiting, WaitingGroup(next(self._turns), admitted))
+            self._changed.notify()
 
-        # Every worker gets its even share at once: an engine is fastest with a full batch.
-        running: dict[Any, Assignment] = {}
-        for number, request in enumerate(requests):
-            worker = number % len(self._workers)
-            self._submit(number, request, worker, running)
+    # -- the pool's thread ------------------------------------------------------------------------
 
-        # One at a time, so that a dead worker is noticed before the others have finished.
-        while running:
-            finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
-            if abandon():
-                raise RolloutsAbandoned
-            self.backend.heal()
-            if not finished:
+    def _run_thread(self) -> None:
+        try:
+            while not self._is_closed:
+                self._give_out()
+                self._await_groups()
+                self._heal()
+        except Exception as error:
+            # Nobody waits for this thread: whoever waits for groups gets to hear of it.
+            if not self._is_closed:
+                self._fail_all(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        """Raise ``error`` wherever groups are waited for, now or later."""
+        with self._changed:
+            self._failure = error
+            for stream in self._streams:
+                stream.deliver(error)
+
+    def _give_out(self) -> None:
+        """Give waiting groups to the workers that have least to do."""
+        loads = [0] * len(self._workers)
+        for assignment in self._running.values():
+            loads[assignment.index] += 1
+
+        while True:
+            index = loads.index(min(loads))
+            if loads[index] == self._settings.rollout.concurrent_tasks:
+                return
+            with self._changed:
+                if not self._waiting:
+                    return
+                waiting = heapq.heappop(self._waiting)
+            if waiting.admitted.stream.is_closed:
                 continue
+            self._submit(waiting, index)
+            loads[index] += 1
 
-            assignment = running.pop(finished[0])
-            try:
-                group = ray.get(finished[0])
-            except RayActorError as death:
-                running = self._redo_work_of(assignment, running, requests, death)
-                continue
-            results[assignment.request] = _with_references(group, assignment.routes)
-            self._counters.count(assignment.worker, group)
-            breaker.observe(group)
-
-        # The share counts over all episodes: the first few may all have met the same bad moment.
-        breaker.check_share()
-        groups = [results[number] for number in range(len(requests))]
-        if groups and all(group.skipped is not None for group in groups):
-            raise TaskFileError(f"no task of {len(groups)} can be run: {groups[0].skipped}")
-        return groups
-
-    def _redo_work_of(
-        self,
-        failed: Assignment,
-        running: dict[Any, Assignment],
-        requests: Sequence[GroupRequest],
-        death: RayActorError,
-    ) -> dict[Any, Assignment]:
-        """Replace the worker of ``failed`` and give its successor all that it was at work on.
-        Returns what is running then."""
-        lost = [failed.request]
-        still_running: dict[Any, Assignment] = {}
-        for reference, assignment in running.items():
-            if assignment.worker == failed.worker:
-                lost.append(assignment.request)
-            else:
-                still_running[reference] = assignment
-
-        self._replace(failed.worker, death)
-        for number in lost:
-            self._submit(number, requests[number], failed.worker, still_running)
-        return still_running
-
-    def _submit(
-        self, number: int, request: GroupRequest, index: int, running: dict[Any, Assignment]
-    ) -> None:
-        """Give a request to a worker and add it to those that are running, by the reference to its
-        group."""
+    def _submit(self, waiting: WaitingGroup, index: int) -> None:
+        """Give a group to a worker and add it to those that are running."""
         worker = self._workers[index]
+        request = waiting.admitted.request
         arguments = (request.task, request.seeds, request.temperature)
         if request.with_routes and self._settings.rollout.routed_experts:
             # As objects of their own, which belong to this process but stay where they are: they
@@ -242,20 +274,69 @@ class RolloutPool:
         else:
             reference = worker.run_group.remote(*arguments, purify=request.purify)
             routes = []
-        running[reference] = Assignment(number, index, routes)
+        self._running[reference] = Assignment(waiting, index, worker, routes)
+
+    def _await_groups(self) -> None:
+        """Wait a little for a group to end, or for the first to be admitted."""
+        if not self._running:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed, HEAL_SECONDS)
+            return
+
+        # One at a time, so that a dead worker is noticed before the others have finished.
+        ended, _ = ray.wait(list(self._running), num_returns=1, timeout=WAIT_SECONDS)
+        for reference in ended:
+            self._end(reference, self._running.pop(reference))
+
+    def _end(self, reference: Any, assignment: Assignment) -> None:
+        """Hand a group that has ended to its stream. One whose worker died begins again."""
+        admitted = assignment.waiting.admitted
+        try:
+            group = ray.get(reference)
+        except RayActorError as death:
+            self._replace(assignment.index, assignment.worker, death)
+            with self._changed:
+                heapq.heappush(self._waiting, assignment.waiting)
+            return
+        except Exception as error:  # a mistake in the agent loop or an environment
+            admitted.fail(error)
+            return
+
+        self._counters.count(assignment.index, group)
+        admitted.end(_with_references(group, assignment.routes))
+
+    def _heal(self) -> None:
+        """Let the backend heal, about once a second while groups run."""
+        if not self._running or time.monotonic() < self._healed_at + HEAL_SECONDS:
+            return
+        # The driver is at the backend: the next time will do.
+        if not self._using_backend.acquire(blocking=False):
+            return
+        try:
+            if self._may_heal:
+                self.backend.heal()
+        finally:
+            self._healed_at = time.monotonic()
+            self._using_backend.release()
 
     # -- engines ----------------------------------------------------------------------------------
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
-        """Give all engines the policy's weights; see ``RolloutBackend.sync_weights``."""
+        """Give all engines the policy's weights; see ``RolloutBackend.sync_weights``.
+
+        Groups that run go on with them from where they are."""
         if self._alter_weights is not None:
             source = self._alter_weights(source, version)
-        self.backend.sync_weights(source, version)
+        with self._using_backend:
+            self.backend.sync_weights(source, version)
+            self._may_heal = True
 
     def load_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
         """Give the engines in the workers these weights. Backends call it."""
-        self._weights = (ray.put(to_bytes(weights)), version)
-        self._call_all("sync_weights", *self._weights)
+        stored = (ray.put(to_bytes(weights)), version)
+        with self._changing_workers:
+            self._weights = stored
+            self._call_all("sync_weights", *stored)
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]`` from the engine of every
@@ -264,25 +345,35 @@ class RolloutPool:
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]``, in nats, from every engine."""
-        return self.backend.score(token_ids, temperature)
+        with self._using_backend:
+            return self.backend.score(token_ids, temperature)
 
     def compare_weights(self) -> None:
         """Raise an error that names a tensor which an engine holds otherwise than the trainer, if
         that can be told."""
-        self.backend.compare_weights()
+        with self._using_backend:
+            self.backend.compare_weights()
 
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
         """Return what an engine says of itself, as far as it knows the names."""
-        return self.backend.engine_settings(names)
+        with self._using_backend:
+            return self.backend.engine_settings(names)
 
     def pause(self) -> None:
         """Run no episodes until the next weight sync: engines on the trainer's
         GPUs free their memory."""
-        self.backend.pause()
+        with self._using_backend:
+            self.backend.pause()
 
-    def updating_weights(self, version: int) -> AbstractContextManager[None]:
-        """Block healing while the source of the last sync updates its weights to ``version``."""
-        return self.backend.updating_weights(version)
+    @contextmanager
+    def updating_weights(self, version: int) -> Iterator[None]:
+        """Block healing while the source of the last sync updates its weights to ``version``, and
+        until the next sync: one engine with newer weights than the others would let versions fall
+        within an episode that leaves it."""
+        with self._using_backend:
+            self._may_heal = False
+        with self.backend.updating_weights(version):
+            yield
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -291,6 +382,8 @@ class RolloutPool:
         if self._is_closed:
             return
         self._is_closed = True
+        with self._changed:
+            self._changed.notify()
         try:
             self._close_workers()
         finally:
@@ -303,6 +396,12 @@ class RolloutPool:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
         for worker in self._workers:
             ray.kill(worker)
+
+        # The thread may wait for one that is to take the place of another.
+        if self._successor is not None:
+            ray.kill(self._successor)
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
 
 
 def _with_references(group: TrajectoryGroup, routes: Sequence[Any]) -> TrajectoryGroup:

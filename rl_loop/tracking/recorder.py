@@ -23,6 +23,7 @@ from rl_loop.tracking.step_metrics import (
     add_held_out_metrics,
     add_rollout_metrics,
     add_signal_metrics,
+    add_staleness_metrics,
     add_update_metrics,
 )
 
@@ -94,6 +95,8 @@ class StepRecorder:
         metrics.add("rollout/staleness_max", max_staleness(samples), "max", "tokens")
         if rollouts.replaced is not None:
             metrics.add("rollout/groups_replaced", rollouts.replaced, "sum", "groups")
+        if rollouts.ahead is not None:
+            add_staleness_metrics(metrics, rollouts.ahead, rollouts.episodes, samples)
         add_signal_metrics(metrics, rollouts.train, samples)
         add_rollout_metrics(metrics, rollouts.train)
         add_update_metrics(metrics, updates)

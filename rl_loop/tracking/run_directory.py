@@ -96,6 +96,9 @@ class RunDirectory:
         self.critic_checkpoints = path / "critic_checkpoints"
         """The same of PPO's critic."""
 
+        self.episodes_ahead = path / "episodes_ahead"
+        """Episodes that a resume need not run again (``rl_loop.rollout.group_store``)."""
+
         self.export = path / "export"
         """The Hugging Face checkpoint; of a run with adapters, merged."""
 

@@ -1,15 +1,16 @@
 """The numbers worth watching about the episodes and the updates of one step."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
+from rl_loop.algorithms.objectives import AGES
 from rl_loop.algorithms.policy_loss import kl_estimate
-from rl_loop.data.rollout_batch import RlUpdates
+from rl_loop.data.rollout_batch import RlUpdates, RunAhead
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
 from rl_loop.infrastructure import COMPONENTS
 from rl_loop.tracking.metrics import Name, StepMetrics
@@ -109,6 +110,34 @@ def add_signal_metrics(
     metrics.add_mean(Name.GROUPS_WITHOUT_SIGNAL, silent, len(groups), "groups")
 
 
+def add_staleness_metrics(
+    metrics: StepMetrics,
+    ahead: RunAhead,
+    episodes: Sequence[Trajectory],
+    samples: TrainingSamples,
+) -> None:
+    """Add how far rollouts are ahead of training, how old the step's tokens are, and whether
+    short episodes come first.
+
+    ``samples``: of ``episodes``, in order."""
+    metrics.add("rollout/groups_ahead", ahead.under_way, "last")
+    metrics.add("rollout/groups_ahead_ended", ahead.ended, "last")
+
+    ages = 0
+    if samples.staleness is not None:
+        ages = int(samples.staleness[samples.loss_mask].sum())
+    sampled = int(np.count_nonzero(samples.loss_mask))
+    metrics.add_mean("rollout/staleness_mean", ages, sampled, "tokens")
+    versions = sum(len({span.version for span in e.weight_versions}) for e in episodes)
+    metrics.add_mean("rollout/versions_per_episode", versions, len(episodes), "sequences")
+
+    # In order both means are of the same episodes but for the steps that are ahead.
+    metrics.add("order/passed_over", ahead.passed_over, "last")
+    for name, sums in (("sampled", ahead.sampled), ("trained", ahead.trained)):
+        metrics.add_mean(f"order/turns_{name}", sums.turns, sums.episodes, "sequences")
+        metrics.add_mean(f"order/tokens_{name}", sums.sampled_tokens, sums.episodes, "sequences")
+
+
 def add_mismatch_without_replay(
     metrics: StepMetrics, samples: TrainingSamples, scores: np.ndarray
 ) -> None:
@@ -149,10 +178,25 @@ def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
         metrics.add_mean(
             "routing/agreement", sums["routes_agreeing"], sums["routes_compared"], "routes"
         )
+    for age in AGES:
+        _add_metrics_by_age(metrics, age, sums)
 
     for name, value in update.maxima.items():
         metrics.add(name, value, "max", "tokens")
     add_optimizer_metrics(metrics, update)
+
+
+def _add_metrics_by_age(metrics: StepMetrics, age: str, sums: Mapping[str, float]) -> None:
+    """Add what the tokens of one age are like, if there are any."""
+    tokens = sums.get(f"{age}/tokens", 0)
+    if tokens == 0:
+        return
+    for name in ("kl_k3", "weight", "ratio"):
+        metrics.add_mean(f"{age}/{name}", sums[f"{age}/{name}"], tokens, "tokens")
+
+    # (sum w)^2 / (n sum w^2): 1 if all weights are equal, 1 / n if one token outweighs all others.
+    share = sums[f"{age}/weight"] ** 2 / (tokens * sums[f"{age}/weight_square"])
+    metrics.add_mean(f"{age}/effective_sample_size", share, 1, "updates")
 
 
 def _add_critic_update(metrics: StepMetrics, update: StepStatistics) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rl_loop.config.training import TrainingConfig
@@ -19,19 +19,29 @@ class RunState:
     next_task: int | None = None
     """Position of the first training task that is still to be used; None in
     checkpoints that do not know it."""
+    passed_over: list[int] = field(default_factory=list)
+    """With ``order: ready_first``: numbers of groups that had begun and were not trained on yet,
+    although later ones may have been."""
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any] | None) -> "RunState":
         """Read what ``to_checkpoint`` wrote; the beginning of a run for None."""
         if saved is None:
             return cls()
-        return cls(saved["step"], saved["seconds"], saved.get("next_task"))
+        return cls(
+            step=saved["step"],
+            seconds=saved["seconds"],
+            next_task=saved.get("next_task"),
+            passed_over=saved.get("passed_over", []),
+        )
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return the state as JSON."""
         state: dict[str, Any] = {"step": self.step, "seconds": self.seconds}
         if self.next_task is not None:
             state["next_task"] = self.next_task
+        if self.passed_over:
+            state["passed_over"] = self.passed_over
         return state
 
 
@@ -60,6 +70,9 @@ class Checkpointer:
         self._stop_requested = stop_requested
         self._on_save = on_save
         self.state = state
+        self.before_save: Callable[[int], None] = lambda step: None
+        """Called with the number of finished steps before a checkpoint of them is written: for
+        what is kept outside of it."""
         self._first_step = state.step
         self._earlier_seconds = state.seconds
         self._began = time.monotonic()
@@ -87,5 +100,6 @@ class Checkpointer:
     def _save(self, *, block: bool) -> None:
         """Begin a checkpoint, and with ``block`` wait until it is complete."""
         self._on_save()
+        self.before_save(self.state.step)
         self.state.seconds = self.seconds
         self._trainer.save(self.state.step, self.state.to_checkpoint(), block)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import torch
@@ -26,8 +27,8 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.engines.backend import LoadedWeights
-from rl_loop.infrastructure import InfrastructureOutage
-from rl_loop.rollout.pool import GroupRequest
+from rl_loop.infrastructure import COMPONENTS, InfrastructureOutage
+from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.run import Interrupted, run_engine_report, run_rl, run_sft
 from rl_loop.session import build_rollouts, build_tasks, build_trainer
 from rl_loop.tracking.run_directory import read_json_lines
@@ -327,6 +328,29 @@ def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
     finally:
         pool.close()
         trainer.close()
+
+
+def test_a_run_two_steps_ahead_goes_on_with_a_worker_that_was_killed(tmp_path: Path) -> None:
+    ahead = ["algorithm.max_staleness=2", "training.steps=5", "training.checkpoint_every=2"]
+    config = rl_config(tmp_path, *ahead, "rollout.workers=2")
+    killed: list[int] = []
+
+    def kill_a_worker(step: int) -> None:
+        if step == 1:
+            ours = psutil.Process().children(recursive=True)
+            victims = [p for p in ours if "ray::RolloutWorker" in " ".join(p.cmdline())]
+            killed.append(victims[0].pid)
+            victims[0].kill()
+
+    run = run_rl(config, Quiet(on_step=kill_a_worker))
+    assert len(killed) == 1
+    steps = [step for step in read_json_lines(run / "metrics.jsonl") if "reward" in step]
+    assert [step["rollout/groups_ahead"] for step in steps] == [4, 4, 4, 2, 0]
+    assert steps[0]["rollout/staleness_max"] == 0
+    assert max(step["rollout/staleness_max"] for step in steps) <= 2
+    assert all(step["correction/dropped_stale"] == 0 for step in steps)
+    for step in steps:
+        assert sum(step[f"rollout/invalid/{component}"] for component in COMPONENTS) == 0
 
 
 def test_the_canary_sees_a_single_weight_that_did_not_arrive(tmp_path: Path) -> None:

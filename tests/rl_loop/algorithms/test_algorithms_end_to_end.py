@@ -18,7 +18,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.data.samples import OffPolicyError, to_samples
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.run_directory import read_json_lines
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, wait_until_async
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = [
@@ -174,9 +174,9 @@ def test_a_resumed_critic_continues_the_same_curve(tmp_path: Path, rollouts: Loc
 def test_stale_tokens_are_not_taken_for_on_policy(tmp_path: Path, rollouts: LocalRollouts) -> None:
     settings = config(tmp_path, "training.steps=1")
     with local_loop(settings, rollouts) as loop:
-        metrics = StepMetrics(0)
-        loop.sync_weights(3, metrics)
-        groups = loop.collector.collect(0, first_task=0).train
+        loop.sync_weights(3, StepMetrics(0))
+        loop.collector.begin(0)
+        groups = loop.collector.collect(0).train
         assert to_samples(groups, settings.algorithm, 3).staleness is None
         with pytest.raises(
             OffPolicyError, match="sampled 1 weight versions ago would count as on-policy"
@@ -193,28 +193,38 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
         "evaluate_every=2",
         "optimizer.lr=1e-2",
     ]
-    with local_loop(config(tmp_path, *options)) as loop:
-        generating, generate, learn = (
-            threading.Semaphore(0),
-            loop.rollouts.run,
-            loop.trainer.rl_step,
-        )
+    settings = config(tmp_path, *options)
+    rollouts = LocalRollouts(settings)
+    generate = rollouts._worker.engine.generate
+    learning = [threading.Event() for _ in range(4)]
+    generated = [threading.Event() for _ in range(4)]
 
-        def run(*arguments: Any) -> Any:
-            if threading.current_thread() is not threading.main_thread():
-                generating.release()
-            return generate(*arguments)
+    async def generate_beside_the_trainer(request: Any) -> Any:
+        """Begin a step's episodes when the trainer is at the step before."""
+        seed = int(request.episode.rpartition("/")[2])
+        step = seed // (1_000 * 1_000_003)
+        if step > 0:
+            await wait_until_async(learning[step - 1].is_set)
+        result = await generate(request)
+        generated[step].set()
+        return result
+
+    rollouts._worker.engine.generate = generate_beside_the_trainer  # type: ignore[method-assign]
+    with local_loop(settings, rollouts) as loop:
+        learn = loop.trainer.rl_step
 
         def rl_step(samples: Any, step: int) -> Any:
+            learning[step].set()
             if step < 3:  # the last step has none after it
-                assert generating.acquire(timeout=PATIENCE_SECONDS), (
+                assert generated[step + 1].wait(PATIENCE_SECONDS), (
                     "nothing is generated while the trainer learns"
                 )
             return learn(samples, step)
 
-        loop.rollouts.run, loop.trainer.rl_step = run, rl_step
+        loop.trainer.rl_step = rl_step  # type: ignore[method-assign]
         loop.train()
         steps = read_json_lines(loop.recorder.run.metrics)
+    rollouts.close()
     assert [step["rollout/staleness_max"] for step in steps] == [0, 1, 1, 1]
     assert all(step["correction/dropped_stale"] == 0 for step in steps)
     assert ["held_out/reward" in step for step in steps] == [True, False, True, False]

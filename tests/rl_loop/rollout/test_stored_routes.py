@@ -122,7 +122,15 @@ def pool(config: RlConfig, tmp_path: Path) -> Iterator[RolloutPool]:
 
 
 def collector(pool: RolloutPool, config: RlConfig) -> RolloutCollector:
-    return RolloutCollector(pool, build_tasks(config), config.rollout, config.algorithm, seed=1)
+    return RolloutCollector(
+        pool, build_tasks(config), config.rollout, config.algorithm, steps=4, seed=1
+    )
+
+
+def collect_first(pool: RolloutPool, config: RlConfig) -> RolloutBatch:
+    first = collector(pool, config)
+    first.begin(0)
+    return first.collect(0)
 
 
 def stored_bytes() -> int:
@@ -142,7 +150,7 @@ def test_routes_are_in_the_store_once_equal_to_the_engines_and_freed_with_their_
     pool: RolloutPool, config: RlConfig
 ) -> None:
     empty = stored_bytes()
-    batch = collector(pool, config).collect(0, 0)
+    batch = collect_first(pool, config)
     rows = stored_routes(batch)
     weight = sum(row.nbytes for row in rows)
     assert weight > len(rows) * TURN * LAYERS * TOP_K
@@ -167,7 +175,7 @@ def test_routes_are_in_the_store_once_equal_to_the_engines_and_freed_with_their_
 
 
 def test_routes_outlive_the_worker_that_recorded_them(pool: RolloutPool, config: RlConfig) -> None:
-    batch = collector(pool, config).collect(0, 0)
+    batch = collect_first(pool, config)
     for index in range(WORKERS):
         os.kill(pool._call(index, "__ray_call__", lambda worker: os.getpid()), signal.SIGKILL)
     # Only when Ray has noticed is it known that nothing went with them.
@@ -179,16 +187,16 @@ def test_routes_outlive_the_worker_that_recorded_them(pool: RolloutPool, config:
 
 
 def test_routes_of_episodes_that_were_begun_ahead_wait_for_their_step(
-    pool: RolloutPool, config: RlConfig
+    pool: RolloutPool, tmp_path: Path
 ) -> None:
     empty = stored_bytes()
-    ahead = collector(pool, config)
-    ahead.prefetch(1, 0)
-    ahead.finish_prefetch()
+    ahead = collector(pool, settings(tmp_path, "algorithm.max_staleness=1"))
+    ahead.begin(0)
+    ahead.collect(0)
     gc.collect()
-    batch = ahead.collect(1, 0)
+    batch = ahead.collect(1)
     weight = sum(row.nbytes for row in stored_routes(batch))
-    assert weight <= stored_bytes() - empty < 1.2 * weight
+    wait_until(lambda: weight <= stored_bytes() - empty < 1.2 * weight)
     for row, episode in zip(load_routes(stored_routes(batch)), batch.episodes, strict=True):
         assert np.array_equal(row, routes_of(episode.token_ids.tolist()))
 

@@ -19,8 +19,9 @@ from rl_loop.data.rollout_batch import RolloutBatch
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.loop import RlLoop
-from rl_loop.rollout.collector import held_out_requests
-from rl_loop.rollout.pool import GroupRequest, RolloutPool
+from rl_loop.rollout.collector import RolloutCollector, held_out_requests
+from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream
+from rl_loop.rollout.pool import RolloutPool, WaitingGroup
 from rl_loop.session import build_tasks, loop_settings, worker_settings
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import read_json_lines
@@ -71,15 +72,14 @@ class FakeRollouts:
     def __init__(self, signal: Callable[[str], bool]) -> None:
         self.signal, self.asked, self.version = signal, list[str](), 0
 
-    def run(self, requests: Sequence[GroupRequest], abandon: Any = None) -> list[TrajectoryGroup]:
-        self.asked += [request.task.task_id for request in requests]
-        outcomes = [
-            (-1.0, 1.0) if self.signal(request.task.task_id) else (1.0,) for request in requests
-        ]
-        return [
-            answered(r, self.version, rewards)
-            for r, rewards in zip(requests, outcomes, strict=True)
-        ]
+    def stream(self) -> GroupStream:
+        return GroupStream(self.begin)
+
+    def begin(self, admitted: AdmittedGroup) -> None:
+        task_id = admitted.request.task.task_id
+        self.asked.append(task_id)
+        rewards = (-1.0, 1.0) if self.signal(task_id) else (1.0,)
+        admitted.end(answered(admitted.request, self.version, rewards))
 
 
 def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: RunState) -> RlLoop:
@@ -97,7 +97,8 @@ def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: RunState) -> Rl
 def steps_of(loop: RlLoop, steps: range) -> list[RolloutBatch]:
     batches = []
     for step in steps:
-        batches.append(loop.collector.collect(step, loop.first_task(step)))
+        loop.collector.begin(step)
+        batches.append(loop.collector.collect(step))
         loop.state.next_task = batches[-1].next_task
     return batches
 
@@ -160,20 +161,15 @@ def test_without_dynamic_sampling_a_step_takes_the_tasks_at_its_place(tmp_path: 
     loop = loop_over(settings, FakeRollouts(lambda task: False), RunState())
     wanted = [task.task_id for task in loop.tasks.train(0, 6)]
     assert names(steps_of(loop, range(3))) == wanted
-    assert (
-        names(
-            steps_of(loop_over(settings, FakeRollouts(lambda task: False), RunState()), range(2, 3))
-        )
-        == wanted[4:]
-    )
+    resumed = loop_over(settings, FakeRollouts(lambda task: False), RunState(step=2))
+    assert names(steps_of(resumed, range(2, 3))) == wanted[4:]
 
 
 def test_silent_groups_fill_up_what_is_missing_and_are_not_called_replaced(tmp_path: Path) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
     tasks = [task.task_id for task in build_tasks(settings).train(0, 30)]
-    batch = loop_over(
-        settings, FakeRollouts(lambda task: task in tasks[25:29]), RunState()
-    ).collector.collect(0, 0)
+    rollouts = FakeRollouts(lambda task: task in tasks[25:29])
+    batch = loop_over(settings, rollouts, RunState()).collector.collect(0)
     assert names([batch]) == tasks[25:29] + tasks[:6]
     assert (batch.replaced, batch.next_task) == (20, 30)
 
@@ -185,8 +181,8 @@ class RolloutsWithSignal(LocalRollouts):
         super().sync_weights(source, version)
         self.version = version
 
-    def run(self, requests: Sequence[GroupRequest], abandon: Any = None) -> list[TrajectoryGroup]:
-        return [answered(request, self.version, (-1.0, 1.0)) for request in requests]
+    def begin(self, admitted: AdmittedGroup) -> None:
+        admitted.end(answered(admitted.request, self.version, (-1.0, 1.0)))
 
 
 def tasks_by_step(settings: RlConfig, resume: bool = False) -> list[list[str]]:
@@ -229,6 +225,12 @@ def test_a_dynamically_sampled_run_skips_no_task_and_continues_after_a_cut(
 # ---- purification
 
 
+def first_request(loop: RlLoop) -> GroupRequest:
+    """What a loop asks for to train on."""
+    assert isinstance(loop.collector, RolloutCollector)
+    return loop.collector.request(0)
+
+
 def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path: Path) -> None:
     options = ["rollout.purification={}", "rollout.max_new_tokens_per_turn=200"]
     without_routes = ["rollout.routed_experts=false", "algorithm.routing_replay=none"]
@@ -258,7 +260,7 @@ def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path
     assert held_out.tool_calls == 2
 
     def one_training_episode(loop: RlLoop) -> list[GroupRequest]:
-        (request, _) = loop.collector.requests(0, 0)
+        request = first_request(loop)
         return [replace(request, seeds=request.seeds[:1])]
 
     training = outcome(one_training_episode)
@@ -278,9 +280,11 @@ def test_a_pool_tells_its_workers_which_episodes_to_purify(tmp_path: Path) -> No
     pool = object.__new__(RolloutPool)
     pool._workers = [worker]
     pool._settings = worker_settings(settings)
+    pool._running = {}
+    stream = GroupStream(lambda admitted: None)
     loop = loop_over(settings, FakeRollouts(lambda task: True), RunState())
-    for request in (loop.collector.requests(0, 0)[0], held_out_requests(loop.tasks, 1.0)[0]):
-        pool._submit(0, request, 0, running={})
+    for request in (first_request(loop), held_out_requests(loop.tasks, 1.0)[0]):
+        pool._submit(WaitingGroup(0, AdmittedGroup(0, request, stream)), 0)
     assert calls == [{"purify": True}, {"purify": False}]
 
 

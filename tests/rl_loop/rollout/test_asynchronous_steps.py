@@ -1,0 +1,496 @@
+"""The loop at any staleness, in one process with the real trainer: what has to hold of tokens, episodes and steps."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.in_process import LocalRollouts, local_loop, local_trainer
+from megatron_gptoss.samples import TrainingSamples
+from rl_loop.config.run import RlConfig
+from rl_loop.data.credit import assign_advantages
+from rl_loop.data.samples import to_samples
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.loop import RlLoop
+from rl_loop.rollout.collector import RolloutCollector
+from rl_loop.rollout.group_stream import RolloutsAbandoned
+from rl_loop.session import build_tasks, trainer_settings
+from rl_loop.tracking.run_directory import read_json_lines
+from tests.rl_loop.algorithms.test_algorithms_end_to_end import config as small_config
+from tests.rl_loop.timeless_engine import TimelessEngine
+
+STEPS = 5
+TASKS = 3
+"""Of a step."""
+
+
+def config(directory: Path, *overrides: str) -> RlConfig:
+    settings = [
+        f"training.steps={STEPS}",
+        f"rollout.tasks_per_step={TASKS}",
+        "rollout.samples_per_task=4",
+        "rollout.routed_experts=false",
+        "optimizer.lr=1e-2",
+        "evaluate_every=2",
+        # This engine scores nothing like the trainer.
+        "canary_tolerance=1000",
+    ]
+    return small_config(directory, *settings, *overrides)
+
+
+def uneven_seconds(episode: str) -> float:
+    """Few episodes take long: about as long as three steps of training."""
+    chance = random.Random(episode).random()
+    return 0.6 if chance > 0.95 else 0.05 * chance
+
+
+class Recorded:
+    """A run with an engine whose tokens depend on nothing but the episode; what every step was trained on."""
+
+    def __init__(
+        self, settings: RlConfig, seconds_of: Callable[[str], float] = lambda episode: 0.0
+    ) -> None:
+        self.settings = settings
+        stop_ids = tuple(build_tasks(settings).harmony.stop_token_ids)
+        self.engine = TimelessEngine(stop_ids, seconds_of)
+        self.batches: list[list[TrajectoryGroup]] = []
+        self.samples: list[TrainingSamples] = []
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def train(
+        self, *, resume: bool = False, prepare: Callable[[RlLoop], None] = lambda loop: None
+    ) -> int:
+        """Run all steps that are left; ``prepare`` may change the loop before. Returns the steps done."""
+        rollouts = LocalRollouts(self.settings, self.engine)  # type: ignore[arg-type]
+        try:
+            with local_loop(self.settings, rollouts, resume) as loop:
+                collect, learn = loop.collect, loop.trainer.rl_step
+                save = loop.checkpointer._save
+                collected: list[list[TrajectoryGroup]] = []
+
+                def save_and_wait(*, block: bool) -> None:
+                    save(block=True)
+
+                def noted_collect(step: int) -> Any:
+                    batch = collect(step)
+                    collected.append(batch.train)
+                    return batch
+
+                def rl_step(samples: TrainingSamples, step: int) -> Any:
+                    updates = learn(samples, step)
+                    self.batches.append(collected[-1])
+                    self.samples.append(samples)
+                    return updates
+
+                loop.checkpointer._save = save_and_wait  # type: ignore[method-assign]
+                loop.collect = noted_collect  # type: ignore[method-assign]
+                loop.trainer.rl_step = rl_step  # type: ignore[method-assign]
+                prepare(loop)
+                done = loop.train()
+                self.weights = {
+                    name: tensor.clone() for name, tensor in loop.trainer.weights().items()
+                }
+        finally:
+            rollouts.close()
+        return done
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_json_lines(self.settings.directory / "metrics.jsonl")
+
+    @property
+    def episodes(self) -> list[Trajectory]:
+        return [t for batch in self.batches for group in batch for t in group.trajectories]
+
+    def task_ids(self) -> list[list[str]]:
+        return [[group.task_id for group in batch] for batch in self.batches]
+
+
+def tokens(episode: Trajectory) -> tuple[int, ...]:
+    return tuple(episode.token_ids.tolist())
+
+
+# ---- turns, and one step ahead: as it always was
+
+DIGESTS = [
+    "98e3e5778f98decb",
+    "31be608c1295b531",
+    "97a88192836f3c41",
+    "4ab316fd3313d8eb",
+    "2fc6bae40fe35cb5",
+]
+"""Of the episodes that each step was trained on, by the loop that knew 0 and 1 only (of commit 8ae9bdd)."""
+
+
+def digest(samples: TrainingSamples) -> str:
+    content = hashlib.sha256()
+    for column in (
+        samples.token_ids,
+        samples.loss_mask,
+        samples.rollout_log_probs,
+        samples.offsets,
+    ):
+        content.update(np.ascontiguousarray(column).tobytes())
+    return content.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_turns_and_one_step_ahead_train_on_the_episodes_that_they_always_did(
+    staleness: int, tmp_path: Path
+) -> None:
+    run = Recorded(config(tmp_path, f"algorithm.max_staleness={staleness}"))
+    run.train()
+    assert [digest(samples) for samples in run.samples] == DIGESTS
+
+
+def plain_loop(settings: RlConfig) -> dict[str, torch.Tensor]:
+    """Train step by step on all episodes of each step, without anything that runs ahead."""
+    tasks = build_tasks(settings)
+    trainer = local_trainer(trainer_settings(settings))
+    rollouts = LocalRollouts(settings, TimelessEngine(tuple(tasks.harmony.stop_token_ids)))  # type: ignore[arg-type]
+    requests = RolloutCollector(
+        rollouts, tasks, settings.rollout, settings.algorithm, steps=STEPS, seed=settings.seed
+    )
+    algorithm, longest = settings.algorithm, settings.rollout.max_response_tokens
+    for step in range(STEPS):
+        first = step * TASKS
+        groups = rollouts.run([requests.request(n) for n in range(first, first + TASKS)])
+        samples = to_samples(groups, algorithm, version=0)
+        trainer.rl_step(assign_advantages(samples, groups, algorithm, longest), step)
+    weights = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    rollouts.close()
+    trainer.close()
+    return weights
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_in_order_the_weights_are_those_of_a_plain_loop_to_the_last_bit(
+    staleness: int, tmp_path: Path
+) -> None:
+    """These tokens do not depend on the weights, so neither do the updates on how far rollouts are ahead."""
+    settings = config(tmp_path, f"algorithm.max_staleness={staleness}")
+    run = Recorded(settings, uneven_seconds)
+    run.train()
+    expected = plain_loop(settings)
+    assert set(run.weights) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(run.weights[name], tensor), name
+
+
+# ---- what has to hold at any staleness
+
+MODES = [("in_order", 0), ("in_order", 2), ("in_order", 4), ("ready_first", 2), ("ready_first", 4)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Recorded]:
+    recorded = {}
+    for order, staleness in MODES:
+        options = [f"algorithm.order={order}", f"algorithm.max_staleness={staleness}"]
+        run = Recorded(config(tmp_path_factory.mktemp(order), *options), uneven_seconds)
+        assert run.train() == STEPS
+        recorded[order, staleness] = run
+    return recorded
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_token_is_older_than_the_bound_and_versions_never_fall(
+    runs: dict[tuple[str, int], Recorded], mode: tuple[str, int]
+) -> None:
+    for step, batch in enumerate(runs[mode].batches):
+        for group in batch:
+            for episode in group.trajectories:
+                versions = [span.version for span in episode.weight_versions]
+                assert versions == sorted(versions)
+                assert step - mode[1] <= versions[0] <= versions[-1] <= step
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_spans_of_versions_partition_the_sampled_tokens(
+    runs: dict[tuple[str, int], Recorded], mode: tuple[str, int]
+) -> None:
+    for episode in runs[mode].episodes:
+        covered = np.zeros(len(episode), dtype=np.int32)
+        for span in episode.weight_versions:
+            covered[span.start : span.end] += 1
+        assert covered.tolist() == episode.loss_mask.astype(np.int32).tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_group_is_trained_on_once_and_whole_with_the_episodes_that_were_sampled(
+    runs: dict[tuple[str, int], Recorded], mode: tuple[str, int]
+) -> None:
+    run, turns = runs[mode], runs["in_order", 0]
+    assert {len(batch) for batch in run.batches} == {TASKS}
+    assert {len(group.trajectories) for batch in run.batches for group in batch} == {4}
+    # An interrupted episode goes on from its exact prefix, so all are what they are without interruptions: the same
+    # lengths, the same tokens, none twice and none missing.
+    assert Counter(map(tokens, run.episodes)) == Counter(map(tokens, turns.episodes))
+    if mode[0] == "in_order":
+        assert run.task_ids() == turns.task_ids()
+
+
+def test_a_sync_interrupts_episodes_and_they_go_on_with_a_span_per_version(
+    runs: dict[tuple[str, int], Recorded],
+) -> None:
+    versions = [
+        {span.version for span in episode.weight_versions}
+        for episode in runs["in_order", 4].episodes
+    ]
+    assert max(map(len, versions)) > 1
+
+
+def test_held_out_episodes_stay_within_one_version(tmp_path: Path) -> None:
+    settings = config(tmp_path, "algorithm.max_staleness=3", "tasks.held_out_tasks=4")
+    run = Recorded(settings, uneven_seconds)
+    seen: list[set[int]] = []
+
+    def watch(loop: RlLoop) -> None:
+        collect = loop.collect
+
+        def noted(step: int) -> Any:
+            batch = collect(step)
+            spans = [s for g in batch.held_out for t in g.trajectories for s in t.weight_versions]
+            if batch.held_out:
+                seen.append({span.version for span in spans} - {step})
+            return batch
+
+        loop.collect = noted  # type: ignore[method-assign]
+
+    run.train(prepare=watch)
+    assert seen == [set()] * 3
+
+
+def test_an_episode_that_outlasts_all_slack_is_waited_for(tmp_path: Path) -> None:
+    """One of step 0 would never end with weights before version 2, which is as old as it may be."""
+    options = ["algorithm.max_staleness=2", "algorithm.order=ready_first"]
+    settings = config(tmp_path, *options)
+    (task,) = (task.task_id for task in build_tasks(settings).train(0, 1))
+    run = Recorded(settings)
+
+    def seconds_of(episode: str) -> float:
+        if episode != f"{task}/0":
+            return 0.0
+        return 600.0 if run.engine.version < 2 else 0.3
+
+    run.engine.seconds_of = seconds_of
+    assert run.train() == STEPS
+    (step,) = (step for step, tasks in enumerate(run.task_ids()) if task in tasks)
+    assert step == 2, "passed over as long as its bound allows, and no longer"
+
+
+def test_metrics_say_how_far_rollouts_are_ahead(runs: dict[tuple[str, int], Recorded]) -> None:
+    for step in runs["in_order", 0].metrics:
+        assert not {name for name in step if name.startswith(("order/", "fresh/", "stale/"))}
+
+    steps = [step for step in runs["in_order", 2].metrics if "reward" in step]
+    assert [step["rollout/groups_ahead"] for step in steps] == [6, 6, 6, 3, 0]
+    assert {step["order/passed_over"] for step in steps} == {0}
+    assert [step["rollout/staleness_max"] for step in steps] == [0, 1, 2, 2, 2]
+    for step in steps:
+        assert 0 <= step["rollout/staleness_mean"] <= step["rollout/staleness_max"]
+        assert 1 <= step["rollout/versions_per_episode"] <= 3
+    assert "stale/kl_k3" not in steps[0]
+    assert all(0 < step["stale/effective_sample_size"] <= 1 for step in steps[1:])
+
+    ready_first = [step for step in runs["ready_first", 4].metrics if "reward" in step]
+    assert max(step["order/passed_over"] for step in ready_first) > 0
+    last = ready_first[-1]
+    assert last["order/turns_trained"] == last["order/turns_sampled"], "in the end nothing is left"
+    assert last["order/tokens_trained"] == last["order/tokens_sampled"]
+
+
+# ---- failures
+
+
+def test_what_goes_wrong_in_a_group_ends_the_run(tmp_path: Path) -> None:
+    run = Recorded(config(tmp_path, "algorithm.max_staleness=2"))
+
+    def break_a_group(loop: RlLoop) -> None:
+        rollouts: Any = loop.rollouts
+        run_group = rollouts._worker.run_group
+
+        async def broken(task: Any, *arguments: Any, **options: Any) -> Any:
+            if task.task_id.endswith("-7"):
+                raise AssertionError("a bug")
+            return await run_group(task, *arguments, **options)
+
+        rollouts._worker.run_group = broken
+
+    with pytest.raises(AssertionError, match="a bug"):
+        run.train(prepare=break_a_group)
+
+
+# ---- resuming
+
+MOMENTS = ["collecting", "collected", "updated", "saving"]
+
+
+class Killed(BaseException):
+    """Ends a run as a kill does: nothing is cleaned up or saved."""
+
+
+def killed_at(moment: str, step: int) -> Callable[[RlLoop], None]:
+    """Let a run be killed in a step."""
+
+    def prepare(loop: RlLoop) -> None:
+        collector_begin = loop.collector.begin
+        update, end_step, save = (
+            loop.update,
+            loop.checkpointer.end_step,
+            loop.checkpointer.before_save,
+        )
+
+        def begin(version: int, held_out: Any = ()) -> None:
+            collector_begin(version, held_out)
+            if moment == "collecting" and version == step:
+                raise Killed
+
+        def killed_update(at: int, samples: Any) -> Any:
+            if moment == "collected" and at == step:
+                raise Killed
+            return update(at, samples)
+
+        def killed_end() -> bool:
+            if moment == "updated" and loop.state.step == step:
+                raise Killed
+            return end_step()
+
+        def killed_save(done: int) -> None:
+            save(done)
+            if moment == "saving" and done == step:
+                raise Killed
+
+        loop.collector.begin = begin  # type: ignore[method-assign]
+        loop.update = killed_update  # type: ignore[method-assign]
+        loop.checkpointer.end_step = killed_end  # type: ignore[method-assign]
+        loop.checkpointer.before_save = killed_save
+
+    return prepare
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("order", ["in_order", "ready_first"])
+def test_a_run_that_is_killed_anywhere_trains_on_every_group_once_and_within_the_bound(
+    order: str, moment: str, tmp_path: Path
+) -> None:
+    options = [f"algorithm.order={order}", "algorithm.max_staleness=2"]
+    settings = config(tmp_path, *options, "training.checkpoint_every=1")
+    run = Recorded(settings, uneven_seconds)
+    with pytest.raises(Killed):
+        run.train(prepare=killed_at(moment, 3))
+
+    # What was trained on after the last checkpoint is trained on again.
+    saved = int((settings.directory / "checkpoints/latest").read_text().rpartition("_")[2])
+    del run.batches[saved:]
+    del run.samples[saved:]
+    begun_before = len(run.engine.begun)
+
+    def no_burst(loop: RlLoop) -> None:
+        assert isinstance(loop.collector, RolloutCollector)
+        begin = loop.collector.begin
+
+        def watched(version: int, held_out: Any = ()) -> None:
+            begin(version, held_out)
+            assert len(loop.collector._control.untrained) <= 3 * TASKS
+
+        loop.collector.begin = watched  # type: ignore[method-assign]
+
+    assert run.train(resume=True, prepare=no_burst) == STEPS
+    whole = Recorded(config(tmp_path / "whole", *options))
+    whole.train()
+    assert Counter(map(tokens, run.episodes)) == Counter(map(tokens, whole.episodes))
+    assert len({tokens(episode) for episode in run.episodes}) == STEPS * TASKS * 4
+    if order == "in_order":
+        assert run.task_ids() == whole.task_ids()
+    for step, batch in enumerate(run.batches):
+        for group in batch:
+            for episode in group.trajectories:
+                assert step - 2 <= episode.weight_versions[0].version
+    assert len(run.engine.begun) > begun_before
+
+
+def test_episodes_that_had_ended_come_from_the_checkpoint_and_are_not_run_again(
+    tmp_path: Path,
+) -> None:
+    settings = config(tmp_path, "algorithm.max_staleness=2", "training.checkpoint_every=1")
+    run = Recorded(settings)
+
+    def wait_for_all(loop: RlLoop) -> None:
+        """Let every group end before the checkpoint, and stop there."""
+        update = loop.update
+        rollouts: Any = loop.rollouts
+
+        def patient_update(step: int, samples: Any) -> Any:
+            for running in list(rollouts._running):
+                running.result()
+            return update(step, samples)
+
+        loop.update = patient_update  # type: ignore[method-assign]
+        loop.settings = replace(loop.settings, steps=2)
+
+    assert run.train(prepare=wait_for_all) == 2
+    begun = {episode for episode, _ in run.engine.begun}
+    run.engine.begun.clear()
+    assert run.train(resume=True) == STEPS
+    again = {episode for episode, _ in run.engine.begun} & begun
+    # Held-out episodes are those of every evaluation.
+    assert {episode for episode in again if int(episode.rpartition("/")[2]) >= 1000} == set()
+
+    # Two steps were ready: their tokens are of the weights before the cut.
+    for step, oldest in ((2, 0), (3, 1), (4, 2)):
+        versions = {e.weight_versions[0].version for g in run.batches[step] for e in g.trajectories}
+        assert versions == {oldest}
+
+
+def test_an_abandoned_rollout_saves_what_is_finished(tmp_path: Path) -> None:
+    settings = config(tmp_path, "algorithm.max_staleness=2")
+    run = Recorded(settings, uneven_seconds)
+
+    def abandon_in_step_two(loop: RlLoop) -> None:
+        begin = loop.collector.begin
+
+        def abandoned(version: int, held_out: Any = ()) -> None:
+            begin(version, held_out)
+            if version == 2:
+                raise RolloutsAbandoned
+
+        loop.collector.begin = abandoned  # type: ignore[method-assign]
+
+    assert run.train(prepare=abandon_in_step_two) == 2
+    assert run.train(resume=True) == STEPS
+    assert len({tokens(episode) for episode in run.episodes}) == STEPS * TASKS * 4
+
+
+def test_the_timeless_engine_gives_the_same_tokens_however_often_it_is_interrupted() -> None:
+    """What the tests above rest on."""
+    from rl_loop.engines.protocol import GenerateRequest, SamplingParams
+
+    async def sample(interruptions: int) -> list[int]:
+        engine = TimelessEngine((7,), seconds_of=lambda episode: 0.05)
+        prompt, done = [1, 2, 3], list[int]()
+        while True:
+            name = f"t/1/0/{len(done)}"
+            request = GenerateRequest(name, prompt + done, SamplingParams(64 - len(done)))
+            running = asyncio.ensure_future(engine.generate(request))
+            if interruptions > 0:
+                interruptions -= 1
+                await asyncio.sleep(0.02)
+                await engine.sync_weights([], interruptions)
+            result = await running
+            done += result.output_ids
+            if result.finish_reason != "abort":
+                return done
+
+    whole = asyncio.run(sample(0))
+    assert asyncio.run(sample(3)) == whole
