@@ -3,6 +3,7 @@
 Each context manager changes Megatron's objects while its block runs and restores them afterwards.
 """
 
+import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -21,6 +23,16 @@ FAILURES = (Exception, CheckpointException)
 
 SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "start_wd", "end_wd", "betas", "eps")
 """What a parameter group of Megatron's optimizer holds of the configuration."""
+
+
+def keep_results_in_this_process() -> None:
+    """Give Megatron a plain queue for the results of writing, if it has none yet.
+
+    By itself it starts a server process that holds the queue, for writers in other processes. Ours is
+    a thread; the process would import torch first, for seconds in which training waits, and stay.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from megatron_gptoss.checkpoint.directory import (
     step_directory,
 )
 from megatron_gptoss.checkpoint.errors import CheckpointError
-from megatron_gptoss.checkpoint.megatron_faults import FAILURES
+from megatron_gptoss.checkpoint.megatron_faults import FAILURES, keep_results_in_this_process
 from megatron_gptoss.checkpoint.state import (
     EXPERTS_APART,
     describe_adapters,
@@ -128,6 +128,7 @@ class _PendingSave:
         """Copy this rank's share to host memory and give it to the writing thread."""
         try:
             with fail_together(self.partial):
+                keep_results_in_this_process()
                 trainer.offloaded.wait()  # what rests in host memory is read there
                 state = trainer_state(trainer, is_loading=False)
                 state[EXPERTS_APART] = experts_apart(trainer)

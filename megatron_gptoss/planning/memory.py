@@ -337,7 +337,7 @@ def activation_bytes(
     # The residual twice and the normed input; rotated queries and keys, the output and its
     # statistics.
     statistics = 2 * model.num_attention_heads
-    attention = 3 * hidden + queries + keys + queries + statistics
+    attention: float = 3 * hidden + queries + keys + queries + statistics
 
     # Values: a copy in layers with a window; in the others, which are as many, a part of the whole
     # projection, as FlashAttention keeps it.

@@ -256,7 +256,7 @@ def _sums_by_age(
 
     log_rho = torch.where(roles.comparable, trainer_log_probs - batch.rollout_log_probs, 0.0)
     rho = bounded_exp(log_rho)
-    sums = {}
+    sums: dict[str, torch.Tensor] = {}
     for age, mask in (("fresh", ~is_stale), ("stale", is_stale)):
         mask = roles.comparable & mask
         sums |= {

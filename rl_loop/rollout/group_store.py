@@ -53,7 +53,7 @@ class GroupStore:
             self._path(step).unlink(missing_ok=True)
             return
 
-        arrays: dict[str, np.ndarray] = {}
+        arrays: dict[str, Any] = {}
         described = []
         for number, (version, group) in groups.items():
             described.append(
@@ -173,7 +173,7 @@ def _read_trajectory(
     values: dict[str, Any], prefix: str, arrays: Mapping[str, np.ndarray]
 ) -> Trajectory:
     columns = {name: arrays[f"{prefix}/{name}"] for name in COLUMNS if f"{prefix}/{name}" in arrays}
-    typed = values | {
+    typed: dict[str, Any] = values | columns | {
         "weight_versions": [WeightVersionSpan(**span) for span in values["weight_versions"]],
         "turns": [Turn(**turn) for turn in values["turns"]],
         "finish_reason": FinishReason(values["finish_reason"]),
@@ -181,4 +181,4 @@ def _read_trajectory(
     }
     if values["invalid"] is not None:
         typed["invalid"] = InvalidReason(**values["invalid"])
-    return Trajectory(**columns, **typed)
+    return Trajectory(**typed)

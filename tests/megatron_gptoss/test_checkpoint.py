@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import queue
 import resource
 import shutil
 import threading
@@ -356,6 +357,11 @@ def test_results_of_a_save_that_failed_are_not_taken_for_those_of_the_next(
     assert load_checkpoint(latest_checkpoint(tmp_path), other) == {"step": 2}
     assert all(torch.equal(a, b) for a, b in zip(expected, other.module.parameters(), strict=True))
     assert get_write_results_queue().empty()
+
+
+def test_results_of_writing_need_no_process(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, trainer(), 1, {"step": 1})
+    assert isinstance(get_write_results_queue(), queue.Queue)
 
 
 def test_an_error_of_the_writing_thread_is_named(

@@ -123,7 +123,7 @@ def test_the_adapters_that_a_run_started_from_may_move_unless_they_are_its_refer
     assert {change.key for change in changes_since(run, moved)} == {"initial_adapter"}
 
     kl = "algorithm.kl={coefficient: 0.1}"
-    run = run_of(config(tmp_path, *options, kl))
+    run = run_of(config(tmp_path, *options, kl, "name=with_reference"))
     moved = config(tmp_path, "adapter={rank: 4}", "initial_adapter=/second", kl)
     with pytest.raises(ConfigError, match="they are the reference policy of"):
         changes_since(run, moved)
