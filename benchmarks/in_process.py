@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
 from rl_loop.ablations.engine_weights import engine_faults
 from rl_loop.config.load import dump_config
@@ -64,6 +65,7 @@ class LocalRollouts:
 
     def __init__(self, config: RlConfig, engine: RolloutEngine | None = None) -> None:
         self._loop = asyncio.new_event_loop()
+        self._is_quantized = config.quantization is not None
         self.alter_weights: Callable[[WeightSource, int], WeightSource] | None = None
         settings = worker_settings(config)
         engine_config = config.rollout.engine
@@ -79,7 +81,11 @@ class LocalRollouts:
     def sync_weights(self, source: WeightSource, version: int) -> None:
         if self.alter_weights is not None:
             source = self.alter_weights(source, version)
-        self._do(self._worker.sync_weights(source.weights(), version))
+        weights = source.packed_weights() if self._is_quantized else source.weights()
+        self._do(self._worker.sync_weights(weights, version))
+
+    def packed_digests(self) -> list[Digests]:
+        return [self._do(self._worker.packed_digests())]
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         return [self._do(self._worker.score(token_ids, temperature))]

@@ -128,7 +128,7 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
 
     from converters.hf_directory import write_hf_directory
     from rl_loop.tasks.demonstrations import harmony_of
-    from rl_loop.trainer.initial_weights import rounded_to_mxfp4
+    from converters.mxfp4_tensors import rounded_to_mxfp4
 
     assert config.initial_weights is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from megatron_gptoss.layers.adapted_linears import AdaptedExpertLinear
-from megatron_gptoss.layers.experts import run_experts
 from megatron_gptoss.layers.grouped_products import (
     multiply_by_transposed_weights,
     multiply_by_weights,
@@ -24,6 +22,7 @@ from megatron_gptoss.layers.grouped_products import (
 from megatron_gptoss.layers.merge import merge, merge_packed
 from megatron_gptoss.layers.packed_weight import PackedWeight
 from megatron_gptoss.layers.shared_memory import Loan, shared_memory
+from megatron_gptoss.layers.stacked_experts import StackedExperts
 from megatron_gptoss.transformer_config import GptOssTransformerConfig
 
 ADAPTED_EXPERT_LINEARS = MLPSubmodules(
@@ -39,51 +38,13 @@ def has_adapted_experts(config: GptOssTransformerConfig) -> bool:
     return has_adapters or config.base == "mxfp4"
 
 
-class AdaptedGroupedExperts(SequentialMLP):
-    """All experts of this rank, with merged weights.
-
-    Every expert is a module with weights, bias and adapters of its own, as in SequentialMLP, so that
-    parameters, checkpoints and converters know one set of names. Only the products are grouped.
-    """
+class AdaptedGroupedExperts(StackedExperts):
+    """All experts of this rank, with merged weights."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        experts: list[Any] = list(self.local_experts)
-        self.gate_up = ExpertStack("gate_up", [expert.linear_fc1 for expert in experts])
-        self.down = ExpertStack("down", [expert.linear_fc2 for expert in experts])
-
-        self.activation_recompute = (
-            self.config.recompute_granularity == "selective"
-            and "moe_act" in self.config.recompute_modules
-        )
-
-    def forward(
-        self,
-        permuted_local_hidden_states: Tensor,
-        tokens_per_expert: Tensor,
-        permuted_probs: Tensor,
-    ) -> tuple[Tensor, None]:
-        """Run every expert on its rows and weigh the results.
-
-        Args:
-            permuted_local_hidden_states: [rows, hidden_size], sorted by expert.
-            tokens_per_expert: rows of each local expert.
-            permuted_probs: [rows], the gate value of each row.
-
-        Returns:
-            [rows, hidden_size], and None for the bias, which is added already.
-        """
-        row_counts: list[int] = tokens_per_expert.tolist()
-        output = run_experts(
-            permuted_local_hidden_states,
-            permuted_probs,
-            row_counts,
-            gate_up=lambda x: self.gate_up.multiply(x, row_counts, with_bias=True),
-            down=lambda x: (self.down.multiply(x, row_counts), self.down.biases()),
-            limit=self.config.activation_func_clamp_value,
-            recompute=self.activation_recompute,
-        )
-        return output, None
+        self.gate_up = ExpertStack("gate_up", self.linears("linear_fc1"))
+        self.down = ExpertStack("down", self.linears("linear_fc2"))
 
 
 class ExpertStack:

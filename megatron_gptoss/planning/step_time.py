@@ -6,7 +6,13 @@ docs/performance.md compares it with what was measured.
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import (
+    AdapterConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Quantization,
+)
 from megatron_gptoss.planning.flops import forward_flops, training_flops
 from megatron_gptoss.planning.memory import (
     EXPERT_LOAD,
@@ -59,7 +65,8 @@ class StepTime:
     optimizer: float
     """Its arithmetic, and moving offloaded state from host memory and back."""
     merging: float = 0.0
-    """With adapters: writing merged weights, for the forward and again for the backward pass."""
+    """With adapters: writing merged weights, with quantization: rounded ones, for the forward and
+    again for the backward pass."""
 
     @property
     def total(self) -> float:
@@ -73,12 +80,13 @@ def predict_step(
     lengths: Sequence[int],
     micro_batches: int,
     adapter: AdapterConfig | None = None,
+    quantization: Quantization | None = None,
 ) -> StepTime:
     """Predict the time of a bf16 training step on H200s, for layouts that nobody has run yet.
 
     Context parallelism is counted as free: its messages hide behind attention. Ranks are taken to
     fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one. Merging
-    adapters is taken to be bound by memory, which was not measured.
+    adapters, or rounding experts, is taken to be bound by memory, which was not measured.
 
     Args:
         model: the architecture.
@@ -87,6 +95,7 @@ def predict_step(
         lengths: of the sequences in one micro-batch, before context parallelism shares them out.
         micro_batches: of each data-parallel rank.
         adapter: what is trained of it; None for all parameters.
+        quantization: what experts are trained through; None for their weights as they are.
     """
     stages = parallel.pipeline
     sharers = parallel.tensor * parallel.context
@@ -114,6 +123,10 @@ def predict_step(
     reduction = _data_parallel_seconds(parallel, trained, gradient_bytes)
     hidden = arithmetic * (1 - 1 / passes) / micro_batches
 
+    merging = 0.0
+    if adapter is not None or quantization is not None:
+        merging = _merging_seconds(model, parallel)
+
     return StepTime(
         arithmetic=arithmetic,
         experts=experts,
@@ -122,7 +135,7 @@ def predict_step(
         gradients=max(0.0, reduction - hidden),
         parameters=_data_parallel_seconds(parallel, trained, 2),
         optimizer=_optimizer_seconds(parallel, trained, optimizer),
-        merging=layer_passes * _merging_seconds(model, parallel) if adapter else 0.0,
+        merging=layer_passes * merging,
     )
 
 
@@ -192,7 +205,7 @@ def _tensor_exchange_seconds(
 
 def _merging_seconds(model: ModelConfig, parallel: ParallelConfig) -> float:
     """Return the time of one layer and micro-batch in which a rank's experts are read and written
-    as merged bf16 weights, for the forward and for the backward pass."""
+    as merged or rounded bf16 weights, for the forward and for the backward pass."""
     experts = model.num_experts / parallel.expert
     values = experts * 3 * model.hidden_size * model.intermediate_size
     base_bytes = MXFP4_BYTES if parallel.base == "mxfp4" else 2

@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import (
+    AdapterConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Quantization,
+)
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.training import AblationConfig, TrainingConfig
@@ -26,6 +32,8 @@ class TrainerSettings:
     None for random weights."""
     adapter: AdapterConfig | None
     """What is trained, on the initial weights as a frozen base; None to train all weights."""
+    quantization: Quantization | None
+    """What the experts are trained through; None for their weights as they are."""
     optimizer: OptimizerConfig
     """AdamW of the policy."""
     algorithm: AlgorithmConfig
