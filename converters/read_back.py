@@ -311,9 +311,7 @@ def check_weights(
     )
 
 
-def _stored_parts(
-    written: HfDirectory, name: str, expert: int | None
-) -> dict[str, torch.Tensor]:
+def _stored_parts(written: HfDirectory, name: str, expert: int | None) -> dict[str, torch.Tensor]:
     """Read a tensor, or one expert's slice of it: by its name, or blocks and scales by theirs."""
     packed = written.read_mxfp4(name, expert)
     if packed is None:

@@ -123,6 +123,8 @@ def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, Weight]]:
             yield f"{prefix}.weight", QuantizedWeight(module)
 
         for name, parameter in module.named_parameters(recurse=False):
-            is_named = name == "weight" and isinstance(module, AdaptedLinear | QuantizedExpertLinear)
+            is_named = name == "weight" and isinstance(
+                module, AdaptedLinear | QuantizedExpertLinear
+            )
             if not is_named:
                 yield f"{prefix}.{name}", ParameterWeight(parameter)

@@ -153,9 +153,7 @@ def greedy_agreement(
     return GreedyAgreement(equal=equal, compared=len(samples))
 
 
-def _load_with_transformers(
-    directory: Path, dtype: str, quantization: Quantization | None
-) -> Any:
+def _load_with_transformers(directory: Path, dtype: str, quantization: Quantization | None) -> Any:
     """Load an export; experts in MXFP4 as the values that they stand for."""
     from transformers import GptOssForCausalLM, Mxfp4Config
     from transformers.utils.logging import disable_progress_bar

@@ -165,7 +165,6 @@ class RunConfig(StrictModel):
                 "at temperature 1 only: set rollout.temperature=1 or rollout.engine.type=transformers"
             )
 
-
     def _check_engine_quantization(self) -> None:
         """Nothing may take the place of the four bits that the trainer sends."""
         ablation = self.ablation

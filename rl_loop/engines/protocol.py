@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     # Configurations import this package, and reading one must not take seconds.
     import torch
 
-    from converters.mxfp4_tensors import Digests
-
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -107,8 +105,9 @@ class RolloutEngine(Protocol):
 class PackedExpertsEngine(Protocol):
     """An engine that may hold experts in MXFP4, and tells which."""
 
-    async def packed_digests(self) -> "Digests":
-        """Compute digests of the experts that came in MXFP4; empty if none did.
+    async def packed_digests(self) -> dict[str, str]:
+        """Compute digests of the experts that came in MXFP4, as ``converters.mxfp4_tensors.Digests``;
+        empty if none did.
 
         Raises RuntimeError naming a tensor whose values are not those of its bits.
         """

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GptOssForCausalLM, Mxfp4Config
 
+from converters.errors import ConversionError
 from converters.hf_directory import write_hf_directory
 from converters.live import WeightGathering, export_hf_weights, load_hf_weights
 from converters.torch_dist import export_checkpoint
@@ -96,9 +97,7 @@ def matrices(model: torch.nn.Module) -> list[QuantizedExpertLinear]:
     ("dtype", "tolerance"),
     [(torch.float32, 1e-6), (torch.float64, 1e-13), (torch.bfloat16, 2e-2)],
 )
-def test_it_computes_what_the_exported_values_compute(
-    dtype: torch.dtype, tolerance: float
-) -> None:
+def test_it_computes_what_the_exported_values_compute(dtype: torch.dtype, tolerance: float) -> None:
     model = quantized_model(dtype)
     plain = model_with(exported_values(model), dtype=dtype)
     unquantized = model_with(master_weights(), dtype=dtype)
@@ -252,38 +251,39 @@ def test_weights_are_rounded_again_only_when_another_layer_was_rounded_since(
     assert len(rounds) == 6
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_recomputed_layer_gives_the_same_gradients(whole: bool) -> None:
-    """As parallel.recompute moe does, with torch's own checkpoints."""
-    gradients = []
-    for recomputes in (False, True):
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_recomputed_layers_give_the_same_gradients(pieces: int) -> None:
+    """As parallel.recompute moe does, with torch's own checkpoints of both layers, or of each."""
+    torch.manual_seed(0)
+    hidden = torch.randn(16, MODEL.hidden_size)
+    probs = torch.rand(16)
+
+    def gradients(is_recomputed: bool) -> list[torch.Tensor]:
         model = quantized_model()
-        first, second = (layer.mlp.experts for layer in model.decoder.layers)
-        torch.manual_seed(0)
-        x = torch.randn(16, MODEL.hidden_size, requires_grad=True)
-        counts = torch.full((MODEL.num_experts,), 2)
-        probs = torch.rand(16)
-
-        def run(hidden: torch.Tensor, layers: tuple[Any, ...] = (first, second)) -> torch.Tensor:
-            for layer in layers:
-                hidden, _ = layer(hidden, counts, probs)
-            return hidden
-
-        if recomputes and whole:
-            output = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=True)
-        elif recomputes:
-            for layer in (first, second):
-                hidden = x if layer is first else hidden
-                hidden = torch.utils.checkpoint.checkpoint(
-                    run, hidden, (layer,), use_reentrant=True
+        layers = [layer.mlp.experts for layer in model.decoder.layers]
+        x = hidden.clone().requires_grad_()
+        output = x
+        for first in range(0, 2, 2 // pieces):
+            piece = layers[first : first + 2 // pieces]
+            if is_recomputed:
+                output = torch.utils.checkpoint.checkpoint(
+                    run_layers, output, piece, probs, use_reentrant=True
                 )
-            output = hidden
-        else:
-            output = run(x)
+            else:
+                output = run_layers(output, piece, probs)
         output.square().sum().backward()
-        gradients.append([x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert len(gradients[0]) == len(gradients[1]) > 2 * MODEL.num_experts
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+        return [x.grad, *(p.grad for layer in layers for p in layer.parameters())]
+
+    found, expected = gradients(True), gradients(False)
+    assert len(found) == len(expected) == 1 + 2 * 4 * MODEL.num_experts
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def run_layers(hidden: torch.Tensor, layers: list[Any], probs: torch.Tensor) -> torch.Tensor:
+    counts = torch.full((MODEL.num_experts,), 2)
+    for layer in layers:
+        hidden, _ = layer(hidden, counts, probs)
+    return hidden
 
 
 # -- names, checkpoints, exports -----------------------------------------------------------------
@@ -319,6 +319,23 @@ def test_convert_export_of_a_checkpoint_has_the_bytes_that_were_trained(tmp_path
     packed = [name for name in trained if name.endswith(("_blocks", "_scales"))]
     assert len(packed) == 4 * MODEL.num_layers
     assert all(torch.equal(exported[name], trained[name]) for name in packed)
+
+
+def test_a_checkpoint_of_rounded_experts_is_not_exported_unrounded(tmp_path: Path) -> None:
+    model = quantized_model()
+    checkpoint = save_checkpoint(tmp_path, train_one_step(model, 1e-2), 1, {})
+    with pytest.raises(ConversionError, match="trained through MXFP4, and bf16 would write them"):
+        export_checkpoint(checkpoint, tmp_path / "bf16", "bf16")
+
+    # Nor with scales of another model, which would reproduce blocks in other bytes.
+    export_checkpoint(checkpoint, tmp_path / "first", "mxfp4")
+    export_checkpoint(checkpoint, tmp_path / "second", "mxfp4", reference=tmp_path / "first")
+    files = [tmp_path / name / "model.safetensors" for name in ("first", "second")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    plain = save_checkpoint(
+        tmp_path / "plain", train_one_step(model_with(master_weights()), 1e-2), 1, {}
+    )
+    export_checkpoint(plain, tmp_path / "plain_bf16", "bf16")
 
 
 def test_what_cannot_be_quantized_is_refused_by_name() -> None:

@@ -149,8 +149,10 @@ class TransformersEngine:
         """Replace all weights, by Hugging Face name; all requests are aborted.
 
         Tensors are copied in place and cast to the engine's dtype. Experts' matrices may come in
-        MXFP4, as blocks and scales: the engine keeps these and computes with their values. Raises ValueError listing
-        missing, unknown, repeated and wrongly shaped tensors; then nothing has changed.
+        MXFP4, as blocks and scales: the engine keeps these and computes with their values.
+
+        Raises ValueError listing missing, unknown, repeated and wrongly shaped tensors; then nothing
+        has changed.
         """
         named = list(named_tensors)
         await self._call(lambda: self._replace_weights(named, version))

@@ -89,9 +89,9 @@ class SglangConfig(EngineConfig):
         """SGLang 0.5.17 loads new weights into the MXFP4 experts of a running server wrongly."""
         if self.quantization is not None:
             raise ValueError(
-                f"rollout.engine.quantization {self.quantization} is not enabled yet: SGLang 0.5.17 takes MXFP4 experts "
-                "from disk when it starts, and drops or misplaces those of a weight sync without a word. Leave it out: "
-                "servers hold the values of a run with quantization in bf16, exactly (docs/quantization.md)"
+                f"rollout.engine.quantization {self.quantization} is not enabled yet: SGLang 0.5.17 takes MXFP4 "
+                "experts from disk when it starts, and drops or misplaces those of a weight sync without a word. Leave "
+                "it out: servers hold the values of a run with quantization in bf16, exactly (docs/quantization.md)"
             )
         if any(argument.partition("=")[0] == "--quantization" for argument in self.arguments):
             raise ValueError(

@@ -83,9 +83,7 @@ def test_the_export_has_the_bits_that_were_sampled_and_so_has_that_of_the_checkp
         loop.checkpointer.save_finished_steps()
         loop.evaluate()
         harmony = loop.tasks.harmony
-        export_policy(
-            loop.trainer, harmony, settings.model, tmp_path / "hf", quantization="mxfp4"
-        )
+        export_policy(loop.trainer, harmony, settings.model, tmp_path / "hf", quantization="mxfp4")
         assert check_exported_bits(loop.trainer, loop.sampled_bits, tmp_path / "hf") == EXPERTS
         agreement = greedy_agreement(
             loop.trainer, build_tasks(settings), tmp_path / "hf", settings.dtype, "mxfp4"
@@ -126,7 +124,9 @@ def test_a_damaged_export_is_found(tmp_path: Path, rollouts: LocalRollouts) -> N
             byte = file.read(1)[0]
             file.seek(place.offset + 3)
             file.write(bytes([byte ^ 1]))
-        message = r"layers\.1\.mlp\.experts\.down_proj, expert 0 holds other bits .* than the trainer"
+        message = (
+            r"layers\.1\.mlp\.experts\.down_proj, expert 0 holds other bits .* than the trainer"
+        )
         with pytest.raises(ConversionError, match=message):
             check_exported_bits(loop.trainer, {}, tmp_path / "hf")
 
