@@ -71,6 +71,11 @@ class QuantizedExpertLinear(torch.nn.Module):
         for parameter in (self.weight, self.bias):
             mark(parameter, allreduce=not is_spread)
 
+        # As Megatron's linear layers: a checkpoint may lack the entry of ``get_extra_state``.
+        self._register_load_state_dict_pre_hook(
+            lambda state_dict, prefix, *args: state_dict.setdefault(f"{prefix}_extra_state")
+        )
+
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return weight and bias.
 
@@ -90,6 +95,13 @@ class QuantizedExpertLinear(torch.nn.Module):
     def packed_weight(self) -> tuple[Tensor, Tensor]:
         """Return the same as MXFP4: blocks uint8 [out, in / 32, 16], scales uint8 [out, in / 32]."""
         return mxfp4.quantize(self.weight.to(torch.bfloat16))
+
+    def get_extra_state(self) -> None:
+        """Return nothing: Megatron's linear layers have this entry in checkpoints, and so do others."""
+        return None
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignore what other layers keep of low-precision training."""
 
     def sharded_state_dict(
         self,

@@ -97,7 +97,7 @@ def test_losses_and_norms_equal_those_of_one_process(
 def test_the_bits_that_are_sent_are_those_of_the_whole_weights(
     layout: str, two_ranks: list[dict[str, Any]]
 ) -> None:
-    sent = two_ranks[0][layout]["before"]
+    sent = dict(two_ranks[0][layout]["before"])
     for name, tensor in hf_model(MODEL, std=0.1).state_dict().items():
         if not is_expert_matrix(name):
             assert torch.equal(sent.pop(name), tensor), name
