@@ -64,8 +64,8 @@ def main() -> None:
     commands.add_parser("table")
     for command in commands.choices.values():
         command.add_argument("--out", type=Path, default=Path("runs/quantization"))
-        command.add_argument("overrides", nargs="*", help="key=value")
-    options = parser.parse_intermixed_args()
+        command.add_argument("--set", nargs="*", default=[], dest="overrides", metavar="KEY=VALUE")
+    options = parser.parse_args()
 
     torch.set_num_threads(1)
     if options.command == "run":

@@ -155,8 +155,9 @@ def greedy_agreement(
 
 def _load_with_transformers(directory: Path, dtype: str, quantization: Quantization | None) -> Any:
     """Load an export; experts in MXFP4 as the values that they stand for."""
-    from transformers import GptOssForCausalLM, Mxfp4Config
+    from transformers import GptOssForCausalLM
     from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.quantization_config import Mxfp4Config
 
     disable_progress_bar()  # it would write into the run's own display
     options: dict[str, Any] = {}

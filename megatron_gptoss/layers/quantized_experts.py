@@ -227,14 +227,14 @@ class _QuantizedProduct(torch.autograd.Function):
 
 
 def _weight_gradients(
-    grad: Tensor, x: Tensor, weights: Sequence[Tensor], row_counts: Sequence[int]
+    grad: Tensor, x: Tensor, weights: Sequence[Any], row_counts: Sequence[int]
 ) -> list[Tensor]:
     """Return what autograd is to see of dW = dY^T X, for each expert.
 
     Args:
         grad: [rows, out], of the product.
         x: [rows, in].
-        weights: [out, in] of each expert.
+        weights: the parameter [out, in] of each expert.
         row_counts: rows of each expert.
     """
     buffers = [_gradient_buffer(weight) for weight in weights]

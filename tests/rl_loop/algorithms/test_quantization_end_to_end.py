@@ -72,6 +72,9 @@ def test_every_step_samples_and_trains_the_same_bits_and_its_ratio_is_1(
         assert step["mismatch/packed_experts_compared"] == EXPERTS
         assert step.get("ratio/deviation_max", 0) == 0
     assert max(step.get("grad_norm", 0) for step in steps_of(settings)) > 0
+    if settings.algorithm.kl is not None:
+        # The reference is the policy that the run began with, rounded as it is.
+        assert abs(steps_of(settings)[0]["kl_reference"]) < 1e-6
 
 
 def test_the_export_has_the_bits_that_were_sampled_and_so_has_that_of_the_checkpoint(
