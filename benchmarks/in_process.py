@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
 from rl_loop.ablations.engine_weights import engine_faults
 from rl_loop.config.load import dump_config
@@ -77,6 +78,7 @@ class LocalRollouts:
         self._thread.start()
         self._running: set[Future[None]] = set()
 
+        self._is_quantized = config.quantization is not None
         self.alter_weights: Callable[[WeightSource, int], WeightSource] | None = None
         self._rollout = config.rollout
         settings = worker_settings(config)
@@ -93,7 +95,11 @@ class LocalRollouts:
     def sync_weights(self, source: WeightSource, version: int) -> None:
         if self.alter_weights is not None:
             source = self.alter_weights(source, version)
-        self._do(self._worker.sync_weights(to_bytes(source.weights()), version))
+        weights = source.packed_weights() if self._is_quantized else source.weights()
+        self._do(self._worker.sync_weights(to_bytes(weights), version))
+
+    def packed_digests(self) -> list[Digests]:
+        return [self._do(self._worker.packed_digests())]
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         return [self._do(self._worker.score(token_ids, temperature))]

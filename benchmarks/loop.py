@@ -127,8 +127,8 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
     from random_policy import next_tokens, policy_weights
 
     from converters.hf_directory import write_hf_directory
+    from converters.mxfp4_tensors import rounded_to_mxfp4
     from rl_loop.tasks.demonstrations import harmony_of
-    from rl_loop.trainer.initial_weights import rounded_to_mxfp4
 
     assert config.initial_weights is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,19 +15,30 @@ from megatron.core import parallel_state
 
 from converters.errors import ConversionError, GatheringBroken, GatheringRefused
 from converters.hf_directory import ExpertStack
+from converters.mxfp4_tensors import (
+    Digests,
+    join,
+    joined_shape,
+    matrix_digest,
+    matrix_name,
+    packed_parts,
+    split,
+)
 from converters.names import (
     NamedParts,
     NamedTensor,
     ParameterMapping,
+    Shape,
     global_name,
     parameter_mappings,
     stack_experts,
 )
+from gptoss_kernels import mxfp4
 from megatron_gptoss.checkpoint.base_digest import local_digest
 from megatron_gptoss.checkpoint.state import has_adapters
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.model import chunks_of
-from megatron_gptoss.weights import Weight, named_weights
+from megatron_gptoss.weights import QuantizedWeight, Weight, named_weights
 
 GetTensor = Callable[[str], torch.Tensor] | Callable[[str], torch.Tensor | ExpertStack]
 
@@ -141,7 +152,8 @@ def export_hf_weights(
 ) -> "GatheredWeights":
     """Return all Hugging Face tensors of the model, on global rank 0, in the order of ``hf_shapes``.
 
-    Weights with adapters are merged, one after the other.
+    Weights with adapters are merged, and those that are trained through MXFP4 rounded to it, one
+    after the other.
 
     Collective: every rank must run the iterator to its end, or call ``finish``; on other ranks
     than 0 it yields nothing.
@@ -159,7 +171,7 @@ class _RankContents:
     """What one rank holds of the model."""
 
     dtypes: dict[str, torch.dtype]
-    """By global parameter name."""
+    """By global parameter name; uint8 for one that is trained through MXFP4 and sent so."""
     tp_rank: int
 
 
@@ -181,7 +193,10 @@ class WeightGathering:
         self.config = config
         self.tp_size = parallel_state.get_tensor_model_parallel_world_size()
         self.device = next(model.parameters()).device
-        self._weights = {mapping.name: weight for mapping, weight in _local_weights(model, config)}
+        local = _local_weights(model, config)
+        self._weights = {mapping.name: weight for mapping, weight in local}
+        self._own_mappings = [mapping for mapping, _ in local]
+        self._dtype = chunks_of(model)[0].config.params_dtype
 
         # What ranks agree on goes through host memory: a GPU that is full has no room for it.
         self._agreement: Any = dist.group.WORLD
@@ -193,9 +208,19 @@ class WeightGathering:
         self._plans: dict[tuple[int, ...], _GatheringPlan] = {}
 
     def begin(
-        self, receivers: Sequence[int] = (0,), *, transposed: bool = False
+        self,
+        receivers: Sequence[int] = (0,),
+        *,
+        transposed: bool = False,
+        packed: bool = False,
     ) -> "GatheredWeights":
         """Begin to bring all weights to the global ranks ``receivers``. Collective.
+
+        Args:
+            receivers: who gets them.
+            transposed: see ``names.hf_tensors``.
+            packed: experts that are trained through MXFP4 come as blocks and scales, under the names
+                of ``hf_layouts.mxfp4_shapes``, and not as the values that these stand for.
 
         Raises:
             GatheringRefused: on every rank, if one has no memory for its part.
@@ -212,12 +237,48 @@ class WeightGathering:
             if refusal:
                 raise GatheringRefused(refusal)
         assert buffer is not None
-        return GatheredWeights(self, plan, buffer, transposed)
+        return GatheredWeights(self, plan, buffer, transposed=transposed, packed=packed)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return this rank's shard of a parameter; it may share the parameter's memory."""
+        """Return this rank's shard of a parameter as it is sent; it may share the parameter's
+        memory."""
+        weight = self._weights[name]
         with torch.no_grad():
-            return self._weights[name].read().contiguous()
+            if isinstance(weight, QuantizedWeight):
+                return join(*weight.read_packed())
+            return weight.read().contiguous()
+
+    def is_packed(self, mapping: ParameterMapping) -> bool:
+        """Return whether a parameter is sent as MXFP4."""
+        dtypes = (rank.dtypes.get(mapping.name) for rank in self._ranks)
+        return torch.uint8 in dtypes
+
+    def unpacked(self, joined: torch.Tensor) -> torch.Tensor:
+        """Return the values of a parameter that came as MXFP4, in the model's dtype."""
+        return mxfp4.dequantize(*split(joined)).to(self._dtype)
+
+    def packed_digests(self) -> Digests:
+        """Compute digests of all experts that are trained through MXFP4, the same on every rank.
+        Collective.
+
+        Raises:
+            ConversionError: naming a matrix of which two ranks hold different copies.
+        """
+        own: Digests = {}
+        for mapping in self._own_mappings:
+            weight = self._weights[mapping.name]
+            if isinstance(weight, QuantizedWeight):
+                assert mapping.expert is not None
+                blocks, scales = packed_parts(mapping, *weight.read_packed()).values()
+                name = matrix_name(mapping.hf_names[0], mapping.expert)
+                own[name] = matrix_digest(blocks, scales)
+
+        digests: Digests = {}
+        for theirs in self._gather_on_hosts(own):
+            for name, digest in theirs.items():
+                if digests.setdefault(name, digest) != digest:
+                    raise ConversionError(f"{name}: two ranks hold different copies")
+        return digests
 
     # -- which messages there are -----------------------------------------------------------------
 
@@ -248,12 +309,16 @@ class WeightGathering:
             message = _Message(
                 source=source,
                 dtype=self._ranks[source].dtypes[mapping.name],
-                shape=mapping.local_shape(self.tp_size),
+                shape=self._sent_shape(mapping),
                 offset=offset,
             )
             messages.append(message)
             offset = message.end
         return messages
+
+    def _sent_shape(self, mapping: ParameterMapping) -> Shape:
+        shape = mapping.local_shape(self.tp_size)
+        return joined_shape(shape) if self.is_packed(mapping) else shape
 
     def _holds(self, mapping: ParameterMapping, shard: int | None, rank: int) -> bool:
         """Whether ``rank`` has a shard of the parameter (None: all of it)."""
@@ -276,7 +341,7 @@ class WeightGathering:
         """Return what every rank holds, by global rank. Collective."""
         # dtypes differ within a model: the router's bias stays fp32.
         contents = _RankContents(
-            dtypes={name: weight.dtype for name, weight in self._weights.items()},
+            dtypes={name: _sent_dtype(weight) for name, weight in self._weights.items()},
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         )
         return self._gather_on_hosts(contents)
@@ -286,6 +351,10 @@ class WeightGathering:
         everyone = [value] * dist.get_world_size()
         dist.all_gather_object(everyone, value, group=self._agreement)
         return everyone
+
+
+def _sent_dtype(weight: Weight) -> torch.dtype:
+    return torch.uint8 if isinstance(weight, QuantizedWeight) else weight.dtype
 
 
 @dataclass(frozen=True)
@@ -356,11 +425,14 @@ class GatheredWeights(Iterator[NamedTensor]):
         gathering: WeightGathering,
         plan: _GatheringPlan,
         buffer: torch.Tensor,
+        *,
         transposed: bool,
+        packed: bool,
     ) -> None:
         self._gathering = gathering
         self._receivers = plan.receivers
         self._buffer = buffer
+        self._packed = packed
         self._is_receiver = dist.get_rank() in plan.receivers
 
         # Shared by what assembles tensors and by ``finish``, which only exchanges messages.
@@ -368,7 +440,9 @@ class GatheredWeights(Iterator[NamedTensor]):
         self.failure: Exception | None = None
         """What kept this rank from reading its own weights. The others got nonsense instead, so
         whoever runs this must look at it when all messages are through."""
-        self._assembled = stack_experts(gathering.config, self._received_parts(), transposed)
+        self._assembled = stack_experts(
+            gathering.config, self._received_parts(), transposed=transposed and not packed
+        )
 
     @torch.no_grad()
     def __next__(self) -> NamedTensor:
@@ -402,10 +476,22 @@ class GatheredWeights(Iterator[NamedTensor]):
             for shard in arrived:
                 shards.append(self._gathering.read(mapping.name) if shard is None else shard)
             full = mapping.unshard(shards)
+            if self._gathering.is_packed(mapping):
+                yield mapping, self._expert_parts(mapping, full)
+                continue
+
             # The next parameter overwrites the buffer. Experts are copied into their stack at once.
             if mapping.expert is None and _shares_memory(full, self._buffer):
                 full = full.clone()
             yield mapping, mapping.named_parts(full)
+
+    def _expert_parts(
+        self, mapping: ParameterMapping, joined: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return the parts of an expert's matrix that came as MXFP4, as they are wanted."""
+        if self._packed:
+            return packed_parts(mapping, *split(joined))
+        return mapping.named_parts(self._gathering.unpacked(joined))
 
     def _exchange(self, step: _GatheringStep) -> list[torch.Tensor | None]:
         """Send or receive the shards of one parameter. Returns them, None for those that every

@@ -10,7 +10,7 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.names import NamedTensor, ParameterMapping, hf_tensors, parameter_mappings
 from converters.torch_dist_files import Shape, TorchDistReader
-from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE
+from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE, QUANTIZATION_FILE
 from megatron_gptoss.config import ModelConfig
 
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
@@ -59,6 +59,11 @@ class MegatronCheckpoint:
         """Return the place of a parameter's values; None if they are not in one piece."""
         key = mapping.checkpoint_key
         return self._reader.tensor_range(key, mapping.checkpoint_index, mapping.shape)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether experts were trained through MXFP4: their values are those after rounding."""
+        return (self.path / QUANTIZATION_FILE).exists()
 
     def check_places(self) -> None:
         """Check that everything lies within its file; see TorchDistReader."""

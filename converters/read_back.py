@@ -33,6 +33,7 @@ from converters.hf_layouts import is_expert_matrix
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_definition import defined_values, nearest, some_rows
 from converters.mxfp4_export import quantize
+from converters.mxfp4_tensors import stored_names
 from converters.names import ParameterMapping, parameter_mappings
 from converters.new_directory import final_name
 from converters.pipeline import Progress, ordered_map
@@ -278,7 +279,7 @@ def check_weights(
     """Compare an unfinished Hugging Face directory with the weights that it was written from.
 
     Args:
-        weights: by Hugging Face name.
+        weights: by Hugging Face name; experts that were written as MXFP4 as blocks and scales.
         partial: the directory, which has not got its name yet.
         check: what to compare.
         progress: told how far it is.
@@ -292,12 +293,13 @@ def check_weights(
         for name in mapping.hf_names:
             where = _Location(mapping, final_name(partial), written.file_of(name))
             with where.named_in_errors():
-                part = written.get(name, mapping.expert)
+                parts = _stored_parts(written, name, mapping.expert)
 
-            expected = weights[name]
-            if mapping.expert is not None:
-                expected = expected[mapping.expert]
-            where.require_same(name, part, expected)
+            for stored_name, part in parts.items():
+                expected = weights[stored_name]
+                if mapping.expert is not None:
+                    expected = expected[mapping.expert]
+                where.require_same(stored_name, part, expected)
 
     return _compare_selected(
         compare,
@@ -307,6 +309,14 @@ def check_weights(
         selection=select_parameters("weights", written.config, check),
         progress=progress,
     )
+
+
+def _stored_parts(written: HfDirectory, name: str, expert: int | None) -> dict[str, torch.Tensor]:
+    """Read a tensor, or one expert's slice of it: by its name, or blocks and scales by theirs."""
+    packed = written.read_mxfp4(name, expert)
+    if packed is None:
+        return {name: written.get(name, expert)}
+    return dict(zip(stored_names(name), packed, strict=True))
 
 
 # -- comparing ---------------------------------------------------------------------------------

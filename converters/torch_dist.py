@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 import torch
 
 from converters.bits import FileRange
+from converters.errors import ConversionError
 from converters.hf_directory import (
     HfDirectory,
     tokenizer_and_generation,
@@ -167,7 +168,8 @@ def export_checkpoint(
         hf_dir: the directory to write; does not exist after an error.
         dtype: of the weights. With "mxfp4", only the experts' matrices are quantized.
         reference: another Hugging Face directory, whose tokenizer files and generation settings are
-            copied. To "mxfp4", its scales are kept wherever they still fit.
+            copied. To "mxfp4", its scales are kept wherever they still fit, unless experts were trained
+            through MXFP4: these have bytes of their own.
         max_shard_bytes: of a file.
         progress: told how far writing is.
         check: what is read back and compared (``read_back``).
@@ -178,6 +180,11 @@ def export_checkpoint(
     """
     checkpoint = MegatronCheckpoint(megatron_dir)
     quantized = dtype == "mxfp4"
+    if checkpoint.is_quantized and not quantized:
+        raise ConversionError(
+            f"{megatron_dir}: its experts were trained through MXFP4, and {dtype} would write them as "
+            "they are before rounding, another model than the one that was trained: use --format mxfp4"
+        )
     # Refuses widths that do not fit MXFP4, before anything is written.
     written_shapes(checkpoint.config, quantized)
 
@@ -221,8 +228,11 @@ def _read_reference(
         return _Reference()
 
     tokenizer_files, generation_config = tokenizer_and_generation(path)
+    # Kept scales would give other bytes than those that were trained and sampled.
+    if not quantized or checkpoint.is_quantized:
+        return _Reference(tokenizer_files, generation_config)
     # A directory with nothing but a tokenizer is a reference, too.
-    if not quantized or not (Path(path) / "config.json").exists():
+    if not (Path(path) / "config.json").exists():
         return _Reference(tokenizer_files, generation_config)
 
     original = HfDirectory(path)

@@ -68,6 +68,7 @@ def predict_update(inputs: MemoryInputs) -> UpdatePrediction:
         lengths,
         micro_batches,
         adapter=inputs.adapter,
+        quantization=inputs.quantization,
     )
     gpu_seconds = step.total * parallel.world_size
     tokens = sum(lengths) * micro_batches * parallel.data

@@ -42,6 +42,8 @@ _HF_OPTIONAL = ("swiglu_limit", "rms_norm_eps", "rope_theta", "max_length", "ini
 
 AdapterTarget = Literal["q", "k", "v", "o", "experts", "router", "embedding", "head"]
 """Weights that can have adapters: of every layer, and the embedding and the output layer."""
+Quantization = Literal["mxfp4"]
+"""Formats that experts are trained through."""
 
 
 class ModelConfig(StrictModel):
@@ -539,15 +541,38 @@ class ParallelConfig(StrictModel):
         if adapter is None:
             raise ValueError(
                 f"parallel.base {self.base} needs an adapter: weights in four bits are frozen, and "
-                "without an adapter all weights are trained"
+                "without an adapter all weights are trained (quantization: mxfp4 trains them through "
+                "four bits)"
             )
-        for name in ("hidden_size", "intermediate_size"):
-            size = getattr(model, name)
-            if size % 32:
-                raise ValueError(
-                    f"parallel.base {self.base} needs {name} ({size}) to be a multiple of 32, the "
-                    "values that share a scale"
-                )
+        check_blocks("parallel.base", self.base, model)
+
+
+def check_quantization(
+    quantization: Quantization | None, model: ModelConfig, adapter: AdapterConfig | None
+) -> None:
+    """Raise ValueError naming the key that keeps experts from being trained through four bits."""
+    if quantization is None:
+        return
+    if adapter is not None:
+        raise ValueError(
+            f"quantization {quantization} trains all weights, and adapter freezes them: an expert "
+            "merged with its adapter is no value that four bits hold. Leave one of them out; "
+            "parallel.base mxfp4 is for a frozen base in four bits"
+        )
+    check_blocks("quantization", quantization, model)
+
+
+def check_blocks(key: str, quantization: Quantization | None, model: ModelConfig) -> None:
+    """Raise ValueError if a ``key`` that asks for MXFP4 does not suit the widths of ``model``."""
+    if quantization is None:
+        return
+    for name in ("hidden_size", "intermediate_size"):
+        size = getattr(model, name)
+        if size % 32:
+            raise ValueError(
+                f"{key} {quantization} needs {name} ({size}) to be a multiple of 32, the values "
+                "that share a scale"
+            )
 
 
 def _check_divides(key: str, size: int, name: str, count: int) -> None:

@@ -8,7 +8,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
+from megatron_gptoss.config import (
+    AdapterConfig,
+    ModelConfig,
+    ParallelConfig,
+    Quantization,
+    check_quantization,
+)
 from megatron_gptoss.layers.adapted_vocabulary import adapt_vocabulary
 from megatron_gptoss.layers.adapters import freeze_base
 from megatron_gptoss.layers.cpu_block import cpu_block_spec
@@ -27,14 +33,15 @@ def build_model(
     parallel: ParallelConfig,
     dtype: torch.dtype = torch.float32,
     adapter: AdapterConfig | None = None,
+    quantization: Quantization | None = None,
     **overrides: Any,
 ) -> torch.nn.Module:
     """Build this rank's share of GPT-OSS with uninitialised weights, on its GPU or else the CPU.
 
     ``distributed.initialize`` must have run. All parameters have ``dtype`` but the routers'
     biases, which are fp32 at least. With an ``adapter`` everything else is frozen;
-    ``initialize_adapters`` gives adapters their values. ``overrides`` replace fields of the
-    TransformerConfig.
+    ``initialize_adapters`` gives adapters their values. With ``quantization`` the experts are trained
+    through that format. ``overrides`` replace fields of the TransformerConfig.
 
     Returns:
         A GPTModel, or with ``parallel.virtual_pipeline`` above 1 a ModuleList of so many: the
@@ -43,10 +50,11 @@ def build_model(
         [1, tokens, vocab_size / tensor].
 
     Raises:
-        ValueError: when layout or adapters are impossible for the model.
+        ValueError: when layout, adapters or quantization are impossible for the model.
         MissingPackageError: when Transformer Engine or DeepEP is needed and missing.
     """
     parallel.check_layout(model, adapter)
+    check_quantization(quantization, model, adapter)
     if adapter is not None:
         adapter.check_ranks(model)
 
@@ -56,6 +64,7 @@ def build_model(
         dtype,
         perform_initialization=False,
         adapter=adapter,
+        quantization=quantization,
         **overrides,
     )
     with warnings.catch_warnings():

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig, Quantization
 from megatron_gptoss.user_error import UserError
 
 
@@ -44,6 +44,8 @@ class GptOssTransformerConfig(TransformerConfig):
     """What is trained; None: all parameters."""
     base: Literal["bf16", "mxfp4"] = "bf16"
     """How experts' frozen weights are held."""
+    quantization: Quantization | None = None
+    """What experts are trained through; None for their weights as they are."""
 
     # Faults on purpose, for ablations.
     router_noise: float = 0.0

@@ -1,7 +1,8 @@
 """The weights of a model as the outside sees them: to be loaded, and to be read as they multiply.
 
-With adapters the two differ: what is loaded is the frozen base, what engines and exports get is the
-base merged with its adapter.
+The two differ with adapters, where what is loaded is the frozen base and what engines and exports get
+is the base merged with its adapter, and for experts that are trained through MXFP4, where these get
+the rounded values.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron_gptoss.layers.adapted_linears import AdaptedLinear
 from megatron_gptoss.layers.adapters import LowRank
 from megatron_gptoss.layers.packed_weight import PackedWeight
+from megatron_gptoss.layers.quantized_experts import QuantizedExpertLinear
 
 
 class Weight(Protocol):
@@ -57,6 +59,32 @@ class ParameterWeight:
 
 
 @dataclass(frozen=True)
+class QuantizedWeight:
+    """The weight of an expert that is trained through MXFP4."""
+
+    layer: QuantizedExpertLinear
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.layer.weight.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer.weight.dtype
+
+    @torch.no_grad()
+    def load(self, tensor: Tensor) -> None:
+        self.layer.weight.copy_(tensor)
+
+    def read(self) -> Tensor:
+        return self.layer.quantized_weight()
+
+    def read_packed(self) -> tuple[Tensor, Tensor]:
+        """Return ``read`` as MXFP4: blocks [out, in / 32, 16] and scales [out, in / 32]."""
+        return self.layer.packed_weight()
+
+
+@dataclass(frozen=True)
 class AdaptedWeight:
     """The weight of a layer whose base is frozen: merged, or dequantised, whenever it is read."""
 
@@ -91,7 +119,12 @@ def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, Weight]]:
             continue
         if isinstance(module, AdaptedLinear):
             yield f"{prefix}.weight", AdaptedWeight(module)
+        if isinstance(module, QuantizedExpertLinear):
+            yield f"{prefix}.weight", QuantizedWeight(module)
 
         for name, parameter in module.named_parameters(recurse=False):
-            if not (isinstance(module, AdaptedLinear) and name == "weight"):
+            is_named = name == "weight" and isinstance(
+                module, AdaptedLinear | QuantizedExpertLinear
+            )
+            if not is_named:
                 yield f"{prefix}.{name}", ParameterWeight(parameter)

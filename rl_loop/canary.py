@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from converters.mxfp4_tensors import Digests, first_difference
 from megatron_gptoss.samples import Sample, TrainingSamples
 from megatron_gptoss.user_error import UserError
 
@@ -22,6 +23,18 @@ TEMPERATURE = 1.0
 
 class CanaryError(UserError, RuntimeError):
     """Engine and trainer disagree right after a weight sync."""
+
+
+class PackedTrainer(Protocol):
+    """Knows the bits of its quantized experts: a TrainerGroup."""
+
+    def packed_digests(self) -> Digests: ...
+
+
+class PackedEngines(Protocol):
+    """Know those that they hold: a RolloutPool."""
+
+    def packed_digests(self) -> list[Digests]: ...
 
 
 class ScoringTrainer(Protocol):
@@ -74,3 +87,28 @@ def check_canary(
                 "the same model. Nothing was trained on this version; the last checkpoint is good."
             )
     return worst
+
+
+def check_packed_experts(trainer: PackedTrainer, engines: PackedEngines, version: int) -> Digests:
+    """Check that every engine holds the bits of the trainer's quantized experts.
+
+    Returns:
+        Their digests; none if the engines hold another form of them, whose values alone count.
+
+    Raises:
+        CanaryError: naming the first matrix that differs.
+    """
+    held = engines.packed_digests()
+    if not held:
+        return {}
+
+    expected = trainer.packed_digests()
+    for worker, found in enumerate(held):
+        name = first_difference(expected, found)
+        if name is not None:
+            raise CanaryError(
+                f"after syncing weights {version}, rollout worker {worker} holds other bits of {name} "
+                f"({found.get(name, 'none')}) than the trainer ({expected.get(name, 'none')}). Nothing was "
+                "trained on this version; the last checkpoint is good."
+            )
+    return expected

@@ -12,10 +12,11 @@ import torch
 
 from converters.adapter_checkpoint import export_adapter
 from converters.errors import ConversionError
-from converters.hf_directory import tokenizer_and_generation, write_hf_directory
+from converters.hf_directory import HfDirectory, tokenizer_and_generation, write_hf_directory
+from converters.mxfp4_tensors import Digests, directory_digests, first_difference
 from converters.read_back import check_weights
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config import ModelConfig, Quantization
 from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.harmony.codec import Harmony
 from rl_loop.tasks.source import TaskSource
@@ -31,6 +32,10 @@ class Trainer(Protocol):
     """Has the policy: a TrainerGroup."""
 
     def weights(self) -> dict[str, torch.Tensor]: ...
+
+    def packed_weights(self) -> dict[str, torch.Tensor]: ...
+
+    def packed_digests(self) -> Digests: ...
 
     def greedy_tokens(self, samples: TrainingSamples) -> np.ndarray: ...
 
@@ -52,13 +57,15 @@ def export_policy(
     directory: Path,
     *,
     tokenizer_source: Path | None = None,
+    quantization: Quantization | None = None,
 ) -> None:
     """Write the trainer's weights, config.json, tokenizer and generation settings to
     ``directory``.
 
     ``tokenizer_source``: a Hugging Face directory whose tokenizer is taken if the vocabulary is
-    not our own. A sample of what is on the disk is compared with the trainer's weights; raises
-    ConversionError naming the tensor that differs."""
+    not our own. ``quantization``: experts are written in it, the bits that were trained. A sample of
+    what is on the disk is compared with the trainer's weights; raises ConversionError naming the
+    tensor that differs."""
     with tempfile.TemporaryDirectory() as scratch:
         files = harmony.vocabulary.save(Path(scratch))
         if (
@@ -68,7 +75,8 @@ def export_policy(
         ):
             files, _ = tokenizer_and_generation(tokenizer_source)
         # Gathered once: what is written and what it is compared with are the same tensors.
-        weights = trainer.weights()
+        is_quantized = quantization is not None
+        weights = trainer.packed_weights() if is_quantized else trainer.weights()
         write_hf_directory(
             directory,
             model,
@@ -76,8 +84,29 @@ def export_policy(
             tokenizer_files=files,
             eos_token_ids=harmony.stop_token_ids,
             overwrite=True,
+            quantized=is_quantized,
             check=lambda partial: check_weights(weights, partial, "sample"),
         )
+
+
+def check_exported_bits(trainer: Trainer, sampled: Digests, directory: Path) -> int:
+    """Check that a directory holds the bits of the trainer's quantized experts, and of those that
+    engines sampled from last (none if they held another form of them).
+
+    Returns how many matrices were compared. Raises ConversionError naming the first that differs.
+    """
+    exported = directory_digests(HfDirectory(directory))
+    sides = {"the trainer": trainer.packed_digests()}
+    if sampled:
+        sides["the engines"] = sampled
+    for side, digests in sides.items():
+        name = first_difference(digests, exported)
+        if name is not None:
+            raise ConversionError(
+                f"{directory}: {name} holds other bits ({exported.get(name, 'none')}) than {side} "
+                f"({digests.get(name, 'none')})"
+            )
+    return len(exported)
 
 
 def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None) -> None:
@@ -103,7 +132,11 @@ def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None
 
 
 def greedy_agreement(
-    trainer: Trainer, tasks: TaskSource, directory: Path, dtype: str
+    trainer: Trainer,
+    tasks: TaskSource,
+    directory: Path,
+    dtype: str,
+    quantization: Quantization | None = None,
 ) -> GreedyAgreement:
     """Compare greedy answers of the export in ``directory`` with the trainer's on held-out
     prompts.
@@ -111,7 +144,8 @@ def greedy_agreement(
     transformers decodes. The trainer then says of every position which token it would have chosen:
     by induction its own greedy answer is the same exactly if these are all equal."""
     prompts = [tasks.prompt_ids(task) for task in tasks.held_out()[:COMPARED_PROMPTS]]
-    samples = _decode_greedily(directory, dtype, prompts, list(tasks.harmony.stop_token_ids))
+    model = _load_with_transformers(directory, dtype, quantization)
+    samples = _decode_greedily(model, prompts, list(tasks.harmony.stop_token_ids))
 
     # Only answers are compared: what the policy would have put in place of a prompt says nothing.
     differs = (trainer.greedy_tokens(samples) != samples.token_ids) & samples.loss_mask
@@ -119,17 +153,26 @@ def greedy_agreement(
     return GreedyAgreement(equal=equal, compared=len(samples))
 
 
-def _decode_greedily(
-    directory: Path, dtype: str, prompts: list[list[int]], stops: list[int]
-) -> TrainingSamples:
-    """Return prompts with the export's answers; the mask is 1 on the answers."""
+def _load_with_transformers(directory: Path, dtype: str, quantization: Quantization | None) -> Any:
+    """Load an export; experts in MXFP4 as the values that they stand for."""
     from transformers import GptOssForCausalLM
     from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.quantization_config import Mxfp4Config
 
     disable_progress_bar()  # it would write into the run's own display
+    options: dict[str, Any] = {}
+    if quantization is not None:
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    torch_dtype = getattr(torch, dtype)
     model: Any = GptOssForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype), attn_implementation="eager"
+        directory, dtype=torch_dtype, attn_implementation="eager", **options
     )
+    # transformers dequantizes to bf16, which holds the values exactly.
+    return model.to(torch_dtype)
+
+
+def _decode_greedily(model: Any, prompts: list[list[int]], stops: list[int]) -> TrainingSamples:
+    """Return prompts with the answers of an export; the mask is 1 on the answers."""
     samples = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

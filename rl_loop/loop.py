@@ -17,9 +17,11 @@ from typing import Protocol
 
 import numpy as np
 
+from converters.mxfp4_tensors import Digests
+from megatron_gptoss.config import Quantization
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.canary import check_canary
+from rl_loop.canary import check_canary, check_packed_experts
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch, TokenEstimates
@@ -49,6 +51,8 @@ class Trainer(WeightSource, Protocol):
 
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates: ...
 
+    def packed_digests(self) -> Digests: ...
+
     def enter_phase(self, phase: str) -> None: ...
 
 
@@ -58,6 +62,8 @@ class Rollouts(Protocol):
     def sync_weights(self, source: WeightSource, version: int) -> None: ...
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]: ...
+
+    def packed_digests(self) -> list[Digests]: ...
 
     def compare_weights(self) -> None: ...
 
@@ -100,6 +106,8 @@ class LoopSettings:
     """Advantages and the policy loss."""
     rollout: RolloutConfig
     """How episodes are sampled."""
+    quantization: Quantization | None = None
+    """What experts are trained through, and sampled from."""
 
     def is_evaluated(self, step: int) -> bool:
         return step % self.evaluate_every == 0
@@ -146,6 +154,8 @@ class RlLoop:
         self.recorder = recorder
         self.checkpointer = checkpointer
         self.state = checkpointer.state
+        self.sampled_bits: Digests = {}
+        """Of quantized experts: what engines held after the last sync."""
         self.held_out = held_out_requests(tasks, settings.rollout.evaluation_temperature)
         self.group_store = group_store
         self.collector = self._new_collector(abort_rollouts)
@@ -237,6 +247,10 @@ class RlLoop:
         """Bring the engines to the trainer's weights and make sure that both
         compute the same with them."""
         self.rollouts.sync_weights(self.trainer, version)
+        if self.settings.quantization is not None:
+            self.sampled_bits = check_packed_experts(self.trainer, self.rollouts, version)
+            compared = len(self.sampled_bits)
+            metrics.add("mismatch/packed_experts_compared", compared, "last")
         gap = check_canary(
             self.trainer,
             self.rollouts,

@@ -103,7 +103,7 @@ def run_rl(
         session.rollouts.close()  # the export needs the memory
 
         _export(config, session)
-        agreement = _compare_export(config, session)
+        agreement = _compare_export(config, session, loop.sampled_bits)
         seconds = session.checkpointer.seconds + _seconds_of_initial_run(config)
         session.run.write_summary(
             **_summary(session.run, config.training.steps, evaluation),
@@ -191,6 +191,7 @@ def _export(config: RunConfig, session: Session) -> None:
         config.model,
         session.run.export,
         tokenizer_source=config.initial_weights,
+        quantization=config.quantization,
     )
     if config.adapter is not None:
         export_trained_adapter(
@@ -198,13 +199,28 @@ def _export(config: RunConfig, session: Session) -> None:
         )
 
 
-def _compare_export(config: RlConfig, session: Session) -> dict[str, int]:
+def _compare_export(
+    config: RlConfig, session: Session, sampled_bits: dict[str, str]
+) -> dict[str, int]:
     """Compare the Hugging Face checkpoint with the trainer. Returns what the summary says of
-    that."""
-    from rl_loop.export import greedy_agreement
+    that.
 
-    agreement = greedy_agreement(session.trainer, session.tasks, session.run.export, config.dtype)
-    return {"greedy_answers_equal": agreement.equal, "greedy_answers_compared": agreement.compared}
+    ``sampled_bits``: digests of the quantized experts that engines held last."""
+    from rl_loop.export import check_exported_bits, greedy_agreement
+
+    compared = {}
+    if config.quantization is not None:
+        count = check_exported_bits(session.trainer, sampled_bits, session.run.export)
+        compared["packed_experts_equal"] = count
+
+    agreement = greedy_agreement(
+        session.trainer, session.tasks, session.run.export, config.dtype, config.quantization
+    )
+    return {
+        **compared,
+        "greedy_answers_equal": agreement.equal,
+        "greedy_answers_compared": agreement.compared,
+    }
 
 
 def _summary(run: RunDirectory, steps: int, evaluation: StepMetrics) -> dict[str, Any]:

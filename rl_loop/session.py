@@ -265,6 +265,7 @@ def build_rollouts(config: RunConfig) -> "RolloutPool":
         seed=config.seed,
         directory=config.directory.absolute() / "engine",
         routed_experts=config.rollout.routed_experts,
+        quantization=config.quantization,
     )
     return RolloutPool(
         build_backend(config.rollout.engine, context),
@@ -312,6 +313,7 @@ def trainer_settings(config: RunConfig) -> "TrainerSettings":
         initial_weights=config.initial_weights,
         adapter=config.adapter,
         initial_adapter=config.initial_adapter,
+        quantization=config.quantization,
         optimizer=config.optimizer,
         algorithm=config.algorithm if isinstance(config, RlConfig) else AlgorithmConfig(),
         training=config.training,
@@ -335,6 +337,7 @@ def loop_settings(config: RlConfig) -> "LoopSettings":
         canary_tolerance=config.canary_tolerance or TOLERANCES[config.dtype],
         algorithm=config.algorithm,
         rollout=config.rollout,
+        quantization=config.quantization,
     )
 
 

@@ -18,6 +18,9 @@ TAKES_ADDRESSES = {
     "converters/live.py:_shares_memory",
     # Compares where the tensors of a list lie, which the caller holds.
     "megatron_gptoss/layers/adapted_grouped_experts.py:_as_stack",
+    # The caller holds the tensors until the kernel is launched; memory that is freed later is used again in the order
+    # of the stream.
+    "kernels/gptoss_kernels/mxfp4/gpu.py:launch_fake_quantize",
     # Looks only at the alignment.
     "kernels/gptoss_kernels/sink_attention/window.py:_dense",
 }

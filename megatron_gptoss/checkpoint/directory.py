@@ -3,6 +3,7 @@
     ROOT/step_000120/                      torch_dist: model and optimizer, for any layout
     ROOT/step_000120/gptoss_config.json    the ModelConfig
     ROOT/step_000120/adapter.json          of adapters: their settings, and which base they change
+    ROOT/step_000120/quantization.json    of experts that are trained through another format: its name
     ROOT/step_000120/training_state.json   what the caller wants back: step, data position, ...
     ROOT/latest                            the name of the newest complete checkpoint
 
@@ -29,6 +30,8 @@ from megatron_gptoss.durable_files import sync_names
 MODEL_CONFIG_FILE = "gptoss_config.json"
 ADAPTER_FILE = "adapter.json"
 """Only a checkpoint of adapters has it; any other holds a whole model."""
+QUANTIZATION_FILE = "quantization.json"
+"""Only a checkpoint has it whose experts multiply rounded: it holds them unrounded."""
 TRAINING_STATE_FILE = "training_state.json"
 """Written last, so that a directory without it is not complete."""
 LATEST_FILE = "latest"

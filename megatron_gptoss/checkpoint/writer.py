@@ -18,6 +18,7 @@ from megatron_gptoss.checkpoint.directory import (
     ADAPTER_FILE,
     MODEL_CONFIG_FILE,
     PARTIAL_SUFFIX,
+    QUANTIZATION_FILE,
     TRAINING_STATE_FILE,
     clean_up_after_crash,
     publish,
@@ -32,7 +33,7 @@ from megatron_gptoss.checkpoint.state import (
     has_adapters,
     trainer_state,
 )
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config import ModelConfig, Quantization
 from megatron_gptoss.durable_files import sync_directory
 from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.trainer import PolicyTrainer
@@ -69,6 +70,7 @@ class CheckpointWriter:
             partial=final.with_name(final.name + PARTIAL_SUFFIX),
             final=final,
             model_config=trainer.chunks[0].config.gptoss,
+            quantization=trainer.chunks[0].config.quantization,
             adapters=describe_adapters(trainer.module) if has_adapters(trainer.module) else None,
             training_state=training_state,
         )
@@ -114,6 +116,8 @@ class _PendingSave:
     final: Path
     """Its name when it is complete."""
     model_config: ModelConfig
+    quantization: Quantization | None
+    """What the experts are trained through."""
     adapters: dict[str, Any] | None
     """What ``describe_adapters`` says; None for a whole model."""
     training_state: dict[str, Any]
@@ -172,6 +176,9 @@ class _PendingSave:
             if dist.get_rank() == 0:
                 model_config = self.model_config.model_dump_json(indent=1)
                 (self.partial / MODEL_CONFIG_FILE).write_text(model_config)
+                if self.quantization is not None:
+                    content = json.dumps({"format": self.quantization})
+                    (self.partial / QUANTIZATION_FILE).write_text(content)
                 if self.adapters is not None:
                     (self.partial / ADAPTER_FILE).write_text(json.dumps(self.adapters, indent=1))
                 (self.partial / TRAINING_STATE_FILE).write_text(json.dumps(self.training_state))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_gptoss.layers.adapted_experts import AdaptedExpertLinear, AdaptedExperts
 from megatron_gptoss.layers.adapters import LowRank
-from megatron_gptoss.layers.experts import run_experts
 from megatron_gptoss.layers.grouped_products import (
     multiply_by_transposed_weights,
     multiply_by_weights,
@@ -22,9 +21,10 @@ from megatron_gptoss.layers.grouped_products import (
 from megatron_gptoss.layers.merge import merge, merge_packed
 from megatron_gptoss.layers.packed_weight import PackedWeight
 from megatron_gptoss.layers.shared_memory import Loan, shared_memory
+from megatron_gptoss.layers.stacked_experts import StackedExperts
 
 
-class AdaptedGroupedExperts(AdaptedExperts):
+class AdaptedGroupedExperts(AdaptedExperts, StackedExperts):
     """All experts of this rank, with merged weights.
 
     Modules and parameters are those of AdaptedExperts, so that checkpoints and converters know one
@@ -36,42 +36,9 @@ class AdaptedGroupedExperts(AdaptedExperts):
         self.gate_up = self._stack("gate_up")
         self.down = self._stack("down")
 
-        self.activation_recompute = (
-            self.config.recompute_granularity == "selective"
-            and "moe_act" in self.config.recompute_modules
-        )
-
     def _stack(self, target: str) -> "ExpertStack":
         adapters: dict[str, Any] = dict(self.adapters.items())
         return ExpertStack(target, self.linears(target), adapters.get(target))
-
-    def forward(
-        self,
-        permuted_local_hidden_states: Tensor,
-        tokens_per_expert: Tensor,
-        permuted_probs: Tensor,
-    ) -> tuple[Tensor, None]:
-        """Run every expert on its rows and weigh the results.
-
-        Args:
-            permuted_local_hidden_states: [rows, hidden_size], sorted by expert.
-            tokens_per_expert: rows of each local expert.
-            permuted_probs: [rows], the gate value of each row.
-
-        Returns:
-            [rows, hidden_size], and None for the bias, which is added already.
-        """
-        row_counts: list[int] = tokens_per_expert.tolist()
-        output = run_experts(
-            permuted_local_hidden_states,
-            permuted_probs,
-            row_counts,
-            gate_up=lambda x: self.gate_up.multiply(x, row_counts, with_bias=True),
-            down=lambda x: (self.down.multiply(x, row_counts), self.down.biases()),
-            limit=self.config.activation_func_clamp_value,
-            recompute=self.activation_recompute,
-        )
-        return output, None
 
 
 class ExpertStack:

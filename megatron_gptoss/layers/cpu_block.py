@@ -35,6 +35,7 @@ from megatron_gptoss.layers.adapted_linears import (
     choose_router,
 )
 from megatron_gptoss.layers.attention import SinkAttention
+from megatron_gptoss.layers.quantized_experts import QUANTIZED_EXPERT_LINEARS, QuantizedExperts
 from megatron_gptoss.step_clock import TimedMoELayer
 from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
 
@@ -150,6 +151,9 @@ def cpu_block_spec(config: GptOssTransformerConfig, stage: int) -> TransformerBl
 
 def _experts(config: GptOssTransformerConfig) -> partial[SequentialMLP]:
     """Choose the class of all experts and those of an expert's two matrices."""
+    if config.quantization == "mxfp4":
+        return partial(QuantizedExperts, submodules=QUANTIZED_EXPERT_LINEARS)
+
     if has_adapted_experts(config):
         # One expert after the other takes the memory of one merged matrix; grouped is what GPUs do.
         grouped = config.moe_grouped_gemm

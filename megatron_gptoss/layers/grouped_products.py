@@ -104,6 +104,43 @@ def outer_products(left: Tensor, right: Tensor, row_counts: Sequence[int]) -> Te
     return products
 
 
+def add_outer_products(
+    left: Tensor,
+    right: Tensor,
+    row_counts: Sequence[int],
+    sums: Sequence[Any],
+) -> None:
+    """Add the products of ``outer_products`` to tensors that lie anywhere, of any wider dtype.
+
+    On GPUs the product adds by itself, as the weight gradients of Transformer Engine do.
+
+    Args:
+        left: [rows, m], contiguous, sorted by expert.
+        right: [rows, n], likewise.
+        row_counts: rows of each expert.
+        sums: a tensor [m, n] for each expert.
+    """
+    if _is_grouped(left):
+        from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
+
+        general_grouped_gemm(
+            list(right.split(list(row_counts))),
+            list(left.split(list(row_counts))),
+            list(sums),
+            [None] * len(sums),
+            left.dtype,
+            layout="NT",
+            m_splits=list(row_counts),
+            grad=True,
+            accumulate=True,
+            use_split_accumulator=True,
+        )
+        return
+
+    for rows, total in zip(_spans(row_counts), sums, strict=True):
+        total += left[rows].t() @ right[rows]
+
+
 def _is_grouped(x: Tensor) -> bool:
     """Return whether all experts are one call."""
     return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0

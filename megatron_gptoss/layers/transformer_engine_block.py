@@ -32,6 +32,7 @@ from megatron_gptoss.layers.adapted_linears import (
 )
 from megatron_gptoss.layers.attention import SinkAttention
 from megatron_gptoss.layers.experts import GptOssGroupedMLP
+from megatron_gptoss.layers.quantized_experts import QUANTIZED_EXPERT_LINEARS, QuantizedExperts
 from megatron_gptoss.step_clock import TimedMoELayer
 from megatron_gptoss.transformer_config import GptOssTransformerConfig, MissingPackageError
 
@@ -89,7 +90,9 @@ def _moe_submodules(
     submodules: TransformerLayerSubmodules,
 ) -> MoESubmodules:
     """Choose the classes of experts and router; ``submodules`` are Megatron's."""
-    if has_adapted_experts(config):
+    if config.quantization == "mxfp4":
+        experts = partial(QuantizedExperts, submodules=QUANTIZED_EXPERT_LINEARS)
+    elif has_adapted_experts(config):
         experts = partial(AdaptedGroupedExperts, submodules=ADAPTED_EXPERT_LINEARS)
     else:
         # Megatron's helper hides the grouped linears in nested partials.

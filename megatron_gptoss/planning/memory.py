@@ -314,8 +314,8 @@ def _trained_parameters(inputs: MemoryInputs, stage: int) -> tuple[float, float]
 
 
 def merged_weight_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Return the bytes of the memory in which the experts of a rank are dequantized and merged. All
-    layers share it; gate and up projections, and down projections, have a part each."""
+    """Return the bytes of the memory in which the experts of a rank are dequantized and merged, or
+    rounded to MXFP4. All layers share it; gate and up projections, and down projections, have a part each."""
     experts = model.num_experts / parallel.expert
     return 2 * experts * 3 * model.intermediate_size * model.hidden_size
 
@@ -496,10 +496,10 @@ def _trained_models(inputs: MemoryInputs, stage: int) -> Iterator[_TrainedModel]
 
 
 def _weight_memory(inputs: MemoryInputs, stage: int) -> float:
-    """Return the weights of all models, and the memory that merged ones share."""
+    """Return the weights of all models, and the memory that merged or rounded ones share."""
     # Every auxiliary model has the policy's architecture, layout and adapters.
     weights = _model_weights(inputs, stage) * (1 + len(inputs.auxiliary_models))
-    if inputs.adapter is not None:
+    if inputs.adapter is not None or inputs.quantization is not None:
         weights += merged_weight_bytes(inputs.model, inputs.parallel)
 
     if stage == inputs.parallel.pipeline - 1:

@@ -206,6 +206,8 @@ def _summary(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
     text = f"memory per {hardware.gpu}, in bf16, {inputs.tokens} tokens per micro-batch"
     if inputs.adapter is not None:
         text += f", adapters of rank {inputs.adapter.rank} on a base in {inputs.parallel.base}"
+    if inputs.quantization is not None:
+        text += f", experts trained through {inputs.quantization}"
     for optimizer in inputs.auxiliary_models:
         text += ", with the critic" if optimizer else ", with the reference policy"
 

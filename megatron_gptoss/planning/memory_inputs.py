@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import (
+    AdapterConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Quantization,
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class MemoryInputs:
     time computes: a critic's optimizer, None for a reference policy, which has none."""
     adapter: AdapterConfig | None = None
     """What is trained of all models; None for all parameters."""
+    quantization: Quantization | None = None
+    """What the policy's experts are trained through; None for their weights as they are."""
     engine: EngineMemory | None = None
     """Of servers that share the trainer's GPUs."""
     micro_batches: float = math.inf

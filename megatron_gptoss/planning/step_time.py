@@ -6,7 +6,13 @@ docs/performance.md compares it with what was measured.
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import (
+    AdapterConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Quantization,
+)
 from megatron_gptoss.planning.flops import forward_flops, training_flops
 from megatron_gptoss.planning.memory import (
     EXPERT_LOAD,
@@ -67,7 +73,8 @@ class StepTime:
     optimizer: float
     """Its arithmetic, and moving offloaded state from host memory and back."""
     merging: float = 0.0
-    """With adapters: making merged weights, for the forward and again for the backward pass."""
+    """With adapters: making merged weights, with quantization: rounded ones, for the forward and
+    again for the backward pass."""
     adapters: float = 0.0
     """The gradients of their factors."""
 
@@ -83,11 +90,13 @@ def predict_step(
     lengths: Sequence[int],
     micro_batches: int,
     adapter: AdapterConfig | None = None,
+    quantization: Quantization | None = None,
 ) -> StepTime:
     """Predict the time of a bf16 training step on H200s, for layouts that nobody has run yet.
 
     Context parallelism is counted as free: its messages hide behind attention. Ranks are taken to
-    fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one.
+    fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one. Rounding
+    experts is taken to be bound by memory, which was not measured.
 
     Args:
         model: the architecture.
@@ -96,6 +105,7 @@ def predict_step(
         lengths: of the sequences in one micro-batch, before context parallelism shares them out.
         micro_batches: of each data-parallel rank.
         adapter: what is trained of it; None for all parameters.
+        quantization: what experts are trained through; None for their weights as they are.
     """
     stages = parallel.pipeline
     sharers = parallel.tensor * parallel.context
@@ -128,6 +138,8 @@ def predict_step(
     if adapter is not None:
         merging = _merging_seconds(model, parallel, adapter)
         factor_gradients = _factor_gradient_seconds(model, parallel, adapter, local_tokens)
+    elif quantization is not None:
+        merging = _rounding_seconds(model, parallel)
 
     return StepTime(
         arithmetic=arithmetic,
@@ -266,6 +278,14 @@ def _factor_gradient_seconds(
         rows = local_tokens * model.experts_per_token * expert_load(parallel)
         values += rows * (2 * model.hidden_size + 3 * model.intermediate_size)
     return 2 * 2 * values / MEMORY_BANDWIDTH
+
+
+def _rounding_seconds(model: ModelConfig, parallel: ParallelConfig) -> float:
+    """Return the time of one layer and micro-batch in which a rank's experts are read and written
+    as rounded bf16 weights, for the forward and again for the backward pass."""
+    experts = model.num_experts / parallel.expert
+    values = experts * 3 * model.hidden_size * model.intermediate_size
+    return 2 * values * (2 + 2) / MEMORY_BANDWIDTH
 
 
 def _data_parallel_seconds(

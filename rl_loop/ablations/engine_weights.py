@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from converters.mxfp4_tensors import fake_quantize_experts
 from megatron_gptoss.layers.attention import NO_SINK
 from rl_loop.config.training import AblationConfig
 from rl_loop.engines.backend import WeightSender, WeightSource
@@ -20,6 +21,10 @@ class FaultyWeights:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return engine_weights(self._source.weights(), self._ablation, self._seed)
+
+    def packed_weights(self) -> dict[str, torch.Tensor]:
+        # Of what is altered with quantization, the sinks, nothing is packed.
+        return engine_weights(self._source.packed_weights(), self._ablation, self._seed)
 
     def release_memory(self) -> None:
         self._source.release_memory()
@@ -37,7 +42,7 @@ def engine_faults(
     faults.
 
     ``seed``: of the noise, which is another one for every version."""
-    if ablation.engine_sinks and not ablation.engine_noise:
+    if not ablation.changes_engine_weights:
         return None
     return lambda source, version: FaultyWeights(source, ablation, seed + version)
 
@@ -60,4 +65,6 @@ def engine_weights(
             noise = torch.randn(tensor.shape, generator=generator).to(tensor)
             deviation = tensor.float().std(unbiased=False).item()
             altered[name] = tensor + ablation.engine_noise * deviation * noise
+    if ablation.engine_quantization is not None:
+        altered = fake_quantize_experts(altered)
     return altered

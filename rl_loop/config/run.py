@@ -12,7 +12,10 @@ from megatron_gptoss.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    Quantization,
     StrictModel,
+    check_blocks,
+    check_quantization,
 )
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
@@ -63,6 +66,10 @@ class RunConfig(StrictModel):
     initial_adapter: Path | None = None
     """Adapters to start from, on the base that they were trained on: the directory of a run, one of
     its checkpoints, or an adapter in PEFT's format; null for fresh ones, which change nothing."""
+    quantization: Quantization | None = None
+    """``mxfp4``: experts multiply with the MXFP4 values nearest to their weights, in the trainer and in
+    the engine, and the export holds them: the four bits that are trained are those that are sampled
+    and shipped (docs/quantization.md). null: weights as they are."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
     vocabulary: Literal["gptoss", "tiny"] = "gptoss"
@@ -105,6 +112,7 @@ class RunConfig(StrictModel):
             self.optimizer,
             row,
             adapter=self.adapter,
+            quantization=self.quantization,
             longest_sequence=longest,
         )
 
@@ -112,6 +120,8 @@ class RunConfig(StrictModel):
     def _check_layout(self) -> Self:
         # Found out here rather than by an engine or a rank, hours into a run.
         self.parallel.check_layout(self.model, self.adapter)
+        check_quantization(self.quantization, self.model, self.adapter)
+        check_blocks("ablation.engine_quantization", self.ablation.engine_quantization, self.model)
         self._check_adapter()
         self._check_lengths()
         self._check_engine()
@@ -149,16 +159,32 @@ class RunConfig(StrictModel):
 
     def _check_engine(self) -> None:
         engine, temperature = self.rollout.engine, self.rollout.temperature
-        has_engine_faults = not self.ablation.engine_sinks or self.ablation.engine_noise > 0
+        has_engine_faults = self.ablation.changes_engine_weights
         if has_engine_faults and not engine.takes_tensors:
             raise ValueError(
-                "ablation.engine_sinks and engine_noise alter tensors on their way to the engine, and engine "
-                f"{engine.type} takes them elsewhere: set rollout.engine.type=transformers"
+                "ablation.engine_sinks, engine_noise and engine_quantization alter tensors on their way to the engine, "
+                f"and engine {engine.type} takes them elsewhere: set rollout.engine.type=transformers"
             )
+        if self.quantization is not None:
+            self._check_engine_quantization()
         if self.rollout.purification and temperature != 1 and not engine.scores_at_any_temperature:
             raise ValueError(
                 f"rollout.purification scores at rollout.temperature ({temperature}), and engine {engine.type} scores "
                 "at temperature 1 only: set rollout.temperature=1 or rollout.engine.type=transformers"
+            )
+
+    def _check_engine_quantization(self) -> None:
+        """Nothing may take the place of the four bits that the trainer sends."""
+        ablation = self.ablation
+        if ablation.engine_quantization is not None:
+            raise ValueError(
+                f"ablation.engine_quantization ({ablation.engine_quantization}) is what quantization does in trainer "
+                "and engine: leave one of them out"
+            )
+        if ablation.engine_noise > 0:
+            raise ValueError(
+                f"ablation.engine_noise ({ablation.engine_noise:g}) cannot be added to experts in {self.quantization}: "
+                "leave quantization out"
             )
 
 

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from megatron_gptoss.config import ModelConfig, StrictModel
+from megatron_gptoss.config import ModelConfig, Quantization, StrictModel
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from megatron_gptoss.user_error import UserError
 
 if TYPE_CHECKING:
     import torch
 
+    from converters.mxfp4_tensors import Digests
     from rl_loop.engines.protocol import RolloutEngine
 
 
@@ -138,6 +139,11 @@ class WeightSource(Protocol):
         """Return all weights by Hugging Face name."""
         ...
 
+    def packed_weights(self) -> "dict[str, torch.Tensor]":
+        """Return the same with the experts' matrices in MXFP4, under the names of their blocks and
+        scales. Of a run with ``quantization``."""
+        ...
+
     def release_memory(self) -> None:
         """Give GPU memory back that is not in use, before engines on the same GPUs wake."""
         ...
@@ -156,6 +162,11 @@ class LoadedWeights:
 
     def weights(self) -> "dict[str, torch.Tensor]":
         return self._named
+
+    def packed_weights(self) -> "dict[str, torch.Tensor]":
+        from converters.mxfp4_tensors import pack_experts
+
+        return pack_experts(self._named)
 
     def release_memory(self) -> None:
         return None
@@ -180,6 +191,9 @@ class BackendContext:
     """Where the backend may keep files; all nodes see it."""
     routed_experts: bool = False
     """Whether requests ask which experts the engine chose for every token."""
+    quantization: Quantization | None = None
+    """What the trainer's experts are trained through. ``WeightSource.weights`` has the values of that
+    format, and ``packed_weights`` its bits: an engine may hold either."""
 
 
 class EngineWorkers(Protocol):
@@ -192,6 +206,10 @@ class EngineWorkers(Protocol):
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Call ``RolloutEngine.score`` in every worker."""
+        ...
+
+    def engine_digests(self) -> "list[Digests]":
+        """Call ``RolloutEngine.packed_digests`` in every worker."""
         ...
 
 
@@ -239,6 +257,11 @@ class RolloutBackend(ABC):
         """Raise an error that names a tensor which an engine holds otherwise than it was sent, if
         that can be told."""
         return None
+
+    def packed_digests(self) -> "list[Digests]":
+        """Return digests of the quantized experts that each engine holds; empty if engines hold
+        other forms of them, or cannot tell."""
+        return []
 
     def pause(self) -> None:
         """Make room for the trainer until the next ``sync_weights``: nothing is generated, and

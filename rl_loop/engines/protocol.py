@@ -6,7 +6,7 @@ Also the checks of what engines answer (``check_result``).
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -92,11 +92,25 @@ class RolloutEngine(Protocol):
     ) -> None:
         """Replace all weights, by Hugging Face name; running requests are aborted.
 
+        Of a run with ``quantization`` the embedded engine gets experts as blocks and scales.
+
         Raises ValueError naming missing or unknown tensors; then nothing has changed.
         """
 
     async def close(self) -> None:
         """Release everything; the engine is not used any more."""
+
+
+@runtime_checkable
+class PackedExpertsEngine(Protocol):
+    """An engine that may hold experts in MXFP4, and tells which."""
+
+    async def packed_digests(self) -> dict[str, str]:
+        """Compute digests of the experts that came in MXFP4, as ``converters.mxfp4_tensors.Digests``;
+        empty if none did.
+
+        Raises RuntimeError naming a tensor whose values are not those of its bits.
+        """
 
 
 POSITIVE_LOG_PROB = 1e-3

@@ -13,6 +13,7 @@ import torch
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.megatron_checkpoint import MegatronCheckpoint
+from converters.mxfp4_tensors import rounded_to_mxfp4
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from rl_loop.config.training import EvaluationConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
@@ -43,7 +44,12 @@ def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             f"{path} is neither a Hugging Face directory (config.json), nor a Megatron checkpoint (metadata.json), nor "
             "the directory of a run that has saved a checkpoint"
         )
-    yield from MegatronCheckpoint(checkpoint).hf_tensors()
+    weights = MegatronCheckpoint(checkpoint)
+    for name, tensor in weights.hf_tensors():
+        if weights.is_quantized:
+            # It holds experts as they are before rounding, which is not what multiplies.
+            tensor = rounded_to_mxfp4(name, tensor)
+        yield name, tensor
 
 
 def load_weights(source: Path | None, dtype: str) -> LoadedWeights:

@@ -24,6 +24,7 @@ ADAPTER = "the checkpoint holds what those settings train, and the optimizer's s
 FIXED = {
     "model": SHAPE,
     "adapter": ADAPTER,
+    "quantization": "the policy has learned with the other experts, and the curve would say nothing of it",
     "dtype": STATE,
     "vocabulary": "the policy has learned the other token ids",
     "prompt": "the policy has learned with the other system message, and the curve would say nothing of it",

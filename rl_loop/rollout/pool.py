@@ -19,6 +19,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
+from converters.mxfp4_tensors import Digests
 from rl_loop.cluster.placement import ROLLOUT_WORKER, outlive_sigterm, placement_options
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.tensor_bytes import to_bytes
@@ -343,10 +344,20 @@ class RolloutPool:
         worker. Backends call it."""
         return self._call_all("score", token_ids, temperature)
 
+    def engine_digests(self) -> list[Digests]:
+        """Return digests of the quantized experts that the engine of every worker holds. Backends
+        call it."""
+        return [self._call(index, "packed_digests") for index in range(len(self._workers))]
+
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]``, in nats, from every engine."""
         with self._using_backend:
             return self.backend.score(token_ids, temperature)
+
+    def packed_digests(self) -> list[Digests]:
+        """Return digests of the quantized experts that each engine holds; empty if that cannot be
+        told."""
+        return self.backend.packed_digests()
 
     def compare_weights(self) -> None:
         """Raise an error that names a tensor which an engine holds otherwise than the trainer, if

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from converters.mxfp4_tensors import Digests
 from megatron_gptoss.config import ModelConfig
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.tensor_bytes import TensorBytes, to_tensors
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.backend import EngineFactory
-from rl_loop.engines.protocol import ModelShape, SamplingParams
+from rl_loop.engines.protocol import ModelShape, PackedExpertsEngine, SamplingParams
 from rl_loop.environments import RewardConfig, Task, make_environment
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.agent import run_episode
@@ -75,6 +76,11 @@ class RolloutWorker:
 
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:
         return await self.engine.score(token_ids, temperature)
+
+    async def packed_digests(self) -> Digests:
+        if isinstance(self.engine, PackedExpertsEngine):
+            return await self.engine.packed_digests()
+        return {}
 
     async def run_group(
         self,

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from converters.mxfp4_tensors import Digests
 from megatron_gptoss.samples import INPUT_COLUMNS, TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
@@ -62,6 +63,12 @@ class TrainerGroup:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return to_tensors(self._all("weights"))
+
+    def packed_weights(self) -> dict[str, torch.Tensor]:
+        return to_tensors(self._all("packed_weights"))
+
+    def packed_digests(self) -> Digests:
+        return self._all("packed_digests")
 
     def release_memory(self) -> None:
         self._all("release_memory")

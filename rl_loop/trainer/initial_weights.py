@@ -9,18 +9,15 @@ from converters.adapter_checkpoint import Adapters, CheckpointAdapters, load_ada
 from converters.hf_directory import ExpertStack, HfDirectory
 from converters.live import load_hf_weights
 from converters.megatron_checkpoint import MegatronCheckpoint
+from converters.mxfp4_tensors import rounded_to_mxfp4
 from converters.names import ParameterMapping, hf_shapes, parameter_mappings
 from converters.peft_format import PeftDirectory
 from converters.peft_settings import CONFIG_FILE as PEFT_CONFIG_FILE
 from converters.random_weights import random_hf_weights
-from gptoss_kernels import mxfp4
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.loader import load_model_weights
 from megatron_gptoss.layers.adapters import initialize_adapters
 from rl_loop.trainer.settings import TrainerSettings
-
-EXPERT_MATRICES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-"""The tensors of a layer that a base in MXFP4 packs, as their names end."""
 
 
 def load_initial_weights(model: torch.nn.Module, settings: TrainerSettings) -> None:
@@ -75,17 +72,6 @@ def _random_weights(settings: TrainerSettings) -> Callable[[str], torch.Tensor]:
         return draw
 
     return lambda name: rounded_to_mxfp4(name, draw(name))
-
-
-def rounded_to_mxfp4(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Round a tensor of Hugging Face name ``name`` to what a base in four bits holds: matrices of
-    experts, [experts, in, out], to values of MXFP4, others not at all."""
-    if not name.endswith(EXPERT_MATRICES):
-        return tensor
-
-    # Hugging Face has experts input-major; blocks lie along the inputs.
-    packed = mxfp4.quantize(tensor.mT.contiguous().bfloat16())
-    return mxfp4.dequantize(*packed).mT.to(tensor.dtype)
 
 
 class CheckpointTensors:

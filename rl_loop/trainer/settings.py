@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import (
+    AdapterConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Quantization,
+)
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.training import AblationConfig, TrainingConfig
@@ -29,6 +35,8 @@ class TrainerSettings:
     initial_adapter: Path | None
     """Run directory, checkpoint of adapters or PEFT directory to start from; None for fresh
     adapters."""
+    quantization: Quantization | None
+    """What the experts are trained through; None for their weights as they are."""
     optimizer: OptimizerConfig
     """AdamW of the policy."""
     algorithm: AlgorithmConfig

@@ -15,11 +15,13 @@ from megatron.core import parallel_state
 
 from converters.errors import GatheringBroken, GatheringRefused
 from converters.live import GatheredWeights, WeightGathering
+from converters.mxfp4_tensors import Digests
 from converters.names import NamedTensor
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.directory import find_checkpoint, latest_checkpoint
 from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
+from megatron_gptoss.config import Quantization
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
 from megatron_gptoss.layers.adapters import copy_factors, replaced_factors, without_adapters
@@ -67,7 +69,7 @@ class TrainerWorker:
         self.memory = phase_memory()
         self.memory.enter("start")
 
-        self.model = self._initial_model()
+        self.model = self._initial_model(settings.quantization)
         freeze(self.model, settings.ablation.freeze)
         self.trainer = PolicyTrainer(self.model, settings.optimizer)
         self.trainer.memory = self.memory
@@ -79,13 +81,13 @@ class TrainerWorker:
         self.reference: Scorer | None = None
         self._reference_factors: list[torch.Tensor] | None = None
         if self.algorithm.kl and settings.adapter is None:
-            self.reference = Scorer(self._initial_model())
+            self.reference = Scorer(self._initial_model(settings.quantization))
         elif self.algorithm.kl and settings.initial_adapter is not None:
             self._reference_factors = copy_factors(self.model)
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
             self.critic = ValueTrainer(
-                make_critic(self._initial_model()), self.algorithm.critic.optimizer
+                make_critic(self._initial_model(None)), self.algorithm.critic.optimizer
             )
             self.critic.memory = self.memory
 
@@ -127,7 +129,7 @@ class TrainerWorker:
         )
         return RankPlace(data=parallel_state.get_data_parallel_rank(), answers=answers)
 
-    def _initial_model(self) -> torch.nn.Module:
+    def _initial_model(self, quantization: Quantization | None) -> torch.nn.Module:
         """Build this rank's part of the model that the run starts from."""
         settings = self.settings
         model = build_model(
@@ -135,6 +137,7 @@ class TrainerWorker:
             settings.parallel,
             getattr(torch, settings.dtype),
             adapter=settings.adapter,
+            quantization=quantization,
             router_noise=settings.ablation.router_noise,
             sinks=settings.ablation.trainer_sinks,
             sink_gradient=settings.ablation.sink_gradient,
@@ -335,6 +338,18 @@ class TrainerWorker:
         gather_parameters(self.trainer.model)
         named = {name: tensor.detach().clone() for name, tensor in self._gathering.begin()}
         return to_bytes(named) if dist.get_rank() == 0 else None
+
+    def packed_weights(self) -> dict[str, TensorBytes] | None:
+        """Return the same with quantized experts as blocks and scales, by stored name."""
+        gather_parameters(self.trainer.model)
+        weights = self._gathering.begin(packed=True)
+        named = {name: tensor.detach().clone() for name, tensor in weights}
+        return to_bytes(named) if dist.get_rank() == 0 else None
+
+    def packed_digests(self) -> Digests:
+        """Return digests of all quantized experts, as the ranks hold them."""
+        gather_parameters(self.trainer.model)
+        return self._gathering.packed_digests()
 
     def release_memory(self) -> None:
         """Give back what only torch's allocator holds, before engines on this GPU wake."""

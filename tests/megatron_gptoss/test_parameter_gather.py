@@ -11,13 +11,15 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.config import ParallelConfig, Quantization
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.scorer import Scorer, gather_parameters
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import TINY, documents, hf_model
 
+# rows of whole MXFP4 blocks
+WIDE = TINY.model_copy(update={"intermediate_size": 64})
 BATCH = build_batch(documents([30, 5, 18]), align=2)
 
 
@@ -34,12 +36,12 @@ def forget_the_others_shares(model: DistributedDataParallel) -> None:
                     share.fill_(torch.nan)
 
 
-def use_after_a_step(rank: int, port: int) -> dict[str, Any]:
+def use_after_a_step(rank: int, port: int, quantization: Quantization | None) -> dict[str, Any]:
     parallel = ParallelConfig(world_size=2)
     distributed.initialize(parallel, rank, port=port)
     try:
-        module = build_model(TINY, parallel, torch.float32)
-        load_hf_weights(module, TINY, hf_model(std=0.1).state_dict().__getitem__)
+        module = build_model(WIDE, parallel, torch.float32, quantization=quantization)
+        load_hf_weights(module, WIDE, hf_model(WIDE, std=0.1).state_dict().__getitem__)
         expected = Scorer(module).score([BATCH])[0]
         weights = [parameter.data.clone() for parameter in module.parameters()]
 
@@ -83,9 +85,9 @@ def use_after_a_step(rank: int, port: int) -> dict[str, Any]:
         distributed.shutdown()
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return run_distributed(use_after_a_step, 2, free_port())
+@pytest.fixture(scope="module", params=[None, "mxfp4"])
+def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_distributed(use_after_a_step, 2, free_port(), request.param)
 
 
 def test_scores_right_after_a_step_are_those_of_the_whole_weights(

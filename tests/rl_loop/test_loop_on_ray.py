@@ -180,6 +180,29 @@ def test_adapters_go_from_sft_to_rl_and_are_exported_alone_and_merged(
         assert (run / "config.yaml").read_text() == kept
 
 
+def test_experts_in_four_bits_go_from_sft_to_rl_and_their_bits_are_exported(
+    tmp_path: Path,
+) -> None:
+    options = ["quantization=mxfp4", "model.hidden_size=32", "model.intermediate_size=64"]
+    sft = [*SMALL, *options, f"output_dir={tmp_path}", "training.steps=2", "sequences_per_step=8"]
+    first = run_sft(load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, sft), Quiet())
+    rl = [*options, f"initial_weights={first}", "training.steps=2", "rollout.workers=2"]
+    config = rl_config(tmp_path, *rl)
+    run = run_rl(config, Quiet())
+
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["packed_experts_equal"] == 2 * 2 * 4
+    assert summary["greedy_answers_equal"] == summary["greedy_answers_compared"] == 4
+    assert summary["max_ratio_deviation"] == 0
+    for step in read_json_lines(run / "metrics.jsonl"):
+        assert step["mismatch/packed_experts_compared"] == 2 * 2 * 4
+    exported = HfDirectory(run / "export")
+    assert exported.read_mxfp4("model.layers.0.mlp.experts.down_proj") is not None
+
+    with pytest.raises(ConfigError, match="--resume cannot change quantization: mxfp4 -> null"):
+        run_rl(rl_config(tmp_path, *rl, "quantization=null"), Quiet(), resume=True)
+
+
 def test_an_engines_report_compares_log_probs_and_routes(tmp_path: Path) -> None:
     replayed = [
         "rollout.routed_experts=true",

@@ -1,5 +1,7 @@
 """Quantize and dequantize MXFP4 tensors in the layout of the GPT-OSS checkpoints."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -91,6 +93,54 @@ def quantize(x: Tensor, scale_hint: Tensor | None = None) -> tuple[Tensor, Tenso
     else:
         cpu.quantize(x, scale_hint, blocks, scales)
     return blocks, scales
+
+
+def fake_quantize(matrices: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Round matrices of one shape to the values that MXFP4 holds, without making blocks.
+
+    ``out[i]`` gets ``dequantize(*quantize(matrices[i].bfloat16()))``, bit for bit. On a GPU bf16
+    matrices, which may lie anywhere, are one pass over memory.
+
+    Args:
+        matrices: n tensors [..., m * 32] of floats, contiguous and finite.
+        out: [n, ..., m * 32] of the same dtype, contiguous, to write into.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: naming the argument whose dtype, shape or device does not fit, and as
+            ``quantize`` does.
+    """
+    _check_matrices(matrices, out)
+    if out.is_cuda and out.dtype == torch.bfloat16:
+        from gptoss_kernels.mxfp4 import gpu
+
+        gpu.fake_quantize(matrices, out)
+        return out
+
+    for matrix, place in zip(matrices, out, strict=True):
+        place.copy_(dequantize(*quantize(matrix.to(torch.bfloat16))))
+    return out
+
+
+def _check_matrices(matrices: Sequence[Tensor], out: Tensor) -> None:
+    if not out.is_floating_point() or not out.is_contiguous() or out.shape[-1] % BLOCK:
+        raise ValueError(
+            "out must be contiguous floats with a last dimension divisible by 32, "
+            f"got {out.dtype} {list(out.shape)}"
+        )
+    if len(matrices) != len(out):
+        raise ValueError(f"out has room for {len(out)} matrices, got {len(matrices)}")
+
+    shape = out.shape[1:]
+    for i, matrix in enumerate(matrices):
+        fits = matrix.dtype == out.dtype and matrix.shape == shape and matrix.device == out.device
+        if not fits or not matrix.is_contiguous():
+            raise ValueError(
+                f"matrices[{i}] must be a contiguous {out.dtype} {list(shape)} on {out.device}, "
+                f"got {matrix.dtype} {list(matrix.shape)} on {matrix.device}"
+            )
 
 
 def _check_scales(name: str, scales: Tensor, shape: torch.Size, device: torch.device) -> None:

@@ -8,6 +8,7 @@ codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and bit 3 is the sign.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 import os
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -139,6 +140,50 @@ def _round_up_scale(magnitudes):
     return tl.where(amax == 0, 0, scale)
 
 
+# Rounding to the values of MXFP4 writes no codes, so it needs none of the packed arithmetic above:
+# both halves of a word are rounded in fp32, in operations that Triton's interpreter knows.
+
+
+@triton.jit
+def _round_magnitude(bits, factor, inverse):
+    """Round a magnitude, as fp32 bits, to the nearest value with a scale; returns fp32 bits.
+
+    With e the exponent of the scaled magnitude x, clamped to 0..2, the e2m1 numbers near x are
+    2^(e - 1) apart. fp32's mantissa has 23 bits: next to 1.5 * 2^(e + 22), the anchor, its numbers
+    are as far apart, so that adding and subtracting the anchor rounds x, ties to even."""
+    x = bits.to(tl.float32, bitcast=True) * factor
+    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    binade = tl.minimum(tl.maximum(binade, 1.0), 4.0)
+    anchor = binade * 6291456.0  # 1.5 * 2^22
+
+    rounded = (x + anchor) - anchor
+    return (rounded * inverse).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _fake_quantize_kernel(addresses, out, count, ROWS: tl.constexpr):
+    # Grid: blocks of a matrix, matrices. A word holds values 2j (low half) and 2j + 1 of a block.
+    matrix = tl.program_id(1).to(tl.int64)
+    pairs = tl.load(addresses + matrix).to(tl.pointer_type(tl.int32))
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (row < count)[:, None]
+    where = row[:, None] * 16 + tl.arange(0, 16)[None, :]
+    word = tl.load(pairs + where, mask=inside, other=0)
+    magnitudes = word & 0x7FFF7FFF
+
+    # 2^(127 - scale), and 2^(scale - 127), which is subnormal at scale 0
+    scale = _round_up_scale(magnitudes)
+    factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)[:, None]
+    inverse = tl.where(scale == 0, 0x00400000, scale << 23).to(tl.float32, bitcast=True)[:, None]
+    low = _round_magnitude(magnitudes << 16, factor, inverse)
+    high = _round_magnitude(magnitudes & -65536, factor, inverse)
+
+    # The values have two bits of mantissa: the lower half of their fp32 bits is 0.
+    signs = word ^ magnitudes
+    rounded = (low >> 16) | high | signs
+    tl.store(out + matrix * count * 16 + where, rounded, mask=inside)
+
+
 def dequantize(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
     """Convert MXFP4 to bf16; contiguous CUDA tensors as checked by the public function."""
     count = scales.numel()
@@ -171,3 +216,43 @@ def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tenso
     grid = (triton.cdiv(count, ROWS),)
     with torch.cuda.device(x.device):
         _quantize_kernel[grid](pairs, hint, blocks, scales, count, has_hint, ROWS)
+
+
+def fake_quantize(matrices: Sequence[Tensor], out: Tensor) -> None:
+    """Round bf16 matrices to MXFP4; contiguous CUDA tensors as checked by the public function.
+
+    Raises:
+        ValueError: with GPTOSS_KERNELS_DEBUG=1, naming the matrix that holds NaN or Inf.
+    """
+    if os.environ.get("GPTOSS_KERNELS_DEBUG") == "1":
+        for i, matrix in enumerate(matrices):
+            if not bool(torch.isfinite(matrix).all()):
+                raise ValueError(f"matrices[{i}] holds NaN or Inf")
+
+    with torch.cuda.device(out.device):
+        launch_fake_quantize(matrices, out)
+
+
+def launch_fake_quantize(matrices: Sequence[Tensor], out: Tensor) -> None:
+    """Run the kernel on checked arguments."""
+    if out.numel() == 0:
+        return
+
+    count = out[0].numel() // 32
+    # From pinned memory: a copy from elsewhere would wait until the GPU has done what is queued.
+    addresses = torch.tensor(
+        [matrix.data_ptr() for matrix in matrices],
+        dtype=torch.int64,
+        pin_memory=out.is_cuda,
+    )
+    addresses = addresses.to(out.device, non_blocking=True)
+    grid = (triton.cdiv(count, ROWS), len(matrices))
+    _fake_quantize_kernel[grid](
+        addresses,
+        out.view(torch.int32),
+        count,
+        ROWS,
+        # The products are exact, so fusing them with a sum would change nothing; but that is seen
+        # only by whoever works it out.
+        enable_fp_fusion=False,
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from converters.mxfp4_tensors import Digests
 from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.backend import EngineFactory, RolloutBackend, WeightSource
 from rl_loop.engines.embedded.config import EmbeddedConfig
@@ -28,11 +29,17 @@ class EmbeddedBackend(RolloutBackend):
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         assert self.workers is not None
-        self.workers.load_weights(source.weights(), version)
+        is_quantized = self.context.quantization is not None
+        weights = source.packed_weights() if is_quantized else source.weights()
+        self.workers.load_weights(weights, version)
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         assert self.workers is not None
         return self.workers.engine_scores(token_ids, temperature)
+
+    def packed_digests(self) -> list[Digests]:
+        assert self.workers is not None
+        return self.workers.engine_digests()
 
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
         return {"engine": "transformers, embedded", "dtype": self.context.dtype}

@@ -15,6 +15,9 @@ from typing import Any, Self
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
+from converters.hf_layouts import mxfp4_shapes
+from converters.mxfp4_tensors import Digests, stack_digests, stored_names
+from gptoss_kernels import mxfp4
 from rl_loop.engines.embedded.kv_cache import ATTENTION_NAME, row_cache_attention
 from rl_loop.engines.embedded.scheduler import RunningSequence, Scheduler
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
@@ -50,6 +53,8 @@ class TransformersEngine:
         self._scheduler = Scheduler(model, max_batch_size)
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
         self._closed = False
+        self._packed: dict[str, torch.Tensor] = {}
+        """Experts in MXFP4 as they came, by stored name."""
 
     @classmethod
     def from_config(
@@ -143,8 +148,11 @@ class TransformersEngine:
     ) -> None:
         """Replace all weights, by Hugging Face name; all requests are aborted.
 
-        Tensors are copied in place and cast to the engine's dtype. Raises ValueError listing
-        missing, unknown, repeated and wrongly shaped tensors; then nothing has changed.
+        Tensors are copied in place and cast to the engine's dtype. Experts' matrices may come in
+        MXFP4, as blocks and scales: the engine keeps these and computes with their values.
+
+        Raises ValueError listing missing, unknown, repeated and wrongly shaped tensors; then nothing
+        has changed.
         """
         named = list(named_tensors)
         await self._call(lambda: self._replace_weights(named, version))
@@ -164,10 +172,34 @@ class TransformersEngine:
         self._scheduler.abort(None)
         self._scheduler.drop_cache()
         new_weights = dict(named)
+        self._packed = {}
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(new_weights[name])
+                if name in new_weights:
+                    parameter.copy_(new_weights[name])
+                else:
+                    # What was sent may be memory of somebody else.
+                    packed = {key: new_weights[key].clone() for key in stored_names(name)}
+                    self._packed |= packed
+                    parameter.copy_(_values(*packed.values()))
         self._scheduler.weight_version = version
+
+    async def packed_digests(self) -> Digests:
+        """Compute digests of the experts that came in MXFP4; empty if none did.
+
+        Raises RuntimeError naming a tensor whose values are not those of its bits.
+        """
+        return await self._call(self._packed_digests)
+
+    def _packed_digests(self) -> Digests:
+        for name, parameter in self._model.named_parameters():
+            blocks_name, scales_name = stored_names(name)
+            if blocks_name not in self._packed:
+                continue
+            values = _values(self._packed[blocks_name], self._packed[scales_name])
+            if not torch.equal(parameter, values.to(parameter.dtype)):
+                raise RuntimeError(f"{name}: the engine computes with other values than its bits")
+        return stack_digests(self._packed.items())
 
     async def close(self) -> None:
         """Stop the thread. Requests under way and later ones fail with RuntimeError."""
@@ -194,6 +226,11 @@ class TransformersEngine:
             raise ValueError(f"{name}: input_ids holds ids outside [0, {vocab_size})")
 
 
+def _values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return what experts' matrices in MXFP4 stand for, as Hugging Face has them: [E, in, out]."""
+    return mxfp4.dequantize(blocks, scales).mT
+
+
 def _faults_in_weights(
     named: list[tuple[str, torch.Tensor]],
     parameters: dict[str, torch.nn.Parameter],
@@ -201,12 +238,32 @@ def _faults_in_weights(
     """Describe every tensor of ``named`` that does not fit, and every one that is missing."""
     tensors = dict(named)
     counts = Counter(name for name, _ in named)
+    expected = _expected_shapes(tensors, parameters)
 
-    faults = [f"missing {name}" for name in parameters if name not in tensors]
-    faults += [f"unknown {name}" for name in tensors if name not in parameters]
+    faults = [f"missing {name}" for name in expected if name not in tensors]
+    faults += [f"unknown {name}" for name in tensors if name not in expected]
     faults += [f"repeated {name}" for name, count in counts.items() if count > 1]
-    for name, parameter in parameters.items():
-        if name in tensors and tensors[name].shape != parameter.shape:
-            shape = list(tensors[name].shape)
-            faults.append(f"shape of {name} is {shape}, not {list(parameter.shape)}")
+    for name, expected_shape in expected.items():
+        if name not in tensors:
+            continue
+        shape = tuple(tensors[name].shape)
+        if shape != expected_shape:
+            faults.append(f"shape of {name} is {list(shape)}, not {list(expected_shape)}")
+        if name not in parameters and tensors[name].dtype != torch.uint8:
+            faults.append(f"dtype of {name} is {tensors[name].dtype}, not torch.uint8")
     return faults
+
+
+def _expected_shapes(
+    tensors: dict[str, torch.Tensor], parameters: dict[str, torch.nn.Parameter]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor to expect: of experts of which any bits came in MXFP4, those
+    of blocks and scales."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, parameter in parameters.items():
+        shape = tuple(parameter.shape)
+        if any(stored_name in tensors for stored_name in stored_names(name)):
+            expected |= mxfp4_shapes(name, shape)
+        else:
+            expected[name] = shape
+    return expected

@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config import ModelConfig, Quantization
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds, settled_gpus, static_fraction
@@ -63,6 +63,9 @@ class SglangConfig(EngineConfig):
     bucket_bytes: int = Field(1 << 30, gt=0)
     """Weights under way at a time: what a server holds besides its model, and the trainer
     twice."""
+    quantization: Quantization | None = None
+    """How servers hold experts. null: in bf16, those of a run with ``quantization`` too, whose values
+    bf16 holds exactly. mxfp4, packed, is not enabled yet and refused."""
     colocated: bool = False
     """Servers on the trainer's GPUs: they give their memory back while the trainer works."""
     start_seconds: float = Field(1200.0, gt=0)
@@ -75,11 +78,26 @@ class SglangConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._refuse_packed_experts()
         if self.colocated and self.weight_sync == "nccl":
             raise ValueError(
                 "colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU"
             )
         return self
+
+    def _refuse_packed_experts(self) -> None:
+        """SGLang 0.5.17 loads new weights into the MXFP4 experts of a running server wrongly."""
+        if self.quantization is not None:
+            raise ValueError(
+                f"rollout.engine.quantization {self.quantization} is not enabled yet: SGLang 0.5.17 takes MXFP4 "
+                "experts from disk when it starts, and drops or misplaces those of a weight sync without a word. Leave "
+                "it out: servers hold the values of a run with quantization in bf16, exactly (docs/quantization.md)"
+            )
+        if any(argument.partition("=")[0] == "--quantization" for argument in self.arguments):
+            raise ValueError(
+                "rollout.engine.arguments: --quantization makes a server that loses what a weight sync brings; servers "
+                "hold weights in the dtype of the run (docs/quantization.md)"
+            )
 
     @property
     def server_processes(self) -> ServerProcesses:

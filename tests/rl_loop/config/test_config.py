@@ -219,6 +219,47 @@ def test_adapters_that_cannot_work_are_refused_with_their_key(
         load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
 
 
+@pytest.mark.parametrize("kind", [RlConfig, SftConfig])
+def test_quantization_is_a_key_of_every_run(kind: type[RunConfig]) -> None:
+    path = CONFIGS / kind.command / "tiny_retool.yaml"
+    assert load_config(path, kind).quantization is None
+    config = load_config(path, kind, ["quantization=mxfp4"])
+    assert config.quantization == config.memory_inputs.quantization == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["quantization=fp8"], "quantization: Input should be 'mxfp4'"),
+        (["quantization=mxfp4", "adapter={rank: 4}"], "quantization mxfp4 trains all weights, and adapter freezes"),
+        (["quantization=mxfp4", "model.hidden_size=144"],
+         "quantization mxfp4 needs hidden_size (144) to be a multiple of 32"),
+        (["quantization=mxfp4", "ablation.engine_quantization=mxfp4"],
+         "ablation.engine_quantization (mxfp4) is what quantization does"),
+        (["quantization=mxfp4", "ablation.engine_noise=0.1"], "cannot be added to experts in mxfp4"),
+        (["ablation.engine_quantization=mxfp4", "model.intermediate_size=48"],
+         "ablation.engine_quantization mxfp4 needs intermediate_size (48)"),
+        (["ablation.engine_quantization=mxfp4", "rollout.engine={type: sglang}"],
+         "engine sglang takes them elsewhere"),
+        (["quantization=mxfp4", "rollout.engine={type: sglang, quantization: mxfp4}"],
+         "rollout.engine.quantization mxfp4 is not enabled yet: SGLang 0.5.17"),
+        (["rollout.engine={type: sglang, arguments: [--quantization=mxfp4]}"],
+         "rollout.engine.arguments: --quantization makes a server that loses"),
+    ],
+)  # fmt: skip
+def test_quantization_that_cannot_work_is_refused_with_its_key(
+    overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
+
+
+def test_bf16_servers_may_hold_the_values_of_a_run_with_quantization() -> None:
+    overrides = ["quantization=mxfp4", "rollout.engine={type: sglang}"]
+    config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
+    assert config.quantization == "mxfp4"
+
+
 def test_a_part_that_is_frozen_may_have_adapters_beside_others_that_learn() -> None:
     overrides = ["adapter={rank: 8}", "ablation.freeze=[experts]"]
     load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)

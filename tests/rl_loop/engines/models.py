@@ -19,12 +19,12 @@ VOCAB = 96
 LAYERS, TOP_K = 4, 3
 
 
-def tiny_config() -> GptOssConfig:
+def tiny_config(intermediate_size: int = 24) -> GptOssConfig:
     """A window of 8, far shorter than the texts; hidden != intermediate; YaRN, as in the released models."""
     return GptOssConfig(
         num_hidden_layers=LAYERS,
         hidden_size=32,
-        intermediate_size=24,
+        intermediate_size=intermediate_size,
         num_local_experts=6,
         num_experts_per_tok=TOP_K,
         num_attention_heads=4,
@@ -39,10 +39,12 @@ def tiny_config() -> GptOssConfig:
     )
 
 
-def reference_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> GptOssForCausalLM:
+def reference_model(
+    seed: int = 0, dtype: torch.dtype = torch.float32, intermediate_size: int = 24
+) -> GptOssForCausalLM:
     """Eager attention; biases and sinks random too, or equality could not see them."""
     torch.manual_seed(seed)
-    model = GptOssForCausalLM(tiny_config()).eval().requires_grad_(False)
+    model = GptOssForCausalLM(tiny_config(intermediate_size)).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.15)
     return model.to(dtype)

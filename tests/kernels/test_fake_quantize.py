@@ -1,0 +1,88 @@
+"""Rounding to MXFP4 gives the bits of quantizing and dequantizing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptoss_kernels.mxfp4 import dequantize, fake_quantize, quantize
+from tests.kernels.fake_quantize_interpreted import cases
+
+ROOT = Path(__file__).parents[2]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu().contiguous().view(torch.int16)
+
+
+def expected_of(matrices: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([dequantize(*quantize(matrix)) for matrix in matrices])
+
+
+def test_interpreted_on_a_cpu_the_kernel_gives_the_bits_of_the_codec() -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.fake_quantize_interpreted"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_floats_of_any_width_are_rounded_to_bf16_first(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    matrices = [torch.randn(5, 96, dtype=dtype) for _ in range(3)]
+    out = torch.full((3, 5, 96), torch.nan, dtype=dtype)
+    assert fake_quantize(matrices, out) is out
+    assert torch.equal(out, expected_of([m.bfloat16() for m in matrices]).to(dtype))
+    assert (out != torch.stack(matrices)).float().mean() > 0.5
+
+
+def test_what_is_rounded_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    once = fake_quantize([torch.randn(8, 64).bfloat16()], torch.empty(1, 8, 64).bfloat16())
+    again = fake_quantize([once[0]], torch.empty_like(once))
+    assert torch.equal(bits(once), bits(again))
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    x = torch.zeros(2, 64)
+    with pytest.raises(ValueError, match="divisible by 32"):
+        fake_quantize([x[:, :33]], torch.zeros(1, 2, 33))
+    with pytest.raises(ValueError, match="room for 2 matrices, got 1"):
+        fake_quantize([x], torch.zeros(2, 2, 64))
+    with pytest.raises(ValueError, match=r"matrices\[1\] must be a contiguous torch.float32"):
+        fake_quantize([x, x.bfloat16()], torch.zeros(2, 2, 64))
+    with pytest.raises(ValueError, match="NaN or Inf in block 3"):
+        bad = x.clone()
+        bad[1, 40] = torch.nan
+        fake_quantize([bad], torch.zeros(1, 2, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(4))
+def test_on_a_gpu_the_kernel_gives_the_bits_of_the_codec(case: int) -> None:
+    torch.manual_seed(0)
+    matrices = cases()[case]
+    expected = expected_of(matrices)
+    out = torch.full_like(expected, torch.nan).cuda()
+    fake_quantize([matrix.cuda() for matrix in matrices], out)
+    assert torch.equal(bits(out), bits(expected))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_experts_of_a_20b_layer_are_rounded_as_the_two_kernels_do() -> None:
+    torch.manual_seed(0)
+    matrices = [0.02 * torch.randn(5760, 2880, device="cuda").bfloat16() for _ in range(4)]
+    out = torch.empty(4, 5760, 2880, dtype=torch.bfloat16, device="cuda")
+    fake_quantize(matrices, out)
+    for matrix, rounded in zip(matrices, out, strict=True):
+        assert torch.equal(bits(rounded), bits(dequantize(*quantize(matrix))))

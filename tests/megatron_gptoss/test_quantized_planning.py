@@ -1,0 +1,44 @@
+"""What training through MXFP4 takes of a GPU's memory and of a step's time, as far as arithmetic tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.planning.memory import predict
+from megatron_gptoss.planning.memory_advice import Hardware, memory_plan
+from megatron_gptoss.planning.memory_inputs import MemoryInputs
+from megatron_gptoss.planning.step_time import MEMORY_BANDWIDTH, predict_step
+
+GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
+LAYOUT = ParallelConfig(world_size=4, expert=4)
+INPUTS = MemoryInputs(GPT_OSS_20B, LAYOUT, OptimizerConfig(), 16_384)
+QUANTIZED = replace(INPUTS, quantization="mxfp4")
+MATRIX_VALUES = 32 / 4 * 3 * 2880 * 2880
+"""Of the experts of a layer on one rank."""
+
+
+def test_the_rounded_matrices_of_one_layer_are_all_that_is_added() -> None:
+    plain = predict(INPUTS)
+    quantized = predict(QUANTIZED)
+    assert quantized.weights - plain.weights == 2 * MATRIX_VALUES
+    assert replace(quantized, weights=plain.weights) == plain
+
+
+def test_rounding_reads_and_writes_bf16_for_the_forward_and_the_backward_pass() -> None:
+    lengths = [4096] * 4
+    plain = predict_step(GPT_OSS_20B, LAYOUT, OptimizerConfig(), lengths, 3)
+    quantized = predict_step(
+        GPT_OSS_20B, LAYOUT, OptimizerConfig(), lengths, 3, quantization="mxfp4"
+    )
+    expected = 3 * 24 * 2 * MATRIX_VALUES * 4 / MEMORY_BANDWIDTH
+    assert quantized.merging == pytest.approx(expected)
+    assert replace(quantized, merging=0.0) == plain
+
+
+def test_the_plan_says_what_experts_are_trained_through() -> None:
+    hardware = Hardware(gpu="H200", gigabytes=150.1)
+    assert "experts trained through mxfp4" in memory_plan(QUANTIZED, hardware)
+    assert "trained through" not in memory_plan(INPUTS, hardware)

@@ -1,0 +1,170 @@
+"""Experts in MXFP4 through the real loop in one process: what is trained, sampled and exported are the same bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.in_process import LocalRollouts, local_loop
+from converters.errors import ConversionError
+from converters.hf_directory import HfDirectory
+from converters.torch_dist import export_checkpoint
+from megatron_gptoss.checkpoint.directory import latest_checkpoint
+from rl_loop.canary import CanaryError
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.export import check_exported_bits, export_policy, greedy_agreement
+from rl_loop.session import build_tasks
+from rl_loop.tracking.run_directory import read_json_lines
+from tests.rl_loop.algorithms.test_algorithms_end_to_end import SMALL
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+WIDE = [*SMALL, "model.hidden_size=64", "model.intermediate_size=32", "optimizer={lr: 1e-2}"]
+EXPERTS = 2 * 2 * 4
+"""Matrices: two of each expert, two layers, four experts."""
+
+
+def config(directory: Path, *overrides: str) -> RlConfig:
+    options = [*WIDE, f"output_dir={directory}", *overrides]
+    return load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options)
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRollouts]:
+    shared = LocalRollouts(config(tmp_path_factory.mktemp("rollouts"), "quantization=mxfp4"))
+    yield shared
+    shared.close()
+
+
+def steps_of(settings: RlConfig) -> list[dict[str, Any]]:
+    return read_json_lines(settings.directory / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        [],
+        ["algorithm.kl={coefficient: 0.1}", "algorithm.routing_replay=R3"],
+        ["algorithm=ppo", "algorithm.critic={warmup_steps: 1, optimizer: {lr: 1e-2}}"],
+    ],
+    ids=["plain", "kl, R3", "ppo"],
+)
+def test_every_step_samples_and_trains_the_same_bits_and_its_ratio_is_1(
+    algorithm: list[str], tmp_path: Path, rollouts: LocalRollouts
+) -> None:
+    settings = config(tmp_path, "quantization=mxfp4", "training.steps=3", *algorithm)
+    with local_loop(settings, rollouts) as loop:
+        before = loop.trainer.packed_digests()
+        loop.train()
+        after = loop.trainer.packed_digests()
+    assert before.keys() == after.keys()
+    assert len(before) == EXPERTS
+    assert any(before[name] != after[name] for name in before)
+
+    for step in steps_of(settings):
+        assert all(value is not None and math.isfinite(value) for value in step.values())
+        assert step["mismatch/canary_gap"] < 1e-5
+        assert step["mismatch/packed_experts_compared"] == EXPERTS
+        assert step.get("ratio/deviation_max", 0) == 0
+    assert max(step.get("grad_norm", 0) for step in steps_of(settings)) > 0
+    if settings.algorithm.kl is not None:
+        # The reference is the policy that the run began with, rounded as it is.
+        assert abs(steps_of(settings)[0]["kl_reference"]) < 1e-6
+
+
+def test_the_export_has_the_bits_that_were_sampled_and_so_has_that_of_the_checkpoint(
+    tmp_path: Path, rollouts: LocalRollouts
+) -> None:
+    settings = config(tmp_path, "quantization=mxfp4", "training.steps=2")
+    with local_loop(settings, rollouts) as loop:
+        loop.train()
+        loop.checkpointer.save_finished_steps()
+        loop.evaluate()
+        harmony = loop.tasks.harmony
+        export_policy(loop.trainer, harmony, settings.model, tmp_path / "hf", quantization="mxfp4")
+        assert check_exported_bits(loop.trainer, loop.sampled_bits, tmp_path / "hf") == EXPERTS
+        agreement = greedy_agreement(
+            loop.trainer, build_tasks(settings), tmp_path / "hf", settings.dtype, "mxfp4"
+        )
+        assert agreement.equal == agreement.compared > 0
+
+        # Another version of the engine's bits is found.
+        name = next(iter(loop.sampled_bits))
+        other = loop.sampled_bits | {name: "0" * 16}
+        with pytest.raises(ConversionError, match=r"expert 0 holds other bits .* than the engines"):
+            check_exported_bits(loop.trainer, other, tmp_path / "hf")
+
+    checkpoint = latest_checkpoint(settings.directory / "checkpoints")
+    assert checkpoint is not None
+    export_checkpoint(checkpoint, tmp_path / "converted", "mxfp4")
+    own, converted = HfDirectory(tmp_path / "hf"), HfDirectory(tmp_path / "converted")
+    compared = 0
+    for name in own.names():
+        packed = own.read_mxfp4(name)
+        if packed is None:
+            continue
+        others = converted.read_mxfp4(name)
+        assert others is not None
+        assert all(torch.equal(*pair) for pair in zip(packed, others, strict=True)), name
+        compared += 1
+    assert compared == 4
+
+
+def test_a_damaged_export_is_found(tmp_path: Path, rollouts: LocalRollouts) -> None:
+    settings = config(tmp_path, "quantization=mxfp4", "training.steps=1")
+    with local_loop(settings, rollouts) as loop:
+        export_policy(
+            loop.trainer, loop.tasks.harmony, settings.model, tmp_path / "hf", quantization="mxfp4"
+        )
+        place = HfDirectory(tmp_path / "hf").file_ranges("model.layers.1.mlp.experts.down_proj")[1]
+        with place.path.open("r+b") as file:
+            file.seek(place.offset + 3)
+            byte = file.read(1)[0]
+            file.seek(place.offset + 3)
+            file.write(bytes([byte ^ 1]))
+        message = (
+            r"layers\.1\.mlp\.experts\.down_proj, expert 0 holds other bits .* than the trainer"
+        )
+        with pytest.raises(ConversionError, match=message):
+            check_exported_bits(loop.trainer, {}, tmp_path / "hf")
+
+
+def test_a_resumed_run_continues_the_same_curve(tmp_path: Path, rollouts: LocalRollouts) -> None:
+    options = ["quantization=mxfp4", "optimizer.schedule=constant"]
+
+    def train(directory: Path, steps: int, resume: bool = False) -> list[dict[str, Any]]:
+        settings = config(directory, *options, f"training.steps={steps}")
+        with local_loop(settings, rollouts, resume) as loop:
+            loop.train()
+        return steps_of(settings)
+
+    whole = train(tmp_path / "whole", 4)
+    train(tmp_path / "cut", 2)
+    resumed = train(tmp_path / "cut", 4, resume=True)
+    for name in ("reward", "loss", "grad_norm"):
+        found, expected = ([step[name] for step in curve] for curve in (resumed, whole))
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-6), name
+
+
+def test_sampling_four_bits_of_a_policy_that_was_trained_without_stops_the_run_or_shows(
+    tmp_path: Path,
+) -> None:
+    faulty = ["ablation.engine_quantization=mxfp4", "training.steps=1"]
+    with (
+        local_loop(config(tmp_path / "a", *faulty)) as loop,
+        pytest.raises(CanaryError, match="do not compute the same model"),
+    ):
+        loop.train()
+
+    allowed = config(tmp_path / "b", *faulty, "canary_tolerance=9")
+    with local_loop(allowed) as loop:
+        loop.train()
+    [step] = steps_of(allowed)
+    assert step["mismatch/canary_gap"] > 1e-3
+    assert step["mismatch/logprob_gap"] > 1e-3
+    assert "mismatch/packed_experts_compared" not in step

@@ -1,0 +1,140 @@
+"""The embedded engine takes experts in MXFP4, keeps their bits and computes with their values."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+import torch
+
+from converters.mxfp4_tensors import (
+    fake_quantize_experts,
+    first_difference,
+    pack_experts,
+    stack_digests,
+)
+from rl_loop.canary import CanaryError, check_packed_experts
+from rl_loop.engines.backend import LoadedWeights
+from rl_loop.engines.embedded.engine import TransformersEngine
+from tests.rl_loop.engines.models import engine_of, plain_log_probs, prompt, reference_model
+
+# rows of whole MXFP4 blocks
+WIDTH = 32
+MODEL = reference_model(0, intermediate_size=WIDTH)
+BLOCKS = "model.layers.0.mlp.experts.down_proj_blocks"
+SCALES = "model.layers.0.mlp.experts.down_proj_scales"
+Weights = dict[str, torch.Tensor]
+
+
+def packed_weights(seed: int = 0) -> Weights:
+    return LoadedWeights(
+        reference_model(seed, intermediate_size=WIDTH).state_dict()
+    ).packed_weights()
+
+
+def synced(weights: Weights) -> TransformersEngine:
+    engine = engine_of(MODEL)
+    asyncio.run(engine.sync_weights(weights.items(), 2))
+    return engine
+
+
+def test_it_computes_with_the_values_of_the_bits() -> None:
+    rounded = reference_model(0, intermediate_size=WIDTH)
+    rounded.load_state_dict(fake_quantize_experts(MODEL.state_dict()))
+    engine = synced(packed_weights())
+    found = asyncio.run(engine.score(prompt(20)))
+    torch.testing.assert_close(
+        torch.tensor(found), torch.as_tensor(plain_log_probs(rounded, prompt(20))).float()
+    )
+    unrounded = torch.as_tensor(plain_log_probs(MODEL, prompt(20))).float()
+    assert (torch.tensor(found) - unrounded).abs().max() > 1e-3
+
+
+def test_it_knows_the_digests_of_its_bits_and_of_none_that_came_otherwise() -> None:
+    sent = packed_weights()
+    engine = synced(sent)
+    digests = asyncio.run(engine.packed_digests())
+    assert digests == stack_digests(sent.items())
+    layers = MODEL.config.num_hidden_layers
+    assert len(digests) == 2 * layers * MODEL.config.num_local_experts
+
+    asyncio.run(engine.sync_weights(MODEL.state_dict().items(), 3))
+    assert asyncio.run(engine.packed_digests()) == {}
+
+
+def test_what_is_sent_may_change_afterwards() -> None:
+    sent = packed_weights()
+    engine = synced(sent)
+    expected = stack_digests(sent.items())
+    sent[BLOCKS].zero_()
+    assert asyncio.run(engine.packed_digests()) == expected
+
+
+def test_other_values_than_those_of_the_bits_are_found() -> None:
+    engine = synced(packed_weights())
+    with torch.no_grad():
+        engine._model.model.layers[0].mlp.experts.down_proj[1, 2, 3] += 0.5
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.experts\.down_proj: the engine"):
+        asyncio.run(engine.packed_digests())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda named: named.pop(SCALES), f"missing {SCALES}"),
+        (lambda named: named.update({SCALES: named[SCALES][:, 1:]}), f"shape of {SCALES} is"),
+        (lambda named: named.update({SCALES: named[SCALES].int()}), f"dtype of {SCALES} is"),
+        (lambda named: named.update({f"{SCALES}x": named[SCALES]}), f"unknown {SCALES}x"),
+        (
+            lambda named: named.update({BLOCKS.removesuffix("_blocks"): torch.zeros(1)}),
+            f"unknown {BLOCKS.removesuffix('_blocks')}",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_and_changes_nothing(change: object, message: str) -> None:
+    engine = synced(packed_weights())
+    before = asyncio.run(engine.packed_digests())
+    named = packed_weights(1)
+    change(named)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        asyncio.run(engine.sync_weights(named.items(), 3))
+    assert asyncio.run(engine.packed_digests()) == before
+
+
+class Holds:
+    """A trainer, or engines, with these experts."""
+
+    def __init__(self, digests: object) -> None:
+        self.digests = digests
+
+    def packed_digests(self) -> object:
+        return self.digests
+
+
+def test_bits_that_differ_from_the_trainers_are_named_with_the_worker() -> None:
+    expected = stack_digests(packed_weights().items())
+    assert check_packed_experts(Holds(expected), Holds([expected, expected]), 1) == expected
+    assert check_packed_experts(Holds(expected), Holds([]), 1) == {}
+
+    # A swapped scale, a bit of a block, an expert that did not arrive.
+    for name in (SCALES, BLOCKS):
+        changed = packed_weights()
+        changed[name][1].view(-1)[5] ^= 1
+        found = stack_digests(changed.items())
+        message = r"weights 4, rollout worker 1 holds other bits of .*down_proj, expert 1 "
+        with pytest.raises(CanaryError, match=message):
+            check_packed_experts(Holds(expected), Holds([expected, found]), 4)
+    missing = dict(expected)
+    name = missing.popitem()[0]
+    assert first_difference(expected, missing) == name
+    with pytest.raises(CanaryError, match=r"\(none\)"):
+        check_packed_experts(Holds(expected), Holds([missing]), 4)
+
+
+def test_weights_in_memory_are_packed_by_the_one_quantizer() -> None:
+    named = MODEL.state_dict()
+    packed = pack_experts(named)
+    others = [name for name in named if not name.endswith(("gate_up_proj", "down_proj"))]
+    assert all(packed[name] is named[name] for name in others)
+    assert len(packed) == len(others) + 4 * MODEL.config.num_hidden_layers
