@@ -49,6 +49,35 @@ class OpenCall:
     channel: str
 
 
+class MessageTranslator:
+    """Turns one message of a conversation after the other into those of Harmony.
+
+    A tool's answer belongs to a call that came before, so the order counts.
+    """
+
+    def __init__(self) -> None:
+        self.open_calls: list[OpenCall] = []
+        """The calls that no tool has answered yet, the oldest first."""
+
+    def translate(self, number: int, message: Any) -> list[Message]:
+        """Turn message ``number`` into one or, with thoughts or calls, several.
+
+        Raises ValueError naming the message and the reason.
+        """
+        try:
+            return _to_harmony(message, self.open_calls)
+        except ValueError as error:
+            raise ValueError(f"{describe_message(number, message)}: {error}") from None
+
+
+def describe_message(number: int, message: Any) -> str:
+    """Name a message of a conversation, as errors do."""
+    role = None
+    if isinstance(message, dict):
+        role = message.get("role")
+    return f"message {number} (role {role!r})"
+
+
 def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
     """Turn the conversation of a prompt into messages of Harmony, analysis of every turn included.
 
@@ -59,17 +88,10 @@ def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
     Raises ValueError, naming the message and the reason, for what cannot be rendered, and if the
     assistant's turn is not what comes next.
     """
+    translator = MessageTranslator()
     rendered: list[Message] = []
-    open_calls: list[OpenCall] = []
-
     for number, message in enumerate(messages):
-        try:
-            rendered += _to_harmony(message, open_calls)
-        except ValueError as error:
-            role = None
-            if isinstance(message, dict):
-                role = message.get("role")
-            raise ValueError(f"message {number} (role {role!r}): {error}") from None
+        rendered += translator.translate(number, message)
 
     if messages and messages[-1]["role"] == "assistant":
         raise ValueError(

@@ -19,19 +19,23 @@ class RunState:
     next_task: int | None = None
     """Position of the first training task that is still to be used; None in
     checkpoints that do not know it."""
+    data: dict[str, Any] | None = None
+    """Where the stream of conversations is; None where none are learned."""
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any] | None) -> "RunState":
         """Read what ``to_checkpoint`` wrote; the beginning of a run for None."""
         if saved is None:
             return cls()
-        return cls(saved["step"], saved["seconds"], saved.get("next_task"))
+        return cls(saved["step"], saved["seconds"], saved.get("next_task"), saved.get("data"))
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return the state as JSON."""
         state: dict[str, Any] = {"step": self.step, "seconds": self.seconds}
         if self.next_task is not None:
             state["next_task"] = self.next_task
+        if self.data is not None:
+            state["data"] = self.data
         return state
 
 
@@ -69,11 +73,15 @@ class Checkpointer:
         """Wall time of the run so far, earlier attempts included."""
         return self._earlier_seconds + time.monotonic() - self._began
 
-    def end_step(self) -> bool:
-        """Count a finished step and save it where due. Returns whether the run ends with it."""
+    def end_step(self, *, data_exhausted: bool = False) -> bool:
+        """Count a finished step and save it where due. Returns whether the run ends with it.
+
+        ``data_exhausted``: there is nothing left for a further step."""
         self.state.step += 1
         # The last checkpoint must be complete before the processes that write it are ended.
-        is_last = self._stop_requested() or self.state.step == self._training.steps
+        is_last = (
+            self._stop_requested() or data_exhausted or self.state.step == self._training.steps
+        )
         if is_last or self.state.step % self._training.checkpoint_every == 0:
             self._save(block=is_last)
         return is_last
