@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,8 @@ def chats(tmp_path: Path) -> Path:
 def printed(chats: Path, harmony: Harmony, *, terminal: bool) -> str:
     config = DataConfig.model_validate({"path": str(chats), "workers": 0})
     file = io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=200, color_system="truecolor")
+    colours: Any = "truecolor" if terminal else None
+    console = Console(file=file, force_terminal=terminal, width=200, color_system=colours)
     with ConversationData(config, harmony, 1000) as data:
         print_preview(data, harmony, console, sources=["data"], samples=1, conversations=100)
     return file.getvalue()
@@ -54,7 +56,7 @@ def test_without_a_terminal_each_token_has_a_line_with_its_mask(
     text = printed(chats, harmony, terminal=False)
     assert "\x1b" not in text
     title, *lines = text.splitlines()
-    assert re.fullmatch(r"sample 1: .*chats.jsonl, line 1; 15 tokens, 6 learned", title)
+    assert re.fullmatch(r"sample 1: .*chats.jsonl, line 1; 18 tokens, 6 learned", title)
 
     tokens = lines[: lines.index("")]
     assert tokens[0].split() == ["0", "200006", "'<|start|>'"]
@@ -85,7 +87,7 @@ def test_figures_count_what_was_read_and_name_what_was_refused(
     assert "13 conversations read, 12 samples, 1 refused" in text
     assert f"refused: {chats}, line 13: not JSON" in text
     assert "72 learned" in text
-    assert re.search(r"9 - +16 tokens  #{40}  12", text)
+    assert re.search(r"17 - +32 tokens  #{40}  12", text)
 
 
 def test_the_histogram_counts_every_sample_once() -> None:

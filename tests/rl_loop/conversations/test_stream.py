@@ -223,7 +223,7 @@ def talking() -> list[dict[str, Any]]:
     described = {
         "name": "f",
         "description": "F.",
-        "parameters": {"type": "object", "properties": {}},
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     }
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": {"city": "Rome"}}}
     other = {"id": "y", "type": "function", "function": {"name": "f", "arguments": {"day": 3}}}

@@ -22,7 +22,7 @@ class Case:
     record: dict[str, Any]
     samples: list[str]
     history: str = "harmony"
-    prompt: PromptConfig = field(default=SHORT_PROMPT)
+    prompt: PromptConfig = field(default_factory=lambda: SHORT_PROMPT)
 
 
 def chat(*messages: dict[str, Any], **others: Any) -> dict[str, Any]:
