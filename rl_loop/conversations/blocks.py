@@ -1,5 +1,6 @@
 """Renders blocks of rows, in this process or in others."""
 
+import gc
 import hashlib
 import os
 import threading
@@ -21,6 +22,9 @@ from rl_loop.conversations.rows import Block, Row, Rows
 from rl_loop.harmony.codec import Harmony
 
 Split = Literal["train", "validation"]
+
+COLLECT_AFTER = 200_000
+"""New objects after which a process that renders looks for garbage in cycles."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,12 @@ def _start_worker(plan: RenderPlan) -> None:
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _renderer = BlockRenderer(plan)
+
+    # Thousands of small objects per block would have the collector look at all others again and
+    # again; almost none of them is in a cycle.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 10, 10)
 
 
 def _end_with_parent() -> None:

@@ -48,6 +48,10 @@ __all__ = [
 ]
 
 
+REMEMBERED_HEADERS = 4096
+"""Headers of which the tokens are kept: there are few different ones."""
+
+
 @dataclass(frozen=True)
 class ParsedMessage:
     """One message that the policy wrote."""
@@ -93,6 +97,8 @@ class Harmony:
         self.stop_token_ids = vocabulary.stop_token_ids
         self._prompt = prompt
         self._python_seconds = python_seconds
+
+        self._sampled_headers: dict[tuple[str, str | None, str | None], list[int]] = {}
 
         # A prompt ends inside the assistant's header, which the policy goes on to write.
         header = harmony_encoding().encode("<|start|>assistant", allowed_special="all")
@@ -230,17 +236,31 @@ class Harmony:
 
         ``end``: None if sampling was cut off within the message.
         """
-        encode_text = self.vocabulary.encode_text
-        ids = self._special("<|channel|>") + encode_text(message.channel)
-        if message.recipient is not None:
-            ids += encode_text(f" to={message.recipient}")
-        if message.content_type is not None:
-            ids += self._content_type(message.content_type)
+        key = (message.channel, message.recipient, message.content_type)
+        header = self._sampled_headers.get(key)
+        if header is None:
+            header = self._sampled_header(*key)
+            # Recipients are what data sets have in them: there is no end to them.
+            if len(self._sampled_headers) >= REMEMBERED_HEADERS:
+                self._sampled_headers.clear()
+            self._sampled_headers[key] = header
 
-        ids += self._special("<|message|>") + encode_text(message.text)
+        ids = header + self.vocabulary.encode_text(message.text)
         if end is not None:
             ids += self._special(end)
         return ids
+
+    def _sampled_header(
+        self, channel: str, recipient: str | None, content_type: str | None
+    ) -> list[int]:
+        """Render what precedes the text of a message, <|message|> included."""
+        encode_text = self.vocabulary.encode_text
+        ids = self._special("<|channel|>") + encode_text(channel)
+        if recipient is not None:
+            ids += encode_text(f" to={recipient}")
+        if content_type is not None:
+            ids += self._content_type(content_type)
+        return ids + self._special("<|message|>")
 
     def _special(self, token: str) -> list[int]:
         return self.vocabulary.from_harmony([special_id(token)])
@@ -336,7 +356,7 @@ class Harmony:
         return self.vocabulary.decode([token_id])
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=REMEMBERED_HEADERS)
 def _frame(
     role: Role,
     name: str | None,
