@@ -8,7 +8,8 @@ Synthetic conversations, all different: questions with one or two turns of the u
 a tool that is described, called and answered, a third with thoughts. The stream is taken 64 samples
 at a time, as a training step takes them, and nothing is trained. Memory is the sum over this process
 and those that render, of what belongs to one process alone and its part of what several share (PSS),
-sampled ten times a second.
+sampled ten times a second. Processor time is that of all of them; beside other programs it says more
+than the clock.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import tempfile
 import threading
 import time
@@ -134,6 +136,8 @@ class Result:
     seconds: float = 0.0
     """From the first sample on, which is there when the first window is."""
     seconds_to_first: float = 0.0
+    processor_seconds: float = 0.0
+    """Of all processes, their start included."""
 
 
 def stream_once(path: Path, history: str, workers: int) -> Result:
@@ -148,7 +152,7 @@ def stream_once(path: Path, history: str, workers: int) -> Result:
     config = DataConfig.model_validate(values)
     report = RefusalReport(write=lambda records: None, show=print)
     result = Result()
-    began = time.monotonic()
+    began, processor_began = time.monotonic(), processor_seconds()
 
     with ConversationData(config, Harmony(GptOssVocabulary(), PromptConfig()), 16384) as data:
         stream = data.stream(report)
@@ -156,7 +160,15 @@ def stream_once(path: Path, history: str, workers: int) -> Result:
         for _ in _steps(stream, result):
             pass
         result.seconds = time.monotonic() - began
+    # What a process has used is known when it has ended.
+    result.processor_seconds = processor_seconds() - processor_began
     return result
+
+
+def processor_seconds() -> float:
+    """Return what this process, and those of its children that have ended, have used."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _steps(stream: Any, result: Result) -> Iterator[None]:
@@ -197,6 +209,10 @@ def main() -> None:
         f"{arguments.conversations / result.seconds:,.0f} conversations/s, {samples_per_second:,.0f} samples/s, "
         f"{result.tokens / result.seconds / 1e6:.2f} million tokens/s with {arguments.workers} processes "
         f"({result.seconds:.1f} s, the first sample after {result.seconds_to_first:.1f} s)"
+    )
+    print(
+        f"{result.samples / result.processor_seconds:,.0f} samples per second of one processor "
+        f"({result.processor_seconds:.1f} s)"
     )
     print(
         f"peak memory {memory.peak / 1e6:,.0f} MB of all processes, {memory.peak_here / 1e6:,.0f} MB of "

@@ -180,7 +180,9 @@ def test_a_tiny_model_answers_held_out_conversations_with_tools(
             f"name=tiny_shop_{seed}",
             f"output_dir={tmp_path}",
         ]
-        run = run_sft(load_config(ROOT / "configs/sft/tiny_shop.yaml", SftConfig, overrides), Quiet())
+        run = run_sft(
+            load_config(ROOT / "configs/sft/tiny_shop.yaml", SftConfig, overrides), Quiet()
+        )
         shares.append(evaluate(folder, run))
     assert min(shares) >= 0.9, shares
 
