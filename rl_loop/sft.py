@@ -168,7 +168,7 @@ class ConversationBatches:
         """Render what the loss is measured on, and begin to render what is learned.
 
         ``saved``: the state to go on from. Raises DataError."""
-        self.validation = data.validation(report)
+        self.validation: Mapping[str, TrainingSamples] = data.validation(report)
         self.validate_every = data.config.validate_every
         self._count = sequences_per_step
         self._stream = data.stream(report, saved)
