@@ -4,6 +4,7 @@ import gc
 import hashlib
 import os
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -117,8 +118,9 @@ class BlockRenderer:
 
             refusals += [Refusal(row.number, reason) for reason in reasons]
             for sample in samples:
-                token_ids.append(np.array(sample.token_ids, dtype=np.int32))
-                loss_masks.append(np.array(sample.loss_mask, dtype=np.bool_))
+                # Several times as fast as to let numpy look at the type of every element.
+                token_ids.append(np.frombuffer(array("i", sample.token_ids), dtype=np.int32))
+                loss_masks.append(np.frombuffer(bytes(sample.loss_mask), dtype=np.bool_))
                 rows.append(row.number)
 
         lengths = [len(ids) for ids in token_ids]

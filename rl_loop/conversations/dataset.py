@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.conversations.blocks import (
     BlockJob,
     RenderedBlock,
@@ -250,8 +250,12 @@ class ConversationStream:
 
 def join_samples(samples: Sequence[DataSample]) -> TrainingSamples:
     """Lay samples end to end."""
-    return TrainingSamples.join(
-        [Sample(sample.token_ids, sample.loss_mask, name=sample.name) for sample in samples]
+    lengths = [len(sample.token_ids) for sample in samples]
+    return TrainingSamples(
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        token_ids=np.concatenate([sample.token_ids for sample in samples]),
+        loss_mask=np.concatenate([sample.loss_mask for sample in samples]),
+        names=[sample.name for sample in samples],
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from openai_harmony import Message
+from openai_harmony import DeveloperContent, Message, ReasoningEffort
 
 from rl_loop.conversations.conversation import Conversation, Statement
 from rl_loop.conversations.errors import ConversationError
@@ -23,6 +23,7 @@ REMEMBERED_OPENINGS = 256
 """Most conversations of a file have the same instructions and tools."""
 
 StopToken = Literal["<|end|>", "<|return|>", "<|call|>"]
+OpeningKey = tuple[tuple[str | None, ...], str | None, str, ReasoningEffort | None]
 
 
 @dataclass
@@ -54,7 +55,7 @@ class ConversationRenderer:
     def __init__(self, harmony: Harmony, options: RenderOptions) -> None:
         self._harmony = harmony
         self._options = options
-        self._openings: OrderedDict[tuple[str, ...], list[int]] = OrderedDict()
+        self._openings: OrderedDict[OpeningKey, list[int]] = OrderedDict()
 
     def render(self, conversation: Conversation) -> tuple[list[RenderedSample], list[str]]:
         """Render the samples of a conversation, at least one token of each learned.
@@ -189,16 +190,23 @@ class ConversationRenderer:
         return ids
 
 
-def _opening_key(conversation: Conversation) -> tuple[str, ...]:
-    messages: list[Message] = list(conversation.opening)
-    if conversation.system is not None:
-        messages.append(conversation.system)
-    effort = conversation.reasoning_effort
+def _opening_key(conversation: Conversation) -> OpeningKey:
+    """Return what two conversations with the same opening have in common."""
+    system = conversation.system
     return (
-        *(message.to_json() for message in messages),
-        repr(conversation.tools),
-        "" if effort is None else effort.value,
+        tuple(_content_key(message) for message in conversation.opening),
+        None if system is None else system.to_json(),
+        repr(conversation.tools) if conversation.tools else "",
+        conversation.reasoning_effort,
     )
+
+
+def _content_key(message: Message) -> str | None:
+    (content,) = message.content
+    # Instructions alone, as nearly all are, need not be written as JSON.
+    if isinstance(content, DeveloperContent) and content.tools is None:
+        return content.instructions
+    return message.to_json()
 
 
 def _user_turns(conversation: Conversation) -> list[list[range]]:

@@ -20,9 +20,10 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from openai_harmony import Author, DeveloperContent, Message, Role
+from openai_harmony import Author, DeveloperContent, Message, Role, TextContent
 
 CHANNELS = ("analysis", "commentary", "final")
 CONSTRAIN = "<|constrain|>"
@@ -126,23 +127,34 @@ def assistant_message(
     content_type: str | None = None,
 ) -> Message:
     """Make a message of the assistant."""
-    # Set one by one: with_content_type() and its like take no None.
-    message = Message.from_role_and_content(Role.ASSISTANT, text)
-    message.channel = channel
-    message.recipient = recipient
-    message.content_type = content_type
-    return message
+    return Message(
+        author=_author(Role.ASSISTANT, None),
+        content=[TextContent(text=text)],
+        channel=channel,
+        recipient=recipient,
+        content_type=content_type,
+    )
 
 
 def tool_message(name: str, channel: str, text: str, recipient: str = "assistant") -> Message:
     """Make a tool's answer; ``name`` and ``channel`` are the call's recipient and channel."""
-    message = Message.from_author_and_content(Author.new(Role.TOOL, name), text)
-    return message.with_channel(channel).with_recipient(recipient)
+    return Message(
+        author=_author(Role.TOOL, name),
+        content=[TextContent(text=text)],
+        channel=channel,
+        recipient=recipient,
+    )
 
 
 def user_message(text: str, name: str | None = None) -> Message:
     """Make a message of the user."""
-    return Message.from_author_and_content(Author(role=Role.USER, name=name), text)
+    return Message(author=_author(Role.USER, name), content=[TextContent(text=text)])
+
+
+@lru_cache(maxsize=1024)
+def _author(role: Role, name: str | None) -> Author:
+    """Make the author of a message, once for all that have the same: nobody changes one."""
+    return Author(role=role, name=name)
 
 
 def content_text(message: dict[str, Any]) -> str:
