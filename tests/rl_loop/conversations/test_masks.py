@@ -214,14 +214,20 @@ def test_a_sample_that_is_too_long_is_refused_or_loses_its_end(full: Harmony) ->
 
 def test_the_openings_of_conversations_are_not_mixed_up(full: Harmony) -> None:
     """They are rendered once for all conversations that have the same."""
+    cases = [replace(case, history="append") for case in CASES if case.prompt != SHORT_PROMPT]
+    for effort in ("high", None):
+        record = cases[0].record | {"reasoning_effort": effort}
+        cases.append(replace(cases[0], record=record))
+
     renderer = ConversationRenderer(full, RenderOptions("append", LONG, "refuse"))
+    openings = set()
     for _ in range(2):
-        for case in CASES:
-            if case.prompt == SHORT_PROMPT:
-                continue
+        for case in cases:
             (sample,), _ = renderer.render(read_conversation(case.record, case.form))
-            (alone,) = rendered(replace(case, history="append"), full)
+            (alone,) = rendered(case, full)
             assert sample == alone
+            openings.add(tuple(sample.token_ids[: sample.loss_mask.index(True)]))
+    assert len(openings) == len(cases)
 
 
 def test_no_mask_is_all_ones_or_empty() -> None:

@@ -106,6 +106,17 @@ def test_every_sample_comes_once_per_epoch_in_another_order(
     assert sum(moved) / len(moved) > 20
 
 
+def test_a_file_of_one_block_is_shuffled_too(tmp_path: Path, harmony: Harmony) -> None:
+    path = write(tmp_path / "chats.jsonl", questions(50))
+    orders = []
+    for keys in ({"shuffle": False}, {"seed": 0}, {"seed": 1}):
+        with data_of(harmony, path=str(path), epochs=1, **keys) as data:
+            assert len(data._rows[0].blocks) == 1
+            orders.append(drain(data.stream(Report()), harmony))
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_stream_that_goes_on_anywhere_is_the_uninterrupted_one(
