@@ -77,6 +77,11 @@ convert = typer.Typer(
     help="Hugging Face <-> Megatron checkpoints, without a GPU.",
 )
 app.add_typer(convert, name="convert")
+data = typer.Typer(
+    no_args_is_help=True,
+    help="The conversations that `gptoss sft` learns.",
+)
+app.add_typer(data, name="data")
 
 ConfigFile = Annotated[
     Path,
@@ -153,7 +158,8 @@ def sft(
     resume_or_new: ResumeOrNew = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Supervised fine-tuning on demonstrations: the warm start of an RL run."""
+    """Supervised fine-tuning on your conversations, or on demonstrations: the warm start of an RL
+    run."""
     from rl_loop.run import run_sft
 
     train(
@@ -495,6 +501,38 @@ def convert_verify(
         result = verify(hf_dir, megatron_dir, progress)
     print(result)
     raise typer.Exit(0 if result.equal else 1)
+
+
+@data.command("preview")
+def data_preview(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    source: Annotated[
+        str | None,
+        Option(help="One of data.sources; without it all."),
+    ] = None,
+    samples: Annotated[int, Option(min=0, help="How many to show of each source.")] = 2,
+    conversations: Annotated[
+        int,
+        Option(min=1, help="How many to read of each source, for the figures."),
+    ] = 1000,
+) -> None:
+    """Samples token by token with what is learned of them, lengths, and what is refused and why."""
+    from rich.console import Console
+
+    from launch.data_preview import print_preview
+    from rl_loop.session import open_conversations
+
+    harmony, opened = open_conversations(load_run_config(path, "sft", overrides))
+    with opened:
+        print_preview(
+            opened,
+            harmony,
+            Console(),
+            sources=opened.sources if source is None else [source],
+            samples=samples,
+            conversations=conversations,
+        )
 
 
 Name = Annotated[str, Argument(help="The name of the run: `name` of its configuration.")]

@@ -18,6 +18,7 @@ from rl_loop.tracking.metrics import Name
 SHOWN: dict[str, tuple[str, str]] = {
     Name.REWARD: ("reward", "{:.3f}"),
     Name.LOSS: ("loss", "{:.4f}"),
+    Name.VALIDATION_LOSS: ("validation", "{:.4f}"),
     Name.ACCURACY: ("accuracy", "{:.3f}"),
     Name.HELD_OUT_ACCURACY: ("held out", "{:.3f}"),
     Name.TOOL_CALL_RATE: ("tool calls", "{:.2f}"),

@@ -4,7 +4,7 @@ what the ``gptoss`` commands call."""
 import asyncio
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
@@ -31,6 +31,9 @@ from rl_loop.tracking.run_directory import (
     read_json_lines,
 )
 
+if TYPE_CHECKING:
+    from rl_loop.sft import SupervisedData
+
 __all__ = ["Interrupted", "run_engine_report", "run_evaluation", "run_rl", "run_sft"]
 
 
@@ -42,34 +45,63 @@ def run_sft(
     overwrite: bool = False,
     resume_or_new: bool = False,
 ) -> Path:
-    """Fine-tune on generated demonstrations; adapters are exported, alone and merged. Returns the
-    run directory; raises Interrupted."""
+    """Fine-tune on conversations or on generated demonstrations. What has learned conversations is
+    exported, and adapters always are, alone and merged. Returns the run directory; raises
+    Interrupted."""
     how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     steps = config.training.steps
     with Session(config, show, how) as session:
+        data = _open_supervised_data(config, session)
         # Imports torch, which a mistake in the configuration should not wait for.
-        from rl_loop.sft import train_on_demonstrations
+        from rl_loop.sft import train_supervised
 
         with session.finishing_steps():
-            done = train_on_demonstrations(
+            done = train_supervised(
                 session.trainer,
-                session.tasks,
+                data,
                 session.recorder,
                 session.checkpointer,
-                config.demonstrations,
                 steps=steps,
                 sequences_per_step=config.sequences_per_step,
             )
-        if done < steps:
+        if done < steps and not data.exhausted:
             raise Interrupted(f"saved after step {done} of {steps} in {session.run.path}")
-        if config.adapter is not None:
-            # The checkpoints have no base: another run cannot begin with them.
+        # Of adapters the checkpoints have no base: another run cannot begin with them.
+        if config.adapter is not None or config.data is not None:
             _export(config, session)
 
-        losses = metric_curve(read_json_lines(session.run.metrics), Name.LOSS)[1]
+        figures = data.summary() | _last_losses(session.run)
         seconds = round(session.checkpointer.seconds, 1)
-        session.run.write_summary(steps=steps, loss=losses[-1], seconds=seconds)
+        session.run.write_summary(steps=done, **figures, seconds=seconds)
+        if session.conversations is not None and (refused := session.refusals.summary()):
+            session.progress.note(f"conversations: {refused} ({session.run.refused})")
     return config.directory
+
+
+def _last_losses(run: RunDirectory) -> dict[str, float]:
+    """Return the last training loss of a supervised run and, if there is one, validation loss."""
+    records = read_json_lines(run.metrics)
+    losses = {"loss": metric_curve(records, Name.LOSS)[1][-1]}
+    if validation := metric_curve(records, Name.VALIDATION_LOSS)[1]:
+        losses["validation_loss"] = validation[-1]
+    return losses
+
+
+def _open_supervised_data(config: SftConfig, session: Session) -> "SupervisedData":
+    """Return what a supervised run learns, from where its checkpoint says."""
+    from rl_loop.sft import ConversationBatches, DemonstrationBatches
+
+    count = config.sequences_per_step
+    if session.conversations is None:
+        return DemonstrationBatches(session.tasks, config.demonstrations, count)
+
+    session.progress.phase("data")
+    return ConversationBatches(
+        session.conversations,
+        session.refusals,
+        count,
+        saved=session.checkpointer.state.data,
+    )
 
 
 def run_rl(
@@ -187,7 +219,7 @@ def _export(config: RunConfig, session: Session) -> None:
     session.progress.phase("export")
     export_policy(
         session.trainer,
-        session.tasks.harmony,
+        session.harmony,
         config.model,
         session.run.export,
         tokenizer_source=config.initial_weights,

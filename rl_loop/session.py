@@ -8,13 +8,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rl_loop.cluster.ray_session import ray_session
+from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config
-from rl_loop.config.run import RlConfig, RunConfig, check_reward_parts
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig, check_reward_parts
 from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
 from rl_loop.lifecycle.interrupt import Interrupt, SeparateSessions
 from rl_loop.lifecycle.resume import Change, changes_since, write_config
-from rl_loop.lifecycle.start_checks import check_what_a_run_needs, store_need
+from rl_loop.lifecycle.start_checks import (
+    check_conversations,
+    check_what_a_run_needs,
+    store_need,
+)
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.progress import Progress, ProgressFactory
@@ -22,6 +27,7 @@ from rl_loop.tracking.run_directory import (
     RunDirectory,
     Start,
     check_start,
+    read_json_lines,
     start_run,
 )
 from rl_loop.tracking.run_lock import LEASE_SECONDS, locked_run
@@ -29,6 +35,9 @@ from rl_loop.tracking.run_lock import LEASE_SECONDS, locked_run
 # Whatever imports torch or Ray is imported where it is built: a mistake in a configuration is
 # reported before.
 if TYPE_CHECKING:
+    from rl_loop.conversations.dataset import ConversationData
+    from rl_loop.conversations.refusals import RefusalReport
+    from rl_loop.harmony.codec import Harmony
     from rl_loop.loop import LoopSettings, RlLoop
     from rl_loop.rollout.pool import RolloutPool
     from rl_loop.rollout.worker import WorkerSettings
@@ -56,8 +65,14 @@ class Session:
     Nothing is written before all of it is there. Leaving with an interrupt raises Interrupted,
     once everything is gone."""
 
+    harmony: "Harmony"
+    """Renders and parses what the policy reads and writes."""
     tasks: "TaskSource"
-    """What is trained on and measured."""
+    """What is trained on and measured; unset where conversations are learned."""
+    conversations: "ConversationData | None"
+    """What is trained on instead of tasks."""
+    refusals: "RefusalReport"
+    """Conversations that are left out; unset where none are learned."""
     trainer: "TrainerGroup"
     """The policy's ranks, ready."""
     rollouts: "RolloutPool | None"
@@ -125,15 +140,28 @@ class Session:
         check_what_a_run_needs(config)
         for change in changes:
             logger.info("%s: --resume changes %s", config.name, change)
-        self.tasks = build_tasks(config)
-        if isinstance(config, RlConfig):
-            check_reward_parts(config, self.tasks.reward_parts())
+        self._open_data()
 
         self._start_ray()
         self._start_actors()
         state = self._load_state()
         self._begin_directory(changes, state.step)
         self._start_recording(state)
+
+    def _open_data(self) -> None:
+        """Read and check what is trained on."""
+        config = self._config
+        self.conversations = None
+        if isinstance(config, SftConfig) and config.data is not None:
+            self.harmony, self.conversations = open_conversations(config)
+            self._stack.callback(self.conversations.close)
+            self.conversations.check()
+            return
+
+        self.tasks = build_tasks(config)
+        self.harmony = self.tasks.harmony
+        if isinstance(config, RlConfig):
+            check_reward_parts(config, self.tasks.reward_parts())
 
     def _start_ray(self) -> None:
         # Checkpoints that were being written when their writers were ended are deleted after Ray
@@ -197,9 +225,11 @@ class Session:
             self.run,
             writer,
             self.progress,
-            self.tasks.harmony,
+            self.harmony,
             config.training.episodes_in_report,
         )
+        if self.conversations is not None:
+            self.refusals = self._report_refusals()
         self.checkpointer = Checkpointer(
             self.trainer,
             state,
@@ -208,6 +238,15 @@ class Session:
             on_save=lambda: self.progress.phase("checkpoint"),
         )
         self._stack.callback(self.interrupt.leave)
+
+    def _report_refusals(self) -> "RefusalReport":
+        from rl_loop.conversations.refusals import RefusalReport
+
+        return RefusalReport(
+            write=self.run.append_refusals,
+            show=self.progress.note,
+            earlier=read_json_lines(self.run.refused),
+        )
 
     # -- stopping ---------------------------------------------------------------------------------
 
@@ -236,13 +275,33 @@ class Session:
 # -- the parts, each from its sections of the configuration ---------------------------------------
 
 
+def build_harmony(config: RunConfig) -> "Harmony":
+    """Build the codec of a run."""
+    from rl_loop.tasks.demonstrations import harmony_of
+
+    return harmony_of(harmony_settings(config))
+
+
 def build_tasks(config: RunConfig) -> "TaskSource":
     """Read and check the task data of a run. Raises TaskFileError."""
-    from rl_loop.tasks.demonstrations import harmony_of
     from rl_loop.tasks.source import TaskSource
 
     max_prompt_tokens = config.rollout.max_tokens if isinstance(config, RlConfig) else None
-    return TaskSource(config.tasks, harmony_of(harmony_settings(config)), max_prompt_tokens)
+    return TaskSource(config.tasks, build_harmony(config), max_prompt_tokens)
+
+
+def open_conversations(config: RunConfig) -> tuple["Harmony", "ConversationData"]:
+    """Open the conversations of a run that learns some, and build the codec that renders them.
+
+    Raises ConfigError if it learns none, and DataError if they cannot be read."""
+    if not isinstance(config, SftConfig) or config.data is None:
+        raise ConfigError(f"{config.name} learns no conversations: its configuration has no `data`")
+    check_conversations(config.data)
+
+    from rl_loop.conversations.dataset import ConversationData
+
+    harmony = build_harmony(config)
+    return harmony, ConversationData(config.data, harmony, config.longest_sample)
 
 
 def build_trainer(config: RunConfig) -> "TrainerGroup":
@@ -284,6 +343,7 @@ def harmony_settings(config: RunConfig) -> "HarmonySettings":
         prompt=config.prompt,
         tool_timeout_seconds=config.sandbox.timeout_seconds,
         tasks=config.tasks,
+        data=config.data if isinstance(config, SftConfig) else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -41,6 +42,7 @@ def test_an_example_says_how_to_run_it(path: Path) -> None:
 
 def test_every_example_is_tried() -> None:
     assert {path.stem for path in EXAMPLES} == {
+        "chat_with_tools",
         "convert_checkpoint",
         "custom_environment",
         "sink_attention_in_torch",
@@ -54,6 +56,25 @@ def test_the_torch_model_with_sink_attention_learns_to_repeat() -> None:
     assert losses[-1] < 0.1
     sinks = [float(sink) for sink in re.search(r"sinks: \[(.*)\]", printed)[1].split(", ")]
     assert all(abs(sink) > 0.01 for sink in sinks), "a sink had no gradient"
+
+
+def test_the_chat_file_with_tools_holds_questions_out(tmp_path: Path) -> None:
+    """That a model learns it is in tests/rl_loop/test_sft_on_conversations.py."""
+    assert "4000 and 100 conversations" in run("chat_with_tools", str(tmp_path))
+
+    def asked(name: str) -> list[tuple[str, str]]:
+        """What is asked, and what the tool answers."""
+        pairs = []
+        for line in (tmp_path / name).read_text().splitlines():
+            messages = json.loads(line)["messages"]
+            questions = [m["content"] for m in messages if m["role"] == "user"]
+            answers = [m["content"] for m in messages if m["role"] == "tool"]
+            pairs += list(zip(questions, answers, strict=True))
+        return pairs
+
+    held_out = asked("held_out.jsonl")
+    assert len(set(held_out)) == 200
+    assert not set(held_out) & set(asked("train.jsonl"))
 
 
 def test_the_converted_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:

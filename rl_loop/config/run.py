@@ -28,6 +28,7 @@ from rl_loop.config.training import (
     EvaluationConfig,
     TrainingConfig,
 )
+from rl_loop.conversations.config import DataConfig
 from rl_loop.environments.base import RewardConfig
 from rl_loop.harmony.codec import PromptConfig
 from rl_loop.sandbox.config import SandboxConfig
@@ -290,14 +291,45 @@ class RlConfig(RunConfig):
 
 
 class SftConfig(RunConfig):
-    """``gptoss sft``: supervised fine-tuning on generated demonstrations."""
+    """``gptoss sft``: supervised fine-tuning on conversations, or on generated demonstrations."""
 
     command: ClassVar[str] = "sft"
 
+    data: DataConfig | None = None
+    """Conversations to learn; null for demonstrations on ``tasks``."""
     demonstrations: DemonstrationConfig = DemonstrationConfig()
     """What the demonstrations are made of."""
     sequences_per_step: int = Field(64, gt=0)
-    """Demonstrations (episodes) of one optimizer step."""
+    """Demonstrations (episodes), or samples of ``data``, of one optimizer step."""
+
+    @property
+    def longest_sample(self) -> int:
+        """The most tokens that a sample of ``data`` may have."""
+        # The last token of a sequence is no input, so a row has room for one token more.
+        limit = min(self.training.max_tokens_per_micro_batch + 1, self.model.max_length)
+        if self.data is None or self.data.max_tokens is None:
+            return limit
+        return self.data.max_tokens
+
+    @property
+    def memory_inputs(self) -> MemoryInputs:
+        """The same, for sequences as long as ``data`` may have."""
+        inputs = super().memory_inputs
+        if self.data is None:
+            return inputs
+        return replace(inputs, longest_sequence=self.longest_sample)
+
+    @model_validator(mode="after")
+    def _check_data(self) -> Self:
+        if self.data is None or self.data.max_tokens is None:
+            return self
+        row, longest = self.training.max_tokens_per_micro_batch, self.model.max_length
+        if self.data.max_tokens > min(row + 1, longest):
+            raise ValueError(
+                f"data.max_tokens ({self.data.max_tokens}) exceeds training.max_tokens_per_micro_batch ({row}) or "
+                f"model.max_length ({longest}): the longest sample would not fit"
+            )
+        return self
 
 
 def check_reward_parts(config: RlConfig, parts: set[str]) -> None:

@@ -7,9 +7,11 @@ moves before the channel).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from openai_harmony import (
+    Author,
     ChannelConfig,
     Conversation,
     DeveloperContent,
@@ -44,6 +46,10 @@ __all__ = [
     "Tool",
     "ToolOutput",
 ]
+
+
+REMEMBERED_HEADERS = 4096
+"""Headers of which the tokens are kept: there are few different ones."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,8 @@ class Harmony:
         self._prompt = prompt
         self._python_seconds = python_seconds
 
+        self._sampled_headers: dict[tuple[str, str | None, str | None], list[int]] = {}
+
         # A prompt ends inside the assistant's header, which the policy goes on to write.
         header = harmony_encoding().encode("<|start|>assistant", allowed_special="all")
         self.assistant_header = vocabulary.from_harmony(header)
@@ -136,6 +144,56 @@ class Harmony:
         )
         return self.vocabulary.from_harmony(ids)
 
+    def render_opening(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        system: Message | None = None,
+        reasoning_effort: ReasoningEffort | None = None,
+    ) -> list[int]:
+        """Render what stands before everything that is said: the system message and those of the
+        developer.
+
+        Args:
+            messages: the developer's, of openai-harmony.
+            tools: described in the first of them, or in one of their own.
+            system: in place of what the configuration says.
+            reasoning_effort: of this conversation, in place of what the configuration says.
+
+        Raises:
+            ValueError: if two tools have one name.
+        """
+        check_names(tools)
+        opening = _with_tools(messages, tools) if tools else list(messages)
+        if system is None:
+            system = self._system_message((), reasoning_effort)
+        if system is not None:
+            opening.insert(0, system)
+
+        # As a whole: the system message speaks of functions if the developer's describes any.
+        ids = harmony_encoding().render_conversation(
+            Conversation.from_messages(opening),
+            RenderConversationConfig(auto_drop_analysis=False),
+        )
+        return self.vocabulary.from_harmony(ids)
+
+    def render_message(self, message: Message) -> list[int]:
+        """Render one message as history has it, from <|start|> to its end.
+
+        Of the developer, with whatever it describes; of all others, with the text that they have.
+        """
+        if message.author.role in (Role.DEVELOPER, Role.SYSTEM):
+            return self.vocabulary.from_harmony(harmony_encoding().render(message))
+
+        # openai-harmony tokenizes a text as a whole, in time that grows with the square of its
+        # longest word; `encode_text` does not. So it gets the message without its text.
+        header = (message.author.role, message.author.name, message.channel)
+        frame = _frame(*header, message.recipient, message.content_type)
+        before = self.vocabulary.from_harmony(frame[:-1])
+        after = self.vocabulary.from_harmony(frame[-1:])  # <|end|>, of a call <|call|>
+        return before + self.vocabulary.encode_text(message_text(message)) + after
+
     def render_observation(
         self,
         outputs: Sequence[ToolOutput],
@@ -148,49 +206,61 @@ class Harmony:
         """
         ids: list[int] = []
         for output in outputs:
-            ids += self._render_message(tool_message(output.tool, output.channel, ""), output.text)
+            text = _without_surrogates(output.text)
+            ids += self.render_message(tool_message(output.tool, output.channel, text))
         if user is not None:
-            ids += self._render_message(user_message(""), user)
+            ids += self.render_message(user_message(_without_surrogates(user)))
         return ids + self.assistant_header
-
-    def _render_message(self, empty: Message, text: str) -> list[int]:
-        """Render a message that is passed without its text.
-
-        openai-harmony tokenizes a text as a whole, in time that grows with the square of its
-        longest word; ``encode_text`` does not.
-        """
-        frame = harmony_encoding().render(empty)
-        before = self.vocabulary.from_harmony(frame[:-1])
-        after = self.vocabulary.from_harmony(frame[-1:])  # <|end|>
-        return before + self.vocabulary.encode_text(_without_surrogates(text)) + after
 
     def render_assistant(
         self,
         messages: Sequence[ParsedMessage],
         end: Literal["<|return|>", "<|call|>"],
     ) -> list[int]:
-        """Render an assistant turn as a policy would sample it, after ``<|start|>assistant``.
+        """Render an assistant turn as a policy would sample it, after ``<|start|>assistant``."""
+        ids: list[int] = []
+        for message in messages[:-1]:
+            ids += self.render_sampled(message, "<|end|>") + self.assistant_header
+        return ids + self.render_sampled(messages[-1], end)
+
+    def render_sampled(
+        self,
+        message: ParsedMessage,
+        end: Literal["<|end|>", "<|return|>", "<|call|>"] | None,
+    ) -> list[int]:
+        """Render one message as a policy would sample it, after ``<|start|>assistant``.
 
         For demonstrations. The header has the order that GPT-OSS itself writes: channel, then
         recipient, then content type. (In history, openai-harmony writes the recipient before the
         channel; both are legal and are parsed alike.)
+
+        ``end``: None if sampling was cut off within the message.
         """
-        encode_text = self.vocabulary.encode_text
-        ids: list[int] = []
-        for i, message in enumerate(messages):
-            if i > 0:
-                ids += self.assistant_header
+        key = (message.channel, message.recipient, message.content_type)
+        header = self._sampled_headers.get(key)
+        if header is None:
+            header = self._sampled_header(*key)
+            # Recipients are what data sets have in them: there is no end to them.
+            if len(self._sampled_headers) >= REMEMBERED_HEADERS:
+                self._sampled_headers.clear()
+            self._sampled_headers[key] = header
 
-            ids += self._special("<|channel|>") + encode_text(message.channel)
-            if message.recipient is not None:
-                ids += encode_text(f" to={message.recipient}")
-            if message.content_type is not None:
-                ids += self._content_type(message.content_type)
-            ids += self._special("<|message|>") + encode_text(message.text)
-
-            is_last = i == len(messages) - 1
-            ids += self._special(end if is_last else "<|end|>")
+        ids = header + self.vocabulary.encode_text(message.text)
+        if end is not None:
+            ids += self._special(end)
         return ids
+
+    def _sampled_header(
+        self, channel: str, recipient: str | None, content_type: str | None
+    ) -> list[int]:
+        """Render what precedes the text of a message, <|message|> included."""
+        encode_text = self.vocabulary.encode_text
+        ids = self._special("<|channel|>") + encode_text(channel)
+        if recipient is not None:
+            ids += encode_text(f" to={recipient}")
+        if content_type is not None:
+            ids += self._content_type(content_type)
+        return ids + self._special("<|message|>")
 
     def _special(self, token: str) -> list[int]:
         return self.vocabulary.from_harmony([special_id(token)])
@@ -203,11 +273,17 @@ class Harmony:
         kind = content_type.removeprefix(CONSTRAIN)
         return encode_text(" ") + self._special(CONSTRAIN) + encode_text(kind)
 
-    def _system_message(self, builtin_tools: Sequence[BuiltinTool | PythonTool]) -> Message | None:
-        """Make the system message; None if the configuration leaves nothing to say."""
+    def _system_message(
+        self,
+        builtin_tools: Sequence[BuiltinTool | PythonTool],
+        effort: ReasoningEffort | None = None,
+    ) -> Message | None:
+        """Make the system message; None if the configuration leaves nothing to say.
+
+        ``effort`` replaces that of the configuration.
+        """
         prompt = self._prompt
-        effort = None
-        if prompt.reasoning_effort:
+        if effort is None and prompt.reasoning_effort:
             effort = ReasoningEffort(prompt.reasoning_effort.capitalize())
 
         channel_config = None
@@ -280,6 +356,27 @@ class Harmony:
         return self.vocabulary.decode([token_id])
 
 
+@lru_cache(maxsize=REMEMBERED_HEADERS)
+def _frame(
+    role: Role,
+    name: str | None,
+    channel: str | None,
+    recipient: str | None,
+    content_type: str | None,
+) -> tuple[int, ...]:
+    """Render a message without text, in Harmony ids: its header and the token that ends it."""
+    message = Message.from_author_and_content(Author(role=role, name=name), "")
+    message.channel = channel
+    message.recipient = recipient
+    message.content_type = content_type
+    return tuple(harmony_encoding().render(message))
+
+
+def message_text(message: Message) -> str:
+    """Return the text of a message."""
+    return "".join(getattr(part, "text", "") for part in message.content)
+
+
 def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """Describe functions in the first developer message, or in one before all others."""
     rendered = list(messages)
@@ -305,8 +402,7 @@ def _parsed_message(message: Message) -> ParsedMessage:
         content_type = recipient
         recipient = None
 
-    text = "".join(getattr(part, "text", "") for part in message.content)
-    return ParsedMessage(message.channel or "", recipient, content_type, text)
+    return ParsedMessage(message.channel or "", recipient, content_type, message_text(message))
 
 
 def _calls_are_legal(messages: Sequence[ParsedMessage], ends_with_call_token: bool) -> bool:

@@ -20,9 +20,10 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from openai_harmony import Author, DeveloperContent, Message, Role
+from openai_harmony import Author, DeveloperContent, Message, Role, TextContent
 
 CHANNELS = ("analysis", "commentary", "final")
 CONSTRAIN = "<|constrain|>"
@@ -49,6 +50,35 @@ class OpenCall:
     channel: str
 
 
+class MessageTranslator:
+    """Turns one message of a conversation after the other into those of Harmony.
+
+    A tool's answer belongs to a call that came before, so the order counts.
+    """
+
+    def __init__(self) -> None:
+        self.open_calls: list[OpenCall] = []
+        """The calls that no tool has answered yet, the oldest first."""
+
+    def translate(self, number: int, message: Any) -> list[Message]:
+        """Turn message ``number`` into one or, with thoughts or calls, several.
+
+        Raises ValueError naming the message and the reason.
+        """
+        try:
+            return _to_harmony(message, self.open_calls)
+        except ValueError as error:
+            raise ValueError(f"{describe_message(number, message)}: {error}") from None
+
+
+def describe_message(number: int, message: Any) -> str:
+    """Name a message of a conversation, as errors do."""
+    role = None
+    if isinstance(message, dict):
+        role = message.get("role")
+    return f"message {number} (role {role!r})"
+
+
 def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
     """Turn the conversation of a prompt into messages of Harmony, analysis of every turn included.
 
@@ -59,17 +89,10 @@ def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
     Raises ValueError, naming the message and the reason, for what cannot be rendered, and if the
     assistant's turn is not what comes next.
     """
+    translator = MessageTranslator()
     rendered: list[Message] = []
-    open_calls: list[OpenCall] = []
-
     for number, message in enumerate(messages):
-        try:
-            rendered += _to_harmony(message, open_calls)
-        except ValueError as error:
-            role = None
-            if isinstance(message, dict):
-                role = message.get("role")
-            raise ValueError(f"message {number} (role {role!r}): {error}") from None
+        rendered += translator.translate(number, message)
 
     if messages and messages[-1]["role"] == "assistant":
         raise ValueError(
@@ -104,23 +127,34 @@ def assistant_message(
     content_type: str | None = None,
 ) -> Message:
     """Make a message of the assistant."""
-    # Set one by one: with_content_type() and its like take no None.
-    message = Message.from_role_and_content(Role.ASSISTANT, text)
-    message.channel = channel
-    message.recipient = recipient
-    message.content_type = content_type
-    return message
+    return Message(
+        author=_author(Role.ASSISTANT, None),
+        content=[TextContent(text=text)],
+        channel=channel,
+        recipient=recipient,
+        content_type=content_type,
+    )
 
 
 def tool_message(name: str, channel: str, text: str, recipient: str = "assistant") -> Message:
     """Make a tool's answer; ``name`` and ``channel`` are the call's recipient and channel."""
-    message = Message.from_author_and_content(Author.new(Role.TOOL, name), text)
-    return message.with_channel(channel).with_recipient(recipient)
+    return Message(
+        author=_author(Role.TOOL, name),
+        content=[TextContent(text=text)],
+        channel=channel,
+        recipient=recipient,
+    )
 
 
 def user_message(text: str, name: str | None = None) -> Message:
     """Make a message of the user."""
-    return Message.from_author_and_content(Author(role=Role.USER, name=name), text)
+    return Message(author=_author(Role.USER, name), content=[TextContent(text=text)])
+
+
+@lru_cache(maxsize=1024)
+def _author(role: Role, name: str | None) -> Author:
+    """Make the author of a message, once for all that have the same: nobody changes one."""
+    return Author(role=role, name=name)
 
 
 def content_text(message: dict[str, Any]) -> str:

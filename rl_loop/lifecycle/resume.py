@@ -30,6 +30,7 @@ FIXED = {
     "prompt": "the policy has learned with the other system message, and the curve would say nothing of it",
     "seed": DATA,
     "tasks": DATA,
+    "data": DATA,
     "demonstrations": DATA,
     "sequences_per_step": DATA,
     "rollout.tasks_per_step": DATA,
@@ -42,6 +43,13 @@ FIXED = {
 """Keys, with everything below them, that cannot change between two steps of one run, and why. All
 others can: the learning rate and its schedule, the number of steps, limits, checkpoints, rewards,
 the loss, engines, tracking."""
+
+CHANGEABLE = (
+    "data.max_refused_share",
+    "data.validate_every",
+    "data.workers",
+)
+"""Keys below those of FIXED that can change."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,8 @@ def _refusal(
     change: Change, before: dict[str, Any], config: RunConfig, run: RunDirectory
 ) -> str | None:
     """Say why this cannot change; None if it can."""
+    if change.key in CHANGEABLE:
+        return None
     for key, reason in FIXED.items():
         if key.startswith("rollout.") and not isinstance(config, RlConfig):
             continue  # of a supervised run it is only how it evaluates

@@ -12,6 +12,7 @@ from rl_loop.cluster.placement import has_placement
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.tasks import SourceConfig
+from rl_loop.conversations.config import DataConfig
 from rl_loop.environments import environment_class
 from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
@@ -50,7 +51,10 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
     if config.initial_adapter is not None and config.adapter is not None:
         check_initial_adapter(config.initial_adapter, config.adapter, config.model)
     check_newest_checkpoint(RunDirectory(config.directory))
-    check_data(config)
+    if isinstance(config, SftConfig) and config.data is not None:
+        check_conversations(config.data)
+    else:
+        check_data(config)
     if isinstance(config, RlConfig):
         check_rollouts(config)
     check_tracking()
@@ -107,6 +111,14 @@ def check_data(config: RunConfig) -> None:
                 _read_rows(source, path)
         if source.pass_rate is not None:
             _check_file(f"{key}.pass_rate.episodes", source.pass_rate.episodes)
+
+
+def check_conversations(data: DataConfig) -> None:
+    """Check every file that ``data`` names. Data sets of the hub are not looked for."""
+    for name, source in data.sources.items():
+        for field, path in (("path", source.path), ("validation_path", source.validation_path)):
+            if path is not None and not path.startswith("hub:"):
+                _check_file(f"data.sources.{name}.{field}", Path(path))
 
 
 def _check_file(key: str, path: Path) -> None:

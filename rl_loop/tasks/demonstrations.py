@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from rl_loop.config.tasks import SourceConfig, TaskConfig
 from rl_loop.config.training import DemonstrationConfig
+from rl_loop.conversations.config import DataConfig
+from rl_loop.conversations.corpus import conversation_texts
 from rl_loop.environments import (
     ENVIRONMENTS,
     Script,
@@ -47,6 +49,8 @@ class HarmonySettings:
     """What the description of the Python tool says of its time limit."""
     tasks: TaskConfig
     """What a tiny vocabulary is made for."""
+    data: DataConfig | None = None
+    """Conversations that it is made for instead, where those are learned."""
 
 
 @dataclass
@@ -222,10 +226,12 @@ def vocabulary_corpus(settings: HarmonySettings) -> str:
 
     The texts of registered environments are in it whichever the run uses: words that every
     conversation has, such as "assistant", are then tokens of every tiny vocabulary."""
+    harmony = Harmony(GptOssVocabulary(), settings.prompt, settings.tool_timeout_seconds)
+    if settings.data is not None:
+        return "\n".join(conversation_texts(settings.data, harmony))
+
     texts = [ENVIRONMENTS.resolve(name).vocabulary_text() for name in ENVIRONMENTS]
     lines = [text for text in texts if text]
-
-    harmony = Harmony(GptOssVocabulary(), settings.prompt, settings.tool_timeout_seconds)
     for source in settings.tasks.sources.values():
         text = environment_class(source.environment).vocabulary_text()
         if text and text not in lines:

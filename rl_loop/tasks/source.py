@@ -3,7 +3,7 @@ them."""
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
@@ -12,6 +12,7 @@ from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.config.tasks import PassRateConfig, SourceConfig, TaskConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.data.decontamination import SHARED_WORDS, find_giveaways
+from rl_loop.data.mixture import Mixture
 from rl_loop.environments import Task, environment_class, make_offline_environment
 from rl_loop.environments.base import Split
 from rl_loop.harmony.codec import Harmony
@@ -24,8 +25,6 @@ from rl_loop.tasks.task_file import TaskData, TaskFileError
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 64
-"""Training positions within which sources have exactly their shares."""
 ATTEMPTS = 1000
 """Generated tasks that are tried for one that is neither held out nor too long."""
 NAMED_TASKS = 5
@@ -64,7 +63,7 @@ class TaskSource:
                 source.decontaminate(held_out_texts)
 
         weights = [source.config.weight for source in self.sources.values()]
-        self._shares = _shares(weights)
+        self._mixture = Mixture(weights, f"{config.seed}/mixture")
 
     def train(self, position: int, count: int) -> list[Task]:
         """Return ``count`` training tasks from ``position`` on; there is no last one.
@@ -128,18 +127,10 @@ class TaskSource:
             logger.warning("%d tasks are left out: %s", len(self.unusable), shown)
 
     def _train_task(self, position: int) -> Task:
-        """Return the task at a training position.
-
-        Within a block every source has its share of the positions, in an order drawn for the
-        block."""
-        block, offset = divmod(position, BLOCK)
-        order = [number for number, share in enumerate(self._shares) for _ in range(share)]
-        random.Random(f"{self.config.seed}/mixture/{block}").shuffle(order)
-
+        """Return the task at a training position."""
+        source = list(self.sources.values())[self._mixture.source_at(position)]
         # The source's own index: how often its turn came in all positions before.
-        number = order[offset]
-        earlier = block * self._shares[number] + order[:offset].count(number)
-        return list(self.sources.values())[number].train(earlier)
+        return source.train(self._mixture.earlier(position))
 
 
 class Source:
@@ -293,15 +284,3 @@ def _shuffled(count: int, seed: str) -> list[int]:
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return order
-
-
-def _shares(weights: Sequence[float]) -> list[int]:
-    """Share BLOCK out in proportion to ``weights`` (largest remainders)."""
-    exact = [BLOCK * weight / sum(weights) for weight in weights]
-    shares = [int(share) for share in exact]
-
-    by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
-    # Rounded down, they lack a few: those that lost most to rounding get one more.
-    for i in by_remainder[: BLOCK - sum(shares)]:
-        shares[i] += 1
-    return shares

@@ -29,6 +29,7 @@ class Name:
     TURNS = "turns"  # assistant turns, mean over sequences
     RESPONSE_TOKENS = "response_tokens"  # sampled tokens, mean over sequences
     LOSS = "loss"  # as aggregated; of several optimizer steps the mean
+    VALIDATION_LOSS = "validation/loss"  # nats, mean over learned tokens; on steps that measure it
     LOGPROB_GAP = (
         "mismatch/logprob_gap"  # |log pi_train - log pi_rollout|, mean over sampled tokens, nats
     )

@@ -115,6 +115,10 @@ class StepRecorder:
         record.add_speed(tokens)
         self._writer.write(record.metrics)
 
+    def record_validation(self, record: StepRecord) -> None:
+        """Write a measurement of the loss that belongs to no training step."""
+        self._writer.write(record.metrics)
+
     def record_evaluation(self, record: StepRecord, groups: Sequence[TrajectoryGroup]) -> None:
         """Write an evaluation that belongs to no training step."""
         self._record_held_out(record, groups)

@@ -87,6 +87,10 @@ class RunDirectory:
         self.episodes = path / "episodes.jsonl"
         """A few whole episodes per step, see ``episode_record``."""
 
+        self.refused = path / "refused.jsonl"
+        """Conversations of ``data`` that were left out, one a line: {"source", "file", "line" or
+        "row", "reason"}."""
+
         self.tensorboard = path / "tensorboard"
         """The same numbers as event files."""
 
@@ -122,6 +126,10 @@ class RunDirectory:
         """Add lines made by ``episode_record``."""
         # ASCII escapes: sampled text may hold lone surrogates, which UTF-8 cannot write.
         append_lines(self.episodes, [json.dumps(record) for record in records])
+
+    def append_refusals(self, records: Sequence[dict[str, Any]]) -> None:
+        """Add conversations that were left out."""
+        append_lines(self.refused, [json.dumps(record) for record in records])
 
     def keep_steps_up_to(self, step: int) -> None:
         """Drop metrics and episodes of later steps, and a last line that a crash cut short. A

@@ -22,6 +22,8 @@ class RunState:
     passed_over: list[int] = field(default_factory=list)
     """With ``order: ready_first``: numbers of groups that had begun and were not trained on yet,
     although later ones may have been."""
+    data: dict[str, Any] | None = None
+    """Where the stream of conversations is; None where none are learned."""
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any] | None) -> "RunState":
@@ -33,6 +35,7 @@ class RunState:
             seconds=saved["seconds"],
             next_task=saved.get("next_task"),
             passed_over=saved.get("passed_over", []),
+            data=saved.get("data"),
         )
 
     def to_checkpoint(self) -> dict[str, Any]:
@@ -42,6 +45,8 @@ class RunState:
             state["next_task"] = self.next_task
         if self.passed_over:
             state["passed_over"] = self.passed_over
+        if self.data is not None:
+            state["data"] = self.data
         return state
 
 
@@ -82,11 +87,15 @@ class Checkpointer:
         """Wall time of the run so far, earlier attempts included."""
         return self._earlier_seconds + time.monotonic() - self._began
 
-    def end_step(self) -> bool:
-        """Count a finished step and save it where due. Returns whether the run ends with it."""
+    def end_step(self, *, data_exhausted: bool = False) -> bool:
+        """Count a finished step and save it where due. Returns whether the run ends with it.
+
+        ``data_exhausted``: there is nothing left for a further step."""
         self.state.step += 1
         # The last checkpoint must be complete before the processes that write it are ended.
-        is_last = self._stop_requested() or self.state.step == self._training.steps
+        is_last = (
+            self._stop_requested() or data_exhausted or self.state.step == self._training.steps
+        )
         if is_last or self.state.step % self._training.checkpoint_every == 0:
             self._save(block=is_last)
         return is_last

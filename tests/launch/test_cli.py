@@ -34,6 +34,8 @@ def gptoss(*arguments: str, timeout: float = PATIENCE_SECONDS) -> subprocess.Com
         ["eval"],
         ["convert"],
         ["convert", "import"],
+        ["data"],
+        ["data", "preview"],
         ["report"],
         ["doctor"],
         ["launch"],

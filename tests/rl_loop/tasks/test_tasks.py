@@ -14,9 +14,10 @@ import pytest
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.data.mixture import BLOCK
 from rl_loop.environments import Task
 from rl_loop.session import build_tasks
-from rl_loop.tasks.source import BLOCK, TaskSource
+from rl_loop.tasks.source import TaskSource
 from rl_loop.tasks.task_file import TaskFileError
 
 SFT = Path("configs/sft/tiny_retool.yaml")

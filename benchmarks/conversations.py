@@ -1,0 +1,224 @@
+"""How fast conversations are read, checked and rendered, and how much memory that takes.
+
+    python benchmarks/conversations.py                          # 100,000 conversations, two processes
+    python benchmarks/conversations.py --conversations 1000000
+    python benchmarks/conversations.py --history harmony --workers 1
+
+Synthetic conversations, all different: questions with one or two turns of the user, half of them with
+a tool that is described, called and answered, a third with thoughts. The stream is taken 64 samples
+at a time, as a training step takes them, and nothing is trained. Memory is the sum over this process
+and those that render, of what belongs to one process alone and its part of what several share (PSS),
+sampled ten times a second. Processor time is that of all of them; beside other programs it says more
+than the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+TEXT = (
+    "the report says that our latency grew by a factor of two after yesterday's deployment and nobody "
+    "knows why yet so please look at the dashboard compare both versions list what changed and tell me "
+    "in short sentences which service is slow whether it is the cache or the database and what to do next"
+)
+WORDS = TEXT.split()
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "read_metric",
+        "description": "Reads one metric of a service.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "service": {"type": "string", "description": "Name of the service."},
+                "metric": {"type": "string", "enum": ["latency", "errors", "load"]},
+            },
+            "required": ["service", "metric"],
+        },
+    },
+}
+
+
+def sentence(rng: random.Random, words: int) -> str:
+    """Return so many words, and a number that no other sentence has."""
+    return " ".join(rng.choices(WORDS, k=words)) + f" ({rng.getrandbits(40):x})."
+
+
+def conversation(rng: random.Random) -> dict[str, Any]:
+    """Return one conversation in OpenAI's format."""
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "You help engineers. Be brief."}
+    ]
+    has_tool = rng.random() < 0.5
+    for _ in range(rng.choice((1, 1, 2))):
+        messages.append({"role": "user", "content": sentence(rng, 25)})
+        answer: dict[str, Any] = {"role": "assistant", "content": sentence(rng, 50)}
+        if rng.random() < 1 / 3:
+            answer["thinking"] = sentence(rng, 40)
+
+        if has_tool:
+            arguments = json.dumps({"service": f"s{rng.randrange(10_000)}", "metric": "latency"})
+            call = {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "read_metric", "arguments": arguments},
+            }
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            messages.append(
+                {"role": "tool", "tool_call_id": "call_1", "content": sentence(rng, 15)}
+            )
+        messages.append(answer)
+    return {"messages": messages, "tools": [TOOL] if has_tool else None}
+
+
+def write_conversations(path: Path, count: int) -> None:
+    """Write so many conversations, one a line."""
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(count):
+            file.write(json.dumps(conversation(rng)) + "\n")
+
+
+class MemoryWatch:
+    """Samples the memory of this process and of those that it has started, as a context."""
+
+    def __init__(self, seconds: float = 0.1) -> None:
+        self.peak = 0
+        """Bytes, the largest sum that was seen."""
+        self.peak_here = 0
+        """Bytes, of this process alone."""
+        self._seconds = seconds
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._seconds):
+            here = psutil.Process()
+            own = here.memory_full_info().pss
+            total = own
+            for child in here.children(recursive=True):
+                try:
+                    total += child.memory_full_info().pss
+                except psutil.Error:
+                    continue
+            self.peak_here = max(self.peak_here, own)
+            self.peak = max(self.peak, total)
+
+
+@dataclass
+class Result:
+    """What streaming a file once was like."""
+
+    samples: int = 0
+    tokens: int = 0
+    learned: int = 0
+    seconds: float = 0.0
+    """From the first sample on, which is there when the first window is."""
+    seconds_to_first: float = 0.0
+    processor_seconds: float = 0.0
+    """Of all processes, their start included."""
+
+
+def stream_once(path: Path, history: str, workers: int) -> Result:
+    """Stream every conversation of a file, in the vocabulary of the released models."""
+    from rl_loop.conversations.config import DataConfig
+    from rl_loop.conversations.dataset import ConversationData
+    from rl_loop.conversations.refusals import RefusalReport
+    from rl_loop.harmony.codec import Harmony, PromptConfig
+    from rl_loop.harmony.vocabulary import GptOssVocabulary
+
+    values = {"path": str(path), "epochs": 1, "history": history, "workers": workers}
+    config = DataConfig.model_validate(values)
+    report = RefusalReport(write=lambda records: None, show=print)
+    result = Result()
+    began, processor_began = time.monotonic(), processor_seconds()
+
+    with ConversationData(config, Harmony(GptOssVocabulary(), PromptConfig()), 16384) as data:
+        stream = data.stream(report)
+        result.seconds_to_first = time.monotonic() - began
+        for _ in _steps(stream, result):
+            pass
+        result.seconds = time.monotonic() - began
+    # What a process has used is known when it has ended.
+    result.processor_seconds = processor_seconds() - processor_began
+    return result
+
+
+def processor_seconds() -> float:
+    """Return what this process, and those of its children that have ended, have used."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def _steps(stream: Any, result: Result) -> Iterator[None]:
+    """Take a step's samples at a time, and count them."""
+    while (samples := stream.take(64)) is not None:
+        result.samples += len(samples)
+        result.tokens += samples.tokens
+        result.learned += int(samples.loss_mask.sum())
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--conversations", type=int, default=100_000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--history", choices=["append", "harmony"], default="append")
+    parser.add_argument("--file", type=Path, help="where they are kept; else in a temporary folder")
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as scratch:
+        path = arguments.file or Path(scratch) / "conversations.jsonl"
+        if not path.exists():
+            write_conversations(path, arguments.conversations)
+
+        with MemoryWatch() as memory:
+            result = stream_once(path, arguments.history, arguments.workers)
+        size = path.stat().st_size
+
+    samples_per_second = result.samples / result.seconds
+    print(f"{arguments.conversations:,} conversations, {size / 1e6:,.0f} MB of JSONL")
+    print(
+        f"{result.samples:,} samples, {result.tokens / result.samples:,.0f} tokens each, "
+        f"{result.learned / result.tokens:.0%} learned"
+    )
+    print(
+        f"{arguments.conversations / result.seconds:,.0f} conversations/s, {samples_per_second:,.0f} samples/s, "
+        f"{result.tokens / result.seconds / 1e6:.2f} million tokens/s with {arguments.workers} processes "
+        f"({result.seconds:.1f} s, the first sample after {result.seconds_to_first:.1f} s)"
+    )
+    print(
+        f"{result.samples / result.processor_seconds:,.0f} samples per second of one processor "
+        f"({result.processor_seconds:.1f} s)"
+    )
+    print(
+        f"peak memory {memory.peak / 1e6:,.0f} MB of all processes, {memory.peak_here / 1e6:,.0f} MB of "
+        "the one that takes samples"
+    )
+
+
+if __name__ == "__main__":
+    main()

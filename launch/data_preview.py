@@ -1,0 +1,140 @@
+"""What ``gptoss data preview`` prints: samples token by token with what is learned of them, counts
+and lengths, and what is refused."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from rl_loop.conversations.dataset import ConversationData, Preview
+from rl_loop.conversations.refusals import describe_kinds
+from rl_loop.conversations.source_stream import DataSample
+from rl_loop.harmony.codec import Harmony
+
+LONGEST_CHARACTER = 4
+"""Tokens over which the bytes of one character can be spread."""
+SHOWN_REFUSALS = 10
+BAR_WIDTH = 40
+
+LEARNED_STYLES = ("black on green", "black on bright_green")
+CONTEXT_STYLES = ("bright_black", "white")
+"""Two of each, in turn, so that one token can be told from the next."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token, or several that make a character together."""
+
+    token_ids: list[int]
+    text: str
+    learned: bool
+
+
+def print_preview(
+    data: ConversationData,
+    harmony: Harmony,
+    console: Console,
+    *,
+    sources: Sequence[str],
+    samples: int,
+    conversations: int,
+) -> None:
+    """Print the first ``samples`` of every source, and figures of its first ``conversations``."""
+    for source in sources:
+        preview = data.preview(source, conversations)
+        for number, sample in enumerate(preview.samples[:samples], start=1):
+            _print_sample(number, sample, harmony, console)
+        for line in figures(preview):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_sample(number: int, sample: DataSample, harmony: Harmony, console: Console) -> None:
+    learned = int(np.count_nonzero(sample.loss_mask))
+    title = f"sample {number}: {sample.name}; {len(sample.token_ids)} tokens, {learned} learned"
+    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
+
+    if console.is_terminal:
+        console.print(coloured(sample, harmony), highlight=False)
+    else:
+        for line in token_lines(sample, harmony):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print()
+
+
+def pieces_of(sample: DataSample, harmony: Harmony) -> Iterator[Piece]:
+    """Cut a sample into tokens, and decode them."""
+    waiting: list[int] = []
+    for token_id, learned in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True):
+        waiting.append(token_id)
+        text = harmony.decode(waiting)
+        # Half a character is shown with its other half.
+        if text.endswith("\ufffd") and len(waiting) < LONGEST_CHARACTER:
+            continue
+        yield Piece(waiting, text, learned)
+        waiting = []
+    if waiting:
+        yield Piece(waiting, harmony.decode(waiting), bool(sample.loss_mask[-1]))
+
+
+def token_lines(sample: DataSample, harmony: Harmony) -> Iterator[str]:
+    """Yield a line per token: its place, "learn" or nothing, its id, its text."""
+    place = 0
+    for piece in pieces_of(sample, harmony):
+        mask = "learn" if piece.learned else ""
+        ids = "+".join(map(str, piece.token_ids))
+        yield f"{place:6}  {mask:5}  {ids:>8}  {piece.text!r}"
+        place += len(piece.token_ids)
+
+
+def coloured(sample: DataSample, harmony: Harmony) -> Text:
+    """Return the text of a sample, what is learned on green."""
+    text = Text()
+    for number, piece in enumerate(pieces_of(sample, harmony)):
+        styles = LEARNED_STYLES if piece.learned else CONTEXT_STYLES
+        shown = piece.text.replace("\n", "\u23ce\n")
+        text.append(shown, style=styles[number % 2])
+    return text
+
+
+def figures(preview: Preview) -> Iterator[str]:
+    """Yield lines of counts, lengths and refusals."""
+    refused = len(preview.refusals)
+    yield (
+        f"{preview.source} ({preview.place}): {preview.conversations:,} conversations read, "
+        f"{len(preview.samples):,} samples, {refused:,} refused"
+    )
+    for refusal in preview.refusals[:SHOWN_REFUSALS]:
+        yield f"  refused: {refusal}"
+    if refused > SHOWN_REFUSALS:
+        yield f"  ... in all {describe_kinds(preview.kinds)}"
+
+    if preview.samples:
+        lengths = np.array([len(sample.token_ids) for sample in preview.samples])
+        learned = sum(int(np.count_nonzero(sample.loss_mask)) for sample in preview.samples)
+        tokens = int(lengths.sum())
+        yield (
+            f"  {tokens:,} tokens, {learned:,} learned ({learned / tokens:.0%}); per sample "
+            f"{np.median(lengths):,.0f} in the median, {lengths.max():,} at most"
+        )
+        yield from histogram(lengths)
+
+
+def histogram(lengths: np.ndarray) -> Iterator[str]:
+    """Yield a bar for each range of lengths, which double from one to the next."""
+    upper = 2 ** np.ceil(np.log2(np.maximum(lengths, 2))).astype(int)
+    counts = {
+        int(bound): int(count)
+        for bound, count in zip(*np.unique(upper, return_counts=True), strict=True)
+    }
+    most = max(counts.values())
+
+    bound = min(counts)
+    while bound <= max(counts):
+        count = counts.get(bound, 0)
+        bar = "#" * round(BAR_WIDTH * count / most)
+        if count > 0 and not bar:
+            bar = "."
+        yield f"  {bound // 2 + 1:>7,} - {bound:>7,} tokens  {bar:{BAR_WIDTH}}  {count:,}"
+        bound *= 2

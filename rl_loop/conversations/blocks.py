@@ -1,0 +1,234 @@
+"""Renders blocks of rows, in this process or in others."""
+
+import gc
+import hashlib
+import os
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context, parent_process
+from typing import Literal, Self
+
+import numpy as np
+
+from rl_loop.conversations.config import Format
+from rl_loop.conversations.errors import ConversationError, DataError
+from rl_loop.conversations.formats import read_conversation
+from rl_loop.conversations.rendering import ConversationRenderer, RenderOptions
+from rl_loop.conversations.rows import Block, Row, Rows
+from rl_loop.harmony.codec import Harmony
+
+Split = Literal["train", "validation"]
+
+COLLECT_AFTER = 200_000
+"""New objects after which a process that renders looks for garbage in cycles."""
+
+
+@dataclass(frozen=True)
+class RenderSource:
+    """What a process must know of a source."""
+
+    name: str
+    rows: Rows
+    format: Format
+
+
+@dataclass(frozen=True)
+class RenderPlan:
+    """All that decides how a block is rendered."""
+
+    sources: list[RenderSource]
+    harmony: Harmony
+    options: RenderOptions
+    validation_share: float
+    """Of the rows, which belong to the validation split; 0 for none."""
+    seed: int
+    """Of the split."""
+
+
+@dataclass(frozen=True)
+class BlockJob:
+    """A block to render."""
+
+    source: int
+    """Index in ``RenderPlan.sources``."""
+    block: Block
+    split: Split
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A conversation, or a sample of one, that is left out."""
+
+    row: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RenderedBlock:
+    """The samples of a block, end to end."""
+
+    token_ids: np.ndarray
+    """int32 [tokens]."""
+    loss_mask: np.ndarray
+    """bool [tokens]."""
+    offsets: np.ndarray
+    """int64 [samples + 1]: where each sample begins."""
+    rows: np.ndarray
+    """int64 [samples]: the line or row that each comes from."""
+    conversations: int
+    """How many conversations of the split were read, refused ones included."""
+    refusals: list[Refusal]
+
+    @property
+    def samples(self) -> int:
+        return len(self.rows)
+
+
+class BlockRenderer:
+    """Renders blocks in this process."""
+
+    def __init__(self, plan: RenderPlan) -> None:
+        self._plan = plan
+        self._renderer = ConversationRenderer(plan.harmony, plan.options)
+
+    def render(self, job: BlockJob) -> RenderedBlock:
+        """Read and render the conversations of a block that belong to the job's split."""
+        source = self._plan.sources[job.source]
+        token_ids: list[np.ndarray] = []
+        loss_masks: list[np.ndarray] = []
+        rows: list[int] = []
+        refusals: list[Refusal] = []
+        conversations = 0
+
+        for row in source.rows.read(job.block):
+            if self._split_of(row) != job.split:
+                continue
+            conversations += 1
+            try:
+                conversation = read_conversation(row.record(), source.format)
+                samples, reasons = self._renderer.render(conversation)
+            except ConversationError as error:
+                refusals.append(Refusal(row.number, str(error)))
+                continue
+
+            refusals += [Refusal(row.number, reason) for reason in reasons]
+            for sample in samples:
+                # Several times as fast as to let numpy look at the type of every element.
+                token_ids.append(np.frombuffer(array("i", sample.token_ids), dtype=np.int32))
+                loss_masks.append(np.frombuffer(bytes(sample.loss_mask), dtype=np.bool_))
+                rows.append(row.number)
+
+        lengths = [len(ids) for ids in token_ids]
+        return RenderedBlock(
+            token_ids=np.concatenate([np.zeros(0, np.int32), *token_ids]),
+            loss_mask=np.concatenate([np.zeros(0, np.bool_), *loss_masks]),
+            offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+            rows=np.array(rows, dtype=np.int64),
+            conversations=conversations,
+            refusals=refusals,
+        )
+
+    def _split_of(self, row: Row) -> Split:
+        """Return the split of a row, which depends on its content and the seed alone."""
+        share = self._plan.validation_share
+        if share == 0:
+            return "train"
+        key = str(self._plan.seed).encode()
+        digest = hashlib.blake2b(row.fingerprint(), digest_size=8, key=key).digest()
+        return "validation" if int.from_bytes(digest) < share * 2**64 else "train"
+
+
+# ---- many blocks at a time
+
+
+class RenderPool:
+    """Renders blocks in processes of its own, or here if it has none; as a context."""
+
+    def __init__(self, plan: RenderPlan, workers: int) -> None:
+        """The processes start with the first block."""
+        self._plan = plan
+        self._local: BlockRenderer | None = None
+        self._executor: ProcessPoolExecutor | None = None
+        if workers == 0:
+            self._local = BlockRenderer(plan)
+        else:
+            # Not forked: Ray and torch have threads, whose locks a fork would keep for ever.
+            self._executor = ProcessPoolExecutor(
+                workers,
+                mp_context=get_context("spawn"),
+                initializer=_start_worker,
+                initargs=(plan,),
+            )
+
+    def submit(self, jobs: Sequence[BlockJob]) -> list[Callable[[], RenderedBlock]]:
+        """Begin to render blocks. Returns what waits for each; raises DataError there."""
+        if self._local is not None:
+            render = self._local.render
+            return [partial(render, job) for job in jobs]
+
+        assert self._executor is not None
+        try:
+            futures = [self._executor.submit(_render_in_worker, job) for job in jobs]
+        except BrokenProcessPool:
+            raise self._broken() from None
+        return [partial(self._result, future) for future in futures]
+
+    def close(self) -> None:
+        """End the processes; blocks that nobody has waited for are not rendered."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _result(self, future: "Future[RenderedBlock]") -> RenderedBlock:
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            raise self._broken() from None
+
+    def _broken(self) -> DataError:
+        names = ", ".join(source.name for source in self._plan.sources)
+        return DataError(
+            f"data.sources ({names}): a process that renders conversations died; if memory was "
+            "short, lower data.workers or data.shuffle_megabytes"
+        )
+
+
+_renderer: BlockRenderer | None = None
+"""Of a process of the pool."""
+
+
+def _start_worker(plan: RenderPlan) -> None:
+    global _renderer
+    # Signals of the terminal are for the run, which ends its step and then this process.
+    os.setsid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _renderer = BlockRenderer(plan)
+
+    # Thousands of small objects per block would have the collector look at all others again and
+    # again; almost none of them is in a cycle.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 10, 10)
+
+
+def _end_with_parent() -> None:
+    """End this process when the run was killed and could not do so itself."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _render_in_worker(job: BlockJob) -> RenderedBlock:
+    assert _renderer is not None
+    return _renderer.render(job)

@@ -1,0 +1,272 @@
+"""A conversation in messages of Harmony, checked: what a policy could have sampled, and no more."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from openai_harmony import DeveloperContent, Message, ReasoningEffort, Role
+
+from rl_loop.conversations.errors import ConversationError
+from rl_loop.harmony.codec import Tool, message_text
+from rl_loop.harmony.conversation import MessageTranslator, describe_message
+
+FUNCTIONS = "functions."
+"""How the recipient of a function's call begins."""
+
+CONTROL_KEYS = ("weight", "finish_reason")
+"""Of the assistant's messages: what says how they are learned, and is not rendered."""
+
+SPECIAL_TOKEN = re.compile(
+    r"<\|(?:start|end|message|channel|constrain|return|call|startoftext|endoftext|endofprompt"
+    r"|reserved_\d+)\|>"
+)
+"""The names of Harmony's special tokens. In a text they are text; that a file has them mostly means
+that its texts were rendered before."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One message of Harmony."""
+
+    message: Message
+    number: int
+    """Of the file's message that it comes from, from 0."""
+    learned: bool
+    """Whether its tokens are in the loss: messages of the assistant, unless their weight is 0."""
+
+    @property
+    def is_assistants(self) -> bool:
+        return self.message.author.role is Role.ASSISTANT
+
+    @property
+    def is_answer(self) -> bool:
+        return self.is_assistants and self.message.channel == "final"
+
+    @property
+    def is_call(self) -> bool:
+        return self.is_assistants and self.message.recipient is not None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation that can be rendered."""
+
+    opening: list[Message]
+    """What the developer says before everything else."""
+    tools: list[Tool]
+    """Functions that are described there."""
+    statements: list[Statement]
+    """All that follows. It ends with the assistant."""
+    system: Message | None = None
+    """The system message; None for that of the run."""
+    reasoning_effort: ReasoningEffort | None = None
+    """In the system message of the run; None for the run's own."""
+    truncated: bool = False
+    """Whether sampling was cut off within the last message."""
+
+    @property
+    def turns(self) -> list[range]:
+        """The assistant's turns: runs of its messages in ``statements``. Each ends with a call or
+        an answer, or is the last and was cut off."""
+        turns: list[range] = []
+        start = 0
+        for i, statement in enumerate(self.statements):
+            if not statement.is_assistants:
+                if i > start:
+                    turns.append(range(start, i))
+                start = i + 1
+        turns.append(range(start, len(self.statements)))
+        return turns
+
+
+def make_conversation(
+    messages: Iterable[tuple[int, Mapping[str, Any]]],
+    *,
+    tools: Sequence[Tool] = (),
+    opening: Sequence[Message] = (),
+    callable_functions: frozenset[str] | None = None,
+    system: Message | None = None,
+    reasoning_effort: ReasoningEffort | None = None,
+) -> Conversation:
+    """Translate and check a conversation.
+
+    Args:
+        messages: their numbers in the file, and the messages as
+            ``rl_loop.harmony.conversation`` describes them, with CONTROL_KEYS.
+        tools: functions that the developer describes.
+        opening: messages of the developer that are Harmony's already.
+        callable_functions: names of the functions that may be called; None to allow any.
+        system: replaces the system message of the run.
+        reasoning_effort: replaces that of the run.
+
+    Raises:
+        ConversationError: naming the message and the reason.
+    """
+    statements, truncated = _translate(messages)
+
+    said = 0
+    while said < len(statements) and statements[said].message.author.role is Role.DEVELOPER:
+        said += 1
+    conversation = Conversation(
+        opening=[*opening, *(statement.message for statement in statements[:said])],
+        tools=list(tools),
+        statements=statements[said:],
+        system=system,
+        reasoning_effort=reasoning_effort,
+        truncated=truncated,
+    )
+
+    _check_ends(conversation)
+    for turn in conversation.turns:
+        is_last = turn.stop == len(conversation.statements)
+        in_turn = conversation.statements[turn.start : turn.stop]
+        _check_turn(in_turn, may_be_cut=is_last and truncated)
+    if callable_functions is not None:
+        _check_calls(conversation, callable_functions)
+    _check_texts(conversation)
+    if not any(statement.learned for statement in conversation.statements):
+        raise ConversationError("nothing is learned of it: every message has weight 0")
+    return conversation
+
+
+# ---- from the file's messages to statements
+
+
+def _translate(
+    messages: Iterable[tuple[int, Mapping[str, Any]]],
+) -> tuple[list[Statement], bool]:
+    """Return the messages of Harmony, and whether the last one was cut off."""
+    translator = MessageTranslator()
+    statements: list[Statement] = []
+    truncated = False
+
+    for number, message in messages:
+        if truncated:
+            raise ConversationError(
+                "a message with finish_reason 'length' is not the last one: nothing can follow it"
+            )
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ("assistant", "tool") and translator.open_calls:
+            recipient = translator.open_calls[0].recipient
+            raise ConversationError(
+                f"{describe_message(number, message)}: the call of {recipient} before it has no answer"
+            )
+
+        learned = False
+        if role == "assistant":
+            learned, truncated = _control(number, message)
+            message = {key: value for key, value in message.items() if key not in CONTROL_KEYS}
+            _check_says_something(number, message)
+        try:
+            translated = translator.translate(number, message)
+        except ValueError as error:
+            raise ConversationError(str(error)) from None
+        statements += [Statement(part, number, learned) for part in translated]
+
+    return statements, truncated
+
+
+def _control(number: int, message: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether a message of the assistant is learned, and whether it was cut off."""
+    name = describe_message(number, message)
+    weight = message.get("weight")
+    if weight is not None and weight not in (0, 1):
+        raise ConversationError(f"{name}: weight is {weight!r}; it is 0 or 1")
+
+    finish_reason = message.get("finish_reason")
+    if finish_reason not in (None, "stop", "tool_calls", "length"):
+        raise ConversationError(
+            f"{name}: finish_reason is {finish_reason!r}; it is stop, tool_calls or length"
+        )
+    return weight != 0, finish_reason == "length"
+
+
+def _check_says_something(number: int, message: Mapping[str, Any]) -> None:
+    keys = ("content", "thinking", "tool_calls")
+    if not any(message.get(key) for key in keys):
+        raise ConversationError(
+            f"{describe_message(number, message)}: it has none of {', '.join(keys)}"
+        )
+
+
+# ---- checks
+
+
+def _check_ends(conversation: Conversation) -> None:
+    """Check that the assistant has something to go on and speaks last."""
+    statements = conversation.statements
+    if not any(statement.is_assistants for statement in statements):
+        raise ConversationError("the assistant says nothing in it")
+
+    first = statements[0]
+    if first.is_assistants and not conversation.opening:
+        raise ConversationError("it begins with the assistant, whom nobody has asked anything")
+
+    last = statements[-1]
+    if not last.is_assistants:
+        role = last.message.author.role.value
+        raise ConversationError(
+            f"it ends with message {last.number} (role {role!r}), which the assistant does not answer"
+        )
+
+
+def _check_turn(turn: Sequence[Statement], may_be_cut: bool) -> None:
+    """Check that inference could sample one turn as it stands."""
+    for statement in turn[:-1]:
+        # A stop token ends sampling: nothing of the same turn can come behind it.
+        if statement.is_call:
+            raise ConversationError(
+                f"message {statement.number}: the call of {statement.message.recipient} is followed "
+                "by the assistant, not by its answer"
+            )
+        if statement.is_answer:
+            raise ConversationError(
+                f"message {statement.number}: an answer of the assistant is followed by the "
+                "assistant, though nobody has replied"
+            )
+
+    last = turn[-1]
+    if not (last.is_call or last.is_answer or may_be_cut):
+        raise ConversationError(
+            f"message {last.number}: the assistant's turn ends on channel {last.message.channel}, "
+            "without a call or an answer (finish_reason 'length' says that it was cut off)"
+        )
+
+
+def _check_calls(conversation: Conversation, functions: frozenset[str]) -> None:
+    """Check that the functions that are called are described."""
+    for statement in conversation.statements:
+        recipient = statement.message.recipient
+        if not statement.is_call or recipient is None or not recipient.startswith(FUNCTIONS):
+            continue
+        if recipient.removeprefix(FUNCTIONS) not in functions:
+            described = ", ".join(sorted(functions)) or "none"
+            raise ConversationError(
+                f"message {statement.number}: it calls {recipient}, which its tools do not "
+                f"describe (they are: {described})"
+            )
+
+
+def _check_texts(conversation: Conversation) -> None:
+    """Check that no text spells a special token."""
+    for statement in conversation.statements:
+        _check_text(f"message {statement.number}", message_text(statement.message))
+    for message in conversation.opening:
+        for part in message.content:
+            if isinstance(part, DeveloperContent):
+                _check_text("the developer's message", part.model_dump_json())
+    for tool in conversation.tools:
+        _check_text(f"the tool {tool.name}", f"{tool.description} {tool.parameters}")
+
+
+def _check_text(name: str, text: str) -> None:
+    # Nearly all texts lack both characters, and are done with here.
+    if "<|" not in text:
+        return
+    token = SPECIAL_TOKEN.search(text)
+    if token is not None:
+        raise ConversationError(
+            f"{name}: its text spells the special token {token.group()}; texts are given as they "
+            "are, and rendered here"
+        )

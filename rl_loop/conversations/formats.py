@@ -1,0 +1,448 @@
+"""Reads a record of a file as a conversation: OpenAI's and Hugging Face's ``messages``, ShareGPT,
+Harmony's own JSON.
+
+A record may have other keys (ids, sources, scores), which say nothing about the conversation; a
+*message* may not, because what cannot be rendered would be lost silently.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from openai_harmony import DeveloperContent, Message, ReasoningEffort, Role, SystemContent
+from pydantic import ValidationError
+
+from rl_loop.conversations.config import Format
+from rl_loop.conversations.conversation import FUNCTIONS, Conversation, make_conversation
+from rl_loop.conversations.errors import ConversationError
+from rl_loop.harmony.codec import Tool
+from rl_loop.harmony.conversation import describe_message
+
+Numbered = tuple[int, dict[str, Any]]
+"""The number of a message in its file, and the message."""
+
+THOUGHTS = ("thinking", "reasoning_content", "reasoning")
+"""Keys under which data sets and servers have the analysis before a message."""
+
+EARLIER_CALLS = ("functions", "function_call")
+"""OpenAI's keys before there were tools."""
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "call",
+    "tool_call": "call",
+    "observation": "tool",
+    "tool": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+}
+"""What ``from`` may be; "call" is a message of the assistant whose ``value`` is JSON."""
+
+SHAREGPT_KEYS = {"from", "value", "weight"}
+
+
+def read_conversation(record: Any, form: Format) -> Conversation:
+    """Read one record. Raises ConversationError saying which message is to blame, and why."""
+    if not isinstance(record, dict):
+        raise ConversationError(f"a conversation is a JSON object, not {_kind(record)}")
+    if form == "auto":
+        form = recognise(record)
+    return READERS[form](record)
+
+
+def recognise(record: Mapping[str, Any]) -> Format:
+    """Find out the format of a record by its keys. Raises ConversationError."""
+    if isinstance(record.get("conversations"), list):
+        return "sharegpt"
+
+    messages = record.get("messages")
+    if not isinstance(messages, list):
+        keys = ", ".join(map(str, record)) or "no keys"
+        raise ConversationError(
+            f"it has neither a list 'messages' nor a list 'conversations', but {keys}"
+        )
+    return "harmony" if any(map(_is_harmonys, messages)) else "messages"
+
+
+def _is_harmonys(message: Any) -> bool:
+    """Say whether a message can only be one of Harmony."""
+    if not isinstance(message, dict):
+        return False
+    content = message.get("content")
+    first = content[0] if isinstance(content, list) and content else None
+    kind = first.get("type") if isinstance(first, dict) else None
+    return (
+        kind in ("system_content", "developer_content")
+        or message.get("channel") is not None
+        or isinstance(message.get("author"), dict)
+    )
+
+
+# ---- OpenAI and Hugging Face
+
+
+def read_messages(record: dict[str, Any]) -> Conversation:
+    """Read ``messages``, ``tools`` and ``reasoning_effort``."""
+    for key in EARLIER_CALLS:
+        if record.get(key):
+            raise ConversationError(
+                f"{key!r} is OpenAI's key of 2023: describe functions in 'tools'"
+            )
+
+    messages = [
+        (number, _plain_message(number, message))
+        for number, message in enumerate(_list_of(record, "messages"))
+    ]
+    tools = read_tools(record.get("tools"))
+    return make_conversation(
+        one_call_per_turn(messages),
+        tools=tools,
+        callable_functions=_names(tools),
+        reasoning_effort=_reasoning_effort(record.get("reasoning_effort")),
+    )
+
+
+def _plain_message(number: int, message: Any) -> dict[str, Any]:
+    """Return a message with keys that the codec knows."""
+    name = describe_message(number, message)
+    if not isinstance(message, dict):
+        raise ConversationError(f"{name}: a message is a JSON object, not {_kind(message)}")
+    if message.get("function_call") or message.get("role") == "function":
+        raise ConversationError(
+            f"{name}: function calls are given as 'tool_calls', and answers with the role 'tool'"
+        )
+
+    plain = {key: value for key, value in message.items() if key not in THOUGHTS}
+    thoughts = [message[key] for key in THOUGHTS if message.get(key)]
+    if len(thoughts) > 1:
+        given = ", ".join(key for key in THOUGHTS if message.get(key))
+        raise ConversationError(f"{name}: {given} are names of the same thing; give one of them")
+    if thoughts:
+        plain["thinking"] = thoughts[0]
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [
+            _tool_call(name, call) for call in _list_of(plain, "tool_calls", name)
+        ]
+    return plain
+
+
+def _tool_call(name: str, call: Any) -> dict[str, Any]:
+    """Return a call whose arguments are JSON. ``name``: of its message."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ConversationError(
+            f'{name}: a tool call is like {{"id": ..., "function": {{"name": ..., "arguments": ...}}}}'
+        )
+    kind = call.get("type")
+    if kind not in (None, "function"):
+        raise ConversationError(f"{name}: a tool call of type {kind!r}; only functions are called")
+
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _checked_arguments(name, function["name"], arguments)
+    elif not isinstance(arguments, dict | None):
+        raise ConversationError(
+            f"{name}: the arguments of {function['name']} are {_kind(arguments)}, not an object"
+        )
+    checked = {"name": function["name"], "arguments": arguments}
+    return {"id": call.get("id"), "function": checked}
+
+
+def _checked_arguments(name: str, function: str, arguments: str) -> str:
+    """Return arguments as they are written if they are a JSON object; "" means none."""
+    if not arguments.strip():
+        return "{}"
+    try:
+        value = json.loads(arguments)
+    except ValueError as error:
+        raise ConversationError(
+            f"{name}: the arguments of {function} are not JSON: {error}"
+        ) from None
+    if not isinstance(value, dict):
+        raise ConversationError(
+            f"{name}: the arguments of {function} are {_kind(value)}, not an object"
+        )
+    return arguments
+
+
+def one_call_per_turn(messages: Sequence[Numbered]) -> Iterator[Numbered]:
+    """Write calls that one message makes together one after the other, each before its answer.
+
+    GPT-OSS stops at <|call|> and goes on when it is answered, so it never makes two at a time.
+    """
+    at = 0
+    while at < len(messages):
+        number, message = messages[at]
+        at += 1
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            yield number, message
+            continue
+
+        answers: list[Numbered] = []
+        while at < len(messages) and messages[at][1].get("role") == "tool":
+            answers.append(messages[at])
+            at += 1
+        yield from _in_turns(number, message, calls, answers)
+
+
+def _in_turns(
+    number: int, message: dict[str, Any], calls: list[Any], answers: list[Numbered]
+) -> Iterator[Numbered]:
+    """Write one message with several calls as several messages, with the answers in between."""
+    if len(answers) < len(calls):
+        raise ConversationError(
+            f"{describe_message(number, message)}: of its {len(calls)} calls {len(answers)} are "
+            "answered; GPT-OSS makes a further call after the answer only"
+        )
+
+    kept = {key: message[key] for key in ("role", "weight") if key in message}
+    for i, call in enumerate(calls):
+        # What is thought and said comes before the first.
+        yield number, (message if i == 0 else kept) | {"tool_calls": [call]}
+        answer = next((a for a in answers if _answers(a[1], call)), answers[0])
+        answers.remove(answer)
+        yield answer
+    yield from answers
+
+
+def _answers(answer: dict[str, Any], call: dict[str, Any]) -> bool:
+    """Say whether a tool's answer names this call, by its id or else by its function."""
+    if answer.get("tool_call_id") is not None and call.get("id") is not None:
+        return bool(answer["tool_call_id"] == call["id"])
+    name = answer.get("name")
+    return name is None or str(name).removeprefix(FUNCTIONS) == call["function"]["name"]
+
+
+# ---- ShareGPT
+
+
+def read_sharegpt(record: dict[str, Any]) -> Conversation:
+    """Read ``conversations`` of ``from`` and ``value``, ``system`` and ``tools``."""
+    messages: list[Numbered] = []
+    if record.get("system"):
+        messages.append((0, {"role": "system", "content": record["system"]}))
+    for number, message in enumerate(_list_of(record, "conversations")):
+        messages.append((number, _sharegpt_message(number, message)))
+
+    tools = read_tools(record.get("tools"))
+    return make_conversation(
+        one_call_per_turn(messages), tools=tools, callable_functions=_names(tools)
+    )
+
+
+def _sharegpt_message(number: int, message: Any) -> dict[str, Any]:
+    sender = message.get("from") if isinstance(message, dict) else None
+    role = SHAREGPT_ROLES.get(sender) if isinstance(sender, str) else None
+    name = f"message {number} (from {sender!r})"
+    if role is None:
+        raise ConversationError(f"{name}: 'from' must be one of {', '.join(SHAREGPT_ROLES)}")
+    unknown = sorted(
+        key for key in message if key not in SHAREGPT_KEYS and message[key] is not None
+    )
+    if unknown:
+        raise ConversationError(f"{name}: {unknown[0]!r} cannot be rendered here")
+
+    value = message.get("value")
+    control = {"weight": message["weight"]} if message.get("weight") is not None else {}
+    if role != "call":
+        return {"role": role, "content": value, **control}
+
+    # One call, or a list of them, as JSON text.
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConversationError(f"{name}: its value is not JSON: {error}") from None
+    if not isinstance(calls, list):
+        calls = [calls]
+    if not calls:
+        raise ConversationError(f"{name}: it calls nothing")
+    tool_calls = [_tool_call(name, call) for call in calls]
+    return {"role": "assistant", "tool_calls": tool_calls, **control}
+
+
+# ---- Harmony
+
+
+def read_harmony(record: dict[str, Any]) -> Conversation:
+    """Read the messages of openai-harmony's ``Conversation.to_json``; the system and developer
+    messages at their beginning are rendered as they are."""
+    messages = _list_of(record, "messages")
+    system: Message | None = None
+    opening: list[Message] = []
+    functions: set[str] = set()
+    described = False
+
+    rest: list[Numbered] = []
+    for number, message in enumerate(messages):
+        flat = _without_author(number, message)
+        content = _rich_content(number, flat)
+        if content is None:
+            rest.append((number, flat))
+            continue
+        if rest or (isinstance(content, SystemContent) and number > 0):
+            raise ConversationError(
+                f"{describe_message(number, flat)}: it comes after others, where only texts can "
+                "be rendered"
+            )
+
+        if isinstance(content, SystemContent):
+            system = Message.from_role_and_content(Role.SYSTEM, content)
+            continue
+        opening.append(Message.from_role_and_content(Role.DEVELOPER, content))
+        for namespace in (content.tools or {}).values():
+            described = True
+            functions |= {tool.name for tool in namespace.tools if namespace.name == "functions"}
+
+    return make_conversation(
+        rest,
+        opening=opening,
+        callable_functions=frozenset(functions) if described else None,
+        system=system,
+    )
+
+
+def _without_author(number: int, message: Any) -> dict[str, Any]:
+    """Return a message with role and name at the top, where Harmony may have them in ``author``."""
+    if not isinstance(message, dict):
+        name = describe_message(number, message)
+        raise ConversationError(f"{name}: a message is a JSON object, not {_kind(message)}")
+    author = message.get("author")
+    if author is None:
+        return message
+    if not isinstance(author, dict):
+        raise ConversationError(f"message {number}: 'author' is {_kind(author)}, not an object")
+    return {key: value for key, value in message.items() if key != "author"} | author
+
+
+def _rich_content(number: int, message: dict[str, Any]) -> SystemContent | DeveloperContent | None:
+    """Return the content of a system or developer message, None for a message of text."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    kinds = [part.get("type") for part in parts if isinstance(part, dict)]
+    name = describe_message(number, message)
+
+    reader: type[SystemContent] | type[DeveloperContent]
+    if "system_content" in kinds:
+        reader, expected = SystemContent, "system"
+    elif "developer_content" in kinds:
+        reader, expected = DeveloperContent, "developer"
+    elif message.get("role") == "system":
+        raise ConversationError(
+            f"{name}: Harmony's system message has a part of type 'system_content'; what a chat "
+            "calls system is its 'developer'"
+        )
+    else:
+        return None
+
+    if message.get("role") != expected or len(parts) != 1:
+        raise ConversationError(
+            f"{name}: {kinds[0]!r} is the only content of a message of role {expected!r}"
+        )
+    fields = {key: value for key, value in parts[0].items() if key != "type"}
+    unknown = sorted(set(fields) - set(reader.model_fields))
+    if unknown:
+        raise ConversationError(f"{name}: {kinds[0]} has no key {unknown[0]!r}")
+    try:
+        return reader.model_validate(fields)
+    except ValidationError as error:
+        mistake = error.errors()[0]
+        place = ".".join(map(str, mistake["loc"]))
+        raise ConversationError(f"{name}: {kinds[0]}.{place}: {mistake['msg']}") from None
+
+
+# ---- tools
+
+
+def read_tools(value: Any) -> list[Tool]:
+    """Read descriptions of functions, in OpenAI's or JSON schema's form, or as text of JSON."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConversationError(f"'tools' is text that is not JSON: {error}") from None
+    if not value:
+        return []
+    if not isinstance(value, list):
+        raise ConversationError(f"'tools' is {_kind(value)}, not a list")
+
+    tools = [_tool(number, described) for number, described in enumerate(value)]
+    names = [tool.name for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConversationError(f"two tools are named {name!r}")
+    return tools
+
+
+def _tool(number: int, described: Any) -> Tool:
+    name = f"tool {number}"
+    if not isinstance(described, dict):
+        raise ConversationError(f"{name}: a tool is a JSON object, not {_kind(described)}")
+    kind = described.get("type")
+    if kind not in (None, "function"):
+        raise ConversationError(f"{name}: its type is {kind!r}; only functions can be described")
+
+    function = described.get("function", described)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ConversationError(f"{name}: it has no name")
+    description = function.get("description") or ""
+    parameters = function.get("parameters") or None
+    if not isinstance(description, str) or not isinstance(parameters, dict | None):
+        raise ConversationError(
+            f"{name} ({function['name']}): its description must be text and its parameters a JSON schema"
+        )
+    try:
+        return Tool(function["name"], description, parameters)
+    except ValueError as error:
+        raise ConversationError(f"{name}: {error}") from None
+
+
+def _names(tools: Sequence[Tool]) -> frozenset[str] | None:
+    """Return what may be called. Where no tools are given, instructions may describe them."""
+    return frozenset(tool.name for tool in tools) if tools else None
+
+
+# ---- helpers
+
+
+def _list_of(record: Mapping[str, Any], key: str, name: str = "") -> list[Any]:
+    value = record.get(key)
+    if not isinstance(value, list) or not value:
+        where = f"{name}: " if name else ""
+        raise ConversationError(
+            f"{where}{key!r} must be a list of at least one message, not {_kind(value)}"
+        )
+    return value
+
+
+def _reasoning_effort(value: Any) -> ReasoningEffort | None:
+    if value is None:
+        return None
+    efforts = {effort.value.lower(): effort for effort in ReasoningEffort}
+    if not isinstance(value, str) or value.lower() not in efforts:
+        raise ConversationError(f"reasoning_effort is {value!r}; it is one of {', '.join(efforts)}")
+    return efforts[value.lower()]
+
+
+def _kind(value: Any) -> str:
+    """Name the type of a value as JSON does."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    names = {int: "a number", float: "a number", str: "text", dict: "an object"}
+    return names.get(type(value), type(value).__name__)
+
+
+READERS: dict[Format, Callable[[dict[str, Any]], Conversation]] = {
+    "messages": read_messages,
+    "sharegpt": read_sharegpt,
+    "harmony": read_harmony,
+}

@@ -1,0 +1,135 @@
+"""What `gptoss data preview` shows: every token with its mask, counts, lengths, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from launch.data_preview import coloured, histogram, pieces_of, print_preview, token_lines
+from rl_loop.conversations.config import DataConfig
+from rl_loop.conversations.dataset import ConversationData
+from rl_loop.conversations.errors import DataError
+from rl_loop.conversations.source_stream import DataSample
+from rl_loop.harmony.codec import Harmony, PromptConfig
+from rl_loop.harmony.vocabulary import GptOssVocabulary
+from tests.launch.test_cli import gptoss
+from tests.rl_loop.conversations.written_by_hand import chat, said, user
+
+NO_SYSTEM_MESSAGE = PromptConfig(
+    model_identity=None, knowledge_cutoff=None, reasoning_effort=None, channels=False
+)
+
+
+@pytest.fixture(scope="module")
+def harmony() -> Harmony:
+    return Harmony(GptOssVocabulary(), NO_SYSTEM_MESSAGE)
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    good = [json.dumps(chat(user(f"Hi {i} 🫠"), said("Hello."))) for i in range(12)]
+    path.write_text("\n".join([*good, "{"]))
+    return path
+
+
+def printed(chats: Path, harmony: Harmony, *, terminal: bool) -> str:
+    config = DataConfig.model_validate({"path": str(chats), "workers": 0})
+    file = io.StringIO()
+    colours: Any = "truecolor" if terminal else None
+    console = Console(file=file, force_terminal=terminal, width=200, color_system=colours)
+    with ConversationData(config, harmony, 1000) as data:
+        print_preview(data, harmony, console, sources=["data"], samples=1, conversations=100)
+    return file.getvalue()
+
+
+def test_without_a_terminal_each_token_has_a_line_with_its_mask(
+    chats: Path, harmony: Harmony
+) -> None:
+    text = printed(chats, harmony, terminal=False)
+    assert "\x1b" not in text
+    title, *lines = text.splitlines()
+    assert re.fullmatch(r"sample 1: .*chats.jsonl, line 1; 18 tokens, 6 learned", title)
+
+    tokens = lines[: lines.index("")]
+    assert tokens[0].split() == ["0", "200006", "'<|start|>'"]
+    learned = [line for line in tokens if line.split()[1] == "learn"]
+    assert [eval(line.split(maxsplit=3)[3]) for line in learned] == [
+        "<|channel|>", "final", "<|message|>", "Hello", ".", "<|return|>",
+    ]  # fmt: skip
+    assert "'🫠'" in text or "' 🫠'" in text, "a character is not shown in halves"
+
+
+def test_on_a_terminal_what_is_learned_has_another_colour(chats: Path, harmony: Harmony) -> None:
+    text = printed(chats, harmony, terminal=True)
+    assert "\x1b[" in text
+    sample = DataSample(
+        np.array(harmony.vocabulary.encode_text("a b c d")), np.array([0, 0, 1, 1]) > 0, "x"
+    )
+    shown = coloured(sample, harmony)
+    assert shown.plain == "a b c d"
+    styles = [str(span.style) for span in shown.spans]
+    assert ["green" in style for style in styles] == [False, False, True, True]
+    assert len(set(styles)) == 4, "neighbours can be told from each other"
+
+
+def test_figures_count_what_was_read_and_name_what_was_refused(
+    chats: Path, harmony: Harmony
+) -> None:
+    text = printed(chats, harmony, terminal=False)
+    assert "13 conversations read, 12 samples, 1 refused" in text
+    assert f"refused: {chats}, line 13: not JSON" in text
+    assert "72 learned" in text
+    assert re.search(r"17 - +32 tokens  #{40}  12", text)
+
+
+def test_the_histogram_counts_every_sample_once() -> None:
+    lengths = np.array([1, 2, 3, 4, 5, 9, 16, 17, 1000])
+    bars = list(histogram(lengths))
+    bounds = [tuple(int(n) for n in re.findall(r"\d+", bar.replace(",", ""))[:2]) for bar in bars]
+    counts = [int(bar.split()[-1]) for bar in bars]
+    assert sum(counts) == len(lengths)
+    for (low, high), count in zip(bounds, counts, strict=True):
+        # The first bar has all that is shorter, too.
+        low = 0 if (low, high) == bounds[0] else low
+        assert count == np.count_nonzero((lengths >= low) & (lengths <= high))
+
+
+def test_the_pieces_are_all_tokens_in_order(harmony: Harmony) -> None:
+    ids = harmony.vocabulary.encode_text("naïve 🫠🫠 日本語")
+    sample = DataSample(np.array(ids), np.zeros(len(ids), dtype=bool), "x")
+    pieces = list(pieces_of(sample, harmony))
+    assert [i for piece in pieces for i in piece.token_ids] == ids
+    assert "".join(piece.text for piece in pieces) == "naïve 🫠🫠 日本語"
+    assert len(list(token_lines(sample, harmony))) == len(pieces)
+
+
+def test_a_source_that_there_is_not_is_named(chats: Path, harmony: Harmony) -> None:
+    config = DataConfig.model_validate({"path": str(chats), "workers": 0})
+    with (
+        ConversationData(config, harmony, 1000) as data,
+        pytest.raises(DataError, match=r"there is no data.sources.chat; there are data"),
+    ):
+        data.preview("chat", 1)
+
+
+def test_the_command_previews_a_configuration(chats: Path) -> None:
+    options = [f"data.path={chats}", "data.validation_path=null", "data.max_refused_share=0.1"]
+    result = gptoss("data", "preview", "configs/sft/tiny_shop.yaml", *options, "--samples", "1")
+    assert result.returncode == 0, result.stderr
+    assert "sample 1" in result.stdout
+    assert "13 conversations read, 12 samples, 1 refused" in result.stdout
+
+    result = gptoss("data", "preview", "configs/sft/tiny_retool.yaml")
+    assert result.returncode == 1
+    assert "its configuration has no `data`" in result.stderr
+    result = gptoss("data", "preview", "configs/sft/tiny_shop.yaml", "data.path=none.jsonl")
+    assert result.returncode == 1
+    assert "data.sources.data.path: none.jsonl does not exist" in result.stderr

@@ -1,0 +1,236 @@
+"""What is learned of a conversation is what inference would sample, token for token; all else is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from rl_loop.conversations.config import Format
+from rl_loop.conversations.conversation import make_conversation
+from rl_loop.conversations.errors import ConversationError
+from rl_loop.conversations.formats import read_conversation, recognise
+from rl_loop.conversations.rendering import ConversationRenderer, RenderedSample, RenderOptions
+from rl_loop.conversations.rows import Row
+from rl_loop.harmony.codec import Harmony, Tool
+from rl_loop.harmony.vocabulary import GptOssVocabulary
+from rl_loop.tasks.demonstrations import (
+    Episode,
+    _as_conversation,
+    render_as_sampled,
+    render_by_user_turn,
+)
+from tests.rl_loop import harmony_reference as reference
+from tests.rl_loop.conftest import SHORT_PROMPT
+from tests.rl_loop.conversations.malformed import MALFORMED
+from tests.rl_loop.conversations.written_by_hand import CASES, Case
+from tests.rl_loop.tasks.test_demonstrations import CHECKERS, scripted_episode, task_of
+
+LONG = 100_000
+
+
+def rendered(case: Case, harmony: Harmony, max_tokens: int = LONG) -> list[RenderedSample]:
+    options = RenderOptions(case.history, max_tokens, "refuse")  # type: ignore[arg-type]
+    samples, refused = ConversationRenderer(harmony, options).render(
+        read_conversation(case.record, case.form)
+    )
+    assert refused == []
+    return samples
+
+
+def shown(sample: RenderedSample, harmony: Harmony) -> str:
+    """The text of a sample, what is learned between « and »."""
+    text, run, learned = "", list[int](), False
+    for token, mask in zip([*sample.token_ids, None], [*sample.loss_mask, None], strict=True):
+        if mask is not learned and run:
+            decoded = harmony.decode(run)
+            text += f"«{decoded}»" if learned else decoded
+            run = []
+        learned = bool(mask)
+        run += [] if token is None else [token]
+    return text
+
+
+def test_there_are_thirty_cases_of_all_formats() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 30
+    assert {case.form for case in CASES} == {"messages", "sharegpt", "harmony"}
+    assert {case.history for case in CASES} == {"append", "harmony"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_mask_is_the_one_written_by_hand(case: Case) -> None:
+    harmony = Harmony(GptOssVocabulary(), case.prompt)
+    samples = rendered(case, harmony)
+    assert [shown(sample, harmony) for sample in samples] == case.samples
+
+    # Not only the text: the ids are those that openai-harmony has for it.
+    for sample, text in zip(samples, case.samples, strict=True):
+        ids, mask = [], []
+        for number, part in enumerate(re.split("[«»]", text)):
+            encoded = reference.encode(part)
+            ids += encoded
+            mask += [number % 2 == 1] * len(encoded)
+        assert sample.token_ids == ids
+        assert sample.loss_mask == mask
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_small_vocabulary_has_the_same_mask(case: Case, tiny: Harmony) -> None:
+    harmony = Harmony(tiny.vocabulary, case.prompt)
+    samples = rendered(case, harmony)
+    assert [shown(sample, harmony) for sample in samples] == case.samples
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_format_is_found_out(case: Case) -> None:
+    assert recognise(case.record) == case.form
+    harmony = Harmony(GptOssVocabulary(), case.prompt)
+    assert rendered(replace(case, form="auto"), harmony) == rendered(case, harmony)
+
+
+PROMPTS = [
+    case
+    for case in CASES
+    if case.form == "messages"
+    and case.history == "harmony"
+    # A prompt of the codec has the effort of its configuration.
+    and "reasoning_effort" not in case.record
+]
+
+
+@pytest.mark.parametrize("case", PROMPTS, ids=lambda case: case.name)
+def test_what_precedes_a_turn_is_the_prompt_that_inference_renders(case: Case) -> None:
+    """The codec's own rendering, of which the streams' is a faster one."""
+    harmony = Harmony(GptOssVocabulary(), case.prompt)
+    tools = [
+        Tool(**{"description": "", "parameters": None} | tool["function"])
+        for tool in case.record.get("tools", [])
+    ]
+    known = ("role", "content", "tool_calls", "thinking", "tool_call_id")
+    messages = [
+        {key: value for key, value in message.items() if key in known}
+        for message in case.record["messages"]
+    ]
+
+    samples = rendered(case, harmony)
+    asked = [i + 1 for i, message in enumerate(messages) if message["role"] == "user"]
+    # A turn of weight 0 is no sample.
+    for sample, end in zip(reversed(samples), reversed(asked), strict=False):
+        prompt = harmony.render_prompt(messages[:end], tools)
+        assert sample.token_ids[: len(prompt)] == prompt
+        assert not any(sample.loss_mask[: len(prompt)])
+        assert sample.loss_mask[len(prompt)]
+
+
+KINDS = [
+    ("incident", {"level": 3}),
+    ("gsm8k", {}),
+    ("gsm8k", {"tools": True}),
+    ("instructions", {"turns": 2, "checkers": CHECKERS, "constraints": 1}),
+]
+
+
+def as_record(episode: Episode) -> list[tuple[int, dict[str, object]]]:
+    messages = list(episode.prompt)
+    for turn in episode.turns:
+        messages += _as_conversation(turn)
+    return list(enumerate(messages))
+
+
+@pytest.mark.parametrize(("environment", "options"), KINDS)
+def test_an_episode_that_is_written_down_is_learned_like_its_demonstration(
+    environment: str, options: dict[str, object], harmony: Harmony
+) -> None:
+    harmony = Harmony(harmony.vocabulary, SHORT_PROMPT)
+    for seed in range(4):
+        task = replace(task_of(environment, seed, **options), environment=environment)
+        episode = replace(scripted_episode(task, seed), builtin_tools=())
+        conversation = make_conversation(as_record(episode), tools=list(episode.tools))
+
+        whole, by_turn = (
+            ConversationRenderer(harmony, RenderOptions(history, LONG, "refuse")).render(
+                conversation
+            )[0]
+            for history in ("append", "harmony")
+        )
+        shown_whole = render_as_sampled(episode, harmony)
+        assert [(s.token_ids, s.loss_mask) for s in whole] == [
+            (shown_whole.token_ids, [bool(mask) for mask in shown_whole.loss_mask])
+        ]
+        shown_by_turn = render_by_user_turn(episode, harmony)
+        assert [s.token_ids for s in by_turn] == [s.token_ids for s in shown_by_turn]
+        assert [s.loss_mask for s in by_turn] == [
+            [bool(mask) for mask in s.loss_mask] for s in shown_by_turn
+        ]
+
+
+@pytest.mark.parametrize(
+    ("form", "content", "reason"),
+    [case[1:] for case in MALFORMED],
+    ids=[case[0] for case in MALFORMED],
+)
+def test_a_malformed_conversation_is_refused_with_the_reason(
+    form: Format, content: bytes, reason: str, full: Harmony
+) -> None:
+    renderer = ConversationRenderer(full, RenderOptions("harmony", LONG, "refuse"))
+    with pytest.raises(ConversationError, match=re.escape(reason)):
+        renderer.render(read_conversation(Row(1, content).record(), form))
+
+
+def test_there_are_twenty_malformed_lines() -> None:
+    assert len(MALFORMED) >= 20
+
+
+def test_a_sample_that_is_too_long_is_refused_or_loses_its_end(full: Harmony) -> None:
+    case = next(case for case in CASES if case.name.startswith("a later turn"))
+    conversation = read_conversation(case.record, case.form)
+    first, second = rendered(replace(case), Harmony(GptOssVocabulary(), SHORT_PROMPT))
+    limit = len(second.token_ids) - 1
+    assert len(first.token_ids) <= limit
+
+    harmony = Harmony(GptOssVocabulary(), SHORT_PROMPT)
+    kept, refused = ConversationRenderer(harmony, RenderOptions("harmony", limit, "refuse")).render(
+        conversation
+    )
+    assert kept == [first]
+    assert refused == [
+        f"turn 1 of the user: it has {limit + 1} tokens, more than data.max_tokens ({limit})"
+    ]
+
+    kept, refused = ConversationRenderer(
+        harmony, RenderOptions("harmony", limit, "truncate")
+    ).render(conversation)
+    assert refused == []
+    assert kept[1].token_ids == second.token_ids[:-1]
+    assert kept[1].loss_mask == second.loss_mask[:-1]
+
+    few = second.loss_mask.index(True)
+    kept, refused = ConversationRenderer(harmony, RenderOptions("harmony", few, "truncate")).render(
+        conversation
+    )
+    assert f"its first {few} tokens (data.max_tokens) have nothing to learn" in refused[-1]
+
+
+def test_the_openings_of_conversations_are_not_mixed_up(full: Harmony) -> None:
+    """They are rendered once for all conversations that have the same."""
+    cases = [replace(case, history="append") for case in CASES if case.prompt != SHORT_PROMPT]
+    for effort in ("high", None):
+        record = cases[0].record | {"reasoning_effort": effort}
+        cases.append(replace(cases[0], record=record))
+
+    renderer = ConversationRenderer(full, RenderOptions("append", LONG, "refuse"))
+    openings = set()
+    for _ in range(2):
+        for case in cases:
+            (sample,), _ = renderer.render(read_conversation(case.record, case.form))
+            (alone,) = rendered(case, full)
+            assert sample == alone
+            openings.add(tuple(sample.token_ids[: sample.loss_mask.index(True)]))
+    assert len(openings) == len(cases)
+
+
+def test_no_mask_is_all_ones_or_empty() -> None:
+    for case in CASES:
+        for sample in rendered(case, Harmony(GptOssVocabulary(), case.prompt)):
+            assert 0 < sum(sample.loss_mask) < len(sample.loss_mask)

@@ -1,0 +1,425 @@
+"""Conversations come in an order that follows from seed and position alone, and each of them is trained on, measured
+on, or reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_gptoss.samples import TrainingSamples
+from rl_loop.conversations import rows, source_stream
+from rl_loop.conversations.config import DataConfig
+from rl_loop.conversations.dataset import ConversationData, ConversationStream
+from rl_loop.conversations.errors import DataError
+from rl_loop.conversations.refusals import RefusalReport, kind_of
+from rl_loop.harmony.codec import Harmony
+from tests.rl_loop.conversations.written_by_hand import chat, said, user
+
+LONG = 10_000
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a few conversations and windows of a few blocks, so that a small file has many."""
+    monkeypatch.setattr(rows, "BLOCK_BYTES", 400)
+    monkeypatch.setattr(source_stream, "MEGABYTE", 2_000)
+
+
+def write(path: Path, records: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def questions(count: int, name: str = "q") -> list[dict[str, Any]]:
+    """Conversations that can be told from one another; every third has two turns."""
+    made = []
+    for i in range(count):
+        messages = [user(f"{name} {i}"), said(f"a {i}")]
+        if i % 3 == 0:
+            messages += [user(f"{name} {i} again"), said(f"b {i}")]
+        made.append(chat(*messages))
+    return made
+
+
+class Report(RefusalReport):
+    """A report that remembers what it wrote and showed."""
+
+    def __init__(self, earlier: Sequence[dict[str, Any]] = ()) -> None:
+        self.written: list[dict[str, Any]] = []
+        self.shown: list[str] = []
+        super().__init__(self.written.extend, self.shown.append, earlier)
+
+
+def data_of(harmony: Harmony, **keys: Any) -> ConversationData:
+    config = DataConfig.model_validate({"workers": 0, "shuffle_megabytes": 1} | keys)
+    return ConversationData(config, harmony, LONG)
+
+
+def texts(samples: TrainingSamples, harmony: Harmony) -> list[str]:
+    return [harmony.decode(ids.tolist()) for ids in samples.rows("token_ids")]
+
+
+def drain(stream: ConversationStream, harmony: Harmony, at_a_time: int = 7) -> list[str]:
+    drained: list[str] = []
+    while (samples := stream.take(at_a_time)) is not None:
+        drained += texts(samples, harmony)
+    return drained
+
+
+@pytest.fixture
+def harmony(tiny: Harmony) -> Harmony:
+    return tiny
+
+
+# ---- order
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_every_sample_comes_once_per_epoch_in_another_order(
+    tmp_path: Path, harmony: Harmony
+) -> None:
+    path = write(tmp_path / "chats.jsonl", questions(100))
+    with data_of(harmony, path=str(path), epochs=2) as data:
+        drained = drain(data.stream(Report()), harmony)
+        again = drain(data.stream(Report()), harmony)
+    with data_of(harmony, path=str(path), epochs=1, shuffle=False) as data:
+        in_order = drain(data.stream(Report()), harmony)
+
+    assert len(in_order) == len(set(in_order)) == 134
+    assert "q 0<" in in_order[0]
+    assert "q 99 again" in in_order[-1]
+    first, second = drained[:134], drained[134:]
+    assert sorted(first) == sorted(second) == sorted(in_order)
+    assert first != second
+    assert first != in_order
+    assert drained == again
+
+    # Not only neighbours change places.
+    moved = [abs(in_order.index(text) - i) for i, text in enumerate(first)]
+    assert sum(moved) / len(moved) > 20
+
+
+def test_a_file_of_one_block_is_shuffled_too(tmp_path: Path, harmony: Harmony) -> None:
+    path = write(tmp_path / "chats.jsonl", questions(50))
+    orders = []
+    for keys in ({"shuffle": False}, {"seed": 0}, {"seed": 1}):
+        with data_of(harmony, path=str(path), epochs=1, **keys) as data:
+            assert len(data._rows[0].blocks) == 1
+            orders.append(drain(data.stream(Report()), harmony))
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_stream_that_goes_on_anywhere_is_the_uninterrupted_one(
+    seed: int, tmp_path: Path, harmony: Harmony
+) -> None:
+    sources = {
+        "long": {"path": str(write(tmp_path / "a.jsonl", questions(60, "long"))), "epochs": 2},
+        "short": {"path": str(write(tmp_path / "b.jsonl", questions(10, "short"))), "weight": 0.5, "epochs": 3},
+    }  # fmt: skip
+    keys = {"sources": sources, "seed": seed, "validation_share": 0.1}
+    with data_of(harmony, **keys) as data:
+        stream = data.stream(Report())
+        states, whole = [stream.state()], list[str]()
+        while (samples := stream.take(1)) is not None:
+            whole += texts(samples, harmony)
+            states.append(stream.state())
+        assert stream.exhausted
+        assert len(whole) > 150
+
+    with data_of(harmony, **keys) as data:
+        for used in [*range(0, len(states), 5), len(whole) - 1, len(whole)]:
+            saved = json.loads(json.dumps(states[used]))
+            resumed = data.stream(Report(), saved)
+            assert resumed.state() == states[used]
+            assert drain(resumed, harmony) == whole[used:]
+            assert resumed.state() == states[-1]
+
+
+def test_processes_render_what_one_does_by_itself(tmp_path: Path, harmony: Harmony) -> None:
+    path = write(tmp_path / "chats.jsonl", [*questions(300), {"messages": "none"}])
+    drained = []
+    for workers in (0, 2):
+        with data_of(
+            harmony, path=str(path), workers=workers, epochs=1, validation_share=0.1
+        ) as data:
+            report = Report()
+            measured = data.validation(report)
+            drained.append(
+                (
+                    texts(measured["data"], harmony),
+                    drain(data.stream(report), harmony),
+                    report.written,
+                )
+            )
+    assert drained[0] == drained[1]
+    assert len(drained[0][1]) > 300
+
+
+def test_sources_are_mixed_by_their_weights(tmp_path: Path, harmony: Harmony) -> None:
+    paths = {name: str(write(tmp_path / f"{name}.jsonl", questions(20, name))) for name in "ab"}
+    sources = {"a": {"path": paths["a"], "weight": 3}, "b": {"path": paths["b"], "weight": 1}}
+    with data_of(harmony, sources=sources) as data:
+        samples = data.stream(Report()).take(640)
+    assert samples is not None
+    counts = Counter("b" if "b.jsonl" in name else "a" for name in samples.names)
+    assert counts == {"a": 480, "b": 160}
+
+    sources["b"]["weight"] = 0.001
+    with pytest.raises(DataError, match=r"data.sources.b.weight \(0.001\) is less than 1/128"):
+        data_of(harmony, sources=sources)
+
+
+def test_a_source_that_is_over_leaves_its_place_to_the_others(
+    tmp_path: Path, harmony: Harmony
+) -> None:
+    sources = {
+        "a": {"path": str(write(tmp_path / "a.jsonl", questions(30, "long"))), "epochs": 1},
+        "b": {"path": str(write(tmp_path / "b.jsonl", questions(3, "short"))), "epochs": 1},
+    }
+    with data_of(harmony, sources=sources) as data:
+        drained = drain(data.stream(Report()), harmony)
+    assert len(drained) == 40 + 4
+    assert not any("short" in text for text in drained[20:])
+
+
+def test_a_file_that_has_changed_ends_a_resume(tmp_path: Path, harmony: Harmony) -> None:
+    path = write(tmp_path / "chats.jsonl", questions(20))
+    with data_of(harmony, path=str(path)) as data:
+        stream = data.stream(Report())
+        stream.take(3)
+        saved = stream.state()
+    write(path, questions(21))
+    with (
+        data_of(harmony, path=str(path)) as data,
+        pytest.raises(DataError, match="another length than when the checkpoint was saved"),
+    ):
+        data.stream(Report(), saved)
+
+
+def test_a_process_that_dies_is_an_error_and_no_wait_for_ever(
+    tmp_path: Path, harmony: Harmony
+) -> None:
+    path = write(tmp_path / "chats.jsonl", questions(20))
+    with data_of(harmony, path=str(path), workers=1) as data:
+        data.stream(Report()).take(3)
+        (pid,) = data._pool._executor._processes  # type: ignore[union-attr]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(DataError, match="a process that renders conversations died"):
+            data.stream(Report()).take(3)
+
+
+# ---- files
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    yield
+
+
+def talking() -> list[dict[str, Any]]:
+    """Conversations in which Arrow finds keys that only some of the messages have."""
+    described = {
+        "name": "f",
+        "description": "F.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": {"city": "Rome"}}}
+    other = {"id": "y", "type": "function", "function": {"name": "f", "arguments": {"day": 3}}}
+    return [
+        chat(user("a"), said("b", thinking="c"), tools=[]),
+        chat(
+            user("d"), {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "x", "content": "e"}, said("f", weight=1),
+            tools=[{"type": "function", "function": described}],
+        ),
+        chat(user("g"), {"role": "assistant", "tool_calls": [other]}),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("cache")
+def test_parquet_and_data_sets_of_the_hub_give_what_jsonl_does(
+    tmp_path: Path, harmony: Harmony
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    write(tmp_path / "chats.jsonl", talking())
+    (tmp_path / "hub").mkdir()
+    for path in (tmp_path / "chats.parquet", tmp_path / "hub/train.parquet"):
+        pq.write_table(pa.Table.from_pylist(talking()), path)
+
+    drained = {}
+    # load_dataset takes a folder as it takes a name of the hub, which cannot be reached here.
+    for place in ("chats.jsonl", "chats.parquet", "hub"):
+        path = f"{tmp_path}/{place}" if place != "hub" else f"hub:{tmp_path}/hub:train"
+        with data_of(harmony, path=path, epochs=1, shuffle=False, workers=0) as data:
+            drained[place] = drain(data.stream(Report()), harmony)
+    assert len(drained["chats.jsonl"]) == 3
+    assert drained["chats.parquet"] == drained["chats.jsonl"]
+    assert drained["hub"] == drained["chats.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("none.jsonl", "there is no such file"),
+        ("empty.jsonl", "the file is empty"),
+        ("bad.parquet", "cannot be read"),
+        ("hub:name", "give hub:NAME:SPLIT"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(
+    place: str, reason: str, tmp_path: Path, harmony: Harmony
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    path = place if place.startswith("hub:") else str(tmp_path / place)
+    with pytest.raises(DataError, match=reason) as error:
+        data_of(harmony, path=path)
+    assert path in str(error.value)
+
+
+# ---- refusals
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_what_is_refused_is_reported_once_with_line_and_reason(
+    tmp_path: Path, harmony: Harmony
+) -> None:
+    lines = [json.dumps(record) for record in questions(40)]
+    lines[10] = '{"messages": ['
+    lines[20] = ""
+    lines[30] = json.dumps(chat(user("a")))
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+
+    report = Report()
+    with data_of(harmony, path=str(tmp_path / "chats.jsonl"), epochs=2) as data:
+        stream = data.stream(report)
+        drained = drain(stream, harmony)
+    assert len(drained) == 2 * (54 - 1 - 1 - 2)  # line 31 has two turns
+    assert sorted((record["line"], record["reason"]) for record in report.written) == [
+        (11, "not JSON: Expecting value at character 15"),
+        (31, "the assistant says nothing in it"),
+    ]
+    assert {record["source"] for record in report.written} == {"data"}
+    assert len(report.shown) == 2
+    assert any("chats.jsonl, line 11: not JSON" in shown for shown in report.shown)
+    assert stream.streams[0].conversations == 39
+    assert stream.streams[0].refused == 2
+    summary = report.summary()
+    assert summary is not None and summary.startswith("2 refused: 1 x ")
+
+    # A resumed run reads the same lines again.
+    resumed = Report(report.written)
+    with data_of(harmony, path=str(tmp_path / "chats.jsonl"), epochs=1) as data:
+        drain(data.stream(resumed), harmony)
+    assert resumed.written == []
+    assert resumed.summary() == summary
+
+
+def test_a_file_of_which_too_much_is_refused_ends_the_run(tmp_path: Path, harmony: Harmony) -> None:
+    records = questions(20)
+    for i in range(3):
+        records[5 * i] = chat(user("a"))
+    path = write(tmp_path / "chats.jsonl", records)
+    explained = r"3 of 20 conversations are refused, more than data.max_refused_share \(0.1\) allows: 3 x the assistant"
+    with data_of(harmony, path=str(path)) as data, pytest.raises(DataError, match=explained):
+        data.check()
+    with data_of(harmony, path=str(path)) as data, pytest.raises(DataError, match=explained):
+        data.stream(Report())
+    with data_of(harmony, path=str(path), max_refused_share=0.2) as data:
+        data.check()
+        data.stream(Report())
+
+
+def test_a_file_without_anything_to_learn_is_an_error_and_no_endless_loop(
+    tmp_path: Path, harmony: Harmony
+) -> None:
+    path = write(tmp_path / "chats.jsonl", [chat(user("a"))] * 3)
+    with (
+        data_of(harmony, path=str(path), max_refused_share=1) as data,
+        pytest.raises(
+            DataError, match="no conversation can be learned from: 3 x the assistant says"
+        ),
+    ):
+        data.stream(Report())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("message 3: it calls functions.a, which its tools do not describe (they are: b, c)",
+         "message 12: it calls functions.x, which its tools do not describe (they are: y)"),
+        ("it has 1034 tokens, more than data.max_tokens (1000)", "it has 9 tokens, more than data.max_tokens (8)"),
+        ("message 1 (role 'tool'): no open call with id 'c9' precedes this answer",
+         "message 2 (role 'tool'): no open call with id 'a' precedes this answer"),
+    ],
+)  # fmt: skip
+def test_reasons_that_differ_in_names_and_numbers_are_of_one_kind(one: str, other: str) -> None:
+    assert kind_of(one) == kind_of(other)
+    assert kind_of(one) != kind_of("the assistant says nothing in it")
+
+
+# ---- validation
+
+
+def test_validation_is_never_trained_on_nor_are_copies_of_it(
+    tmp_path: Path, harmony: Harmony
+) -> None:
+    path = write(tmp_path / "chats.jsonl", [*questions(200), *questions(200)])
+    keys = {"path": str(path), "epochs": 1, "validation_share": 0.2}
+    with data_of(harmony, **keys, validation_conversations=400) as data:
+        measured = texts(data.validation(Report())["data"], harmony)
+        trained = drain(data.stream(Report()), harmony)
+    assert not set(measured) & set(trained)
+    assert len(measured) + len(trained) == 2 * 267
+    assert 0.1 < len(measured) / (2 * 267) < 0.3
+
+    with data_of(harmony, **keys, validation_conversations=5) as data:
+        few = data.validation(Report())["data"]
+    assert len({name.rpartition(" ")[2] for name in few.names}) == 5
+    assert texts(few, harmony) == measured[: len(few)]
+
+    with data_of(harmony, **keys, seed=1, validation_conversations=400) as data:
+        assert texts(data.validation(Report())["data"], harmony) != measured
+
+
+def test_validation_may_have_a_file_of_its_own(tmp_path: Path, harmony: Harmony) -> None:
+    train = str(write(tmp_path / "train.jsonl", questions(30)))
+    held_out = str(write(tmp_path / "held_out.jsonl", questions(7, "v")))
+    sources = {
+        "a": {"path": train, "epochs": 1},
+        "b": {"path": train, "epochs": 1, "validation_path": held_out},
+    }
+    with data_of(harmony, sources=sources) as data:
+        measured = data.validation(Report())
+        assert list(measured) == ["b"]
+        assert len(measured["b"]) == 10
+        assert all("held_out.jsonl" in name for name in measured["b"].names)
+        assert len(drain(data.stream(Report()), harmony)) == 80
+
+
+def test_a_share_that_leaves_nothing_to_measure_on_is_refused(
+    tmp_path: Path, harmony: Harmony
+) -> None:
+    path = write(tmp_path / "chats.jsonl", questions(3))
+    with (
+        data_of(harmony, path=str(path), validation_share=0.0001) as data,
+        pytest.raises(
+            DataError, match=r"no conversation of data\.sources\.data is left to measure"
+        ),
+    ):
+        data.validation(Report())

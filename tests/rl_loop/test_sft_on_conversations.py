@@ -1,0 +1,194 @@
+"""Supervised fine-tuning on a user's conversations, with all its real parts: processes that render, Ray, Megatron,
+checkpoints and export."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from rl_loop.cluster.ray_session import start_local_ray
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import load_config
+from rl_loop.config.run import SftConfig
+from rl_loop.conversations.errors import DataError
+from rl_loop.run import Interrupted, run_sft
+from rl_loop.tracking.run_directory import read_json, read_json_lines
+from tests.rl_loop.conversations.written_by_hand import chat, said, user
+from tests.rl_loop.test_loop_on_ray import SMALL, Quiet
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    *SMALL,
+    "model.vocab_size=600",
+    "sequences_per_step=4",
+    "training.steps=6",
+    "optimizer.warmup_steps=0",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray() -> Iterator[None]:
+    start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
+    yield
+    ray.shutdown()
+
+
+def write_chats(folder: Path, count: int, bad: int = 0) -> Path:
+    """Conversations of one turn or two, and lines that are none."""
+    path = folder / "chats.jsonl"
+    lines = []
+    for i in range(count):
+        turns = [user(f"What is {i}?"), said(f"A number, {i}.", thinking="A number.")]
+        lines.append(json.dumps(chat(*(turns * (1 + i % 2)))))
+    lines += ["no conversation"] * bad
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def config(path: Path, *overrides: str) -> SftConfig:
+    options = [*TINY, f"data.path={path}", "data.validation_path=null", f"output_dir={path.parent}"]
+    return load_config(ROOT / "configs/sft/tiny_shop.yaml", SftConfig, [*options, *overrides])
+
+
+def losses(run: Path, name: str = "loss") -> dict[int, float]:
+    records = read_json_lines(run / "metrics.jsonl")
+    return {record["step"]: record[name] for record in records if name in record}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "export/model.safetensors")
+
+
+def test_a_run_measures_reports_and_exports(tmp_path: Path) -> None:
+    path = write_chats(tmp_path, 40, bad=2)
+    quiet = Quiet()
+    overrides = ["data.validation_share=0.2", "data.validate_every=4", "data.workers=2"]
+    run = run_sft(config(path, *overrides), quiet)
+
+    measured = losses(run, "validation/loss")
+    assert sorted(measured) == [0, 4, 6]
+    assert sorted(losses(run)) == list(range(6))
+    assert measured[6] < measured[0]
+    # Before the first step the policy is random, and says nothing in particular.
+    assert measured[0] == pytest.approx(math.log(600), rel=0.2)
+
+    summary = read_json(run / "summary.json")
+    assert summary["steps"] == 6
+    assert summary["validation_loss"] == pytest.approx(measured[6])
+    assert summary["refused"] == 2
+    refused = read_json_lines(run / "refused.jsonl")
+    assert [record["line"] for record in refused] == [41, 42]
+    assert {record["reason"] for record in refused} == {"not JSON: Expecting value at character 1"}
+    assert any("chats.jsonl, line 41: not JSON" in note for note in quiet.notes)
+    assert any("2 refused: 2 x not JSON" in note for note in quiet.notes)
+    assert (run / "export/tokenizer.json").exists()
+
+
+def test_a_run_that_was_killed_goes_on_with_the_samples_that_come_next(tmp_path: Path) -> None:
+    path = write_chats(tmp_path, 30)
+    overrides = ["training.checkpoint_every=2", "data.validation_share=0.1"]
+    whole = run_sft(config(path, "name=whole", *overrides), Quiet())
+
+    # Killed after step 4 of which 3 and 4 are lost: a step that is saved is complete before the next update.
+    program = f"""
+    import os, signal
+    from tests.rl_loop.test_sft_on_conversations import Path, Quiet, config, run_sft
+
+    def kill(step):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if __name__ == "__main__":
+        run_sft(config(Path({str(path)!r}), "name=killed", *{overrides!r}), Quiet(kill))
+    """
+    file = tmp_path / "killed.py"
+    file.write_text(textwrap.dedent(program))
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [sys.executable, str(file)],
+        env={**os.environ, "PYTHONPATH": paths, "RAY_ADDRESS": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    killed = tmp_path / "killed"
+    assert (killed / "checkpoints/latest").read_text() in ("step_000002", "step_000004")
+
+    resumed = run_sft(config(path, "name=killed", *overrides), Quiet(), resume=True)
+    assert losses(resumed) == losses(whole)
+    assert losses(resumed, "validation/loss") == losses(whole, "validation/loss")
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
+
+
+def test_an_interrupt_keeps_the_place_in_the_data(tmp_path: Path) -> None:
+    path = write_chats(tmp_path, 30)
+    whole = run_sft(config(path, "name=whole"), Quiet())
+    stopping = Quiet(lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 2 else None)
+    with pytest.raises(Interrupted, match="saved after step 3 of 6"):
+        run_sft(config(path, "name=stopped"), stopping)
+    with pytest.raises(ConfigError, match=r"--resume cannot change data.seed: 0 -> 1"):
+        run_sft(config(path, "name=stopped", "data.seed=1"), Quiet(), resume=True)
+
+    # How fast the data is rendered may change.
+    resumed = run_sft(config(path, "name=stopped", "data.workers=0"), Quiet(), resume=True)
+    assert losses(resumed) == losses(whole)
+
+
+def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
+    path = write_chats(tmp_path, 6)  # nine samples
+    run = run_sft(config(path, "data.epochs=2", "training.steps=50"), Quiet())
+    assert sorted(losses(run)) == [0, 1, 2, 3, 4]
+    assert (run / "checkpoints/latest").read_text() == "step_000005"
+    assert read_json(run / "summary.json")["steps"] == 5
+
+    # There is nothing left to go on with.
+    again = run_sft(config(path, "data.epochs=2", "training.steps=50"), Quiet(), resume=True)
+    assert sorted(losses(again)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_tiny_model_answers_held_out_conversations_with_tools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures of docs/data.md."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from chat_with_tools import evaluate, write_files
+
+    shares = []
+    for seed in range(3):
+        folder = tmp_path / f"shop_{seed}"
+        write_files(folder, seed)
+        overrides = [
+            f"data.path={folder / 'train.jsonl'}",
+            f"data.validation_path={folder / 'held_out.jsonl'}",
+            f"data.seed={seed}",
+            f"seed={seed}",
+            f"name=tiny_shop_{seed}",
+            f"output_dir={tmp_path}",
+        ]
+        run = run_sft(
+            load_config(ROOT / "configs/sft/tiny_shop.yaml", SftConfig, overrides), Quiet()
+        )
+        shares.append(evaluate(folder, run))
+    assert min(shares) >= 0.9, shares
+
+
+def test_data_that_is_mostly_refused_ends_a_run_before_it_begins(tmp_path: Path) -> None:
+    path = write_chats(tmp_path, 10, bad=5)
+    with pytest.raises(DataError, match="5 of 15 conversations are refused"):
+        run_sft(config(path), Quiet())
+    assert not (tmp_path / "tiny_shop").exists()
