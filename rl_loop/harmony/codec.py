@@ -19,17 +19,19 @@ from openai_harmony import (
     RenderConversationConfig,
     Role,
     SystemContent,
+    TextContent,
 )
 
 from rl_loop.harmony.conversation import (
     CHANNELS,
     CONSTRAIN,
+    OpenCall,
     prompt_messages,
     tool_message,
     user_message,
     without_finished_analysis,
 )
-from rl_loop.harmony.prompt_config import PromptConfig
+from rl_loop.harmony.prompt_config import Effort, PromptConfig
 from rl_loop.harmony.tool_descriptions import BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.harmony.turn_headers import split_headers
 from rl_loop.harmony.vocabulary import Vocabulary, harmony_encoding, special_id
@@ -105,6 +107,7 @@ class Harmony:
         builtin_tools: Sequence[BuiltinTool | PythonTool] = (),
         *,
         drop_analysis: bool = True,
+        reasoning_effort: Effort | None = None,
     ) -> list[int]:
         """Render a conversation, ending where the assistant begins its turn.
 
@@ -113,6 +116,7 @@ class Harmony:
             tools: described in the first developer message, or in one of their own.
             builtin_tools: described in the system message, with what the configuration says.
             drop_analysis: leave out analysis that led to earlier answers, as the format says.
+            reasoning_effort: instead of what the configuration says; None leaves it at that.
 
         Raises:
             ValueError: naming the message that cannot be rendered.
@@ -125,7 +129,8 @@ class Harmony:
             rendered = without_finished_analysis(rendered)
         if tools:
             rendered = _with_tools(rendered, tools)
-        if (system := self._system_message(builtin_tools)) is not None:
+        system = self._system_message(builtin_tools, reasoning_effort)
+        if system is not None:
             rendered.insert(0, system)
 
         # openai-harmony's own dropping leaves out too little: see without_finished_analysis.
@@ -135,6 +140,32 @@ class Harmony:
             RenderConversationConfig(auto_drop_analysis=False),
         )
         return self.vocabulary.from_harmony(ids)
+
+    def render_continuation(
+        self,
+        messages: Sequence[dict[str, Any]],
+        open_calls: list[OpenCall] | None = None,
+        first_number: int = 0,
+    ) -> list[int]:
+        """Render the messages that follow a conversation whose tokens exist already.
+
+        Ends where the assistant begins its turn. Texts are tokenized in time that is linear in
+        their length. Arguments and errors are those of ``prompt_messages``.
+        """
+        rendered = prompt_messages(messages, open_calls, first_number)
+        ids: list[int] = []
+        for message in without_finished_analysis(rendered):
+            ids += self._render_bounded(message)
+        return ids + self.assistant_header
+
+    def _render_bounded(self, message: Message) -> list[int]:
+        """Render one message, a text of any length in linear time."""
+        [content] = message.content
+        if not isinstance(content, TextContent):
+            # Instructions, around which openai-harmony writes headings.
+            return self.vocabulary.from_harmony(harmony_encoding().render(message))
+        empty = message.model_copy(update={"content": [TextContent(text="")]})
+        return self._render_message(empty, content.text)
 
     def render_observation(
         self,
@@ -203,12 +234,17 @@ class Harmony:
         kind = content_type.removeprefix(CONSTRAIN)
         return encode_text(" ") + self._special(CONSTRAIN) + encode_text(kind)
 
-    def _system_message(self, builtin_tools: Sequence[BuiltinTool | PythonTool]) -> Message | None:
+    def _system_message(
+        self,
+        builtin_tools: Sequence[BuiltinTool | PythonTool],
+        reasoning_effort: Effort | None,
+    ) -> Message | None:
         """Make the system message; None if the configuration leaves nothing to say."""
         prompt = self._prompt
+        effort_name = reasoning_effort or prompt.reasoning_effort
         effort = None
-        if prompt.reasoning_effort:
-            effort = ReasoningEffort(prompt.reasoning_effort.capitalize())
+        if effort_name:
+            effort = ReasoningEffort(effort_name.capitalize())
 
         channel_config = None
         if prompt.channels:

@@ -49,7 +49,11 @@ class OpenCall:
     channel: str
 
 
-def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
+def prompt_messages(
+    messages: Sequence[dict[str, Any]],
+    open_calls: list[OpenCall] | None = None,
+    first_number: int = 0,
+) -> list[Message]:
     """Turn the conversation of a prompt into messages of Harmony, analysis of every turn included.
 
     A chat's "system" message is what Harmony calls the developer message. A tool's answer belongs
@@ -58,11 +62,16 @@ def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
 
     Raises ValueError, naming the message and the reason, for what cannot be rendered, and if the
     assistant's turn is not what comes next.
+
+    Where ``messages`` go on from others, ``open_calls`` are the calls in those that no tool has
+    answered, and ``first_number`` is how many they are, for error messages. ``open_calls`` is
+    changed: afterwards it holds the calls that are open then.
     """
     rendered: list[Message] = []
-    open_calls: list[OpenCall] = []
+    if open_calls is None:
+        open_calls = []
 
-    for number, message in enumerate(messages):
+    for number, message in enumerate(messages, start=first_number):
         try:
             rendered += _to_harmony(message, open_calls)
         except ValueError as error:
