@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from rl_loop.data.trajectory import FinishReason
-from rl_loop.gateway.errors import invalid_request
+from rl_loop.gateway.errors import ApiError, invalid_request
 from rl_loop.gateway.forest import Node
 from rl_loop.gateway.parameters import (
     SamplingParameters,
@@ -49,7 +49,6 @@ NEUTRAL: dict[str, list[Any]] = {
     "conversation": [],
     "max_tool_calls": [],
     "prompt": [],
-    "text": [{}, {"format": {"type": "text"}}],
     "top_logprobs": [0],
     "truncation": ["disabled"],
 }
@@ -68,6 +67,17 @@ class ReasoningParameters(BaseModel):
     """The former name of it."""
 
 
+class TextParameters(BaseModel):
+    """How the answer is to be written."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: dict[str, Any] | None = None
+    """Only ``{"type": "text"}``: what is sampled is not constrained."""
+    verbosity: Any = None
+    """Changes nothing."""
+
+
 class ResponsesParameters(SamplingParameters):
     """The parameters that count."""
 
@@ -78,6 +88,7 @@ class ResponsesParameters(SamplingParameters):
     tool_choice: Any = None
     reasoning: ReasoningParameters = ReasoningParameters()
     max_output_tokens: int | None = Field(None, gt=0)
+    text: TextParameters = TextParameters()
     store: bool = True
 
 
@@ -154,6 +165,11 @@ class ResponsesCall:
 
 
 def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
+    if parameters.text.format not in (None, {"type": "text"}):
+        raise ApiError(
+            400, "unsupported_parameter", "text.format is not supported", parameter="text.format"
+        )
+
     tools = []
     for number, entry in enumerate(parameters.tools):
         where = f"tools[{number}]"
@@ -288,7 +304,9 @@ def _items(node: Node, status: str) -> list[dict[str, Any]]:
 def _item_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
     """Yield the events of one item: it begins empty, is filled at once, and ends."""
     place = {"output_index": index, "item_id": item["id"]}
-    empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    empty: dict[str, Any] = {"content": []}
+    if item["type"] == "function_call":
+        empty = {"arguments": ""}
     begun = item | empty
     if "status" in item:
         begun["status"] = "in_progress"
@@ -311,7 +329,7 @@ def _part_events(part: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[s
     text = part["text"]
     kind = f"response.{part['type']}"
     # Log-probs belong to texts that are said, not to reasoning.
-    extra = {"logprobs": []} if "logprobs" in part else {}
+    extra: dict[str, Any] = {"logprobs": []} if "logprobs" in part else {}
 
     yield place | {"type": "response.content_part.added", "part": part | {"text": ""}}
     yield place | extra | {"type": f"{kind}.delta", "delta": text}

@@ -15,5 +15,5 @@ def script(tiny: Harmony) -> Script:
 
 
 @pytest.fixture(scope="session")
-def model(tiny: Harmony) -> GptOssForCausalLM:
-    return learned_model(tiny)
+def model(tiny: Harmony, script: Script) -> GptOssForCausalLM:
+    return learned_model(tiny.vocabulary.size, script.lessons())

@@ -111,7 +111,9 @@ class Script:
         return [more, again, shortened, summed, counted, cut, broken, mute, brief]
 
 
-def learned_model(harmony: Harmony, max_steps: int = 1500) -> GptOssForCausalLM:
+def learned_model(
+    vocabulary_size: int, lessons: list[Lesson], max_steps: int = 1500
+) -> GptOssForCausalLM:
     """Train a model until it says every lesson by itself."""
     torch.manual_seed(0)
     config = GptOssConfig(
@@ -123,7 +125,7 @@ def learned_model(harmony: Harmony, max_steps: int = 1500) -> GptOssForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        vocab_size=harmony.vocabulary.size,
+        vocab_size=vocabulary_size,
         sliding_window=32,
         layer_types=["sliding_attention", "full_attention"],
         max_position_embeddings=2048,
@@ -135,7 +137,6 @@ def learned_model(harmony: Harmony, max_steps: int = 1500) -> GptOssForCausalLM:
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.08)
 
-    lessons = Script(harmony).lessons()
     length = max(len(lesson.ids) for lesson in lessons)
     ids = torch.zeros(len(lessons), length, dtype=torch.long)
     is_sampled = torch.zeros(len(lessons), length, dtype=torch.bool)

@@ -135,7 +135,8 @@ def check_capture(served: Served, trajectories: list[Trajectory], *, lost: int =
         ids = trajectory.token_ids.tolist()
         exact = [0.0, *plain_log_probs(served.model, ids)]
         for start, end in runs(trajectory.loss_mask):
-            [call] = [
+            # Two requests may be equal; each of their answers is claimed once.
+            call, *_ = [
                 call
                 for call in unclaimed
                 if call.request.input_ids == ids[:start]

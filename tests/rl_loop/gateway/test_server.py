@@ -175,6 +175,11 @@ REFUSED = [
     ("responses", {"model": "any"}, "input"),
     ("responses", {"model": "any", "input": "Hi", "truncation": "auto"}, "truncation"),
     ("responses", {"model": "any", "input": "Hi", "background": True}, "background"),
+    (
+        "responses",
+        {"model": "any", "input": "Hi", "text": {"format": {"type": "json_object"}}},
+        "text.format",
+    ),
     ("responses", {"model": "any", "input": [{"type": "item_reference"}]}, "input[0]"),
     (
         "responses",
