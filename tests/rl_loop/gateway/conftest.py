@@ -6,7 +6,7 @@ import pytest
 from transformers import GptOssForCausalLM
 
 from rl_loop.harmony.codec import Harmony
-from tests.rl_loop.gateway.policy import Script, learned_model
+from tests.rl_loop.gateway.policy import Script, learned_model, tiny_config
 
 
 @pytest.fixture(scope="session")
@@ -16,4 +16,4 @@ def script(tiny: Harmony) -> Script:
 
 @pytest.fixture(scope="session")
 def model(tiny: Harmony, script: Script) -> GptOssForCausalLM:
-    return learned_model(tiny.vocabulary.size, script.lessons())
+    return learned_model(tiny_config(tiny.vocabulary.size), script.lessons())

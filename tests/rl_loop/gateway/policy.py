@@ -111,12 +111,8 @@ class Script:
         return [more, again, shortened, summed, counted, cut, broken, mute, brief]
 
 
-def learned_model(
-    vocabulary_size: int, lessons: list[Lesson], max_steps: int = 1500
-) -> GptOssForCausalLM:
-    """Train a model until it says every lesson by itself."""
-    torch.manual_seed(0)
-    config = GptOssConfig(
+def tiny_config(vocabulary_size: int) -> GptOssConfig:
+    return GptOssConfig(
         num_hidden_layers=2,
         hidden_size=64,
         intermediate_size=64,
@@ -131,8 +127,15 @@ def learned_model(
         max_position_embeddings=2048,
         pad_token_id=None,
         eos_token_id=None,
-        attn_implementation="eager",
     )
+
+
+def learned_model(
+    config: GptOssConfig, lessons: list[Lesson], max_steps: int = 1500
+) -> GptOssForCausalLM:
+    """Train a model until it says every lesson by itself."""
+    torch.manual_seed(0)
+    config._attn_implementation = "eager"
     model = GptOssForCausalLM(config)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.08)

@@ -19,7 +19,7 @@ from transformers import GptOssForCausalLM
 from rl_loop.engines.protocol import ModelShape
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage
-from tests.rl_loop.gateway.policy import Lesson, learned_model
+from tests.rl_loop.gateway.policy import Lesson, learned_model, tiny_config
 from tests.rl_loop.gateway.serving import LIMITS, SETTINGS, check_capture, serving
 from tests.rl_loop.scripted_engine import ScriptedEngine
 
@@ -99,7 +99,7 @@ async def rehearse(harmony: Harmony, dialect: str) -> list[Lesson]:
 def agent_model(tiny: Harmony) -> GptOssForCausalLM:
     lessons = [lesson for dialect in DIALECTS for lesson in asyncio.run(rehearse(tiny, dialect))]
     different = {tuple(lesson.ids): lesson for lesson in lessons}
-    return learned_model(tiny.vocabulary.size, list(different.values()))
+    return learned_model(tiny_config(tiny.vocabulary.size), list(different.values()))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
