@@ -5,7 +5,8 @@
 
 The engine is a clock: it answers every request after the same time with the same tokens and computes
 nothing, so all else is the gateway's: HTTP, JSON, matching the conversation, rendering what is new,
-parsing the answer, checks, capture. Clients are another process, which sends plain HTTP; each holds
+parsing the answer, checks, capture. Clients are another process, which sends plain HTTP, spread over
+the time of a turn so that they do not all ask at once; each holds
 conversations of ``--turns`` turns with the vocabulary and the prompts of the released models. Printed
 as JSON, of all requests behind the first conversations:
 
@@ -58,6 +59,8 @@ class Load:
     turns: int
     conversations: int
     """Of each session; the first one warms up and is not counted."""
+    spread_seconds: float
+    """Over which sessions begin their conversations, so that they do not all ask at once."""
 
 
 class ClockEngine:
@@ -104,7 +107,10 @@ async def _converse_all(load: Load, results: Any) -> list[float]:
     async with aiohttp.ClientSession(connector=connector) as http:
         seconds: list[float] = []
         for number in range(load.conversations):
-            conversations = (_converse(http, load, key, number) for key in load.api_keys)
+            conversations = [
+                _converse(http, load, key, number, load.spread_seconds * i / len(load.api_keys))
+                for i, key in enumerate(load.api_keys)
+            ]
             latencies = await asyncio.gather(*conversations)
             if number == 0:
                 results.put("warm")
@@ -114,9 +120,14 @@ async def _converse_all(load: Load, results: Any) -> list[float]:
 
 
 async def _converse(
-    http: aiohttp.ClientSession, load: Load, api_key: str, conversation: int
+    http: aiohttp.ClientSession,
+    load: Load,
+    api_key: str,
+    conversation: int,
+    delay_seconds: float,
 ) -> list[float]:
-    """Hold one conversation; return the seconds of each request."""
+    """Hold one conversation, after a delay; return the seconds of each request."""
+    await asyncio.sleep(delay_seconds)
     path = "chat/completions" if load.dialect == "chat" else "responses"
     items = "messages" if load.dialect == "chat" else "input"
     headers = {"Authorization": f"Bearer {api_key}"}
@@ -167,7 +178,7 @@ async def measure(
     opened = [gateway.open_session(f"session-{i}") for i in range(sessions)]
 
     keys = [session.api_key for session in opened]
-    load = Load(gateway.base_url, keys, dialect, stream, turns, conversations)
+    load = Load(gateway.base_url, keys, dialect, stream, turns, conversations, engine_ms / 1e3)
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
     clients = spawn.Process(target=run_clients, args=(load, results))

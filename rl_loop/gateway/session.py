@@ -217,7 +217,7 @@ class Session:
 
     async def _sample_turn(self, request: TurnRequest, response_id: str, number: int) -> Node:
         place = self.forest.find(request)
-        self._check_size(place)
+        self._check_size(request, place)
         prompt = await off_loop(self._render, request, place)
         prefix = prompt.token_ids
         room = self._room(request, len(prefix))
@@ -357,10 +357,12 @@ class Session:
         if self._clock.is_over:
             raise self._out_of_time()
 
-    def _check_size(self, place: Place) -> None:
+    def _check_size(self, request: TurnRequest, place: Place) -> None:
         """Raise ApiError for a text that is surely too long, before it is tokenized."""
         limit = self._settings.limits.max_tokens
         size = sum(len(message.get("content") or "") for message in place.new_messages)
+        if place.parent is None:
+            size += sum(len(repr(tool)) for tool in request.tools)
         if size > LONGEST_TOKEN * limit:
             raise self._too_long(f"at least {size // LONGEST_TOKEN}")
 
