@@ -6,9 +6,9 @@
 The engine is a clock: it answers every request after the same time with the same tokens and computes
 nothing, so all else is the gateway's: HTTP, JSON, matching the conversation, rendering what is new,
 parsing the answer, checks, capture. Clients are another process, which sends plain HTTP, spread over
-the time of a turn so that they do not all ask at once; each holds
-conversations of ``--turns`` turns with the vocabulary and the prompts of the released models. Printed
-as JSON, of all requests behind the first conversations:
+the time of a turn so that they do not all ask at once; each holds conversations of ``--turns`` turns
+with the vocabulary and the prompts of the released models. Printed as JSON, of all requests behind
+the first conversations:
 
     added_ms_mean, _p50, _p99   seen by a client, without the engine's time
     processor_ms                of the gateway's process, per request

@@ -155,6 +155,11 @@ class Session:
         try:
             # Shielded: a client that leaves must not take the answer from another one.
             return await asyncio.shield(pending.task)
+        except asyncio.CancelledError:
+            # The turn was cancelled and not its client: the session was closed meanwhile.
+            if pending.task.cancelled() and self.end is not None:
+                raise self.end.as_error() from None
+            raise
         finally:
             pending.waiting -= 1
             if pending.waiting == 0:

@@ -70,8 +70,9 @@ def test_a_closed_session_stops_what_is_sampled_for_it(
             while not served.engine.begun:
                 await asyncio.sleep(0.001)
             await served.gateway.close_session(served.session)
-            with pytest.raises(openai.APIError):
+            with pytest.raises(openai.BadRequestError) as refusal:
                 await asking
+            assert refusal.value.code == "session_over"
             assert served.trajectories() == []
 
     asyncio.run(run())
