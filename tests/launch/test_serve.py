@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,13 @@ import openai
 import pytest
 from transformers import GptOssConfig
 
-from rl_loop.config.load import load_rl_config
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import (
+    dump_config,
+    load_rl_config,
+    load_run_config,
+    load_served_config,
+)
 from rl_loop.config.run import RlConfig
 from rl_loop.session import harmony_settings
 from rl_loop.tasks.demonstrations import harmony_of
@@ -101,3 +108,35 @@ def test_what_cannot_be_served_is_named(checkpoint: Path, tmp_path: Path) -> Non
         assert result.returncode == 1
         assert named in result.stderr
         assert "Traceback" not in result.stderr
+
+
+def test_a_run_is_served_from_its_export_or_else_its_checkpoints(
+    config: RlConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_served_config(tmp_path).initial_weights == tmp_path
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export/config.json").write_text("{}")
+    served = load_served_config(tmp_path, ["dtype=bfloat16"])
+    assert served.initial_weights == tmp_path / "export"
+    assert served.model == config.model
+    assert served.dtype == "bfloat16"
+
+    # A supervised run is one, too.
+    supervised = load_run_config(ROOT / "configs/sft/tiny_retool.yaml", "sft")
+    (tmp_path / "config.yaml").write_text(dump_config(supervised))
+    assert load_served_config(tmp_path).model == supervised.model
+
+
+def test_a_hugging_face_directory_needs_no_configuration(tmp_path: Path) -> None:
+    model = load_rl_config(CONFIG, ["model=gpt-oss-20b", "vocabulary=gptoss"]).model
+    (tmp_path / "config.json").write_text(json.dumps(model.to_hf_config()))
+    served = load_served_config(tmp_path, ["rollout.engine.max_batch_size=2"])
+    assert served.model == model
+    assert served.vocabulary == "gptoss"
+    assert served.initial_weights == tmp_path
+    assert served.rollout.engine.max_batch_size == 2  # type: ignore[union-attr]
+
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="model_type is None"):
+        load_served_config(tmp_path)
