@@ -55,6 +55,10 @@ NEUTRAL: dict[str, list[Any]] = {
 """Parameters that are not supported, and their values that ask for nothing."""
 
 
+NOT_REPEATED = {"input", "seed", "stream"}
+"""Parameters that a response does not say again."""
+
+
 class ReasoningParameters(BaseModel):
     """How the policy is asked to think."""
 
@@ -134,28 +138,22 @@ class ResponsesCall:
         yield {"type": f"response.{answer['status']}", "response": answer}
 
     def _frame(self, node: Node, status: str) -> dict[str, Any]:
-        parameters = self._parameters
-        return {
+        """Return what a response says besides its items: first of all what was asked for."""
+        asked_for = self._parameters.model_dump(exclude=NOT_REPEATED)
+        return asked_for | {
             "id": node.response_id,
             "object": "response",
             "created_at": int(time.time()),
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "instructions": parameters.instructions,
-            "max_output_tokens": parameters.max_output_tokens,
             "metadata": {},
             "model": self._model,
             "output": [],
             "parallel_tool_calls": False,
-            "previous_response_id": parameters.previous_response_id,
             "reasoning": {"effort": self.request.reasoning_effort, "summary": None},
-            "store": parameters.store,
-            "temperature": parameters.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": parameters.tool_choice or "auto",
-            "tools": parameters.tools,
-            "top_p": parameters.top_p,
+            "tool_choice": self._parameters.tool_choice or "auto",
             "truncation": "disabled",
             "usage": None,
         }
