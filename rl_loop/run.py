@@ -2,22 +2,27 @@
 what the ``gptoss`` commands call."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.engines.registry import build_backend
+from rl_loop.gateway.serve import OwnEngine, ServeOptions, serve, served_settings
 from rl_loop.heap import keep_freed_memory
 from rl_loop.lifecycle.start_checks import evaluation_need, store_need
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
 from rl_loop.session import (
     Interrupted,
     Session,
+    backend_context,
     build_loop,
     build_rollouts,
     build_tasks,
     build_trainer,
+    harmony_settings,
     loop_settings,
     worker_settings,
 )
@@ -34,7 +39,14 @@ from rl_loop.tracking.run_directory import (
 if TYPE_CHECKING:
     from rl_loop.sft import SupervisedData
 
-__all__ = ["Interrupted", "run_engine_report", "run_evaluation", "run_rl", "run_sft"]
+__all__ = [
+    "Interrupted",
+    "run_engine_report",
+    "run_evaluation",
+    "run_rl",
+    "run_server",
+    "run_sft",
+]
 
 
 def run_sft(
@@ -175,6 +187,39 @@ def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list
         stack.callback(rollouts.close)
         groups = evaluate.run_with_engines(requests, rollouts, loaded)
     return evaluate.write_records(requests, groups, output)
+
+
+def run_server(
+    config: RunConfig,
+    options: ServeOptions,
+    on_start: Callable[[str, list[str]], None],
+    weights: Path | None = None,
+) -> None:
+    """Serve the model of ``config`` over OpenAI's API until the process is asked to end.
+
+    ``weights`` replace the configuration's ``initial_weights``. ``on_start`` is called with the
+    base URL and the API keys. Raises ConversionError if there are no weights, ServeError if the
+    address cannot be had, and what keeps an engine from starting."""
+    # These import torch.
+    from rl_loop.evaluation.evaluate import load_weights
+    from rl_loop.rollout.worker import model_shape
+    from rl_loop.tasks.demonstrations import harmony_of
+
+    settings = served_settings(options, config.model.max_length)
+    harmony = harmony_of(harmony_settings(config))
+    loaded = load_weights(weights or config.initial_weights, config.dtype)
+
+    with ExitStack() as stack:
+        if config.rollout.engine.server_processes is not None:
+            stack.enter_context(ray_session())
+        backend = build_backend(config.rollout.engine, backend_context(config))
+        stack.callback(backend.close)
+        engine = backend.engine_factory()()
+        backend.start(OwnEngine(engine))
+        backend.sync_weights(loaded, 0)
+
+        shape = model_shape(config.model)
+        asyncio.run(serve(engine, harmony, shape, settings, options.api_keys, on_start))
 
 
 def run_engine_report(config: RlConfig) -> str:

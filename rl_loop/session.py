@@ -318,18 +318,22 @@ def build_rollouts(config: RunConfig) -> "RolloutPool":
     from rl_loop.ablations.engine_weights import engine_faults
     from rl_loop.rollout.pool import RolloutPool
 
-    context = BackendContext(
+    return RolloutPool(
+        build_backend(config.rollout.engine, backend_context(config)),
+        worker_settings(config),
+        alter_weights=engine_faults(config.ablation, config.seed),
+    )
+
+
+def backend_context(config: RunConfig) -> BackendContext:
+    """Collect what an engine's backend needs."""
+    return BackendContext(
         model=config.model,
         dtype=config.dtype,
         seed=config.seed,
         directory=config.directory.absolute() / "engine",
         routed_experts=config.rollout.routed_experts,
         quantization=config.quantization,
-    )
-    return RolloutPool(
-        build_backend(config.rollout.engine, context),
-        worker_settings(config),
-        alter_weights=engine_faults(config.ablation, config.seed),
     )
 
 

@@ -10,10 +10,13 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from megatron_gptoss.config import StrictModel
+from megatron_gptoss.config import ModelConfig, StrictModel
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.engines.registry import TAG
+
+RELEASED_VOCABULARY = 201_088
+"""Token ids of GPT-OSS-20B and 120B."""
 
 
 def load_config[Config: RunConfig](
@@ -51,6 +54,63 @@ def load_run_config(path: Path, command: str, overrides: list[str] | None = None
     """Read a configuration of ``gptoss COMMAND``, which is rl or sft, as ``load_config`` does."""
     kinds: dict[str, type[RunConfig]] = {kind.command: kind for kind in (RlConfig, SftConfig)}
     return load_config(path, kinds[command], overrides)
+
+
+def load_served_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read what ``gptoss serve`` is given, as ``load_config`` does: a configuration of ``gptoss rl``
+    or ``sft``, the directory of a run, or a Hugging Face directory, whose model is served with the
+    settings of the released models.
+
+    ``initial_weights`` of a directory is where its weights are. Raises ConfigError."""
+    if path.is_file() or not path.exists():
+        return _load_either(path, overrides)
+
+    # The export of a run with adapters has them merged, its checkpoints have no base.
+    if (path / "config.yaml").exists():
+        export = path / "export"
+        weights = export if (export / "config.json").exists() else path
+        return _load_either(
+            path / "config.yaml", [f"initial_weights={weights}", *(overrides or [])]
+        )
+
+    if not (path / "config.json").exists():
+        raise ConfigError(
+            f"{path} is neither a run (config.yaml) nor a Hugging Face directory (config.json)"
+        )
+    return _config_of_model(path, overrides or [])
+
+
+def _load_either(path: Path, overrides: list[str] | None) -> RunConfig:
+    """Read a configuration of ``gptoss rl`` or ``gptoss sft``, whichever it is."""
+    is_sft = bool({"demonstrations", "sequences_per_step"} & set(read_yaml(path)))
+    return load_run_config(path, "sft" if is_sft else "rl", overrides)
+
+
+def _config_of_model(path: Path, overrides: list[str]) -> RunConfig:
+    """Make the configuration of a Hugging Face directory."""
+    try:
+        model = ModelConfig.from_hf_config(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if model.vocab_size != RELEASED_VOCABULARY:
+        raise ConfigError(
+            f"{path}: its model has {model.vocab_size} token ids, and only the configuration of the "
+            "run that trained it knows which: give that run's directory or configuration, with "
+            f"--weights {path}"
+        )
+
+    tree = {
+        "name": "serve",
+        "model": model.model_dump(mode="json"),
+        "initial_weights": str(path),
+        "rollout": {"max_tokens": model.max_length},
+        "training": {"max_tokens_per_micro_batch": model.max_length},
+    }
+    try:
+        merged = OmegaConf.merge(OmegaConf.create(tree), OmegaConf.from_dotlist(overrides))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return validated(path, RlConfig, OmegaConf.to_container(merged, resolve=True))
 
 
 def _insert_named_section(path: Path, tree: Any, key: str, changes: list[str]) -> list[str]:

@@ -26,12 +26,13 @@ from openai_harmony import (
 from rl_loop.harmony.conversation import (
     CHANNELS,
     CONSTRAIN,
+    OpenCall,
     prompt_messages,
     tool_message,
     user_message,
     without_finished_analysis,
 )
-from rl_loop.harmony.prompt_config import PromptConfig
+from rl_loop.harmony.prompt_config import Effort, PromptConfig
 from rl_loop.harmony.tool_descriptions import BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.harmony.turn_headers import split_headers
 from rl_loop.harmony.vocabulary import Vocabulary, harmony_encoding, special_id
@@ -113,6 +114,7 @@ class Harmony:
         builtin_tools: Sequence[BuiltinTool | PythonTool] = (),
         *,
         drop_analysis: bool = True,
+        reasoning_effort: Effort | None = None,
     ) -> list[int]:
         """Render a conversation, ending where the assistant begins its turn.
 
@@ -121,6 +123,7 @@ class Harmony:
             tools: described in the first developer message, or in one of their own.
             builtin_tools: described in the system message, with what the configuration says.
             drop_analysis: leave out analysis that led to earlier answers, as the format says.
+            reasoning_effort: instead of what the configuration says; None leaves it at that.
 
         Raises:
             ValueError: naming the message that cannot be rendered.
@@ -133,7 +136,11 @@ class Harmony:
             rendered = without_finished_analysis(rendered)
         if tools:
             rendered = _with_tools(rendered, tools)
-        if (system := self._system_message(builtin_tools)) is not None:
+        effort = None
+        if reasoning_effort is not None:
+            effort = ReasoningEffort(reasoning_effort.capitalize())
+        system = self._system_message(builtin_tools, effort)
+        if system is not None:
             rendered.insert(0, system)
 
         # openai-harmony's own dropping leaves out too little: see without_finished_analysis.
@@ -193,6 +200,23 @@ class Harmony:
         before = self.vocabulary.from_harmony(frame[:-1])
         after = self.vocabulary.from_harmony(frame[-1:])  # <|end|>, of a call <|call|>
         return before + self.vocabulary.encode_text(message_text(message)) + after
+
+    def render_continuation(
+        self,
+        messages: Sequence[dict[str, Any]],
+        open_calls: list[OpenCall] | None = None,
+        first_number: int = 0,
+    ) -> list[int]:
+        """Render the messages that follow a conversation whose tokens exist already.
+
+        Ends where the assistant begins its turn. Texts are tokenized in time that is linear in
+        their length. Arguments and errors are those of ``prompt_messages``.
+        """
+        rendered = prompt_messages(messages, open_calls, first_number)
+        ids: list[int] = []
+        for message in without_finished_analysis(rendered):
+            ids += self.render_message(message)
+        return ids + self.assistant_header
 
     def render_observation(
         self,

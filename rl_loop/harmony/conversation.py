@@ -56,8 +56,9 @@ class MessageTranslator:
     A tool's answer belongs to a call that came before, so the order counts.
     """
 
-    def __init__(self) -> None:
-        self.open_calls: list[OpenCall] = []
+    def __init__(self, open_calls: list[OpenCall] | None = None) -> None:
+        """``open_calls``: of messages that were translated before; changed in place."""
+        self.open_calls: list[OpenCall] = [] if open_calls is None else open_calls
         """The calls that no tool has answered yet, the oldest first."""
 
     def translate(self, number: int, message: Any) -> list[Message]:
@@ -79,7 +80,11 @@ def describe_message(number: int, message: Any) -> str:
     return f"message {number} (role {role!r})"
 
 
-def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
+def prompt_messages(
+    messages: Sequence[dict[str, Any]],
+    open_calls: list[OpenCall] | None = None,
+    first_number: int = 0,
+) -> list[Message]:
     """Turn the conversation of a prompt into messages of Harmony, analysis of every turn included.
 
     A chat's "system" message is what Harmony calls the developer message. A tool's answer belongs
@@ -88,10 +93,14 @@ def prompt_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
 
     Raises ValueError, naming the message and the reason, for what cannot be rendered, and if the
     assistant's turn is not what comes next.
+
+    Where ``messages`` go on from others, ``open_calls`` are the calls in those that no tool has
+    answered, and ``first_number`` is how many they are, for error messages. ``open_calls`` is
+    changed: afterwards it holds the calls that are open then.
     """
-    translator = MessageTranslator()
+    translator = MessageTranslator(open_calls)
     rendered: list[Message] = []
-    for number, message in enumerate(messages):
+    for number, message in enumerate(messages, start=first_number):
         rendered += translator.translate(number, message)
 
     if messages and messages[-1]["role"] == "assistant":

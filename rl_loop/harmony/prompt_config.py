@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, field_validator
 
 Channel = Literal["analysis", "commentary", "final"]
+Effort = Literal["low", "medium", "high"]
 
 
 class PromptConfig(BaseModel):
@@ -23,7 +24,7 @@ class PromptConfig(BaseModel):
     current_date: str | None = None
     """Shown as the current date, such as "2025-08-05"; null leaves it out. It is written here and
     not taken from the clock, so that a resumed run has the prompts that it began with."""
-    reasoning_effort: Literal["low", "medium", "high"] | None = "medium"
+    reasoning_effort: Effort | None = "medium"
     """Shown as the reasoning effort; null leaves it out."""
     channels: bool | list[Channel] = True
     """Which channels the system message lists as valid: true for all three, false for no such

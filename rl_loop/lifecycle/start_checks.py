@@ -97,6 +97,24 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
     check_writable(output.parent)
 
 
+def check_what_a_server_needs(config: RunConfig, weights: Path | None) -> None:
+    """Raise as ``check_what_a_run_needs`` does, for ``gptoss serve``.
+
+    ``weights`` replace those of the configuration."""
+    if weights is not None:
+        check_weights("--weights", weights, config.model)
+    elif config.initial_weights is not None:
+        check_weights("initial_weights", config.initial_weights, config.model)
+    else:
+        raise CannotStart("nothing to serve: give --weights or initial_weights")
+
+    if config.rollout.engine.server_processes is not None:
+        check_ray_address()
+    ensure_o200k()
+    if runs_here():
+        config.rollout.engine.check_machine()
+
+
 def check_data(config: RunConfig) -> None:
     """Check every file that ``tasks.sources`` names; of small ones every row. Data sets of the hub
     are not read."""

@@ -59,7 +59,7 @@ class EpisodeDraft:
             # Every token keeps the experts that it was first processed with: they made the
             # log-probs that were returned. A copy, as a view would keep the routes of the whole
             # prefix alive, turn after turn.
-            self._append_routes(sampled.routed_experts[self._routed_tokens :].copy())
+            self.append_routes(sampled.routed_experts[self._routed_tokens :].copy())
 
     def remove_last_turn(self) -> None:
         """Set the episode back to what it was before its last turn, which the policy sampled."""
@@ -75,7 +75,7 @@ class EpisodeDraft:
         while self._routed_tokens > known:
             piece = self._routes.pop()
             self._routed_tokens -= len(piece)
-            self._append_routes(piece[: max(0, known - self._routed_tokens)])
+            self.append_routes(piece[: max(0, known - self._routed_tokens)])
 
     def to_trajectory(self, *, with_routes: bool = True) -> Trajectory:
         """Return the episode, whose outcome is still to be set.
@@ -104,7 +104,8 @@ class EpisodeDraft:
             cached_tokens=self.cached_tokens,
         )
 
-    def _append_routes(self, piece: np.ndarray) -> None:
-        if len(piece) > 0:
+    def append_routes(self, piece: np.ndarray | None) -> None:
+        """Append the routes of tokens behind those that have some; None has none."""
+        if piece is not None and len(piece) > 0:
             self._routes.append(piece)
             self._routed_tokens += len(piece)

@@ -57,13 +57,7 @@ class RolloutWorker:
         self.sandbox = PythonSandbox(settings.sandbox)
 
         # Engines are not believed: every answer is checked against the model's shape.
-        model = settings.model
-        self._shape = ModelShape(
-            vocabulary_size=model.vocab_size,
-            layers=model.num_layers,
-            top_k=model.experts_per_token,
-            experts=model.num_experts,
-        )
+        self._shape = model_shape(settings.model)
 
     async def start(self) -> None:
         """Start the sandbox; raises SandboxUnavailable with the reason where it cannot isolate."""
@@ -168,3 +162,13 @@ class RolloutWorker:
     async def close(self) -> None:
         await self.sandbox.close()
         await self.engine.close()
+
+
+def model_shape(model: ModelConfig) -> ModelShape:
+    """Return what a model's engines are checked against."""
+    return ModelShape(
+        vocabulary_size=model.vocab_size,
+        layers=model.num_layers,
+        top_k=model.experts_per_token,
+        experts=model.num_experts,
+    )

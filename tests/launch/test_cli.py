@@ -32,6 +32,7 @@ def gptoss(*arguments: str, timeout: float = PATIENCE_SECONDS) -> subprocess.Com
         ["rl"],
         ["sft"],
         ["eval"],
+        ["serve"],
         ["convert"],
         ["convert", "import"],
         ["data"],

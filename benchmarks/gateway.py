@@ -1,0 +1,241 @@
+"""What the gateway adds to the time of a request.
+
+    python benchmarks/gateway.py                     # 64 sessions, turns that take the engine 500 ms
+    python benchmarks/gateway.py --dialect responses --stream
+
+The engine is a clock: it answers every request after the same time with the same tokens and computes
+nothing, so all else is the gateway's: HTTP, JSON, matching the conversation, rendering what is new,
+parsing the answer, checks, capture. Clients are another process, which sends plain HTTP, spread over
+the time of a turn so that they do not all ask at once; each holds conversations of ``--turns`` turns
+with the vocabulary and the prompts of the released models. Printed as JSON, of all requests behind
+the first conversations:
+
+    added_ms_mean, _p50, _p99   seen by a client, without the engine's time
+    processor_ms                of the gateway's process, per request
+    prompt_tokens_mean          of a request
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import aiohttp
+import torch
+import typer
+from typer import Option
+
+from rl_loop.config.episode import EpisodeLimits
+from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
+from rl_loop.gateway.server import Gateway, GatewaySettings
+from rl_loop.gateway.session import Session, SessionSettings
+from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig
+from rl_loop.harmony.vocabulary import GptOssVocabulary
+
+Dialect = Literal["chat", "responses"]
+QUESTION = "Explain how the third step follows from the second one, and what would break it. "
+"""Repeated: what the user says in a turn."""
+QUESTION_REPEATS = 10
+ANSWER_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Load:
+    """What clients do."""
+
+    base_url: str
+    api_keys: list[str]
+    dialect: Dialect
+    stream: bool
+    turns: int
+    conversations: int
+    """Of each session; the first one warms up and is not counted."""
+    spread_seconds: float
+    """Over which sessions begin their conversations, so that they do not all ask at once."""
+
+
+class ClockEngine:
+    """Answers every request with the same tokens after the same time."""
+
+    def __init__(self, answer: list[int], seconds: float) -> None:
+        self._answer = answer
+        self._seconds = seconds
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.on_begin is not None:
+            request.on_begin()
+        await asyncio.sleep(self._seconds)
+        tokens = len(self._answer)
+        return GenerateResult(
+            output_ids=list(self._answer),
+            output_log_probs=[-0.5] * tokens,
+            finish_reason=FinishReason.STOP,
+            weight_versions=[WeightVersionSpan(0, tokens, 0)],
+        )
+
+    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        return [0.0] * (len(input_ids) - 1)
+
+    async def abort(self, request_id: str | None = None) -> None: ...
+
+    async def sync_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+# ---- clients
+
+
+def run_clients(load: Load, results: Any) -> None:
+    """Hold all conversations; put the seconds of every counted request into ``results``."""
+    results.put(asyncio.run(_converse_all(load, results)))
+
+
+async def _converse_all(load: Load, results: Any) -> list[float]:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as http:
+        seconds: list[float] = []
+        for number in range(load.conversations):
+            conversations = [
+                _converse(http, load, key, number, load.spread_seconds * i / len(load.api_keys))
+                for i, key in enumerate(load.api_keys)
+            ]
+            latencies = await asyncio.gather(*conversations)
+            if number == 0:
+                results.put("warm")
+            else:
+                seconds += [latency for of_session in latencies for latency in of_session]
+    return seconds
+
+
+async def _converse(
+    http: aiohttp.ClientSession,
+    load: Load,
+    api_key: str,
+    conversation: int,
+    delay_seconds: float,
+) -> list[float]:
+    """Hold one conversation, after a delay; return the seconds of each request."""
+    await asyncio.sleep(delay_seconds)
+    path = "chat/completions" if load.dialect == "chat" else "responses"
+    items = "messages" if load.dialect == "chat" else "input"
+    headers = {"Authorization": f"Bearer {api_key}"}
+    messages: list[dict[str, Any]] = []
+    latencies = []
+
+    for turn in range(load.turns):
+        question = f"{conversation}.{turn}: " + QUESTION * QUESTION_REPEATS
+        messages.append({"role": "user", "content": question})
+        body = {"model": "any", items: messages, "stream": load.stream}
+
+        started = time.perf_counter()
+        async with http.post(f"{load.base_url}/{path}", json=body, headers=headers) as answer:
+            text = await answer.text()
+        latencies.append(time.perf_counter() - started)
+        if answer.status != 200:
+            raise SystemExit(f"HTTP {answer.status}: {text[:500]}")
+        messages.append({"role": "assistant", "content": ANSWER_TEXT})
+    return latencies
+
+
+ANSWER_TEXT = "It follows because the sum telescopes, and nothing else is needed. " * ANSWER_REPEATS
+
+
+# ---- the gateway
+
+
+async def measure(
+    sessions: int,
+    turns: int,
+    conversations: int,
+    engine_ms: float,
+    dialect: Dialect,
+    stream: bool,
+) -> dict[str, object]:
+    """Serve clients in another process, and measure both sides."""
+    harmony = Harmony(GptOssVocabulary(), PromptConfig())
+    thought = ParsedMessage("analysis", None, None, "The user asks for the reason. " * 5)
+    said = ParsedMessage("final", None, None, ANSWER_TEXT)
+    answer = harmony.render_assistant([thought, said], "<|return|>")
+
+    limits = EpisodeLimits(max_turns=10**9, max_tokens=131_072, episode_seconds=float("inf"))
+    settings = SessionSettings(limits, SamplingParams(max_new_tokens=4096))
+    engine = ClockEngine(answer, engine_ms / 1e3)
+    shape = ModelShape(harmony.vocabulary.size)
+    gateway = Gateway(engine, harmony, shape, GatewaySettings(settings))
+    await gateway.start()
+    opened = [gateway.open_session(f"session-{i}") for i in range(sessions)]
+
+    keys = [session.api_key for session in opened]
+    load = Load(gateway.base_url, keys, dialect, stream, turns, conversations, engine_ms / 1e3)
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    clients = spawn.Process(target=run_clients, args=(load, results))
+    clients.start()
+    try:
+        await asyncio.to_thread(results.get)
+        processor_before = time.process_time()
+        seconds = await asyncio.to_thread(results.get)
+        processor = time.process_time() - processor_before
+        await asyncio.to_thread(clients.join)
+    finally:
+        clients.kill()
+        await gateway.close()
+
+    added = sorted(1e3 * latency - engine_ms for latency in seconds)
+    return {
+        "sessions": sessions,
+        "requests": len(added),
+        "engine_ms": engine_ms,
+        "dialect": dialect,
+        "stream": stream,
+        "processors": os.cpu_count(),
+        "prompt_tokens_mean": round(statistics.mean(prompt_lengths(opened)), 1),
+        "added_ms_mean": round(statistics.mean(added), 2),
+        "added_ms_p50": round(added[len(added) // 2], 2),
+        "added_ms_p99": round(added[int(0.99 * len(added))], 2),
+        "processor_ms": round(1e3 * processor / len(added), 2),
+    }
+
+
+def prompt_lengths(sessions: list[Session]) -> list[int]:
+    """Return the tokens of every request's prompt, and check that conversations were matched."""
+    lengths = []
+    for session in sessions:
+        for node in session.forest.nodes:
+            lengths.append(len(node.token_ids()) - len(node.sampled.output_ids))
+        trees = sum(node.parent is None for node in session.forest.nodes)
+        leaves = sum(node.is_leaf for node in session.forest.nodes)
+        if trees != leaves:
+            sys.exit("a conversation was not found again: it began another tree")
+    return lengths
+
+
+def main(
+    sessions: Annotated[int, Option(help="That converse at the same time.")] = 64,
+    turns: Annotated[int, Option(help="Of a conversation.")] = 8,
+    conversations: Annotated[
+        int, Option(min=2, help="Of each session; the first is not counted.")
+    ] = 3,
+    engine_ms: Annotated[float, Option(help="Time of a turn in the engine.")] = 500.0,
+    dialect: Annotated[Dialect, Option(help="chat completions or responses.")] = "chat",
+    stream: Annotated[bool, Option(help="Server-sent events.")] = False,
+) -> None:
+    print(
+        json.dumps(asyncio.run(measure(sessions, turns, conversations, engine_ms, dialect, stream)))
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

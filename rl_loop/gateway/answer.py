@@ -1,0 +1,118 @@
+"""A sampled turn as clients see it: reasoning, text and calls."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_loop.data.trajectory import FinishReason
+from rl_loop.engines.protocol import GenerateResult
+from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage, Tool
+from rl_loop.harmony.vocabulary import special_id
+
+FUNCTIONS = "functions."
+"""How the recipients of function calls begin."""
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of one of the client's functions."""
+
+    call_id: str
+    """By which the client's answer names it."""
+    name: str
+    arguments: str
+    """As the policy wrote them: JSON, if it did well."""
+    channel: str
+    """On which the call was made, and its answer is rendered."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A turn of the policy."""
+
+    reasoning: str = ""
+    """The messages on ``analysis``, joined by newlines."""
+    texts: tuple[str, ...] = ()
+    """What is said to the user: comments before a call, and the final answer."""
+    calls: tuple[FunctionCall, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """All texts, joined by newlines."""
+        return "\n".join(self.texts)
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the message that the client has in its conversation from now on."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": call.call_id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.calls
+            ]
+        return message
+
+
+@dataclass(frozen=True)
+class ReadTurn:
+    """What sampled tokens mean."""
+
+    answer: Answer
+    format_error: str | None = None
+    """Why the turn is none that a client can be given: a ``FormatError.kind``, "unknown_tool", or
+    "unanswered" if it says nothing to anybody."""
+    closing: tuple[int, ...] | None = ()
+    """Token ids that the conversation needs behind a turn that a limit cut off, before it can go
+    on; None if it cannot, because the turn was cut off inside a header or a call."""
+
+
+def read_turn(harmony: Harmony, sampled: GenerateResult, tools: Sequence[Tool]) -> ReadTurn:
+    """Parse a sampled turn. ``tools``: those that the client offered."""
+    ids = sampled.output_ids
+    if sampled.finish_reason is not FinishReason.STOP:
+        return _read_cut_turn(harmony, ids)
+
+    messages = harmony.parse(ids)
+    if isinstance(messages, FormatError):
+        return ReadTurn(Answer(), format_error=messages.kind)
+
+    names = {f"{FUNCTIONS}{tool.name}" for tool in tools}
+    if any(m.recipient is not None and m.recipient not in names for m in messages):
+        return ReadTurn(Answer(), format_error="unknown_tool")
+    if all(message.channel == "analysis" and message.recipient is None for message in messages):
+        return ReadTurn(Answer(), format_error="unanswered")
+    return ReadTurn(_answer_of(messages))
+
+
+def _read_cut_turn(harmony: Harmony, ids: Sequence[int]) -> ReadTurn:
+    """Read a turn that a limit cut off; it is no format error, whatever is in it."""
+    [end_of_message, end_of_turn] = harmony.vocabulary.from_harmony(
+        [special_id("<|end|>"), special_id("<|return|>")]
+    )
+
+    # Were it to end here, would it be legal? Not inside a header, and not inside a call.
+    messages = harmony.parse([*ids, end_of_turn])
+    if isinstance(messages, FormatError):
+        return ReadTurn(Answer(), closing=None)
+    return ReadTurn(_answer_of(messages), closing=(end_of_message,))
+
+
+def _answer_of(messages: Sequence[ParsedMessage]) -> Answer:
+    reasoning = []
+    texts = []
+    calls = []
+    for message in messages:
+        if message.recipient is not None:
+            calls.append(
+                FunctionCall(
+                    call_id=f"call_{secrets.token_hex(12)}",
+                    name=message.recipient.removeprefix(FUNCTIONS),
+                    arguments=message.text,
+                    channel=message.channel,
+                )
+            )
+        elif message.channel == "analysis":
+            reasoning.append(message.text)
+        else:
+            texts.append(message.text)
+    return Answer("\n".join(reasoning), tuple(texts), tuple(calls))

@@ -1,0 +1,270 @@
+"""The dialect of ``/v1/chat/completions``.
+
+| Harmony | chat completions |
+|---|---|
+| developer message | ``system`` and ``developer`` |
+| ``namespace functions`` | ``tools`` |
+| analysis | ``reasoning`` |
+| commentary to nobody, final | ``content`` |
+| commentary to a function | ``tool_calls`` |
+| ``<|call|>``, ``<|return|>``, a limit | ``finish_reason`` tool_calls, stop, length |
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field
+
+from rl_loop.data.trajectory import FinishReason
+from rl_loop.gateway.answer import FunctionCall
+from rl_loop.gateway.errors import ApiError, invalid_request
+from rl_loop.gateway.forest import Node
+from rl_loop.gateway.parameters import (
+    SamplingParameters,
+    checked_parameters,
+    effort_of,
+    mapping,
+    offered,
+    text_of,
+    text_value,
+    tool_of,
+    validated,
+)
+from rl_loop.gateway.request import TurnRequest
+from rl_loop.gateway.session import Usage
+
+ID_PREFIX = "chatcmpl-"
+
+IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+"""Parameters that change nothing of what is sampled, or only ask for it to be quick or short."""
+
+NEUTRAL: dict[str, list[Any]] = {
+    "audio": [],
+    "frequency_penalty": [0],
+    "function_call": ["auto", "none"],
+    "functions": [[]],
+    "logit_bias": [{}],
+    "logprobs": [False],
+    "modalities": [["text"]],
+    "n": [1],
+    "presence_penalty": [0],
+    "response_format": [{"type": "text"}],
+    "stop": [[], ""],
+    "top_logprobs": [0],
+    "web_search_options": [],
+}
+"""Parameters that are not supported, and their values that ask for nothing."""
+
+
+class ChatParameters(SamplingParameters):
+    """The parameters that count."""
+
+    messages: list[Any] = Field(min_length=1)
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: Any = None
+    reasoning_effort: Any = None
+    max_tokens: int | None = Field(None, gt=0)
+    max_completion_tokens: int | None = Field(None, gt=0)
+    stream_options: dict[str, Any] = Field(default_factory=dict)
+
+
+class ChatCall:
+    """One request of the dialect."""
+
+    id_prefix = ID_PREFIX
+    ends_with_done = True
+    """Whether a stream ends with ``data: [DONE]``."""
+
+    def __init__(self, body: Any, model: str) -> None:
+        """``model``: the name of the policy. Raises ApiError naming what is wrong with a body."""
+        parameters = validated(ChatParameters, checked_parameters(body, IGNORED, NEUTRAL))
+        self.stream = parameters.stream
+        self.request = _turn_request(parameters)
+        self._model = model
+        self._include_usage = bool(parameters.stream_options.get("include_usage"))
+
+    def answer(self, node: Node, usage: Usage) -> dict[str, Any]:
+        """Return the body of a plain answer."""
+        message: dict[str, Any] = {"role": "assistant", "content": _content(node), "refusal": None}
+        if node.answer.reasoning:
+            message["reasoning"] = node.answer.reasoning
+        if node.answer.calls:
+            message["tool_calls"] = [_tool_call(call) for call in node.answer.calls]
+
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": _finish_reason(node),
+        }
+        body = self._frame(node, "chat.completion")
+        return body | {"choices": [choice], "usage": _usage(usage)}
+
+    def events(self, node: Node, usage: Usage) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a streamed answer."""
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        if node.answer.reasoning:
+            deltas.append({"reasoning": node.answer.reasoning})
+        if node.answer.content:
+            deltas.append({"content": node.answer.content})
+        for index, call in enumerate(node.answer.calls):
+            deltas.append({"tool_calls": [{"index": index, **_tool_call(call)}]})
+
+        frame = self._frame(node, "chat.completion.chunk")
+        for delta in deltas:
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield frame | {"choices": [choice]}
+        last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish_reason(node)}
+        yield frame | {"choices": [last]}
+        if self._include_usage:
+            yield frame | {"choices": [], "usage": _usage(usage)}
+
+    def _frame(self, node: Node, kind: str) -> dict[str, Any]:
+        return {
+            "id": node.response_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._model,
+        }
+
+
+# ---- what comes in
+
+
+def _turn_request(parameters: ChatParameters) -> TurnRequest:
+    tools = []
+    for number, entry in enumerate(parameters.tools):
+        where = f"tools[{number}]"
+        tool = mapping(entry, where)
+        if tool.get("type") != "function":
+            raise invalid_request(
+                f"{tool.get('type')!r} is not supported, only functions are", where
+            )
+        tools.append(
+            tool_of(mapping(tool.get("function"), f"{where}.function"), f"{where}.function")
+        )
+
+    messages = []
+    for number, entry in enumerate(parameters.messages):
+        where = f"messages[{number}]"
+        messages.append(_message(mapping(entry, where), where))
+
+    limits = [parameters.max_tokens, parameters.max_completion_tokens]
+    return TurnRequest(
+        messages=tuple(messages),
+        tools=offered(tools, parameters.tool_choice),
+        reasoning_effort=effort_of(parameters.reasoning_effort, "reasoning_effort"),
+        max_new_tokens=min((limit for limit in limits if limit is not None), default=None),
+        temperature=parameters.temperature,
+        top_p=parameters.top_p,
+        seed=parameters.seed,
+    )
+
+
+def _message(entry: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message as ``rl_loop.harmony.conversation`` has it. Raises ApiError."""
+    role = entry.get("role")
+    content = f"{where}.content"
+    match role:
+        case "system" | "developer":
+            return {"role": "developer", "content": text_of(entry.get("content"), content)}
+        case "user":
+            message = {"role": "user", "content": text_of(entry.get("content"), content)}
+            if entry.get("name"):
+                message["name"] = text_value(entry["name"], f"{where}.name")
+            return message
+        case "tool":
+            call_id = text_value(entry.get("tool_call_id"), f"{where}.tool_call_id")
+            text = text_of(entry.get("content"), content)
+            return {"role": "tool", "content": text, "tool_call_id": call_id}
+        case "assistant":
+            return _assistant_message(entry, where)
+    raise invalid_request(
+        f"{role!r} is none of system, developer, user, assistant, tool", f"{where}.role"
+    )
+
+
+def _assistant_message(entry: dict[str, Any], where: str) -> dict[str, Any]:
+    for key in ("audio", "function_call", "refusal"):
+        if entry.get(key) is not None:
+            raise ApiError(
+                400,
+                "unsupported_parameter",
+                f"{where}.{key} is not supported",
+                parameter=f"{where}.{key}",
+            )
+
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    if entry.get("content") is not None:
+        message["content"] = text_of(entry["content"], f"{where}.content")
+    # Names differ among servers. Only a conversation that is not stored is rendered with it.
+    reasoning = entry.get("reasoning") or entry.get("reasoning_content")
+    if isinstance(reasoning, str):
+        message["thinking"] = reasoning
+
+    calls = entry.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise invalid_request("expected a list", f"{where}.tool_calls")
+    if calls:
+        message["tool_calls"] = [
+            _stated_call(mapping(call, f"{where}.tool_calls[{number}]"), where, number)
+            for number, call in enumerate(calls)
+        ]
+    return message
+
+
+def _stated_call(call: dict[str, Any], where: str, number: int) -> dict[str, Any]:
+    place = f"{where}.tool_calls[{number}]"
+    function = mapping(call.get("function"), f"{place}.function")
+    return {
+        "id": text_value(call.get("id"), f"{place}.id"),
+        "function": {
+            "name": text_value(function.get("name"), f"{place}.function.name"),
+            "arguments": text_value(function.get("arguments"), f"{place}.function.arguments"),
+        },
+    }
+
+
+# ---- what goes out
+
+
+def _content(node: Node) -> str | None:
+    # A call without a comment has no content, as in OpenAI's own answers.
+    if node.answer.calls and not node.answer.texts:
+        return None
+    return node.answer.content
+
+
+def _tool_call(call: FunctionCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
+
+
+def _finish_reason(node: Node) -> str:
+    if node.finish_reason is not FinishReason.STOP:
+        return "length"
+    return "tool_calls" if node.answer.calls else "stop"
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.sampled_tokens,
+        "total_tokens": usage.prompt_tokens + usage.sampled_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }

@@ -1,0 +1,271 @@
+"""What one session has sampled: a forest of turns, found again by what the client saw of them.
+
+A client sends its whole conversation with every request, as text. The longest beginning of it that
+is already here is taken as the tokens that are stored; only messages behind it are rendered. So no
+sampled token is ever tokenized a second time. A conversation that differs anywhere (other tools,
+an edited or summarised history, a sub-agent's prompt) begins another tree, or branches off where
+it differs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rl_loop.data.trajectory import FinishReason, Trajectory
+from rl_loop.engines.protocol import GenerateResult
+from rl_loop.gateway.answer import Answer
+from rl_loop.gateway.errors import ApiError
+from rl_loop.gateway.request import TurnRequest, extended_key
+from rl_loop.harmony.conversation import OpenCall
+from rl_loop.rollout.episode_draft import EpisodeDraft
+
+
+@dataclass(eq=False)
+class Node:
+    """One sampled turn, and the tokens between it and the turn before."""
+
+    response_id: str
+    parent: "Node | None"
+    """The turn whose tokens this one goes on from; None if nothing stored is before it."""
+    new_ids: list[int]
+    """What was rendered behind the parent's tokens: all of the prompt if there is no parent."""
+    new_role: str
+    """Who said ``new_ids``: "prompt", "tool" or "user"."""
+    sampled: GenerateResult
+    """The turn, without its routes."""
+    routes: np.ndarray | None
+    """uint8 or int16 [tokens, layers, top_k]: the experts of the tokens that were inputs of this
+    turn and of none before it."""
+    finish_reason: FinishReason
+    """Why the turn ended."""
+    answer: Answer
+    """What the client was given."""
+    format_error: str | None
+    """Why it was given nothing: the turn is not legal."""
+    messages: tuple[dict[str, Any], ...]
+    """The conversation up to this turn and with it, without instructions."""
+    key: bytes
+    """Of the conversation with instructions and tools: ``TurnRequest.conversation_keys``."""
+    open_calls: list[OpenCall]
+    """Calls that no tool has answered yet, those of this turn included."""
+    closing: tuple[int, ...] | None
+    """Tokens that stand behind the turn when the conversation goes on; None if it cannot."""
+    fingerprint: bytes
+    """Of the request."""
+    is_stored: bool = True
+    """Whether a request may go on from it by its id."""
+    delivered: bool = False
+    """Whether the client has got the answer."""
+    is_leaf: bool = True
+    """Whether no turn goes on from its tokens."""
+
+    def path(self) -> list["Node"]:
+        """Return the turns from the root to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def token_ids(self) -> list[int]:
+        """Return all tokens up to the end of this turn."""
+        ids: list[int] = []
+        for node in self.path():
+            ids += node.new_ids
+            ids += node.sampled.output_ids
+        return ids
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request goes on from."""
+
+    parent: Node | None
+    """The turn that is reused; None if nothing is."""
+    conversation: tuple[dict[str, Any], ...]
+    """All messages, without instructions."""
+    keys: list[bytes]
+    """Of every beginning of instructions and conversation."""
+    new_messages: tuple[dict[str, Any], ...]
+    """What has to be rendered: what is behind the parent, or everything."""
+    first_number: int
+    """How many messages of the client's are before ``new_messages``."""
+
+
+class Forest:
+    """The turns of one session."""
+
+    def __init__(self, remembered_turns: int | None = None) -> None:
+        """``remembered_turns``: older ones are forgotten, and can neither be gone on from nor
+        trained on; None to keep all."""
+        self._remembered_turns = remembered_turns
+        self._nodes: dict[str, Node] = {}
+        """By response id, in the order in which they were added."""
+        self._by_key: dict[bytes, Node] = {}
+        """The newest turn of every conversation that can go on."""
+        self._by_fingerprint: dict[bytes, Node] = {}
+        """The newest answer to every request."""
+
+    def __len__(self) -> int:
+        """Return the number of turns."""
+        return len(self._nodes)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All turns, in the order in which they were added."""
+        return list(self._nodes.values())
+
+    def node(self, response_id: str) -> Node:
+        """Return the turn of a response. Raises ApiError if this session has none."""
+        node = self._nodes.get(response_id)
+        if node is None or not node.is_stored or node.format_error is not None:
+            raise ApiError(
+                404,
+                "response_not_found",
+                f"this session has no response {response_id!r}",
+                parameter="previous_response_id",
+            )
+        return node
+
+    def answered(self, fingerprint: bytes) -> Node | None:
+        """Return the newest answer to a request that is equal to another one, if there is any."""
+        return self._by_fingerprint.get(fingerprint)
+
+    # ---- growing
+
+    def find(self, request: TurnRequest) -> Place:
+        """Find the longest stored beginning of a request's conversation.
+
+        Raises ApiError if it names a response that this session does not have.
+        """
+        previous: Node | None = None
+        conversation = request.messages
+        if request.previous_id is not None:
+            previous = self.node(request.previous_id)
+            conversation = (*previous.messages, *conversation)
+
+        everything = (*request.head, *conversation)
+        keys = request.conversation_keys(everything)
+        parent = None
+        reused = 0
+        # At least one message has to be new.
+        for length in range(len(everything) - 1, 0, -1):
+            parent = self._by_key.get(keys[length])
+            # Answers can read the same and differ in hidden reasoning: the id says which it is.
+            if previous is not None and previous.key == keys[length]:
+                parent = previous if previous.closing is not None else None
+            if parent is not None:
+                reused = length
+                break
+
+        return Place(
+            parent=parent,
+            conversation=conversation,
+            keys=keys,
+            new_messages=everything[reused:],
+            first_number=max(0, reused - len(request.head)),
+        )
+
+    def add(self, node: Node) -> None:
+        """Add a turn."""
+        self._nodes[node.response_id] = node
+        if node.parent is not None:
+            node.parent.is_leaf = False
+        if node.format_error is None:
+            self._by_fingerprint[node.fingerprint] = node
+            if node.closing is not None:
+                self._by_key[node.key] = node
+
+        if self._remembered_turns is not None and len(self) > self._remembered_turns:
+            self._forget(next(iter(self._nodes.values())))
+
+    def _forget(self, node: Node) -> None:
+        """Forget that a turn can be gone on from; turns that do go on from it keep its tokens."""
+        del self._nodes[node.response_id]
+        if self._by_key.get(node.key) is node:
+            del self._by_key[node.key]
+        if self._by_fingerprint.get(node.fingerprint) is node:
+            del self._by_fingerprint[node.fingerprint]
+
+    # ---- what is trained on
+
+    def trajectories(
+        self, task_id: str, decode: Callable[[Sequence[int]], str]
+    ) -> list[tuple[Node, Trajectory]]:
+        """Return a trajectory for every leaf, in the order in which the leaves were sampled.
+
+        The mask is True on every sampled token of exactly one of them: what two leaves share is
+        trained on with the first, and is context of the second. Outcomes and rewards are left to
+        the caller.
+        """
+        trained: set[Node] = set()
+        trajectories: list[tuple[Node, Trajectory]] = []
+        for leaf in self._nodes.values():
+            if not leaf.is_leaf:
+                continue
+            path = leaf.path()
+            # A turn is trained together with all before it, so these are the first of the path.
+            shared = [node for node in path if node in trained]
+            fresh = path[len(shared) :]
+            trained.update(fresh)
+            draft = _draft(task_id, shared, fresh, decode)
+            trajectory = draft.to_trajectory()
+            trajectory.finish_reason = leaf.finish_reason
+            trajectories.append((leaf, trajectory))
+        return trajectories
+
+
+def next_key(place: Place, answer: Answer) -> bytes:
+    """Return the key of the conversation that goes on with ``answer``."""
+    return extended_key(place.keys[-1], answer.as_message())
+
+
+def new_routes(parent: Node | None, sampled: GenerateResult) -> np.ndarray | None:
+    """Return the routes of tokens that were no input of an earlier turn.
+
+    A copy: a view would keep those of the whole prefix alive, turn after turn.
+    """
+    if sampled.routed_experts is None:
+        return None
+    known = 0
+    if parent is not None:
+        # The last token of a turn is sampled, and first an input of the turn behind it.
+        known = len(parent.token_ids()) - 1
+    routes: np.ndarray = sampled.routed_experts[known:].copy()
+    return routes
+
+
+def without_routes(sampled: GenerateResult) -> GenerateResult:
+    """Return a result that holds no routes."""
+    return replace(sampled, routed_experts=None)
+
+
+def _draft(
+    task_id: str,
+    shared: Sequence[Node],
+    fresh: Sequence[Node],
+    decode: Callable[[Sequence[int]], str],
+) -> EpisodeDraft:
+    """Put the tokens of one path together. ``shared``: turns that are context only."""
+    draft = EpisodeDraft(task_id)
+    context = shared[-1].token_ids() if shared else []
+    for node in shared:
+        draft.append_routes(node.routes)
+
+    for node in fresh:
+        if node is fresh[0]:
+            prompt = [*context, *node.new_ids]
+            draft.append("prompt", prompt, decode(prompt))
+        else:
+            draft.reusable_tokens += len(draft)
+            draft.cached_tokens += min(len(draft), node.sampled.cached_tokens)
+            draft.append(node.new_role, node.new_ids, decode(node.new_ids))
+
+        sampled_ids = node.sampled.output_ids
+        draft.append("assistant", sampled_ids, decode(sampled_ids), node.sampled)
+        draft.append_routes(node.routes)
+        draft.tool_calls += len(node.answer.calls)
+    return draft

@@ -1,0 +1,112 @@
+"""What a client asks for, whichever dialect of the API it speaks, and by what it is recognised.
+
+Messages are dictionaries as ``rl_loop.harmony.conversation`` describes them.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rl_loop.harmony.codec import Tool
+from rl_loop.harmony.prompt_config import Effort
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """A request for one turn of the policy."""
+
+    messages: tuple[dict[str, Any], ...]
+    """The conversation, or with ``previous_id`` what follows that response."""
+    tools: tuple[Tool, ...] = ()
+    """Functions that the policy may call."""
+    instructions: str | None = None
+    """A developer message before all others, which later requests do not inherit."""
+    previous_id: str | None = None
+    """The response whose conversation goes on."""
+    reasoning_effort: Effort | None = None
+    """None for what the configuration says."""
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    """Changes what is sampled, together with session and turn."""
+    is_stored: bool = True
+    """Whether later requests may name the response."""
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Equal for equal requests."""
+        content = [
+            [_canonical_message(message) for message in self.messages],
+            [_canonical_tool(tool) for tool in self.tools],
+            self.instructions,
+            self.previous_id,
+            self.reasoning_effort,
+            self.max_new_tokens,
+            self.temperature,
+            self.top_p,
+            self.seed,
+        ]
+        return _digest(content)
+
+    @property
+    def head(self) -> tuple[dict[str, Any], ...]:
+        """The instructions as messages: one or none."""
+        if self.instructions is None:
+            return ()
+        return ({"role": "developer", "content": self.instructions},)
+
+    def conversation_keys(self, messages: Sequence[dict[str, Any]]) -> list[bytes]:
+        """Return a key of each beginning of ``messages``, from none to all of them.
+
+        Two beginnings have one key if they read the same to the policy: the same texts, calls,
+        tools and reasoning effort. Reasoning that a client repeats, or leaves out, does not count.
+        """
+        key = _digest([[_canonical_tool(tool) for tool in self.tools], self.reasoning_effort])
+        keys = [key]
+        for message in messages:
+            key = _digest(_canonical_message(message), behind=key)
+            keys.append(key)
+        return keys
+
+
+def extended_key(key: bytes, message: dict[str, Any]) -> bytes:
+    """Return the key of a conversation that goes on with ``message``."""
+    return _digest(_canonical_message(message), behind=key)
+
+
+def _canonical_message(message: dict[str, Any]) -> list[Any]:
+    """Return what makes two messages the same message."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        calls.append([call.get("id"), function["name"], _canonical_json(function["arguments"])])
+    return [
+        message["role"],
+        message.get("name"),
+        message.get("tool_call_id"),
+        message.get("content") or "",
+        calls,
+    ]
+
+
+def _canonical_json(text: str) -> Any:
+    """Return the value of JSON, so that its spelling does not count; other text as it is."""
+    try:
+        return [json.loads(text)]
+    except (ValueError, RecursionError):
+        return text
+
+
+def _canonical_tool(tool: Tool) -> list[Any]:
+    return [tool.name, tool.description, tool.parameters]
+
+
+def _digest(content: Any, behind: bytes = b"") -> bytes:
+    # Escaped, so that halves of surrogate pairs do no harm. Keys of a schema keep their order:
+    # the prompt shows them in it.
+    text = json.dumps(content, ensure_ascii=True)
+    return hashlib.blake2b(behind + text.encode(), digest_size=16).digest()

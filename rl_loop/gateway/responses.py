@@ -1,0 +1,345 @@
+"""The dialect of ``/v1/responses``.
+
+A turn is a list of items: reasoning (analysis), messages (commentary to nobody, final) and function
+calls. A client either repeats all items, or names the response that it goes on from."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rl_loop.data.trajectory import FinishReason
+from rl_loop.gateway.errors import ApiError, invalid_request
+from rl_loop.gateway.forest import Node
+from rl_loop.gateway.parameters import (
+    SamplingParameters,
+    checked_parameters,
+    effort_of,
+    mapping,
+    offered,
+    text_of,
+    text_value,
+    tool_of,
+    validated,
+)
+from rl_loop.gateway.request import TurnRequest
+from rl_loop.gateway.session import Usage
+
+ID_PREFIX = "resp_"
+
+IGNORED = frozenset(
+    {
+        "include",
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "stream_options",
+        "user",
+    }
+)
+"""Parameters that change nothing of what is sampled, or only ask for it to be quick."""
+
+NEUTRAL: dict[str, list[Any]] = {
+    "background": [False],
+    "context_management": [[]],
+    "conversation": [],
+    "max_tool_calls": [],
+    "prompt": [],
+    "top_logprobs": [0],
+    "truncation": ["disabled"],
+}
+"""Parameters that are not supported, and their values that ask for nothing."""
+
+
+NOT_REPEATED = {"input", "seed", "stream"}
+"""Parameters that a response does not say again."""
+
+
+class ReasoningParameters(BaseModel):
+    """How the policy is asked to think."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    effort: Any = None
+    summary: Any = None
+    """Reasoning comes as it was sampled, so that nothing is summarised."""
+    generate_summary: Any = None
+    """The former name of it."""
+
+
+class TextParameters(BaseModel):
+    """How the answer is to be written."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: dict[str, Any] | None = None
+    """Only ``{"type": "text"}``: what is sampled is not constrained."""
+    verbosity: Any = None
+    """Changes nothing."""
+
+
+class ResponsesParameters(SamplingParameters):
+    """The parameters that count."""
+
+    input: str | list[Any] = Field(min_length=1)
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: Any = None
+    reasoning: ReasoningParameters = ReasoningParameters()
+    max_output_tokens: int | None = Field(None, gt=0)
+    text: TextParameters = TextParameters()
+    store: bool = True
+
+
+class ResponsesCall:
+    """One request of the dialect."""
+
+    id_prefix = ID_PREFIX
+    ends_with_done = False
+    """A stream ends with ``response.completed`` or ``response.incomplete``."""
+
+    def __init__(self, body: Any, model: str) -> None:
+        """``model``: the name of the policy. Raises ApiError naming what is wrong with a body."""
+        parameters = validated(ResponsesParameters, checked_parameters(body, IGNORED, NEUTRAL))
+        self.stream = parameters.stream
+        self.request = _turn_request(parameters)
+        self._parameters = parameters
+        self._model = model
+
+    def answer(self, node: Node, usage: Usage) -> dict[str, Any]:
+        """Return the body of a plain answer."""
+        is_complete = node.finish_reason is FinishReason.STOP
+        status = "completed" if is_complete else "incomplete"
+        details = None if is_complete else {"reason": "max_output_tokens"}
+        return self._frame(node, status) | {
+            "incomplete_details": details,
+            "output": _items(node, status),
+            "usage": _usage(usage),
+        }
+
+    def events(self, node: Node, usage: Usage) -> Iterator[dict[str, Any]]:
+        """Yield the events of a streamed answer."""
+        for number, event in enumerate(self._events(node, usage)):
+            yield event | {"sequence_number": number}
+
+    def _events(self, node: Node, usage: Usage) -> Iterator[dict[str, Any]]:
+        begun = self._frame(node, "in_progress")
+        yield {"type": "response.created", "response": begun}
+        yield {"type": "response.in_progress", "response": begun}
+
+        answer = self.answer(node, usage)
+        for index, item in enumerate(answer["output"]):
+            yield from _item_events(item, index)
+        yield {"type": f"response.{answer['status']}", "response": answer}
+
+    def _frame(self, node: Node, status: str) -> dict[str, Any]:
+        """Return what a response says besides its items: first of all what was asked for."""
+        asked_for = self._parameters.model_dump(exclude=NOT_REPEATED)
+        return asked_for | {
+            "id": node.response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "metadata": {},
+            "model": self._model,
+            "output": [],
+            "parallel_tool_calls": False,
+            "reasoning": {"effort": self.request.reasoning_effort, "summary": None},
+            "text": {"format": {"type": "text"}},
+            "tool_choice": self._parameters.tool_choice or "auto",
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+# ---- what comes in
+
+
+def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
+    if parameters.text.format not in (None, {"type": "text"}):
+        raise ApiError(
+            400, "unsupported_parameter", "text.format is not supported", parameter="text.format"
+        )
+
+    tools = []
+    for number, entry in enumerate(parameters.tools):
+        where = f"tools[{number}]"
+        tool = mapping(entry, where)
+        if tool.get("type") != "function":
+            raise invalid_request(
+                f"{tool.get('type')!r} is not supported, only functions are", where
+            )
+        tools.append(tool_of(tool, where))
+
+    return TurnRequest(
+        messages=_messages(parameters.input),
+        tools=offered(tools, parameters.tool_choice),
+        instructions=parameters.instructions,
+        previous_id=parameters.previous_response_id,
+        reasoning_effort=effort_of(parameters.reasoning.effort, "reasoning.effort"),
+        max_new_tokens=parameters.max_output_tokens,
+        temperature=parameters.temperature,
+        top_p=parameters.top_p,
+        seed=parameters.seed,
+        is_stored=parameters.store,
+    )
+
+
+def _messages(items: str | list[Any]) -> tuple[dict[str, Any], ...]:
+    """Return the messages that items stand for. Raises ApiError."""
+    if isinstance(items, str):
+        return ({"role": "user", "content": items},)
+
+    messages: list[dict[str, Any]] = []
+    for number, entry in enumerate(items):
+        where = f"input[{number}]"
+        item = mapping(entry, where)
+        kind = item.get("type", "message")
+        if kind == "function_call_output":
+            messages.append(_tool_message(item, where))
+        elif kind == "message" and item.get("role") != "assistant":
+            messages.append(_other_message(item, where))
+        elif kind in ("message", "reasoning", "function_call"):
+            _add_to_turn(messages, item, kind, where)
+        else:
+            raise invalid_request(f"items of type {kind!r} are not supported", where)
+    return tuple(messages)
+
+
+def _tool_message(item: dict[str, Any], where: str) -> dict[str, Any]:
+    call_id = text_value(item.get("call_id"), f"{where}.call_id")
+    output = text_of(item.get("output"), f"{where}.output")
+    return {"role": "tool", "content": output, "tool_call_id": call_id}
+
+
+def _other_message(item: dict[str, Any], where: str) -> dict[str, Any]:
+    content = text_of(item.get("content"), f"{where}.content")
+    role = item.get("role")
+    if role == "user":
+        return {"role": "user", "content": content}
+    if role in ("system", "developer"):
+        return {"role": "developer", "content": content}
+    raise invalid_request(
+        f"{role!r} is none of user, system, developer, assistant", f"{where}.role"
+    )
+
+
+def _add_to_turn(
+    messages: list[dict[str, Any]], item: dict[str, Any], kind: str, where: str
+) -> None:
+    """Add an item of the assistant's to the turn that it is part of: the last, or a new one."""
+    # Calls come last in a turn.
+    is_open = bool(messages) and messages[-1]["role"] == "assistant"
+    if not is_open or ("tool_calls" in messages[-1] and kind != "function_call"):
+        messages.append({"role": "assistant", "content": None})
+    turn = messages[-1]
+
+    if kind == "function_call":
+        function = {
+            "name": text_value(item.get("name"), f"{where}.name"),
+            "arguments": text_value(item.get("arguments"), f"{where}.arguments"),
+        }
+        call_id = text_value(item.get("call_id"), f"{where}.call_id")
+        turn.setdefault("tool_calls", []).append({"id": call_id, "function": function})
+    elif kind == "message":
+        text = text_of(item.get("content"), f"{where}.content")
+        turn["content"] = text if turn["content"] is None else f"{turn['content']}\n{text}"
+    else:
+        # Only a conversation that is not stored is rendered with the reasoning that it repeats.
+        parts = item.get("content") or []
+        texts = [part["text"] for part in parts if isinstance(part, dict) and "text" in part]
+        if texts:
+            turn["thinking"] = "\n".join(texts)
+
+
+# ---- what goes out
+
+
+def _items(node: Node, status: str) -> list[dict[str, Any]]:
+    """Return the items of a turn."""
+    name = node.response_id.removeprefix(ID_PREFIX)
+    answer = node.answer
+    items: list[dict[str, Any]] = []
+    if answer.reasoning:
+        thoughts = {"type": "reasoning_text", "text": answer.reasoning}
+        items.append(
+            {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": [thoughts]}
+        )
+
+    for number, text in enumerate(answer.texts):
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{name}_{number}",
+                "role": "assistant",
+                "status": status,
+                "content": [part],
+            }
+        )
+
+    for number, call in enumerate(answer.calls):
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{name}_{number}",
+                "call_id": call.call_id,
+                "name": call.name,
+                "arguments": call.arguments,
+                "status": status,
+            }
+        )
+    return items
+
+
+def _item_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
+    """Yield the events of one item: it begins empty, is filled at once, and ends."""
+    place = {"output_index": index, "item_id": item["id"]}
+    empty: dict[str, Any] = {"content": []}
+    if item["type"] == "function_call":
+        empty = {"arguments": ""}
+    begun = item | empty
+    if "status" in item:
+        begun["status"] = "in_progress"
+    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+
+    if item["type"] == "function_call":
+        arguments = item["arguments"]
+        kind = "response.function_call_arguments"
+        yield place | {"type": f"{kind}.delta", "delta": arguments}
+        yield place | {"type": f"{kind}.done", "arguments": arguments, "name": item["name"]}
+    else:
+        [part] = item["content"]
+        yield from _part_events(part, place | {"content_index": 0})
+
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _part_events(part: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the events of the text of a message, or of reasoning."""
+    text = part["text"]
+    kind = f"response.{part['type']}"
+    # Log-probs belong to texts that are said, not to reasoning.
+    extra: dict[str, Any] = {"logprobs": []} if "logprobs" in part else {}
+
+    yield place | {"type": "response.content_part.added", "part": part | {"text": ""}}
+    yield place | extra | {"type": f"{kind}.delta", "delta": text}
+    yield place | extra | {"type": f"{kind}.done", "text": text}
+    yield place | {"type": "response.content_part.done", "part": part}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.sampled_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.sampled_tokens,
+    }

@@ -1,0 +1,251 @@
+"""The HTTP server: sessions by API key, two dialects of OpenAI's API.
+
+It runs on the event loop of whoever starts it, beside the engine's."""
+
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from rl_loop.engines.protocol import ModelShape, RolloutEngine
+from rl_loop.gateway.chat import ChatCall
+from rl_loop.gateway.errors import ApiError, ErrorCode
+from rl_loop.gateway.forest import Node
+from rl_loop.gateway.request import TurnRequest
+from rl_loop.gateway.responses import ResponsesCall
+from rl_loop.gateway.session import Session, SessionSettings, Usage
+from rl_loop.harmony.codec import Harmony
+from rl_loop.infrastructure import describe
+
+LOOPBACK = "127.0.0.1"
+MAX_BODY_BYTES = 64 * 1024 * 1024
+"""Of a request; the longest context is a few megabytes of text."""
+STOP_SECONDS = 5.0
+"""What requests have to end when the server stops."""
+RETRY_HEADER = "x-stainless-retry-count"
+"""In which OpenAI's clients say how often they have sent a request before."""
+
+logger = logging.getLogger(__name__)
+
+
+class Call(Protocol):
+    """One request of a dialect."""
+
+    id_prefix: str
+    ends_with_done: bool
+    stream: bool
+    request: TurnRequest
+
+    def answer(self, node: Node, usage: Usage) -> dict[str, Any]: ...
+
+    def events(self, node: Node, usage: Usage) -> Any: ...
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """Where a gateway listens and what it says of itself."""
+
+    session: SessionSettings
+    model: str = "gpt-oss"
+    """Name of the policy in answers and in ``/v1/models``."""
+    host: str = LOOPBACK
+    """Address to listen on. Keys travel unencrypted: another one belongs behind a proxy, or into
+    a network that is trusted."""
+    port: int = 0
+    """0 for any that is free."""
+
+
+class Gateway:
+    """Serves one policy."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        harmony: Harmony,
+        shape: ModelShape,
+        settings: GatewaySettings,
+    ) -> None:
+        """``shape``: what the engine's answers are checked against."""
+        self._engine = engine
+        self._harmony = harmony
+        self._shape = shape
+        self._settings = settings
+        self._sessions: dict[str, Session] = {}
+        """By API key."""
+        self._runner: web.AppRunner | None = None
+        self._url = ""
+
+    # ---- sessions
+
+    def open_session(self, name: str, api_key: str | None = None) -> Session:
+        """Begin a session; its ``api_key`` is what the client needs.
+
+        ``name``: unique among all sessions of the engine. Raises ValueError if the key is in use.
+        """
+        session = Session(
+            name, self._engine, self._harmony, self._shape, self._settings.session, api_key
+        )
+        if session.api_key in self._sessions:
+            raise ValueError(f"session {name}: its API key belongs to another session already")
+        self._sessions[session.api_key] = session
+        return session
+
+    async def close_session(self, session: Session) -> None:
+        """End a session: its key is not known any more, what is being sampled is stopped."""
+        self._sessions.pop(session.api_key, None)
+        await session.close()
+
+    def session_of(self, request: web.Request) -> Session:
+        """Return the session whose key a request has. Raises ApiError."""
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(key.strip())
+        if kind.lower() != "bearer" or session is None:
+            message = "this API key belongs to no session"
+            raise ApiError(401, "invalid_api_key", message)
+        return session
+
+    # ---- the server
+
+    @property
+    def base_url(self) -> str:
+        """What clients call ``base_url``, such as ``http://127.0.0.1:40123/v1``."""
+        return f"{self._url}/v1"
+
+    async def start(self) -> None:
+        """Listen. Raises OSError naming the address if that is not possible."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/responses", self._responses)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
+
+        # A client that leaves cancels its handler, and with it what is sampled for it alone.
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_SECONDS
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._settings.host, self._settings.port).start()
+
+        host, port = self._runner.addresses[0][:2]
+        if ":" in host:
+            host = f"[{host}]"
+        self._url = f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """End all sessions and stop listening. Calling it again does nothing."""
+        for session in list(self._sessions.values()):
+            await self.close_session(session)
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    # ---- requests
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self.session_of(request)
+        call = ChatCall(await _json_of(request), self._settings.model)
+        return await self._respond(request, session, call)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        session = self.session_of(request)
+        call = ResponsesCall(await _json_of(request), self._settings.model)
+        return await self._respond(request, session, call)
+
+    async def _respond(
+        self, request: web.Request, session: Session, call: Call
+    ) -> web.StreamResponse:
+        """Sample a turn and send it.
+
+        A stream begins when the turn is complete: what goes wrong before is an error with a
+        status, and a weight sync in the middle of a turn is not seen."""
+        node = await session.respond(
+            call.request,
+            f"{call.id_prefix}{secrets.token_hex(16)}",
+            is_retry=request.headers.get(RETRY_HEADER, "0") != "0",
+        )
+        usage = session.usage_of(node)
+        if call.stream:
+            response = await _send_events(request, call, node, usage)
+        else:
+            response = web.json_response(call.answer(node, usage))
+            await response.prepare(request)
+            await response.write_eof()
+        node.delivered = True
+        return response
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self.session_of(request)
+        return web.json_response({"object": "list", "data": [self._describe_model()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self.session_of(request)
+        name = request.match_info["name"]
+        if name != self._settings.model:
+            known = self._settings.model
+            raise ApiError(404, "not_found", f"there is no model {name!r}, only {known!r}")
+        return web.json_response(self._describe_model())
+
+    def _describe_model(self) -> dict[str, Any]:
+        name = self._settings.model
+        return {"id": name, "object": "model", "created": 0, "owned_by": "megatron-gptoss"}
+
+
+async def _json_of(request: web.Request) -> Any:
+    """Return the JSON of a request. Raises ApiError."""
+    try:
+        return json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, "invalid_request", f"the body is no JSON: {error}") from None
+
+
+async def _send_events(
+    request: web.Request, call: Call, node: Node, usage: Usage
+) -> web.StreamResponse:
+    """Send a turn as server-sent events."""
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
+    await response.prepare(request)
+
+    lines: list[str] = []
+    for event in call.events(node, usage):
+        if "type" in event:
+            lines.append(f"event: {event['type']}\n")
+        lines.append(f"data: {json.dumps(event)}\n\n")
+    if call.ends_with_done:
+        lines.append("data: [DONE]\n\n")
+
+    await response.write("".join(lines).encode())
+    await response.write_eof()
+    return response
+
+
+@web.middleware
+async def _errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer every failure in the API's own shape."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _error_response(error)
+    except web.HTTPException as error:
+        message = f"{request.method} {request.path}: {error.reason}"
+        code: ErrorCode = "not_found" if error.status in (404, 405) else "invalid_request"
+        return _error_response(ApiError(error.status, code, message))
+    except ConnectionResetError:
+        # The client has left while its answer was sent: nobody reads another one.
+        raise
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        return _error_response(ApiError(500, "internal_error", describe(error)))
+
+
+def _error_response(error: ApiError) -> web.Response:
+    # What has failed was tried again already: a client that does so, too, only takes longer.
+    headers = {"x-should-retry": "false"}
+    return web.json_response(error.body(), status=error.status, headers=headers)

@@ -1,0 +1,428 @@
+"""One session: everything that one API key says to the policy, sampled, captured and limited.
+
+What the policy does wrong ends a session with a reason that can be rewarded; what infrastructure
+does wrong ends it as invalid (``rl_loop.infrastructure``). Either way the client reads an error,
+with this request and with every later one."""
+
+import asyncio
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rl_loop.config.episode import EpisodeLimits
+from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
+from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
+from rl_loop.gateway.answer import ReadTurn, read_turn
+from rl_loop.gateway.errors import ApiError, ErrorCode
+from rl_loop.gateway.forest import Forest, Node, Place, new_routes, next_key, without_routes
+from rl_loop.gateway.history import History
+from rl_loop.gateway.request import TurnRequest
+from rl_loop.harmony.codec import Harmony
+from rl_loop.harmony.conversation import OpenCall
+from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.off_loop import off_loop
+from rl_loop.rollout.agent import Room
+from rl_loop.rollout.episode_clock import EpisodeClock
+from rl_loop.rollout.turn_sampler import TurnSampler
+from rl_loop.tasks.prompt_limit import LONGEST_TOKEN
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """What holds for every session of a gateway."""
+
+    limits: EpisodeLimits
+    """Where a session ends. Limits of tools and observations are the agent's business."""
+    sampling: SamplingParams
+    """Temperature, top-p and the limit of one turn."""
+    history: Literal["append", "harmony"] = "append"
+    """What stands before a turn that follows a final answer: every token so far, or what the
+    format keeps of them (``History.without_finished_analysis``), which begins another sequence."""
+    clients_choose_sampling: bool = False
+    """Whether a request's temperature and top-p count. Where the policy is trained they do not:
+    the trainer computes its log-probs at the temperature of the run."""
+    routed_experts: bool = False
+    """Whether the experts of every token are captured, too."""
+    is_episode: bool = True
+    """Whether what goes wrong ends the session, as it ends an episode; otherwise only the request
+    fails, and the client may ask again."""
+    remembered_turns: int | None = None
+    """Older turns are forgotten; None to keep all, for training."""
+
+
+@dataclass(frozen=True)
+class SessionEnd:
+    """Why a session takes no more requests."""
+
+    reason: FinishReason
+    message: str
+    """For the client."""
+    format_error: str | None = None
+    """Which kind of illegal turn it was."""
+    invalid: InvalidReason | None = None
+    """The infrastructure failure that it was."""
+
+    def as_error(self) -> ApiError:
+        """Return what the client is told."""
+        if self.invalid is not None:
+            return ApiError(503, "infrastructure_failure", self.message)
+        code: ErrorCode = "session_over"
+        if self.format_error is not None:
+            code = "format_error"
+        return ApiError(400, code, self.message)
+
+
+@dataclass
+class _PendingTurn:
+    """A turn that is being sampled."""
+
+    task: "asyncio.Task[Node]"
+    waiting: int = 0
+    """Clients that wait for it."""
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What a turn is sampled from."""
+
+    parent: Node | None
+    new_ids: list[int]
+    """Behind the parent's tokens."""
+    open_calls: list[OpenCall]
+
+    @property
+    def token_ids(self) -> list[int]:
+        before = self.parent.token_ids() if self.parent is not None else []
+        return before + self.new_ids
+
+
+class Session:
+    """The conversations of one API key."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: RolloutEngine,
+        harmony: Harmony,
+        shape: ModelShape,
+        settings: SessionSettings,
+        api_key: str | None = None,
+    ) -> None:
+        """``name``: unique; with the number of a turn it seeds what is sampled."""
+        self.name = name
+        self.api_key = api_key or f"sk-{secrets.token_urlsafe(24)}"
+        self.forest = Forest(settings.remembered_turns)
+        self.end: SessionEnd | None = None
+
+        self._engine = engine
+        self._harmony = harmony
+        self._shape = shape
+        self._settings = settings
+        self._history = History(harmony)
+        self._clock = EpisodeClock(settings.limits.episode_seconds)
+        self._clock.start()
+
+        self._begun_turns = 0
+        """All of them: they number the turns."""
+        self._counted_turns = 0
+        """Those that were sampled, and those that are being sampled."""
+        self._sampled_tokens = 0
+        self._pending: dict[bytes, _PendingTurn] = {}
+        """By the request's fingerprint."""
+
+    async def respond(
+        self, request: TurnRequest, response_id: str, *, is_retry: bool = False
+    ) -> Node:
+        """Return the policy's turn.
+
+        Equal requests at the same time get one turn, and so does one that comes again because its
+        answer got lost: ``is_retry`` says that the client sends it a second time. When nobody
+        waits any more, sampling stops and nothing is kept.
+
+        ``response_id`` names the turn if it is a new one. Raises ApiError."""
+        answered = self.forest.answered(request.fingerprint)
+        if answered is not None and (is_retry or not answered.delivered):
+            return answered
+
+        pending = self._pending.get(request.fingerprint)
+        if pending is None:
+            task = asyncio.create_task(self._take_turn(request, response_id))
+            pending = _PendingTurn(task)
+            self._pending[request.fingerprint] = pending
+
+        pending.waiting += 1
+        try:
+            # Shielded: a client that leaves must not take the answer from another one.
+            return await asyncio.shield(pending.task)
+        except asyncio.CancelledError:
+            # The turn was cancelled and not its client: the session was closed meanwhile.
+            if pending.task.cancelled() and self.end is not None:
+                raise self.end.as_error() from None
+            raise
+        finally:
+            pending.waiting -= 1
+            if pending.waiting == 0:
+                if self._pending.get(request.fingerprint) is pending:
+                    del self._pending[request.fingerprint]
+                pending.task.cancel()
+
+    def usage_of(self, node: Node) -> "Usage":
+        """Count the tokens of a turn."""
+        sampled = node.sampled
+        return Usage(
+            prompt_tokens=len(node.token_ids()) - len(sampled.output_ids),
+            cached_tokens=sampled.cached_tokens,
+            sampled_tokens=len(sampled.output_ids),
+            reasoning_tokens=self._history.reasoning_tokens(sampled.output_ids),
+        )
+
+    def trajectories(self, task_id: str) -> list[tuple[Node, Trajectory]]:
+        """Return what was captured: see ``Forest.trajectories``."""
+        return self.forest.trajectories(task_id, self._harmony.decode)
+
+    async def close(self) -> None:
+        """Stop what is being sampled, and take no more requests."""
+        if self.end is None:
+            self.end = SessionEnd(FinishReason.STOP, "the session is over")
+        tasks = [pending.task for pending in self._pending.values()]
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+    # ---- one turn
+
+    async def _take_turn(self, request: TurnRequest, response_id: str) -> Node:
+        """Sample a turn and add it to the forest. Raises ApiError."""
+        self._check_is_open()
+        limit = self._settings.limits.max_turns
+        if self._counted_turns >= limit:
+            reason = FinishReason.MAX_TURNS
+            raise self._ended(SessionEnd(reason, f"the session had its {limit} turns"))
+
+        number = self._begun_turns
+        self._begun_turns += 1
+        self._counted_turns += 1
+        is_added = False
+        try:
+            node = await self._sample_turn(request, response_id, number)
+            is_added = True
+            return node
+        except InfrastructureFailure as failure:
+            invalid = InvalidReason(failure.component, failure.reason)
+            end = SessionEnd(FinishReason.ABORT, str(failure), invalid=invalid)
+            raise self._ended(end) from failure
+        finally:
+            if not is_added:
+                self._counted_turns -= 1
+            # A turn that was cancelled in the engine's queue has left it standing.
+            self._clock.start()
+
+    async def _sample_turn(self, request: TurnRequest, response_id: str, number: int) -> Node:
+        place = self.forest.find(request)
+        self._check_size(request, place)
+        prompt = await off_loop(self._render, request, place)
+        prefix = prompt.token_ids
+        room = self._room(request, len(prefix))
+
+        sampler = self._sampler(request)
+        # The client's seed does not decide alone: turns that are sampled from one prompt with one
+        # seed would be one request to the engine.
+        name = str(number) if request.seed is None else f"{number}.{request.seed}"
+        sampled = await sampler.sample(name, prefix, room.tokens)
+        if not sampled.output_ids:
+            raise self._out_of_time()
+
+        turn = await off_loop(read_turn, self._harmony, sampled, request.tools)
+        node = self._node(request, response_id, place, prompt, sampled, turn, room)
+        self._sampled_tokens += len(sampled.output_ids)
+        # A turn beside this one may have ended the session meanwhile.
+        if self.end is not None:
+            raise self.end.as_error()
+        self.forest.add(node)
+
+        if sampled.finish_reason is FinishReason.TIMEOUT:
+            raise self._out_of_time()
+        if turn.format_error is not None:
+            message = f"the model wrote an illegal message ({turn.format_error})"
+            reason = FinishReason.FORMAT_ERROR
+            raise self._ended(SessionEnd(reason, message, format_error=turn.format_error))
+        return node
+
+    def _node(
+        self,
+        request: TurnRequest,
+        response_id: str,
+        place: Place,
+        prompt: _Prompt,
+        sampled: GenerateResult,
+        turn: ReadTurn,
+        room: Room,
+    ) -> Node:
+        """Make the node of a sampled turn."""
+        finish_reason = sampled.finish_reason
+        if finish_reason is FinishReason.LENGTH:
+            finish_reason = room.limit
+        if turn.format_error is not None:
+            finish_reason = FinishReason.FORMAT_ERROR
+
+        calls = [
+            OpenCall(call.call_id, f"functions.{call.name}", call.channel)
+            for call in turn.answer.calls
+        ]
+        new_role = "prompt"
+        if prompt.parent is not None:
+            new_role = "tool" if place.new_messages[0]["role"] == "tool" else "user"
+        return Node(
+            response_id=response_id,
+            parent=prompt.parent,
+            new_ids=prompt.new_ids,
+            new_role=new_role,
+            sampled=without_routes(sampled),
+            routes=new_routes(prompt.parent, sampled),
+            finish_reason=finish_reason,
+            answer=turn.answer,
+            format_error=turn.format_error,
+            messages=(*place.conversation, turn.answer.as_message()),
+            key=next_key(place, turn.answer),
+            open_calls=prompt.open_calls + calls,
+            closing=turn.closing,
+            fingerprint=request.fingerprint,
+            is_stored=request.is_stored,
+        )
+
+    def _sampler(self, request: TurnRequest) -> TurnSampler:
+        sampling = replace(self._settings.sampling, stop_token_ids=self._harmony.stop_token_ids)
+        if self._settings.clients_choose_sampling:
+            if request.temperature is not None:
+                sampling = replace(sampling, temperature=request.temperature)
+            if request.top_p is not None:
+                sampling = replace(sampling, top_p=request.top_p)
+        return TurnSampler(
+            engine=self._engine,
+            episode=self.name,
+            sampling=sampling,
+            clock=self._clock,
+            shape=self._shape,
+            queue_seconds=self._settings.limits.queue_seconds,
+            routed_experts=self._settings.routed_experts,
+        )
+
+    # ---- its prompt
+
+    def _render(self, request: TurnRequest, place: Place) -> _Prompt:
+        """Render what is new of a conversation. Raises ApiError for what cannot be rendered."""
+        try:
+            if place.parent is None:
+                open_calls: list[OpenCall] = []
+                return _Prompt(None, self._render_beginning(request, place, open_calls), open_calls)
+
+            parent = place.parent
+            open_calls = list(parent.open_calls)
+            new_ids = self._harmony.render_continuation(
+                place.new_messages, open_calls, place.first_number
+            )
+        except ValueError as error:
+            raise ApiError(400, "invalid_request", str(error), parameter="messages") from None
+
+        new_ids = [*(parent.closing or ()), *new_ids]
+        if self._settings.history == "harmony":
+            before = parent.token_ids()
+            kept = self._history.without_finished_analysis(before)
+            if kept != before:
+                # Other tokens stand before what comes next: the sequence ends here.
+                return _Prompt(None, kept + new_ids, open_calls)
+        return _Prompt(parent, new_ids, open_calls)
+
+    def _render_beginning(
+        self, request: TurnRequest, place: Place, open_calls: list[OpenCall]
+    ) -> list[int]:
+        """Render a conversation of which nothing is stored."""
+        # What developers say first stands before the description of tools; all else is rendered
+        # as it would be in a conversation that goes on.
+        messages = place.new_messages
+        first = 0
+        while first < len(messages) and messages[first]["role"] == "developer":
+            first += 1
+
+        head = self._harmony.render_prompt(
+            messages[:first], request.tools, reasoning_effort=request.reasoning_effort
+        )
+        # Each part ends where the assistant would begin.
+        head = head[: len(head) - len(self._harmony.assistant_header)]
+        return head + self._harmony.render_continuation(messages[first:], open_calls, first)
+
+    # ---- its limits
+
+    def _check_is_open(self) -> None:
+        if self.end is not None:
+            raise self.end.as_error()
+        if self._clock.is_over:
+            raise self._out_of_time()
+
+    def _check_size(self, request: TurnRequest, place: Place) -> None:
+        """Raise ApiError for a text that is surely too long, before it is tokenized."""
+        limit = self._settings.limits.max_tokens
+        size = sum(len(message.get("content") or "") for message in place.new_messages)
+        if place.parent is None:
+            size += sum(len(repr(tool)) for tool in request.tools)
+        if size > LONGEST_TOKEN * limit:
+            raise self._too_long(f"at least {size // LONGEST_TOKEN}")
+
+    def _room(self, request: TurnRequest, used: int) -> Room:
+        """Return how many tokens a turn behind ``used`` ones may have.
+
+        Raises ApiError if there is room for none."""
+        limits = self._settings.limits
+        context = Room(limits.max_tokens - used, FinishReason.MAX_CONTEXT)
+        if context.tokens <= 0:
+            raise self._too_long(str(used))
+
+        rooms = [Room(self._settings.sampling.max_new_tokens, FinishReason.LENGTH), context]
+        if request.max_new_tokens is not None:
+            rooms.append(Room(request.max_new_tokens, FinishReason.LENGTH))
+        if limits.max_sampled_tokens is not None:
+            left = limits.max_sampled_tokens - self._sampled_tokens
+            if left <= 0:
+                reason = FinishReason.MAX_SAMPLED_TOKENS
+                limit = limits.max_sampled_tokens
+                message = f"the session had its {limit} sampled tokens"
+                raise self._ended(SessionEnd(reason, message))
+            rooms.append(Room(left, FinishReason.MAX_SAMPLED_TOKENS))
+        return min(rooms, key=lambda room: room.tokens)
+
+    def _too_long(self, tokens: str) -> ApiError:
+        """Make the error of a prompt without room for an answer; the session goes on, with a
+        shorter one."""
+        limit = self._settings.limits.max_tokens
+        return ApiError(
+            400,
+            "context_length_exceeded",
+            f"the conversation has {tokens} tokens, the model's context has {limit}",
+            parameter="messages",
+        )
+
+    def _out_of_time(self) -> ApiError:
+        seconds = self._settings.limits.episode_seconds
+        message = f"the session had its {seconds:g} s"
+        return self._ended(SessionEnd(FinishReason.TIMEOUT, message))
+
+    def _ended(self, end: SessionEnd) -> ApiError:
+        """End the session, if it is an episode; return what the client is told."""
+        if self._settings.is_episode and self.end is None:
+            self.end = end
+        return end.as_error()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tokens of one turn."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt: found in the engine's cache."""
+    sampled_tokens: int
+    reasoning_tokens: int
+    """Of the sampled ones: analysis."""

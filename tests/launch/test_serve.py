@@ -1,0 +1,142 @@
+"""``gptoss serve``: a checkpoint behind OpenAI's API, by the official client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+from transformers import GptOssConfig
+
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import (
+    dump_config,
+    load_rl_config,
+    load_run_config,
+    load_served_config,
+)
+from rl_loop.config.run import RlConfig
+from rl_loop.session import harmony_settings
+from rl_loop.tasks.demonstrations import harmony_of
+from tests.launch.test_cli import gptoss
+from tests.rl_loop.gateway.policy import Script, learned_model
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
+
+
+@pytest.fixture(scope="module")
+def config() -> RlConfig:
+    return load_rl_config(CONFIG, ["dtype=float32"])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(config: RlConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the configuration's shape that has learned to greet."""
+    script = Script(harmony_of(harmony_settings(config)))
+    architecture = GptOssConfig(**config.model.to_hf_config())
+    model = learned_model(architecture, script.lessons()[:2])
+    directory = tmp_path_factory.mktemp("checkpoint") / "hf"
+    # Its file has the names that all exports have.
+    model.save_pretrained(directory)
+    return directory
+
+
+def serve(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", "from launch.cli import main; main()", "serve", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_checkpoint_is_served_until_the_process_is_asked_to_end(
+    config: RlConfig, checkpoint: Path
+) -> None:
+    process = serve(str(CONFIG), "--weights", str(checkpoint), "--port", "0", "--name", "tiny")
+    assert process.stdout is not None
+    try:
+        first = process.stdout.readline()
+        assert first.startswith("serving tiny at http://127.0.0.1:"), process.communicate()[1]
+        base_url = first.split(" at ")[1].split(";")[0]
+        key = process.stdout.readline().removeprefix("API key: ").strip()
+
+        with openai.OpenAI(base_url=base_url, api_key=key) as client:
+            assert [model.id for model in client.models.list()] == ["tiny"]
+            response = client.responses.create(model="tiny", input="Hi", temperature=0)
+            assert response.output_text == "Hello"
+
+            # The model has 1,024 positions.
+            with pytest.raises(openai.BadRequestError) as refusal:
+                client.responses.create(model="tiny", input="1 " * 2000)
+            assert refusal.value.code == "context_length_exceeded"
+            # A request that fails ends nothing.
+            again = client.responses.create(model="tiny", input="Hi", temperature=0)
+            assert again.output_text == "Hello"
+        stranger = openai.OpenAI(base_url=base_url, api_key="guessed")
+        with stranger, pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+
+
+def test_what_cannot_be_served_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    for arguments, named in (
+        ([str(CONFIG), "initial_weights=null"], "nothing to serve: give --weights"),
+        ([str(CONFIG), "--weights", str(tmp_path)], f"--weights: {tmp_path} is neither"),
+        ([str(tmp_path)], f"{tmp_path} is neither a run (config.yaml) nor a Hugging Face"),
+        ([str(tmp_path / "absent.yaml")], "no such file"),
+        ([str(checkpoint)], "only the configuration of the run that trained it knows which"),
+        (
+            [str(CONFIG), "--weights", str(checkpoint), "--max-tokens", "5000"],
+            "--max-tokens 5000: the model has 1024 positions",
+        ),
+    ):
+        result = gptoss("serve", *arguments)
+        assert result.returncode == 1
+        assert named in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_a_run_is_served_from_its_export_or_else_its_checkpoints(
+    config: RlConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_served_config(tmp_path).initial_weights == tmp_path
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export/config.json").write_text("{}")
+    served = load_served_config(tmp_path, ["dtype=bfloat16"])
+    assert served.initial_weights == tmp_path / "export"
+    assert served.model == config.model
+    assert served.dtype == "bfloat16"
+
+    # A supervised run is one, too.
+    supervised = load_run_config(ROOT / "configs/sft/tiny_retool.yaml", "sft")
+    (tmp_path / "config.yaml").write_text(dump_config(supervised))
+    assert load_served_config(tmp_path).model == supervised.model
+
+
+def test_a_hugging_face_directory_needs_no_configuration(tmp_path: Path) -> None:
+    model = load_rl_config(CONFIG, ["model=gpt-oss-20b", "vocabulary=gptoss"]).model
+    (tmp_path / "config.json").write_text(json.dumps(model.to_hf_config()))
+    served = load_served_config(tmp_path, ["rollout.engine.max_batch_size=2"])
+    assert served.model == model
+    assert served.vocabulary == "gptoss"
+    assert served.initial_weights == tmp_path
+    assert served.rollout.engine.max_batch_size == 2  # type: ignore[union-attr]
+
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="model_type is None"):
+        load_served_config(tmp_path)

@@ -1,0 +1,15 @@
+"""A tool server: doubles numbers, by MCP over its standard streams."""
+
+from mcp.server import MCPServer
+
+server = MCPServer("doubler")
+
+
+@server.tool()
+def double(n: int) -> int:
+    """Double."""
+    return 2 * n
+
+
+if __name__ == "__main__":
+    server.run("stdio")

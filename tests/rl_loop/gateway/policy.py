@@ -1,0 +1,168 @@
+"""A tiny GPT-OSS that knows a few conversations by heart, so that real sampling gives known answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from rl_loop.engines.embedded.engine import TransformersEngine
+from rl_loop.harmony.codec import Harmony, ParsedMessage, Tool, ToolOutput
+from rl_loop.harmony.vocabulary import special_id
+
+ADD = Tool(
+    "add",
+    "",
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+    },
+)
+ARGUMENTS = '{"a": 1, "b": 1}'
+LONG = " ".join(str(number) for number in range(10, 40))
+GARBAGE = "nonsense"
+"""A channel that there is not."""
+
+
+@dataclass
+class Lesson:
+    """Tokens to learn by heart, and which of them are sampled."""
+
+    ids: list[int]
+    mask: list[bool]
+
+    def then(self, ids: list[int], *, sampled: bool) -> Lesson:
+        return Lesson(self.ids + ids, self.mask + [sampled] * len(ids))
+
+
+class Script:
+    """What the policy says, written with the renderer that demonstrations are made with."""
+
+    def __init__(self, harmony: Harmony) -> None:
+        self.harmony = harmony
+        self.thought = ParsedMessage("analysis", None, None, "ok")
+
+    def says(self, text: str, *, thinks: bool = False) -> list[int]:
+        messages = [ParsedMessage("final", None, None, text)]
+        if thinks:
+            messages.insert(0, self.thought)
+        return self.harmony.render_assistant(messages, "<|return|>")
+
+    def calls_add(self) -> list[int]:
+        call = ParsedMessage("commentary", "functions.add", "<|constrain|>json", ARGUMENTS)
+        return self.harmony.render_assistant([self.thought, call], "<|call|>")
+
+    def illegal(self) -> list[int]:
+        message = ParsedMessage(GARBAGE, None, None, "x")
+        return self.harmony.render_assistant([message], "<|return|>")
+
+    def comments_only(self) -> list[int]:
+        return self.harmony.render_assistant([self.thought], "<|return|>")
+
+    def prompt(self, text: str, tools: tuple[Tool, ...] = (), instructions: str = "") -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        if instructions:
+            messages.insert(0, {"role": "developer", "content": instructions})
+        return self.harmony.render_prompt(messages, tools)
+
+    def hears(self, text: str) -> list[int]:
+        return self.harmony.render_observation([], text)
+
+    def hears_tool(self, text: str) -> list[int]:
+        return self.harmony.render_observation([ToolOutput("functions.add", "commentary", text)])
+
+    def lessons(self) -> list[Lesson]:
+        nothing = Lesson([], [])
+        greeted = nothing.then(self.prompt("Hi"), sampled=False)
+        greeted = greeted.then(self.says("Hello", thinks=True), sampled=True)
+        more = greeted.then(self.hears("More"), sampled=False).then(self.says("Bye"), sampled=True)
+        again = greeted.then(self.hears("Again"), sampled=False)
+        again = again.then(self.says("What"), sampled=True)
+
+        history = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hello"},
+            {"role": "user", "content": "More"},
+        ]
+        shortened = nothing.then(self.harmony.render_prompt(history), sampled=False)
+        shortened = shortened.then(self.says("Bye"), sampled=True)
+
+        summed = nothing.then(self.prompt("1+1", (ADD,)), sampled=False)
+        summed = summed.then(self.calls_add(), sampled=True)
+        summed = summed.then(self.hears_tool("2"), sampled=False)
+        summed = summed.then(self.says("two"), sampled=True)
+
+        [end] = self.harmony.vocabulary.from_harmony([special_id("<|end|>")])
+        counted = nothing.then(self.prompt("Count"), sampled=False)
+        counted = counted.then(self.says(LONG), sampled=True)
+        cut = nothing.then(self.prompt("Count"), sampled=False)
+        cut = cut.then(self.says(LONG)[:12], sampled=True).then([end], sampled=False)
+        cut = cut.then(self.hears("Stop"), sampled=False).then(self.says("ok"), sampled=True)
+
+        broken = nothing.then(self.prompt("Break"), sampled=False).then(
+            self.illegal(), sampled=True
+        )
+        mute = nothing.then(self.prompt("Think"), sampled=False)
+        mute = mute.then(self.comments_only(), sampled=True)
+        brief = nothing.then(self.prompt("Hi", instructions="Be brief."), sampled=False)
+        brief = brief.then(self.says("Yo"), sampled=True)
+        return [more, again, shortened, summed, counted, cut, broken, mute, brief]
+
+
+def tiny_config(vocabulary_size: int) -> GptOssConfig:
+    return GptOssConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=vocabulary_size,
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"],
+        max_position_embeddings=2048,
+        pad_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def learned_model(
+    config: GptOssConfig, lessons: list[Lesson], max_steps: int = 1500
+) -> GptOssForCausalLM:
+    """Train a model until it says every lesson by itself."""
+    torch.manual_seed(0)
+    config._attn_implementation = "eager"
+    model = GptOssForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.08)
+
+    length = max(len(lesson.ids) for lesson in lessons)
+    ids = torch.zeros(len(lessons), length, dtype=torch.long)
+    is_sampled = torch.zeros(len(lessons), length, dtype=torch.bool)
+    for row, lesson in enumerate(lessons):
+        ids[row, : len(lesson.ids)] = torch.tensor(lesson.ids)
+        is_sampled[row, : len(lesson.mask)] = torch.tensor(lesson.mask)
+
+    targets = ids[:, 1:][is_sampled[:, 1:]]
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(max_steps):
+        # Padding stands behind all that counts, where causal attention does not look.
+        logits = model(ids[:, :-1], use_cache=False).logits[is_sampled[:, 1:]]
+        loss = torch.nn.functional.cross_entropy(logits, targets)
+        if loss < 0.01 and (logits.argmax(-1) == targets).all():
+            return model.eval().requires_grad_(False)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    raise AssertionError(f"the policy has not learned its lessons: loss {loss.item():.3f}")
+
+
+async def engine_of(model: GptOssForCausalLM) -> TransformersEngine:
+    """Build an embedded engine with the model's weights, as version 1."""
+    engine = TransformersEngine.from_config(model.config)
+    await engine.sync_weights(model.state_dict().items(), 1)
+    return engine
