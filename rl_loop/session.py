@@ -180,6 +180,7 @@ class Session:
             self.run = start_run(config.directory, dump_config(config), self._how)
 
     def _start_recording(self, state: "RunState") -> None:
+        from rl_loop.tracking.episode_recorder import EpisodeRecorder
         from rl_loop.tracking.metric_sinks import step_listeners
         from rl_loop.tracking.recorder import StepRecorder
         from rl_loop.trainer.checkpointer import Checkpointer
@@ -193,21 +194,29 @@ class Session:
         writer = MetricsWriter(self.run, resume_after, listeners)
         self._stack.callback(writer.close)
 
-        self.recorder = StepRecorder(
-            self.run,
-            writer,
-            self.progress,
-            self.tasks.harmony,
-            config.training.episodes_in_report,
+        episodes = self._stack.enter_context(
+            EpisodeRecorder(
+                self.run.episodes,
+                self.tasks.harmony.vocabulary,
+                config.tracking.episodes,
+                resume_after,
+            )
         )
+
+        self.recorder = StepRecorder(self.run, writer, self.progress, episodes)
         self.checkpointer = Checkpointer(
             self.trainer,
             state,
             config.training,
             stop_requested=lambda: self.interrupt.requested,
-            on_save=lambda: self.progress.phase("checkpoint"),
+            on_save=self._begin_checkpoint,
         )
         self._stack.callback(self.interrupt.leave)
+
+    def _begin_checkpoint(self) -> None:
+        self.progress.phase("checkpoint")
+        # A run that goes on from the checkpoint records no step again that is in it.
+        self.recorder.finish_writing()
 
     # -- stopping ---------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from rl_loop.config.training import (
     AblationConfig,
     DemonstrationConfig,
     EvaluationConfig,
+    TrackingConfig,
     TrainingConfig,
 )
 from rl_loop.environments.base import RewardConfig
@@ -76,6 +77,8 @@ class RunConfig(StrictModel):
     """AdamW."""
     training: TrainingConfig = TrainingConfig()
     """Length of the run."""
+    tracking: TrackingConfig = TrackingConfig()
+    """What is recorded."""
     rollout: RolloutConfig = RolloutConfig()
     """Episodes; of a supervised run only for its evaluation at the end."""
     sandbox: SandboxConfig = SandboxConfig()
