@@ -131,15 +131,15 @@ export class CurvesView {
   }
 
   card(run, chosen, isOpen) {
-    const place = chosen.findIndex((each) => each.name === run.name);
+    const isChosen = chosen.some((each) => each.name === run.name);
     const box = element("input", {
       type: "checkbox",
-      checked: place >= 0,
+      checked: isChosen,
       "data-run": run.name,
       onchange: () => this.toggle(run),
     });
     const swatch = element("span.swatch");
-    if (place >= 0) swatch.style.setProperty("--curve", `var(${runColour(place)})`);
+    if (isChosen) swatch.style.setProperty("--curve", `var(${this.colourOf(run, chosen)})`);
 
     const of = run.steps ? ` of ${number(run.steps)}` : "";
     const progress = run.step === null ? "" : `step ${number(run.step + 1)}${of}, ${ago(run.time)}`;
@@ -157,6 +157,11 @@ export class CurvesView {
       this.healthy(run, troubles.length, isOpen),
       element("a", { href: this.app.address("episodes", { run: run.name }) }, "Episodes"),
     );
+  }
+
+  /** A run keeps its colour whichever others are chosen; alone, its metrics have the colours. */
+  colourOf(run, chosen) {
+    return runColour(chosen.length === 1 ? 0 : this.app.runs.findIndex((each) => each.name === run.name));
   }
 
   finding(finding) {
@@ -229,11 +234,11 @@ export class CurvesView {
 
   /** Runs have colours and their metrics dashes; the metrics of a single run have colours. */
   curves(runs, metrics) {
-    return runs.flatMap((run, place) => {
+    return runs.flatMap((run) => {
       const { steps, metrics: values } = this.app.curves.of(run.name);
       return metrics.map((name, i) => ({
         label: runs.length === 1 ? short(name, metrics) : `${run.name} ${metrics.length > 1 ? short(name, metrics) : ""}`,
-        colour: runColour(runs.length === 1 ? i : place),
+        colour: runs.length === 1 ? runColour(i) : this.colourOf(run, runs),
         dash: runs.length === 1 ? Math.floor(i / 6) : i,
         steps,
         values: values[name] ?? new Array(steps.length).fill(null),
