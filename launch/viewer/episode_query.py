@@ -189,6 +189,6 @@ def _sorted(figures: pa.Table, rows: np.ndarray, query: EpisodeQuery) -> np.ndar
     column = figures.column(query.sort).take(pa.array(newest_first))
     keys = pa.table({"key": column, "place": np.arange(len(newest_first))})
     order = pc.sort_indices(
-        keys, sort_keys=[("key", direction), ("place", "ascending")], null_placement="at_end"
+        keys, sort_keys=[("key", direction, "at_end"), ("place", "ascending", "at_end")]
     )
     return newest_first[order.to_numpy()]

@@ -102,7 +102,7 @@ export class Chart {
       {
         width: this.canvas.clientWidth,
         height: HEIGHT,
-        scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
+        scales: { x: { time: false }, y: isLog ? { distr: 3 } : { range: rangeOf } },
         series: [{ label: "step" }, ...series],
         axes: [axis, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => (v === null ? "" : number(v, 3))) }],
         legend: { show: false },
@@ -155,6 +155,13 @@ export class Chart {
     this.observer.disconnect();
     this.plot?.destroy();
   }
+}
+
+/** The values that the axis shows; around a constant a little on either side. */
+function rangeOf(_, min, max) {
+  if (min === null || min === undefined) return [0, 1];
+  if (min === max) return [min - 0.5, max + 0.5];
+  return uPlot.rangeNum(min, max, 0.1, true);
 }
 
 function newest(curve) {

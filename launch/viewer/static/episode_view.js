@@ -92,7 +92,11 @@ export class EpisodeView {
         element("pre.tokens", {}, spans),
       );
     });
-    this.details = element("dl.details.card", { "aria-live": "polite" }, element("div", {}, "Choose a token: click, or ← and →."));
+    this.details = element(
+      "dl.details.card",
+      { "aria-live": "polite" },
+      element("div", {}, element("dt", {}, "Token"), element("dd", {}, "Click one, or use ← and →.")),
+    );
     const tokens = element(
       "div",
       {

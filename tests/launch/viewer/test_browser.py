@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.launch.viewer.served import ExampleRun, Served, served
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.browser
 
@@ -82,6 +83,13 @@ def opened(
     assert foreign == []
 
 
+def until(page: Any, condition: str, argument: Any = None) -> None:
+    """Wait until an expression or a function of ``argument`` holds.
+
+    Playwright's own waiting is a script that the page's content policy forbids."""
+    wait_until(lambda: page.evaluate(condition, argument), lambda: condition, seconds=60)
+
+
 def fits(page: Any) -> bool:
     """Whether nothing makes the page scroll sideways."""
     wider = page.evaluate("document.documentElement.scrollWidth - innerWidth")
@@ -141,11 +149,9 @@ def test_a_curve_grows_while_the_run_goes_on(
         before = reward.locator(".legend").inner_text()
         assert "-0.05" in before  # of step 19
         run.add(5)
-        page.wait_for_function(
-            "document.querySelector('.run').innerText.includes('step 25 of 100')"
-        )
-        page.wait_for_function(
-            "before => document.querySelector('.chart .legend').innerText !== before", arg=before
+        until(page, "document.querySelector('.run').innerText.includes('step 25 of 100')")
+        until(
+            page, "before => document.querySelector('.chart .legend').innerText !== before", before
         )
         assert "0.2" in reward.locator(".legend").inner_text()
 
@@ -155,9 +161,7 @@ def test_two_runs_are_compared(chromium: Any, viewer: Served) -> None:
         page.wait_for_selector(".chart canvas")
         assert page.locator(".chart .legend").first.locator(".line").count() == 1
         page.get_by_role("checkbox", name="ended").click()
-        page.wait_for_function(
-            "document.querySelectorAll('.chart .legend')[0].children.length === 2"
-        )
+        until(page, "document.querySelectorAll('.chart .legend')[0].children.length === 2")
         assert "runs=growing%2Cended" in page.url
 
 
@@ -175,7 +179,7 @@ def test_charts_zoom_together_and_smoothing_keeps_the_scale(chromium: Any, viewe
         page.get_by_role("button", name="Whole run").click()
         assert page.get_by_label("From step").input_value() == ""
         page.get_by_label("Metric").fill("entropy")
-        page.wait_for_function("document.querySelectorAll('.chart:not([hidden])').length === 1")
+        until(page, "document.querySelectorAll('.chart:not([hidden])').length === 1")
 
 
 def test_a_reader_filters_opens_and_colours_an_episode(chromium: Any, viewer: Served) -> None:
@@ -183,13 +187,11 @@ def test_a_reader_filters_opens_and_colours_an_episode(chromium: Any, viewer: Se
         page.wait_for_selector(".episodes tbody tr")
         assert page.get_by_role("status").last.inner_text() == "80 of 80 episodes"
         page.get_by_label("Text in the episode").fill("answer is 5")
-        page.wait_for_function(
-            "document.querySelector('main [role=status]').innerText === '40 of 80 episodes'"
+        until(
+            page, "document.querySelector('main [role=status]').innerText === '40 of 80 episodes'"
         )
         page.get_by_label("From step").fill("18")
-        page.wait_for_function(
-            "document.querySelector('main [role=status]').innerText === '4 of 80 episodes'"
-        )
+        until(page, "document.querySelector('main [role=status]').innerText === '4 of 80 episodes'")
         page.locator(".episodes tbody tr").nth(1).click()
         page.wait_for_selector(".message.final")
         assert page.locator(".message").count() == 4
@@ -223,7 +225,7 @@ def test_the_keyboard_suffices(chromium: Any, viewer: Served) -> None:
         page.wait_for_selector(".message.final")
         first = page.url
         page.keyboard.press("j")
-        page.wait_for_function("before => location.href !== before", arg=first)
+        until(page, "before => location.href !== before", first)
         page.wait_for_selector(".message.final")
         page.keyboard.press("t")
         page.wait_for_selector(".tokens")
