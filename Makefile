@@ -2,11 +2,12 @@
 # make test   sets everything up and runs the tests that need neither GPU nor Slurm
 # make test-busy    those tests that processes and clocks take part in, with two busy loops beside them
 # make test-slurm   as root: the launcher against a real Slurm of four nodes on this machine (installs it; several minutes)
+# make test-browser  the viewer in a real Chromium (installs it as root)
 # make lint   ruff, mypy and the dependency rules
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-busy test-slurm lint clean-venv
+.PHONY: help setup demo test test-busy test-slurm test-browser lint clean-venv
 
 GPTOSS := .venv/bin/gptoss
 # make test-slurm SLURM_TESTS="slurm and not slow" leaves out the one that takes three minutes.
@@ -32,18 +33,22 @@ demo: setup
 # One thread per process: the models are tiny and several tests start two processes. Two at a time, shared out by
 # tests/conftest.py. The time limit counts the wait for processors that both use.
 test: setup
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow" -n 2 \
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow and not browser" -n 2 \
 		--timeout=600 --durations=10
 
 # The same with GPTOSS_TEST_LOAD busy loops (tests/load.py); make test-busy BUSY_TESTS=tests runs them all.
 test-busy: setup
 	GPTOSS_TEST_LOAD=$(BUSY_LOOPS) OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(BUSY_TESTS) \
-		-m "not gpu and not slurm and not slow" -n 2 --timeout=1200 --durations=10
+		-m "not gpu and not slurm and not slow and not browser" -n 2 --timeout=1200 --durations=10
 
 # One machine plays four nodes, so the tests take turns; a loaded machine needs the longer limit.
 test-slurm: setup
 	@tests/slurm/install.sh
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/slurm -m "$(SLURM_TESTS)" --timeout=600 --durations=10 -s
+
+test-browser: setup
+	@tests/launch/viewer/install.sh
+	PYTHONPATH=.cache/browser OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/launch/viewer -m browser --timeout=300
 
 lint: setup
 	.venv/bin/ruff check .

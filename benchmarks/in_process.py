@@ -30,6 +30,7 @@ from rl_loop.rollout.group_stream import (
 )
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.session import build_tasks, loop_settings, trainer_settings, worker_settings
+from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.recorder import StepRecorder
 from rl_loop.tracking.run_directory import Start, start_run
@@ -180,9 +181,15 @@ def local_loop(
         writer = MetricsWriter(run, state.step - 1 if resume else None)
         stack.callback(writer.close)
         tasks = build_tasks(config)
-        recorder = StepRecorder(
-            run, writer, Silent(), tasks.harmony, config.training.episodes_in_report
+        episodes = stack.enter_context(
+            EpisodeRecorder(
+                run.episodes,
+                tasks.harmony.vocabulary,
+                config.tracking.episodes,
+                state.step - 1 if resume else None,
+            )
         )
+        recorder = StepRecorder(run, writer, Silent(), episodes)
         group_store = GroupStore(
             run.episodes_ahead, config.training.keep_checkpoints, config.algorithm.max_staleness
         )
@@ -192,6 +199,8 @@ def local_loop(
             rollouts=rollouts,
             tasks=tasks,
             recorder=recorder,
-            checkpointer=Checkpointer(trainer, state, config.training),
+            checkpointer=Checkpointer(
+                trainer, state, config.training, on_save=recorder.finish_writing
+            ),
             group_store=group_store,
         )

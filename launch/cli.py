@@ -309,6 +309,30 @@ def report(
 
 
 @app.command()
+def view(
+    runs: Annotated[
+        list[Path] | None,
+        Argument(metavar="[RUN]...", help="Run directories, or directories of them; else runs."),
+    ] = None,
+    host: Annotated[
+        str,
+        Option(help="The address to listen on. Any but this machine's own needs a token."),
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(help="0 takes any that is free.")] = 8642,
+    token: Annotated[
+        bool,
+        Option("--token", help="Ask for a token here, too: other people use this machine."),
+    ] = False,
+) -> None:
+    """Show runs in a browser while they go on: curves, health, every episode token by token."""
+    from launch.viewer.server import open_server
+
+    server = open_server(runs or [Path("runs")], host, port, token)
+    print(f"{server.address} (Ctrl-C ends it)", flush=True)
+    server.serve()
+
+
+@app.command()
 def plan(
     path: ConfigFile,
     overrides: Overrides = None,

@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import (
     RunDirectory,
@@ -121,7 +122,6 @@ def build_report(run_dir: Path | str) -> Path:
 
     # All of these may be missing while a run has just begun.
     records = read_json_lines(run.metrics)
-    episodes = read_json_lines(run.episodes)
     descriptions = _read_json_if_present(run.metric_descriptions)
     summary = _read_json_if_present(run.summary)
     config = "config.yaml is missing"
@@ -143,7 +143,7 @@ def build_report(run_dir: Path | str) -> Path:
         subtitle=describe_progress(records, finished=bool(summary)),
         figures=figures,
         curves=[base64.b64encode(png).decode() for png in (outcome, details) if png is not None],
-        episodes=select_episodes(episodes),
+        episodes=select_episodes(run.episodes),
         metrics=metric_rows(records, descriptions),
         config=config,
     )
@@ -298,14 +298,34 @@ def moving_mean(values: Sequence[float], reach: int) -> list[float]:
     return means
 
 
-def select_episodes(records: Records) -> Records:
-    """Return at most EPISODES_SHOWN of the episodes, evenly over the run."""
-    count = min(EPISODES_SHOWN, len(records))
+def select_episodes(directory: Path) -> list[dict[str, Any]]:
+    """Read at most EPISODES_SHOWN of the recorded episodes, evenly over the run.
+
+    Each is what ``EpisodeReader.read`` returns, with ``tokens``: [{text, mask, logprob}]."""
+    reader = EpisodeReader(directory)
+    reader.refresh()
+    ids = reader.figures.column("id").to_pylist()
+    count = min(EPISODES_SHOWN, len(ids))
+
     # The first and the last one are among them: that is where a run differs most.
-    if count <= 1:
-        return records[:count]
-    chosen = {round(i * (len(records) - 1) / (count - 1)) for i in range(count)}
-    return [records[i] for i in sorted(chosen)]
+    chosen = set(range(count))
+    if count > 1:
+        chosen = {round(i * (len(ids) - 1) / (count - 1)) for i in range(count)}
+    episodes = []
+    for i in sorted(chosen):
+        episode = reader.read(ids[i])
+        if episode is not None:
+            episodes.append(episode | {"tokens": episode_tokens(episode)})
+    return episodes
+
+
+def episode_tokens(episode: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what the page shows of each token."""
+    columns = (episode["texts"], episode["loss_mask"], episode["rollout_log_probs"])
+    return [
+        {"text": text, "mask": mask, "logprob": log_prob}
+        for text, mask, log_prob in zip(*columns, strict=True)
+    ]
 
 
 def group_by_mask(tokens: Records) -> list[tuple[bool, Records]]:

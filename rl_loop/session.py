@@ -208,6 +208,7 @@ class Session:
             self.run = start_run(config.directory, dump_config(config), self._how)
 
     def _start_recording(self, state: "RunState") -> None:
+        from rl_loop.tracking.episode_recorder import EpisodeRecorder
         from rl_loop.tracking.metric_sinks import step_listeners
         from rl_loop.tracking.recorder import StepRecorder
         from rl_loop.trainer.checkpointer import Checkpointer
@@ -221,13 +222,15 @@ class Session:
         writer = MetricsWriter(self.run, resume_after, listeners)
         self._stack.callback(writer.close)
 
-        self.recorder = StepRecorder(
-            self.run,
-            writer,
-            self.progress,
-            self.harmony,
-            config.training.episodes_in_report,
+        episodes = self._stack.enter_context(
+            EpisodeRecorder(
+                self.run.episodes,
+                self.harmony.vocabulary,
+                config.tracking.episodes,
+                resume_after,
+            )
         )
+        self.recorder = StepRecorder(self.run, writer, self.progress, episodes)
         if self.conversations is not None:
             self.refusals = self._report_refusals()
         self.checkpointer = Checkpointer(
@@ -235,7 +238,7 @@ class Session:
             state,
             config.training,
             stop_requested=lambda: self.interrupt.requested,
-            on_save=lambda: self.progress.phase("checkpoint"),
+            on_save=self._begin_checkpoint,
         )
         self._stack.callback(self.interrupt.leave)
 
@@ -247,6 +250,11 @@ class Session:
             show=self.progress.note,
             earlier=read_json_lines(self.run.refused),
         )
+
+    def _begin_checkpoint(self) -> None:
+        self.progress.phase("checkpoint")
+        # A run that goes on from the checkpoint records no step again that is in it.
+        self.recorder.finish_writing()
 
     # -- stopping ---------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from rl_loop.config.training import (
     AblationConfig,
     DemonstrationConfig,
     EvaluationConfig,
+    TrackingConfig,
     TrainingConfig,
 )
 from rl_loop.conversations.config import DataConfig
@@ -87,6 +88,8 @@ class RunConfig(StrictModel):
     """AdamW."""
     training: TrainingConfig = TrainingConfig()
     """Length of the run."""
+    tracking: TrackingConfig = TrackingConfig()
+    """What is recorded."""
     rollout: RolloutConfig = RolloutConfig()
     """Episodes; of a supervised run only for its evaluation at the end."""
     sandbox: SandboxConfig = SandboxConfig()

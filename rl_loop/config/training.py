@@ -1,6 +1,6 @@
 """Training, evaluation and demonstrations: the smaller sections of a configuration."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,8 +19,24 @@ class TrainingConfig(StrictModel):
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = Field(2, gt=0)
     """Older checkpoints are deleted."""
-    episodes_in_report: int = Field(4, ge=0)
-    """Whole episodes kept per step for the report."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _answer_old_key(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "episodes_in_report" in values:
+            raise ValueError(
+                "episodes_in_report is gone, all episodes are recorded: see tracking.episodes"
+            )
+        return values
+
+
+class TrackingConfig(StrictModel):
+    """What a run records besides its metrics."""
+
+    episodes: Literal["all"] | Annotated[int, Field(ge=0)] = "all"
+    """Whole episodes recorded per step and split, in ``runs/NAME/episodes``: all, or so many,
+    evenly spread over the tasks. 5 to 12 bytes per token; fewer only where the disk is too
+    small."""
 
 
 class EvaluationConfig(StrictModel):

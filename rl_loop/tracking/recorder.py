@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch
 from rl_loop.data.samples import max_staleness
-from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
-from rl_loop.harmony.codec import Harmony
-from rl_loop.tracking.episode_record import episode_record
+from rl_loop.data.trajectory import TrajectoryGroup
+from rl_loop.tracking.episode_recorder import EpisodeRecorder
+from rl_loop.tracking.episode_table import EpisodesOfSplit
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.progress import Progress
 from rl_loop.tracking.run_directory import (
@@ -65,15 +65,12 @@ class StepRecorder:
         run: RunDirectory,
         writer: MetricsWriter,
         progress: Progress,
-        harmony: Harmony,
-        episodes_in_report: int,
+        episodes: EpisodeRecorder,
     ) -> None:
-        """``episodes_in_report``: whole episodes that are kept of each step."""
         self.run = run
         self.progress = progress
         self._writer = writer
-        self._harmony = harmony
-        self._episodes_in_report = episodes_in_report
+        self._episodes = episodes
         self._first_gaps = metric_curve(read_json_lines(run.metrics), Name.LOGPROB_GAP)[1][
             :DRIFT_STEPS
         ]
@@ -103,9 +100,11 @@ class StepRecorder:
         self._add_drift(metrics)
         self._warn_if_nothing_is_learned(metrics, updates)
 
+        recorded = [EpisodesOfSplit("train", rollouts.train, samples)]
         if rollouts.held_out:
-            self._record_held_out(record, rollouts.held_out)
-        self._keep_episodes(rollouts.episodes, record.step, "train")
+            add_held_out_metrics(metrics, rollouts.held_out)
+            recorded.append(EpisodesOfSplit("held_out", rollouts.held_out))
+        self._episodes.record(record.step, recorded)
 
         record.add_speed(sum(map(len, rollouts.episodes)))
         self._writer.write(metrics)
@@ -121,22 +120,13 @@ class StepRecorder:
 
     def record_evaluation(self, record: StepRecord, groups: Sequence[TrajectoryGroup]) -> None:
         """Write an evaluation that belongs to no training step."""
-        self._record_held_out(record, groups)
+        add_held_out_metrics(record.metrics, groups)
+        self._episodes.record(record.step, [EpisodesOfSplit("held_out", groups)])
         self._writer.write(record.metrics)
 
-    def _record_held_out(self, record: StepRecord, groups: Sequence[TrajectoryGroup]) -> None:
-        add_held_out_metrics(record.metrics, groups)
-        episodes = [episode for group in groups for episode in group.trajectories]
-        self._keep_episodes(episodes, record.step, "held_out")
-
-    def _keep_episodes(self, episodes: Sequence[Trajectory], step: int, split: str) -> None:
-        """Keep some whole episodes, evenly spread over the step's tasks, for the report."""
-        stride = max(1, len(episodes) // max(1, self._episodes_in_report))
-        kept = episodes[::stride][: self._episodes_in_report]
-        decode = self._harmony.decode_token
-        self.run.append_episodes(
-            [episode_record(episode, decode, step=step, split=split) for episode in kept]
-        )
+    def finish_writing(self) -> None:
+        """Wait until all episodes are on the disk. Raises RunWriteError if they cannot be."""
+        self._episodes.finish_writing()
 
     def _add_drift(self, metrics: StepMetrics) -> None:
         """Add the mismatch of engine and trainer as a multiple of what it was in the

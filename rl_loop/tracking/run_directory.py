@@ -84,8 +84,8 @@ class RunDirectory:
         self.metric_descriptions = path / "metrics.describe.json"
         """{NAME: "mean over tokens", ...}."""
 
-        self.episodes = path / "episodes.jsonl"
-        """A few whole episodes per step, see ``episode_record``."""
+        self.episodes = path / "episodes"
+        """Whole episodes as Parquet files, see ``episode_files``."""
 
         self.refused = path / "refused.jsonl"
         """Conversations of ``data`` that were left out, one a line: {"source", "file", "line" or
@@ -122,22 +122,17 @@ class RunDirectory:
         """List what there is of the paths above."""
         return [path for path in vars(self).values() if path != self.path and os.path.lexists(path)]
 
-    def append_episodes(self, records: Sequence[dict[str, Any]]) -> None:
-        """Add lines made by ``episode_record``."""
-        # ASCII escapes: sampled text may hold lone surrogates, which UTF-8 cannot write.
-        append_lines(self.episodes, [json.dumps(record) for record in records])
-
     def append_refusals(self, records: Sequence[dict[str, Any]]) -> None:
         """Add conversations that were left out."""
         append_lines(self.refused, [json.dumps(record) for record in records])
 
     def keep_steps_up_to(self, step: int) -> None:
-        """Drop metrics and episodes of later steps, and a last line that a crash cut short. A
-        resume begins with it."""
-        for path in (self.metrics, self.episodes):
-            if path.exists():
-                kept = [record for record in read_json_lines(path) if record["step"] <= step]
-                atomic_write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        """Drop metrics of later steps, and a last line that a crash cut short. A resume begins
+        with it."""
+        if self.metrics.exists():
+            kept = [record for record in read_json_lines(self.metrics) if record["step"] <= step]
+            text = "".join(json.dumps(record) + "\n" for record in kept)
+            atomic_write_text(self.metrics, text)
 
     def write_summary(self, **figures: Any) -> None:
         """Set these figures in summary.json and keep the others. Values must be JSON."""

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from launch.report import build_report, format_number, moving_mean
-from rl_loop.data.trajectory import Trajectory, Turn
-from rl_loop.tracking.episode_record import episode_record
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn
+from rl_loop.tracking.episode_recorder import EpisodeRecorder
+from rl_loop.tracking.episode_table import EpisodesOfSplit
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, start_run
+from tests.recorded_episodes import Words
 
 ATTACK = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onmouseover=\"alert(3)\udc80\x00"
 
@@ -44,8 +46,8 @@ def parse(report: Path) -> Page:
     return page
 
 
-def episode(step: int, texts: list[str]) -> dict[str, object]:
-    """A prompt token, a sampled one, a tool's answer, a sampled one."""
+def record_episodes(run: RunDirectory, texts: list[str], steps: int = 1) -> None:
+    """In every step a prompt token, a sampled one, a tool's answer, a sampled one."""
     trajectory = Trajectory(
         task_id="task <7>",
         token_ids=[0, 1, 2, 3],
@@ -60,7 +62,10 @@ def episode(step: int, texts: list[str]) -> dict[str, object]:
         reward=1.0,
         reward_parts={"<b>correct</b>": 1.0},
     )
-    return episode_record(trajectory, texts.__getitem__, step=step)
+    group = TrajectoryGroup("task <7>", [trajectory])
+    with EpisodeRecorder(run.episodes, Words(texts), "all") as recorder:
+        for step in range(steps):
+            recorder.record(step, [EpisodesOfSplit("train", [group])])
 
 
 def write_steps(run: RunDirectory, steps: int) -> None:
@@ -77,7 +82,7 @@ def write_steps(run: RunDirectory, steps: int) -> None:
 def test_the_page_shows_the_run_and_loads_nothing(tmp_path: Path) -> None:
     run = start_run(tmp_path / "tiny", "lr: 0.001\n")
     write_steps(run, steps=3)
-    run.append_episodes([episode(0, ["question", "print", "4\n", "done"])])
+    record_episodes(run, ["question", "print", "4\n", "done"])
     run.write_summary(held_out_accuracy_rl=0.9375)
     report = build_report(run.path)
     page, text = parse(report), report.read_text()
@@ -98,7 +103,7 @@ def test_the_page_shows_the_run_and_loads_nothing(tmp_path: Path) -> None:
 def test_nothing_a_model_wrote_becomes_markup(tmp_path: Path) -> None:
     run = start_run(tmp_path / "tiny", f"note: {ATTACK[:-2]}\n")
     write_steps(run, steps=1)
-    run.append_episodes([episode(0, [ATTACK] * 4)])
+    record_episodes(run, [ATTACK] * 4)
     page = parse(build_report(run.path))
     assert page.tags.isdisjoint({"script", "i"}) and not any(
         name.startswith("on") for name, _ in page.attributes
@@ -109,7 +114,7 @@ def test_nothing_a_model_wrote_becomes_markup(tmp_path: Path) -> None:
 
 def test_a_sampled_token_shows_its_log_prob(tmp_path: Path) -> None:
     run = start_run(tmp_path / "tiny", "")
-    run.append_episodes([episode(0, ["a", "b", "c", "d"])])
+    record_episodes(run, ["a", "b", "c", "d"])
     page = parse(build_report(run.path))
     assert page.spans[-3:] == [("s", "b"), ("g", "c"), ("s", "d")]
     titles = [value for name, value in page.attributes if name == "title"]
@@ -131,7 +136,7 @@ def test_a_stopped_run_says_how_far_it_came(tmp_path: Path) -> None:
 
 def test_at_most_eight_episodes_are_shown_and_they_span_the_run(tmp_path: Path) -> None:
     run = start_run(tmp_path / "tiny", "")
-    run.append_episodes([episode(step, ["a", "b", "c", "d"]) for step in range(100)])
+    record_episodes(run, ["a", "b", "c", "d"], steps=100)
     steps = re.findall(r"<b>step (\d+)</b>", build_report(run.path).read_text())
     assert len(steps) == 8 and (steps[0], steps[-1]) == ("0", "99")
 

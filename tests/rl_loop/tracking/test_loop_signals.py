@@ -23,6 +23,7 @@ from rl_loop.rollout.collector import RolloutCollector, held_out_requests
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream
 from rl_loop.rollout.pool import RolloutPool, WaitingGroup
 from rl_loop.session import build_tasks, loop_settings, worker_settings
+from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import read_json_lines
 from rl_loop.tracking.signal_watch import PATIENCE, SignalWatch
@@ -190,7 +191,10 @@ def tasks_by_step(settings: RlConfig, resume: bool = False) -> list[list[str]]:
     rollouts = RolloutsWithSignal(settings)
     with local_loop(settings, rollouts, resume) as loop:
         loop.train()
-        records = read_json_lines(loop.recorder.run.episodes)
+        loop.recorder.finish_writing()
+        reader = EpisodeReader(loop.recorder.run.episodes)
+        reader.refresh()
+        records = reader.figures.select(["split", "step", "task_id"]).to_pylist()
     rollouts.close()
     of_step: dict[int, set[str]] = {}
     for record in records:
@@ -211,7 +215,6 @@ def test_a_dynamically_sampled_run_skips_no_task_and_continues_after_a_cut(
     options += [
         "optimizer.schedule=constant",
         "training.checkpoint_every=1",
-        "training.episodes_in_report=100",
     ]
     whole = tasks_by_step(config(tmp_path, *options, "name=whole", "training.steps=6"))
     assert set(Counter(task for step in whole for task in step).values()) == {1}

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from rl_loop.data.trajectory import FinishReason, Trajectory, Turn
-from rl_loop.tracking.episode_record import episode_record
 from rl_loop.tracking.run_directory import (
     RunDirectoryError,
     RunWriteError,
@@ -196,24 +194,3 @@ def test_a_curve_has_only_the_steps_that_measured_it() -> None:
         {"step": 3, "accuracy": 1},
     ]
     assert metric_curve(records, "accuracy") == ([0, 3], [0.5, 1.0])
-
-
-def test_an_episode_record_has_log_probs_on_sampled_tokens_only() -> None:
-    trajectory = Trajectory(
-        task_id="sum-1",
-        token_ids=[7, 8, 9],
-        loss_mask=[0, 1, 1],
-        rollout_log_probs=[0.0, -0.5, -0.25],
-        turns=[Turn("prompt", 0, 1, "<7>"), Turn("assistant", 1, 3, "<8><9>")],
-        finish_reason=FinishReason.STOP,
-        reward=1.0,
-        reward_parts={"correct": 1.0},
-    )
-    record = episode_record(trajectory, lambda i: f"<{i}>", step=4)
-    assert record["tokens"] == [
-        {"text": "<7>", "mask": 0},
-        {"text": "<8>", "mask": 1, "logprob": -0.5},
-        {"text": "<9>", "mask": 1, "logprob": -0.25},
-    ]
-    assert record["finish_reason"] == "stop"
-    assert record["turns"][1] == {"role": "assistant", "start": 1, "end": 3, "text": "<8><9>"}

@@ -1,0 +1,222 @@
+"""Recorded episodes: what writing costs a step, and how fast the viewer answers over many.
+
+    python benchmarks/episodes.py write
+    python benchmarks/episodes.py view --episodes 100000
+
+``view`` serves the files by ``gptoss view`` in a process of its own and asks it as a browser does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_gptoss.samples import Sample, TrainingSamples
+from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup, Turn
+from rl_loop.tracking.episode_recorder import EpisodeRecorder
+from rl_loop.tracking.episode_table import EpisodesOfSplit
+
+EPISODES_PER_STEP = 64
+SAMPLES_PER_TASK = 8
+ENDINGS = [FinishReason.STOP] * 8 + [FinishReason.LENGTH, FinishReason.MAX_TURNS]
+
+
+class MadeUpWords:
+    """A vocabulary of as many ids as GPT-OSS has, each a word of its own."""
+
+    size = 201_088
+
+    def __init__(self) -> None:
+        letters = np.array(list("etaoinshrdlu"))
+        chosen = np.random.default_rng(0).choice(letters, (self.size, 4))
+        self.words = [" " + "".join(row) for row in chosen]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.words[i] for i in ids)
+
+
+def make_group(
+    task: str, tokens: int, vocabulary: MadeUpWords, random: np.random.Generator
+) -> TrajectoryGroup:
+    """Make the episodes of one task: a quarter of each is given, the rest sampled in two turns."""
+    prompt = tokens // 4
+    episodes = []
+    for _ in range(SAMPLES_PER_TASK):
+        # Frequent words are much more frequent than others, as in any language.
+        ids = np.minimum(random.zipf(1.3, tokens), vocabulary.size - 1).astype(np.int32)
+        mask = np.arange(tokens) >= prompt
+        log_probs = np.where(mask, -random.exponential(0.3, tokens), 0).astype(np.float32)
+        bounds = [0, prompt, (prompt + tokens) // 2, tokens]
+        turns = []
+        for role, start, end in zip(
+            ("prompt", "assistant", "assistant"), bounds, bounds[1:], strict=False
+        ):
+            turns.append(Turn(role, start, end, vocabulary.decode(ids[start:end].tolist())))
+        reward = float(random.choice([-1.0, 1.0]))
+        episodes.append(
+            Trajectory(
+                task,
+                ids,
+                mask,
+                log_probs,
+                turns=turns,
+                reward=reward,
+                reward_parts={"correct": float(reward > 0), "format_error": 0.0},
+                finish_reason=ENDINGS[random.integers(len(ENDINGS))],
+                tool_calls=int(random.integers(4)),
+                tool_errors=int(random.integers(10) == 0),
+                answer=str(random.integers(1000)),
+            )
+        )
+    return TrajectoryGroup(task, episodes)
+
+
+def make_step(
+    step: int, episodes: int, tokens: int, vocabulary: MadeUpWords
+) -> list[EpisodesOfSplit]:
+    """Make the episodes of a step and what is known of their tokens."""
+    random = np.random.default_rng(step)
+    groups = [
+        make_group(f"task-{step * 1000 + i}", tokens, vocabulary, random)
+        for i in range(episodes // SAMPLES_PER_TASK)
+    ]
+    samples = TrainingSamples.join(
+        [
+            Sample(
+                episode.token_ids,
+                episode.loss_mask,
+                advantages=np.where(episode.loss_mask, episode.reward, 0).astype(np.float32),
+                rollout_log_probs=episode.rollout_log_probs,
+            )
+            for group in groups
+            for episode in group.trajectories
+        ]
+    )
+    return [EpisodesOfSplit("train", groups, samples)]
+
+
+def measure_writing(repeats: int) -> None:
+    """Print what recording a step costs the loop, and the thread beside it."""
+    vocabulary = MadeUpWords()
+    print("| episodes x tokens | the loop waits | the thread works | on the disk |")
+    print("|---|---|---|---|")
+    for episodes, tokens in ((64, 150), (512, 4096)):
+        split = make_step(0, episodes, tokens, vocabulary)
+        with tempfile.TemporaryDirectory() as folder:
+            in_loop, in_thread = [], []
+            with EpisodeRecorder(Path(folder), vocabulary, "all") as recorder:
+                for step in range(repeats + 1):
+                    began = time.perf_counter()
+                    recorder.record(step, split)
+                    in_loop.append(time.perf_counter() - began)
+                    recorder.finish_writing()
+                    in_thread.append(time.perf_counter() - began)
+            files = list(Path(folder).glob("0*.parquet"))
+            size = sum(file.stat().st_size for file in files) / (repeats + 1)
+        # The first step writes the vocabulary, too.
+        print(
+            f"| {episodes} x {tokens:,} | {statistics.median(in_loop[1:]) * 1000:.1f} ms "
+            f"| {statistics.median(in_thread[1:]):.3f} s "
+            f"| {size / 1e6:.2f} MB, {size / (episodes * tokens):.1f} bytes per token |"
+        )
+
+
+def write_run(run: Path, episodes: int, tokens: int) -> None:
+    """Record a run of so many episodes."""
+    vocabulary = MadeUpWords()
+    (run / "config.yaml").write_text("training: {steps: 100000}\n")
+    with EpisodeRecorder(run / "episodes", vocabulary, "all") as recorder:
+        for step in range(-(-episodes // EPISODES_PER_STEP)):
+            recorder.record(step, make_step(step, EPISODES_PER_STEP, tokens, vocabulary))
+
+
+def measure_viewing(episodes: int, tokens: int) -> None:
+    """Print how long the viewer takes for pages of the table, and the memory that it needs."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        run.mkdir()
+        write_run(run, episodes, tokens)
+        files = list((run / "episodes").glob("0*.parquet"))
+        size = sum(file.stat().st_size for file in files)
+        print(f"{episodes:,} episodes of {tokens} tokens: {len(files)} files, {size / 1e6:,.0f} MB")
+
+        command = [sys.executable, "-m", "launch", "view", str(run), "--port", "0"]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().split()[0]
+            ask_all(address)
+            status = Path(f"/proc/{server.pid}/status").read_text()
+            peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+            assert peak is not None
+            print(f"| memory at its peak | {int(peak[1]) / 1e3:,.0f} MB |")
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def ask_all(address: str) -> None:
+    """Ask for what the page asks for, and print the times."""
+    base = f"{address}api/runs/run/episodes"
+    print("| asked | seconds |")
+    print("|---|---|")
+    print(f"| first page, as the server's first answer | {seconds(base)[0]:.3f} |")
+    questions = {
+        "first page again": "",
+        "a page in the middle": "?offset=50000",
+        "one step": "?step_from=500&step_to=500",
+        "reward, tools and ending": "?reward_from=0&tools=errors&finish=length",
+        "part of a task's name": "?task=77",
+        "sorted by reward": "?sort=reward",
+    }
+    for name, question in questions.items():
+        times = [seconds(base + question)[0] for _ in range(5)]
+        print(f"| {name} | {statistics.median(times):.3f} |")
+
+    took, page = seconds(f"{base}?text=seton")
+    print(f"| a text, first answer ({page['searched']:,} episodes searched) | {took:.3f} |")
+    began = time.perf_counter()
+    while page["searched"] < page["recorded"]:
+        page = seconds(f"{base}?text=seton")[1]
+    total = took + time.perf_counter() - began
+    print(f"| the text in all {page['recorded']:,} ({page['total']:,} found) | {total:.2f} |")
+    print(
+        f"| the same text with another filter | {seconds(f'{base}?text=seton&tools=errors')[0]:.3f} |"
+    )
+    newest = seconds(base)[1]["rows"][0]["id"]
+    print(f"| one whole episode | {seconds(f'{base}/{newest}')[0]:.3f} |")
+
+
+def seconds(url: str) -> tuple[float, dict]:  # type: ignore[type-arg]
+    """Ask for an address; return how long the answer took, and the answer."""
+    began = time.perf_counter()
+    with urllib.request.urlopen(url) as response:
+        body = response.read()
+    return time.perf_counter() - began, json.loads(body)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("write", "view"))
+    parser.add_argument("--episodes", type=int, default=100_000)
+    parser.add_argument("--tokens", type=int, default=500, help="of an episode")
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    if arguments.what == "write":
+        measure_writing(arguments.repeats)
+    else:
+        measure_viewing(arguments.episodes, arguments.tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Filters, sorts and pages the table of recorded episodes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from megatron_gptoss.user_error import UserError
+from rl_loop.tracking.episode_reader import EpisodeReader
+from rl_loop.tracking.episode_table import FIGURES
+
+LONGEST_PAGE = 500
+"""Rows."""
+
+SEARCH_SECONDS = 0.3
+"""How long a text is looked for before what has been found is shown; the page asks again."""
+
+SORTABLE = tuple(
+    field.name
+    for field in FIGURES
+    if field.name not in ("reward_parts", "format_error", "invalid_reason")
+)
+
+
+class QueryError(UserError):
+    """A filter cannot be read; the message names it."""
+
+
+@dataclass(frozen=True)
+class EpisodeQuery:
+    """Which rows of the table are wanted. None and empty: whatever."""
+
+    split: str = ""
+    step_from: int | None = None
+    step_to: int | None = None
+    group: int | None = None
+    task: str = ""
+    """Part of the task's id, without regard to case."""
+    reward_from: float | None = None
+    reward_to: float | None = None
+    finish: str = ""
+    """A finish reason, or "invalid"."""
+    tools: str = ""
+    """One of errors (with failed calls), calls (with calls), none (without)."""
+    text: str = ""
+    """What someone said in it, without regard to case."""
+    sort: str = "id"
+    descending: bool = True
+    offset: int = 0
+    limit: int = 50
+
+    @classmethod
+    def parse(cls, given: Mapping[str, str]) -> "EpisodeQuery":
+        """Read the parameters of a request. Raises QueryError."""
+        known = cls.__dataclass_fields__
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise QueryError(f"there is no filter {unknown[0]!r}; there are {', '.join(known)}")
+
+        values: dict[str, Any] = {}
+        for name, text in given.items():
+            if text == "":
+                continue
+            values[name] = _parse(name, text, known[name].type)
+        query = cls(**values)
+        if query.sort not in SORTABLE:
+            raise QueryError(f"sort: {query.sort!r} is none of {', '.join(SORTABLE)}")
+        if query.tools not in ("", "errors", "calls", "none"):
+            raise QueryError(f"tools: {query.tools!r} is none of errors, calls, none")
+        if query.offset < 0 or not 1 <= query.limit <= LONGEST_PAGE:
+            raise QueryError(f"offset from 0 and limit from 1 to {LONGEST_PAGE}")
+        return query
+
+
+def _parse(name: str, text: str, kind: Any) -> Any:
+    kinds = (kind, *get_args(kind))
+    try:
+        if int in kinds:
+            return int(text)
+        if float in kinds:
+            value = float(text)
+            if not np.isfinite(value):
+                raise ValueError
+            return value
+    except ValueError:
+        raise QueryError(f"{name}: {text!r} is no number") from None
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise QueryError(f"{name}: {text!r} is neither true nor false")
+        return text == "true"
+    return text
+
+
+@dataclass(frozen=True)
+class EpisodePage:
+    """One page of the table."""
+
+    rows: list[dict[str, Any]]
+    """Columns of FIGURES."""
+    total: int
+    """Episodes that match, as far as they have been looked through."""
+    recorded: int
+    """Episodes of the run."""
+    searched: int
+    """Episodes whose text has been looked through; below ``recorded``, ask again."""
+    splits: list[str]
+    """Values that filters may choose from."""
+    finish_reasons: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def run_query(reader: EpisodeReader, query: EpisodeQuery) -> EpisodePage:
+    """Return the rows that are wanted. Raises RunDirectoryError for a damaged file."""
+    reader.refresh()
+    figures = reader.figures
+    matches = _matches(figures, query)
+
+    searched = figures.num_rows
+    if query.text:
+        search = reader.search(query.text, SEARCH_SECONDS)
+        searched = search.searched
+        matches &= np.isin(figures.column("id").to_numpy(), search.ids)
+
+    rows = np.flatnonzero(matches)
+    rows = _sorted(figures, rows, query)
+    shown = figures.take(pa.array(rows[query.offset : query.offset + query.limit]))
+    return EpisodePage(
+        rows=shown.to_pylist(maps_as_pydicts="strict"),
+        total=len(rows),
+        recorded=figures.num_rows,
+        searched=searched,
+        splits=_choices(figures, "split"),
+        finish_reasons=_choices(figures, "finish_reason"),
+    )
+
+
+def _choices(figures: pa.Table, name: str) -> list[str]:
+    return sorted(pc.unique(figures.column(name)).to_pylist())
+
+
+def _matches(figures: pa.Table, query: EpisodeQuery) -> np.ndarray:
+    """Say which rows match all filters but that of the text: bool [rows]."""
+    column = figures.column
+    conditions: list[pa.ChunkedArray] = []
+    if query.split:
+        conditions.append(pc.equal(column("split"), query.split))
+    if query.step_from is not None:
+        conditions.append(pc.greater_equal(column("step"), query.step_from))
+    if query.step_to is not None:
+        conditions.append(pc.less_equal(column("step"), query.step_to))
+    if query.group is not None:
+        conditions.append(pc.equal(column("group"), query.group))
+    if query.task:
+        conditions.append(pc.match_substring(column("task_id"), query.task, ignore_case=True))
+    if query.reward_from is not None:
+        conditions.append(pc.greater_equal(column("reward"), query.reward_from))
+    if query.reward_to is not None:
+        conditions.append(pc.less_equal(column("reward"), query.reward_to))
+    if query.finish == "invalid":
+        conditions.append(pc.is_valid(column("invalid")))
+    elif query.finish:
+        conditions.append(pc.equal(column("finish_reason"), query.finish))
+    if query.tools == "errors":
+        conditions.append(pc.greater(column("tool_errors"), 0))
+    elif query.tools == "calls":
+        conditions.append(pc.greater(column("tool_calls"), 0))
+    elif query.tools == "none":
+        conditions.append(pc.equal(column("tool_calls"), 0))
+
+    matches = np.ones(figures.num_rows, dtype=np.bool_)
+    for condition in conditions:
+        # A comparison with null, such as the reward of an invalid episode, is null: no match.
+        matches &= condition.fill_null(False).to_numpy()
+    return matches
+
+
+def _sorted(figures: pa.Table, rows: np.ndarray, query: EpisodeQuery) -> np.ndarray:
+    """Sort row numbers by a column; rows that lack it come last, equal ones newest first."""
+    newest_first = rows[::-1]
+    if query.sort == "id":
+        return newest_first if query.descending else rows
+
+    direction = "descending" if query.descending else "ascending"
+    column = figures.column(query.sort).take(pa.array(newest_first))
+    keys = pa.table({"key": column, "place": np.arange(len(newest_first))})
+    order = pc.sort_indices(
+        keys, sort_keys=[("key", direction, "at_end"), ("place", "ascending", "at_end")]
+    )
+    return newest_first[order.to_numpy()]

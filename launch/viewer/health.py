@@ -1,0 +1,236 @@
+"""What is wrong with a run, in words. Pure functions of its metrics."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rl_loop.tracking.metrics import Name
+
+Level = Literal["good", "warning", "bad"]
+Records = Sequence[dict[str, Any]]
+"""Lines of metrics.jsonl; null stands for NaN and infinity."""
+
+RECENT = 10
+"""Steps that are looked at for what happens now and then."""
+
+FIRST = 10
+"""Steps that later ones are compared with."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check and what came of it."""
+
+    level: Level
+    check: str
+    """What was looked at, in a few words."""
+    says: str
+    """What was found, and what to do about it."""
+    metric: str | None = None
+    """The curve that shows it."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def find(records: Records, is_on_policy: bool) -> list[Finding]:
+    """Look at all that a run says of itself, the worst first.
+
+    ``is_on_policy``: the configuration says that every token is trained on once, by the weights
+    that sampled it."""
+    if not records:
+        return []
+    findings = [check(records) for check in CHECKS]
+    findings.append(_ratio(records, is_on_policy))
+    order: list[Level] = ["bad", "warning", "good"]
+    present = [finding for finding in findings if finding is not None]
+    return sorted(present, key=lambda finding: order.index(finding.level))
+
+
+def _values(records: Records, name: str) -> list[float]:
+    return [float(record[name]) for record in records if record.get(name) is not None]
+
+
+def _finite(records: Records) -> Finding | None:
+    last = records[-1]
+    lost = sorted(name for name, value in last.items() if value is None)
+    if lost:
+        return Finding(
+            "bad",
+            "numbers are finite",
+            f"step {last['step']}: NaN or infinity in {', '.join(lost[:5])}",
+            lost[0],
+        )
+    return Finding("good", "numbers are finite", "no NaN in the newest step")
+
+
+def _ratio(records: Records, is_on_policy: bool) -> Finding | None:
+    name = "ratio/deviation_max"
+    deviations = _values(records, name)
+    if not deviations or not is_on_policy:
+        return None
+    if max(deviations) > 0:
+        return Finding(
+            "bad",
+            "importance ratio",
+            f"it deviates from 1 by up to {max(deviations):.2g}, and the run is on-policy",
+            name,
+        )
+    return Finding("good", "importance ratio", "exactly 1 in every step", name)
+
+
+def _mismatch(records: Records) -> Finding | None:
+    gaps = _values(records, Name.LOGPROB_GAP)
+    if not gaps:
+        return None
+    drifts = _values(records[-RECENT:], "mismatch/drift")
+    drift = statistics.median(drifts) if drifts else 1.0
+    says = f"engine and trainer differ by {gaps[-1]:.2g} nats per token"
+    if drift > 2:
+        says += (
+            f", {drift:.1f} times what it was in the first {FIRST} steps: see docs/algorithms.md"
+            " on corrections"
+        )
+    level: Level = "good"
+    if drift > 2:
+        level = "warning"
+    if drift > 5:
+        level = "bad"
+    return Finding(level, "engine and trainer", says, Name.LOGPROB_GAP)
+
+
+def _gradient(records: Records) -> Finding | None:
+    norms = _values(records, Name.GRAD_NORM)
+    if not norms:
+        return None
+    skipped = sum(_values(records[-RECENT:], "skipped_updates"))
+    usual = statistics.median(norms[-50:])
+    if skipped > 0:
+        says = f"{skipped:.0f} updates of the last {RECENT} steps were skipped"
+        return Finding("warning", "gradient", says, "skipped_updates")
+    if usual > 0 and norms[-1] > 10 * usual:
+        says = f"its norm is {norms[-1]:.3g}, {norms[-1] / usual:.0f} times the usual {usual:.3g}"
+        return Finding("warning", "gradient", says, Name.GRAD_NORM)
+    return Finding("good", "gradient", f"norm {norms[-1]:.3g}, as usual", Name.GRAD_NORM)
+
+
+def _entropy(records: Records) -> Finding | None:
+    entropies = _values(records, Name.ENTROPY)
+    if len(entropies) < 2 * FIRST:
+        return None
+    before = statistics.fmean(entropies[:FIRST])
+    now = statistics.fmean(entropies[-FIRST:])
+    says = f"{now:.3g} nats per token, {before:.3g} in the first {FIRST} steps"
+    if before > 0 and now < 0.1 * before:
+        says += ": the policy hardly explores any more"
+        return Finding("warning", "entropy", says, Name.ENTROPY)
+    if before > 0 and now > 3 * before:
+        says += ": the policy becomes random"
+        return Finding("warning", "entropy", says, Name.ENTROPY)
+    return Finding("good", "entropy", says, Name.ENTROPY)
+
+
+def _signal(records: Records) -> Finding | None:
+    shares = _values(records[-RECENT:], Name.GROUPS_WITHOUT_SIGNAL)
+    if not shares:
+        return None
+    mean = statistics.fmean(shares)
+    says = f"{mean:.0%} of the tasks of the last {len(shares)} steps had nothing to learn from"
+    if mean == 1:
+        says += ": every advantage is 0, look at whole episodes"
+        return Finding("bad", "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
+    if mean > 0.8:
+        says += ": harder or easier tasks, or algorithm.dynamic_sampling_rounds, would help"
+        return Finding("warning", "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
+    return Finding("good", "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
+
+
+def _infrastructure(records: Records) -> Finding | None:
+    newest = records[-RECENT:]
+    prefix = "rollout/invalid/"
+    names = sorted({name for record in newest for name in record if name.startswith(prefix)})
+    if not names:
+        return None
+    lost = {name: statistics.fmean(_values(newest, name) or [0.0]) for name in names}
+    worst = max(lost, key=lambda name: lost[name])
+    total = sum(lost.values())
+    if total == 0:
+        return Finding("good", "infrastructure", "no episode was lost to it", worst)
+    says = f"{total:.1%} of the episodes were lost, most to {worst.removeprefix(prefix)}"
+    return Finding("bad" if total > 0.2 else "warning", "infrastructure", says, worst)
+
+
+def _endings(records: Records) -> Finding | None:
+    newest = records[-RECENT:]
+    limits = ("length", "max_context", "max_sampled_tokens", "max_turns", "max_tool_calls")
+    shares = {
+        limit: statistics.fmean(_values(newest, f"finish/{limit}") or [0]) for limit in limits
+    }
+    if not any(f"finish/{limit}" in record for record in newest for limit in limits):
+        return None
+    total = sum(shares.values())
+    worst = max(shares, key=lambda limit: shares[limit])
+    says = f"{total:.0%} of the episodes end at a limit"
+    if total > 0.5:
+        return Finding("warning", "endings", f"{says}, most at {worst}", f"finish/{worst}")
+    return Finding("good", "endings", says, f"finish/{worst}")
+
+
+def _speed(records: Records) -> Finding | None:
+    seconds = _values(records, Name.STEP_SECONDS)
+    if len(seconds) < 2 * FIRST:
+        return None
+    usual = statistics.median(seconds)
+    now = statistics.median(seconds[-5:])
+    says = f"a step takes {now:.3g} s"
+    if now > 2 * usual:
+        says += f", {now / usual:.1f} times the usual: compare the phases"
+        return Finding("warning", "speed", says, Name.STEP_SECONDS)
+    return Finding("good", "speed", says, Name.STEP_SECONDS)
+
+
+CHECKS: tuple[Callable[[Records], Finding | None], ...] = (
+    _finite,
+    _mismatch,
+    _gradient,
+    _entropy,
+    _signal,
+    _infrastructure,
+    _endings,
+    _speed,
+)
+"""Each looks at one thing; None if the run does not measure it."""
+
+
+# -- whether a run goes on ------------------------------------------------------------------------
+
+State = Literal["waiting", "running", "stalled", "stopped", "finished"]
+
+
+def state_of(
+    records: Records,
+    now: float,
+    *,
+    steps: int | None,
+    is_finished: bool,
+    holder_lives: bool | None,
+) -> State:
+    """Say whether a run goes on.
+
+    ``now``: seconds since 1970; ``steps``: how many the run is to have; ``holder_lives``: whether
+    the process that holds its lock is there, None if it is on another machine."""
+    done = records[-1]["step"] + 1 if records else 0
+    if is_finished and (steps is None or done >= steps):
+        return "finished"
+    if holder_lives is False:
+        return "stopped"
+    if not records:
+        return "waiting"
+
+    usual = statistics.median(_values(records, Name.STEP_SECONDS) or [60.0])
+    silent = now - records[-1].get("time", now)
+    patience = max(600.0, 10 * usual)
+    if silent < patience:
+        return "running"
+    return "stalled" if holder_lives else "stopped"

@@ -1,0 +1,214 @@
+"""One run as the viewer sees it: what was written since it last looked is read, and no more."""
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from launch.viewer.health import find, state_of
+from rl_loop.tracking.episode_reader import EpisodeReader
+from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, read_json
+from rl_loop.tracking.run_lock import LOCK_FILE
+
+HEADLINES = (Name.REWARD, Name.ACCURACY, Name.HELD_OUT_ACCURACY, Name.LOSS)
+"""Metrics whose newest value stands beside a run's name."""
+
+
+class MetricsTail:
+    """Follows metrics.jsonl: reads complete lines as they are added."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = -1
+        self._position = 0
+        self.records: list[dict[str, Any]] = []
+        self.generation = 0
+        """Counts how often the records have begun anew, as when a run was resumed."""
+
+    def refresh(self) -> None:
+        """Read what is new. Lines that are no JSON are left out."""
+        try:
+            with open(self._path, "rb") as file:
+                status = os.fstat(file.fileno())
+                # A resume replaces the file, by another one or a shorter one.
+                if status.st_ino != self._inode or status.st_size < self._position:
+                    self._begin_anew(status.st_ino)
+                file.seek(self._position)
+                data = file.read()
+        except FileNotFoundError:
+            if self.records:
+                self._begin_anew(-1)
+            return
+
+        complete, newline, _ = data.rpartition(b"\n")
+        self._position += len(complete) + len(newline)
+        for line in complete.splitlines():
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    self.records.append(record)
+
+    def _begin_anew(self, inode: int) -> None:
+        self._inode = inode
+        self._position = 0
+        self.records = []
+        self.generation += 1
+
+
+class RunView:
+    """What there is to show of one run."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        self.directory = RunDirectory(path)
+        self.metrics = MetricsTail(self.directory.metrics)
+        self.episodes = EpisodeReader(self.directory.episodes)
+        self._config: dict[str, Any] = {}
+        self._config_stamp = 0
+
+    def overview(self) -> dict[str, Any]:
+        """Say how the run is: its state, newest figures and what was found wrong."""
+        self.metrics.refresh()
+        records = self.metrics.records
+        config = self._read_config()
+        steps = config.get("training", {}).get("steps")
+        summary = self.summary()
+        state = state_of(
+            records,
+            time.time(),
+            steps=steps,
+            is_finished=bool(summary),
+            holder_lives=self._holder_lives(),
+        )
+        findings = [finding.to_json() for finding in find(records, _is_on_policy(config))]
+        failure = self.failure() if state in ("stopped", "waiting") else None
+        if failure is not None:
+            findings.insert(
+                0, {"level": "bad", "check": "the run", "says": failure, "metric": None}
+            )
+        return {
+            "name": self.name,
+            "path": str(self.directory.path),
+            "state": state,
+            "generation": self.metrics.generation,
+            "records": len(records),
+            "step": records[-1]["step"] if records else None,
+            "steps": steps,
+            "time": records[-1].get("time") if records else None,
+            "headlines": _headlines(records),
+            "findings": findings,
+            "summary": summary,
+        }
+
+    def curves(self, generation: int, after: int) -> dict[str, Any]:
+        """Return the records behind the first ``after``, as columns; all of them if the caller
+        knows another generation."""
+        self.metrics.refresh()
+        if generation != self.metrics.generation:
+            after = 0
+        records = self.metrics.records[after:]
+        names = sorted({name for record in records for name in record} - {"step", "time"})
+        return {
+            "generation": self.metrics.generation,
+            "after": after,
+            "steps": [record["step"] for record in records],
+            "times": [record.get("time") for record in records],
+            "metrics": {name: [record.get(name) for record in records] for name in names},
+            "descriptions": self._json_if_present(self.directory.metric_descriptions),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        return self._json_if_present(self.directory.summary)
+
+    def config_text(self) -> str:
+        with suppress(OSError):
+            return self.directory.config.read_text(errors="replace")
+        return ""
+
+    def failure(self) -> str | None:
+        """Return the last line of error.log: the error that ended the run."""
+        with suppress(OSError):
+            text = (self.directory.path / "error.log").read_text(errors="replace")
+            lines = text.strip().splitlines()
+            return lines[-1][:500] if lines else None
+        return None
+
+    def _json_if_present(self, path: Path) -> dict[str, Any]:
+        with suppress(RunDirectoryError):
+            return read_json(path) if path.exists() else {}
+        return {}
+
+    def _read_config(self) -> dict[str, Any]:
+        """Read config.yaml, again whenever it has changed."""
+        with suppress(OSError, OmegaConfBaseException, YAMLError):
+            stamp = self.directory.config.stat().st_mtime_ns
+            if stamp != self._config_stamp:
+                tree = OmegaConf.to_container(OmegaConf.load(self.directory.config))
+                self._config = tree if isinstance(tree, dict) else {}  # type: ignore[assignment]
+                self._config_stamp = stamp
+        return self._config
+
+    def _holder_lives(self) -> bool | None:
+        """Whether the process that the lock names is there; None if that cannot be said.
+
+        The lock itself is not tried: that could turn away a run that begins just then."""
+        try:
+            text = (self.directory.path / LOCK_FILE).read_text(errors="replace")
+        except OSError:
+            return None
+        words = text.split()
+        if len(words) < 4 or not words[1].isdigit() or words[3] != socket.gethostname():
+            return None
+        return Path(f"/proc/{words[1]}").exists()
+
+
+def _headlines(records: list[dict[str, Any]]) -> dict[str, float]:
+    newest: dict[str, float] = {}
+    for record in reversed(records[-100:]):
+        for name in HEADLINES:
+            if record.get(name) is not None:
+                newest.setdefault(name, record[name])
+    return newest
+
+
+def _is_on_policy(config: dict[str, Any]) -> bool:
+    algorithm = config.get("algorithm") or {}
+    return (
+        algorithm.get("mini_batches", 1) == 1
+        and algorithm.get("max_staleness", 0) == 0
+        and algorithm.get("old_log_probs", "auto") in ("auto", "detach")
+    )
+
+
+def find_runs(paths: list[Path]) -> dict[str, Path]:
+    """Return name -> directory of the runs at ``paths``, or right below them.
+
+    Runs of one name in several places are called by their paths."""
+    directories: list[Path] = []
+    for path in paths:
+        if is_run(path):
+            directories.append(path)
+        elif path.is_dir():
+            directories += sorted(child for child in path.iterdir() if is_run(child))
+
+    unique = list(dict.fromkeys(directory.resolve() for directory in directories))
+    names = [directory.name for directory in unique]
+    found = {}
+    for directory in unique:
+        is_ambiguous = names.count(directory.name) > 1
+        name = str(directory).strip("/").replace("/", "-") if is_ambiguous else directory.name
+        found[name] = directory
+    return found
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a run, begun or finished."""
+    return (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file()

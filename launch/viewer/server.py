@@ -1,0 +1,298 @@
+"""The viewer's web server: static files of this package and JSON read from run directories.
+
+It only reads. Everything that a model wrote reaches the page as JSON and becomes text there, never
+markup; the page may load its own scripts and styles and nothing else."""
+
+import asyncio
+import hmac
+import json
+import math
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from launch.viewer.conversation import messages_of
+from launch.viewer.episode_query import EpisodeQuery, run_query
+from launch.viewer.run_view import RunView, find_runs
+from megatron_gptoss.user_error import UserError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+COOKIE = "gptoss_view"
+
+SECURITY_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+CONTENT_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Viewer:
+    """Serves the runs at some paths, new ones included as they appear."""
+
+    def __init__(self, paths: list[Path], token: str | None = None, loopback: bool = True) -> None:
+        """``paths``: run directories, or directories of them. ``token``: what a browser must
+        know. ``loopback``: requests must name this machine as localhost, so that no foreign page
+        reaches the server under a name of its own (DNS rebinding)."""
+        self._paths = paths
+        self._token = token
+        self._loopback = loopback
+        self._runs: dict[str, RunView] = {}
+
+    def application(self) -> web.Application:
+        """Make the application for aiohttp to run."""
+        app = web.Application(middlewares=[self._secured, _errors_as_json])
+        app.router.add_get("/", self._index)
+        app.router.add_get("/static/{name}", _static_file)
+        app.router.add_get("/api/runs", self._list_runs)
+        app.router.add_get("/api/runs/{run}/curves", self._curves)
+        app.router.add_get("/api/runs/{run}/config", self._config)
+        app.router.add_get("/api/runs/{run}/episodes", self._episodes)
+        app.router.add_get("/api/runs/{run}/episodes/{id}", self._episode)
+        return app
+
+    # -- who may ask ------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _secured(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        response: web.StreamResponse
+        if self._loopback and not _names_loopback(request.host):
+            response = _error(403, "this server answers under localhost and 127.0.0.1 only")
+        elif not self._is_known(request):
+            response = _error(403, "open the address that gptoss view printed: it has the token")
+        else:
+            response = await handler(request)
+        response.headers.update(SECURITY_HEADERS)
+        return response
+
+    def _is_known(self, request: web.Request) -> bool:
+        if self._token is None:
+            return True
+        given = [request.cookies.get(COOKIE, "")]
+        if request.path == "/":
+            given.append(request.query.get("token", ""))
+        given.append(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        expected = self._token.encode()
+        return any(hmac.compare_digest(text.encode(errors="replace"), expected) for text in given)
+
+    async def _index(self, request: web.Request) -> web.StreamResponse:
+        if "token" in request.query and self._token is not None:
+            # The token leaves the address, and with it history and screenshots.
+            redirect = web.Response(status=303, headers={"Location": "/"})
+            redirect.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict")
+            return redirect
+        return _file("index.html")
+
+    # -- what there is ----------------------------------------------------------------------------
+
+    async def _list_runs(self, request: web.Request) -> web.Response:
+        return _json({"runs": await asyncio.to_thread(self._overviews)})
+
+    def _overviews(self) -> list[dict[str, Any]]:
+        self._find_runs()
+        return [run.overview() for run in list(self._runs.values())]
+
+    def _find_runs(self) -> None:
+        found = find_runs(self._paths)
+        runs = {}
+        for name, path in found.items():
+            known = self._runs.get(name)
+            is_same = known is not None and known.directory.path == path
+            runs[name] = known if known is not None and is_same else RunView(name, path)
+        self._runs = runs
+
+    async def _curves(self, request: web.Request) -> web.Response:
+        run = await self._run(request)
+        generation = _whole_number(request, "generation", -1)
+        after = _whole_number(request, "after", 0)
+        return _json(await asyncio.to_thread(run.curves, generation, after))
+
+    async def _config(self, request: web.Request) -> web.Response:
+        run = await self._run(request)
+        return _json({"config": await asyncio.to_thread(run.config_text)})
+
+    async def _episodes(self, request: web.Request) -> web.Response:
+        run = await self._run(request)
+        query = EpisodeQuery.parse(request.query)
+        page = await asyncio.to_thread(run_query, run.episodes, query)
+        return _json(page.to_json())
+
+    async def _episode(self, request: web.Request) -> web.Response:
+        run = await self._run(request)
+        try:
+            number = int(request.match_info["id"])
+        except ValueError:
+            raise _NotFound("the id of an episode is a number") from None
+        episode = await asyncio.to_thread(_read_episode, run, number)
+        if episode is None:
+            raise _NotFound(f"{run.name} has no episode {number}")
+        return _json(episode)
+
+    async def _run(self, request: web.Request) -> RunView:
+        """Return the run that the address names: one of those found, never a path."""
+        name = request.match_info["run"]
+        if name not in self._runs:
+            await asyncio.to_thread(self._find_runs)
+        if name not in self._runs:
+            raise _NotFound("there is no run of that name")
+        return self._runs[name]
+
+
+def _read_episode(run: RunView, number: int) -> dict[str, Any] | None:
+    run.episodes.refresh()
+    episode = run.episodes.read(number)
+    if episode is None:
+        return None
+    messages = messages_of(episode["texts"], episode["loss_mask"])
+    return episode | {"messages": [message.to_json() for message in messages]}
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+class _NotFound(UserError):
+    """What the address names is not there."""
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except _NotFound as error:
+        return _error(404, str(error))
+    except web.HTTPNotFound:
+        return _error(404, "there is nothing here")
+    except web.HTTPMethodNotAllowed:
+        return _error(405, "this server only reads")
+    except UserError as error:
+        return _error(400, str(error))
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": message}, status=status)
+
+
+def _json(value: Any) -> web.Response:
+    """Answer with JSON; NaN and infinity, which it cannot write, become null."""
+    response = web.json_response(text=json.dumps(_finite(value), separators=(",", ":")))
+    response.headers["Cache-Control"] = "no-store"
+    response.enable_compression()
+    return response
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+async def _static_file(request: web.Request) -> web.Response:
+    return _file(request.match_info["name"])
+
+
+def _file(name: str) -> web.Response:
+    """Answer with one of the package's own files, by its name alone."""
+    if name not in STATIC_FILES:
+        raise _NotFound("there is no such file")
+    suffix = Path(name).suffix
+    response = web.Response(
+        body=STATIC_FILES[name], content_type=CONTENT_TYPES[suffix], charset="utf-8"
+    )
+    # A newer version of the package must not meet an older one's scripts.
+    response.headers["Cache-Control"] = "no-cache"
+    return response
+
+
+def _read_static_files() -> dict[str, bytes]:
+    folder = resources.files("launch.viewer") / "static"
+    files = {}
+    for file in folder.iterdir():
+        if Path(file.name).suffix in CONTENT_TYPES:
+            files[file.name] = file.read_bytes()
+    return files
+
+
+STATIC_FILES = _read_static_files()
+
+
+def _names_loopback(host: str) -> bool:
+    """Whether the Host header of a request, port included, is a name of this machine alone."""
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    return name in LOOPBACK
+
+
+def _whole_number(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name, "")
+    try:
+        return max(-1, int(text)) if text else default
+    except ValueError:
+        raise UserError(f"{name}: {text!r} is no whole number") from None
+
+
+@dataclass(frozen=True)
+class ViewerServer:
+    """A viewer that listens already and begins to answer with ``serve``."""
+
+    viewer: Viewer
+    listener: socket.socket
+    address: str
+    """What to open in a browser, the token included."""
+
+    def serve(self) -> None:
+        """Answer until interrupted."""
+        web.run_app(
+            self.viewer.application(),
+            sock=self.listener,
+            print=None,
+            access_log=None,
+            shutdown_timeout=1,
+        )
+
+
+def open_server(paths: list[Path], host: str, port: int, ask_for_token: bool) -> ViewerServer:
+    """Listen on ``host`` and ``port``, 0 for any that is free.
+
+    There is a token if anyone but this machine can reach the address, or if it is asked for.
+    Raises UserError if the address is taken or a directory is missing."""
+    missing = [path for path in paths if not path.is_dir()]
+    if missing:
+        raise UserError(f"{missing[0]} is no directory; give run directories, or one that has them")
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"cannot listen on {host}:{port} ({reason}); try another --port") from None
+
+    is_loopback = host in LOOPBACK
+    token = None if is_loopback and not ask_for_token else secrets.token_urlsafe(24)
+    shown_host = f"[{host}]" if ":" in host else host
+    question = "" if token is None else f"?token={token}"
+    address = f"http://{shown_host}:{listener.getsockname()[1]}/{question}"
+    return ViewerServer(Viewer(paths, token, loopback=is_loopback), listener, address)

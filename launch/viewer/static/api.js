@@ -1,0 +1,62 @@
+// What the server knows. Every answer is JSON; an error has the server's own words.
+
+async function get(path, parameters = {}, signal = undefined) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(parameters)) {
+    if (value !== "" && value !== null && value !== undefined) query.set(name, value);
+  }
+  const response = await fetch(`${path}?${query}`, { signal });
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error ?? response.statusText);
+  return answer;
+}
+
+const ofRun = (run) => `/api/runs/${encodeURIComponent(run)}`;
+
+export const listRuns = () => get("/api/runs").then((answer) => answer.runs);
+export const readConfig = (run) => get(`${ofRun(run)}/config`).then((answer) => answer.config);
+export const findEpisodes = (run, query, signal) => get(`${ofRun(run)}/episodes`, query, signal);
+export const readEpisode = (run, id, signal) => get(`${ofRun(run)}/episodes/${id}`, {}, signal);
+
+/** The curves of runs, of which only new steps are fetched. */
+export class Curves {
+  constructor() {
+    this.known = new Map();
+  }
+
+  /** Bring the curves of a run up to date; says whether anything changed. */
+  async refresh(run) {
+    const before = this.known.get(run.name);
+    if (before && before.generation === run.generation && before.steps.length === run.records) {
+      return false;
+    }
+    const answer = await get(`${ofRun(run.name)}/curves`, {
+      generation: before?.generation ?? -1,
+      after: before?.steps.length ?? 0,
+    });
+    const isContinued = before && answer.generation === before.generation && answer.after > 0;
+    this.known.set(run.name, isContinued ? joined(before, answer) : answer);
+    return true;
+  }
+
+  of(name) {
+    return this.known.get(name);
+  }
+}
+
+/** Put new steps behind those that are known; a metric that one of them lacks is null there. */
+function joined(before, answer) {
+  const metrics = {};
+  const names = new Set([...Object.keys(before.metrics), ...Object.keys(answer.metrics)]);
+  for (const name of names) {
+    const old = before.metrics[name] ?? new Array(before.steps.length).fill(null);
+    const added = answer.metrics[name] ?? new Array(answer.steps.length).fill(null);
+    metrics[name] = old.concat(added);
+  }
+  return {
+    ...answer,
+    steps: before.steps.concat(answer.steps),
+    times: before.times.concat(answer.times),
+    metrics,
+  };
+}

@@ -1,0 +1,151 @@
+// The page: which view is shown, the runs that it is about, the theme and the keys.
+
+import { Curves, listRuns } from "./api.js";
+import { ConfigView } from "./config_view.js";
+import { CurvesView } from "./curves_view.js";
+import { element, fill } from "./dom.js";
+import { EpisodeView } from "./episode_view.js";
+import { EpisodesView } from "./episodes_view.js";
+import { GroupView } from "./group_view.js";
+
+const POLL_MILLISECONDS = 2000;
+const VIEWS = {
+  curves: CurvesView,
+  episodes: EpisodesView,
+  episode: EpisodeView,
+  group: GroupView,
+  config: ConfigView,
+};
+const TAB_OF = { episode: "episodes", group: "episodes" };
+
+/** What all views share. */
+const app = {
+  runs: [],
+  curves: new Curves(),
+  main: document.getElementById("main"),
+
+  /** Go to a view; parameters that are empty are left out of the address. */
+  go(view, parameters = {}, { replace = false } = {}) {
+    const address = app.address(view, parameters);
+    if (!replace) {
+      location.hash = address;
+      return;
+    }
+    history.replaceState(null, "", address);
+    app.parameters = readAddress().parameters;
+    showTabs();
+  },
+
+  address(view, parameters = {}) {
+    const kept = Object.entries(parameters).filter(([, value]) => value !== "" && value !== null);
+    const query = new URLSearchParams(kept).toString();
+    return `#/${view}${query ? `?${query}` : ""}`;
+  },
+
+  /** The run that a view of one run is about. */
+  run() {
+    const named = app.runs.find((run) => run.name === app.parameters.run);
+    return named ?? app.runs.find((run) => run.state === "running") ?? app.runs[0] ?? null;
+  },
+
+  parameters: {},
+};
+
+let view = null;
+
+function readAddress() {
+  const [name, query] = location.hash.replace(/^#\/?/, "").split("?");
+  return {
+    name: VIEWS[name] ? name : "curves",
+    parameters: Object.fromEntries(new URLSearchParams(query ?? "")),
+  };
+}
+
+function showTabs() {
+  const { name } = readAddress();
+  const current = TAB_OF[name] ?? name;
+  for (const tab of Object.keys(VIEWS)) {
+    const link = document.getElementById(`to-${tab}`);
+    if (!link) continue;
+    if (tab === current) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+    if (tab !== "curves") link.href = app.address(tab, { run: app.parameters.run ?? "" });
+  }
+}
+
+function navigate() {
+  if (location.hash === "#main") return; // the link that skips the header
+  const { name, parameters } = readAddress();
+  app.parameters = parameters;
+  showTabs();
+  view?.close?.();
+  if (app.runs.length === 0) {
+    fill(
+      app.main,
+      element("h1", {}, "No runs yet"),
+      element("p.soft", {}, "They appear here as soon as one begins."),
+    );
+    view = null;
+    return;
+  }
+  view = new VIEWS[name](app);
+  view.show();
+}
+
+async function poll() {
+  const connection = document.getElementById("connection");
+  try {
+    if (document.hidden) return;
+    const hadRuns = app.runs.length > 0;
+    app.runs = await listRuns();
+    connection.textContent = "";
+    if (!hadRuns || view === null) navigate();
+    else await view.update?.();
+  } catch (error) {
+    connection.textContent =
+      error instanceof TypeError ? "the server does not answer" : error.message;
+  } finally {
+    setTimeout(poll, POLL_MILLISECONDS);
+  }
+}
+
+// -- theme ----------------------------------------------------------------------------------------
+
+const THEMES = ["system", "light", "dark"];
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  document.getElementById("theme").textContent = `Theme: ${theme}`;
+  localStorage.setItem("theme", theme);
+  view?.recolour?.();
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  const now = THEMES.indexOf(document.documentElement.dataset.theme);
+  setTheme(THEMES[(now + 1) % THEMES.length]);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view?.recolour?.());
+
+// -- keys -----------------------------------------------------------------------------------------
+
+const keys = document.getElementById("keys");
+document.getElementById("help").addEventListener("click", () => keys.showModal());
+
+document.addEventListener("keydown", (event) => {
+  const isTyping = event.target.matches("input, select, textarea");
+  if (event.ctrlKey || event.metaKey || event.altKey || keys.open) return;
+  if (isTyping) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  if (event.key === "?") keys.showModal();
+  else if (event.key === "1") app.go("curves");
+  else if (event.key === "2") app.go("episodes", { run: app.parameters.run ?? "" });
+  else if (event.key === "3") app.go("config", { run: app.parameters.run ?? "" });
+  else if (!view?.key?.(event.key)) return;
+  event.preventDefault();
+});
+
+addEventListener("hashchange", navigate);
+setTheme(THEMES.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "system");
+poll();

@@ -1,0 +1,202 @@
+// One chart of uPlot: curves of several runs over their steps, smoothed, zoomed together.
+
+import { element } from "./dom.js";
+import { number } from "./format.js";
+
+const HEIGHT = 210;
+const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
+
+/** The mean of each value and up to `reach` on either side; as many on the left as on the right. */
+export function smoothed(values, reach) {
+  if (reach === 0) return values;
+  const known = values.flatMap((value, place) => (value === null ? [] : [place]));
+  const result = new Array(values.length).fill(null);
+  known.forEach((place, i) => {
+    const near = Math.min(reach, i, known.length - 1 - i);
+    const window = known.slice(i - near, i + near + 1);
+    result[place] = window.reduce((sum, at) => sum + values[at], 0) / window.length;
+  });
+  return result;
+}
+
+export function themeColour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/** Colours of runs, by their place in the list. */
+export const runColour = (place) => `--run-${place % 6}`;
+
+export class Chart {
+  /**
+   * @param {string} title
+   * @param {object} options {log: boolean, zoom: Zoom}
+   */
+  constructor(title, options) {
+    this.title = title;
+    this.options = options;
+    this.plot = null;
+    this.curves = [];
+    this.canvas = element("div.plot", { role: "img" });
+    this.legend = element("div.legend");
+    this.node = element("figure.chart.card", {}, element("figcaption", {}, title), this.canvas, this.legend);
+    this.observer = new ResizeObserver(() => this.resize());
+    this.observer.observe(this.canvas);
+  }
+
+  /**
+   * Show curves.
+   * @param {Array<{label, colour, dash, steps, values}>} curves colour: a CSS variable
+   * @param {number} reach of smoothing
+   */
+  show(curves, reach) {
+    this.curves = curves.filter((curve) => curve.values.some((value) => value !== null));
+    this.reach = reach;
+    this.node.hidden = this.curves.length === 0;
+    if (this.node.hidden || this.canvas.clientWidth === 0) return;
+
+    const { data, drawn } = this.tables();
+    const layout = JSON.stringify([drawn.map(({ curve, faint }) => [curve.label, curve.colour, faint])]);
+    if (this.plot && layout === this.layout) this.plot.setData(data);
+    else this.build(data, drawn);
+    this.layout = layout;
+    this.options.zoom.apply(this.plot);
+    this.showValues(null);
+  }
+
+  /** Align the curves on the steps of all of them: what uPlot draws. */
+  tables() {
+    const drawn = [];
+    const columns = [];
+    for (const curve of this.curves) {
+      if (this.reach > 0) {
+        drawn.push({ curve, faint: true });
+        columns.push([curve.steps, curve.values]);
+      }
+      drawn.push({ curve, faint: false });
+      columns.push([curve.steps, smoothed(curve.values, this.reach)]);
+    }
+    return { data: uPlot.join(columns), drawn };
+  }
+
+  build(data, drawn) {
+    this.plot?.destroy();
+    const series = drawn.map(({ curve, faint }) => ({
+      label: curve.label,
+      stroke: themeColour(curve.colour),
+      width: faint ? 1 : 2,
+      alpha: faint ? 0.3 : 1,
+      dash: DASHES[curve.dash % DASHES.length],
+      spanGaps: true,
+      points: { show: data[0].length < 30 && !faint, size: 5 },
+    }));
+    const axis = {
+      stroke: themeColour("--soft"),
+      grid: { stroke: themeColour("--line"), width: 1 },
+      ticks: { stroke: themeColour("--line"), width: 1 },
+      font: "12px system-ui, sans-serif",
+    };
+    // A logarithm has no place for zeros, such as the gap of an engine that computes the same bits.
+    const isLog = this.options.log && data.slice(1).flat().every((v) => v === null || v === undefined || v > 0);
+
+    this.plot = new uPlot(
+      {
+        width: this.canvas.clientWidth,
+        height: HEIGHT,
+        scales: { x: { time: false }, y: isLog ? { distr: 3 } : { range: rangeOf } },
+        series: [{ label: "step" }, ...series],
+        axes: [axis, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => (v === null ? "" : number(v, 3))) }],
+        legend: { show: false },
+        cursor: { sync: { key: "steps" }, drag: { x: true, y: false }, points: { size: 7 } },
+        hooks: {
+          setCursor: [(plot) => this.showValues(plot.cursor.idx)],
+          setSelect: [(plot) => plot.select.width > 0 && this.options.zoom.take(plot)],
+        },
+      },
+      data,
+      this.canvas,
+    );
+    // uPlot itself shows everything again on a double click; the other charts follow.
+    this.plot.over.addEventListener("dblclick", () => this.options.zoom.reset());
+  }
+
+  /** Write the values at the cursor, or the newest ones, below the chart. */
+  showValues(index) {
+    const entries = this.curves.map((curve) => {
+      const value = index === null || index === undefined ? newest(curve) : this.valueAt(curve, index);
+      const line = element("span.line");
+      line.style.setProperty("--curve", `var(${curve.colour})`);
+      if (curve.dash > 0) line.classList.add("dashed");
+      return element("span", {}, line, `${curve.label} `, element("b", {}, number(value)));
+    });
+    this.legend.replaceChildren(...entries);
+    const words = this.curves.map((curve) => `${curve.label} ${number(newest(curve))}`);
+    this.canvas.setAttribute("aria-label", `${this.title} over steps; newest: ${words.join(", ")}`);
+  }
+
+  valueAt(curve, index) {
+    const step = this.plot.data[0][index];
+    const place = curve.steps.indexOf(step);
+    return place < 0 ? null : curve.values[place];
+  }
+
+  resize() {
+    const width = this.canvas.clientWidth;
+    if (width === 0) return;
+    if (this.plot === null) this.show(this.curves, this.reach ?? 0);
+    else if (this.plot.width !== width) this.plot.setSize({ width, height: HEIGHT });
+  }
+
+  recolour() {
+    this.layout = null;
+    this.show(this.curves, this.reach);
+  }
+
+  close() {
+    this.observer.disconnect();
+    this.plot?.destroy();
+  }
+}
+
+/** The values that the axis shows; around a constant a little on either side. */
+function rangeOf(_, min, max) {
+  if (min === null || min === undefined) return [0, 1];
+  if (min === max) return [min - 0.5, max + 0.5];
+  return uPlot.rangeNum(min, max, 0.1, true);
+}
+
+function newest(curve) {
+  for (let i = curve.values.length - 1; i >= 0; i--) {
+    if (curve.values[i] !== null) return curve.values[i];
+  }
+  return null;
+}
+
+/** The steps that all charts show: dragged in one of them or typed. */
+export class Zoom {
+  constructor(changed) {
+    this.from = null;
+    this.to = null;
+    this.changed = changed;
+  }
+
+  take(plot) {
+    this.from = Math.max(0, Math.floor(plot.posToVal(plot.select.left, "x")));
+    this.to = Math.ceil(plot.posToVal(plot.select.left + plot.select.width, "x"));
+    plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    this.changed();
+  }
+
+  reset() {
+    this.from = null;
+    this.to = null;
+    this.changed();
+  }
+
+  apply(plot) {
+    const steps = plot.data[0];
+    if (steps.length === 0) return;
+    const min = this.from ?? steps[0];
+    const max = this.to ?? steps[steps.length - 1];
+    plot.setScale("x", { min, max: Math.max(max, min + 1) });
+  }
+}

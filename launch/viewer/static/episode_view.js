@@ -1,0 +1,173 @@
+// One episode: as a conversation, or token by token in the colours of a choice.
+
+import { findEpisodes, readEpisode } from "./api.js";
+import { COLOURINGS, available, facts, strengths } from "./colouring.js";
+import { messageNode, outcome } from "./conversation.js";
+import { element, fill, labelled, select } from "./dom.js";
+import { number, visible } from "./format.js";
+
+export class EpisodeView {
+  constructor(app) {
+    this.app = app;
+    this.request = new AbortController();
+    this.token = null;
+  }
+
+  async show() {
+    const { id } = this.app.parameters;
+    fill(this.app.main, element("p.soft", {}, "Loading …"));
+    try {
+      this.episode = await readEpisode(this.app.run().name, id, this.request.signal);
+    } catch (error) {
+      if (error.name !== "AbortError") fill(this.app.main, element("p.finding.bad", {}, error.message));
+      return;
+    }
+    const { step, split, group, sample, task_id: task } = this.episode;
+    this.content = element("div.content");
+    this.tools = element("div.controls");
+    fill(
+      this.app.main,
+      element("p", {}, element("a", { href: this.backAddress() }, "← All episodes")),
+      element("h1", {}, task),
+      element("p.soft", {}, `step ${step}, ${split.replace("_", "-")}, task ${group}, sample ${sample}`),
+      outcome(this.episode),
+      this.tools,
+      this.content,
+    );
+    this.draw();
+  }
+
+  backAddress() {
+    const { id, view, colour, offset = "0", ...rest } = this.app.parameters;
+    const page = Math.floor(Number(offset) / 50) * 50;
+    return this.app.address("episodes", { ...rest, offset: page || "" });
+  }
+
+  groupAddress() {
+    const { step, split, group } = this.episode;
+    return this.app.address("group", { run: this.app.run().name, step, split, group });
+  }
+
+  set(changes) {
+    this.app.go("episode", { ...this.app.parameters, ...changes }, { replace: true });
+    this.draw();
+  }
+
+  draw() {
+    const { view = "conversation" } = this.app.parameters;
+    const choices = available(this.episode);
+    const colour = choices.includes(this.app.parameters.colour) ? this.app.parameters.colour : choices[0];
+    const button = (name, title) =>
+      element("button", { type: "button", "aria-pressed": String(view === name), onclick: () => this.set({ view: name }) }, title);
+
+    const colours = select(
+      choices.map((name) => [name, COLOURINGS[name][0]]),
+      colour,
+      (name) => this.set({ colour: name }),
+    );
+    fill(
+      this.tools,
+      element("div.switch", { role: "group", "aria-label": "View" }, button("conversation", "Conversation"), button("tokens", "Tokens")),
+      view === "tokens" ? labelled("Colour", colours) : null,
+      view === "tokens" ? element("span.soft", {}, COLOURINGS[colour]?.[1] ?? "") : null,
+      element("a.button", { href: this.groupAddress() }, "Same task side by side"),
+      element("button", { type: "button", onclick: () => this.move(-1) }, "Previous"),
+      element("button", { type: "button", onclick: () => this.move(1) }, "Next"),
+    );
+    if (view === "tokens") this.drawTokens(colour);
+    else fill(this.content, this.episode.messages.map(messageNode));
+  }
+
+  drawTokens(colour) {
+    const strength = strengths(colour, this.episode);
+    this.spans = [];
+    const messages = this.episode.messages.map((message) => {
+      const spans = [];
+      for (let i = message.start; i < message.end; i++) spans.push(this.tokenNode(i, strength[i]));
+      const who = [message.role, message.channel, message.recipient && `→ ${message.recipient}`];
+      return element(
+        "section.message",
+        {},
+        element("span.who", {}, element("b", {}, who.filter(Boolean).join(" "))),
+        element("pre.tokens", {}, spans),
+      );
+    });
+    this.details = element(
+      "dl.details.card",
+      { "aria-live": "polite" },
+      element("div", {}, element("dt", {}, "Token"), element("dd", {}, "Click one, or use ← and →.")),
+    );
+    const tokens = element(
+      "div",
+      {
+        onclick: (event) => {
+          const place = event.target.dataset?.i;
+          if (place !== undefined) this.choose(Number(place));
+        },
+      },
+      messages,
+    );
+    fill(this.content, element("div.token-view", {}, tokens, this.details));
+    if (this.token !== null) this.choose(this.token, false);
+  }
+
+  tokenNode(i, strength) {
+    const text = visible(this.episode.texts[i]).replaceAll("\n", "⏎\n");
+    const node = element("span.token", { "data-i": i }, text);
+    if (strength !== null && strength !== undefined) {
+      node.classList.add(strength < 0 ? "less" : "more");
+      node.style.setProperty("--strength", `${Math.round(Math.abs(strength) * 100)}%`);
+    }
+    if (this.episode.loss_mask[i]) node.classList.add("sampled");
+    this.spans[i] = node;
+    return node;
+  }
+
+  /** Show what is known of a token. */
+  choose(i, scrolls = true) {
+    this.spans[this.token]?.classList.remove("chosen");
+    this.token = i;
+    this.spans[i]?.classList.add("chosen");
+    if (scrolls) this.spans[i]?.scrollIntoView({ block: "nearest" });
+    const text = JSON.stringify(this.episode.texts[i]);
+    fill(
+      this.details,
+      element("div", {}, element("dt", {}, "text"), element("dd", {}, text)),
+      facts(this.episode, i).map(([name, value]) =>
+        element("div", {}, element("dt", {}, name), element("dd", {}, number(value, 6))),
+      ),
+    );
+  }
+
+  /** Go to the next or previous episode of the table, with its filters and order. */
+  async move(by) {
+    const { id, view, colour, run, offset = "0", ...filters } = this.app.parameters;
+    const next = Number(offset) + by;
+    if (next < 0) return;
+    const page = await findEpisodes(this.app.run().name, { ...filters, offset: next, limit: 1 });
+    if (page.rows.length > 0) this.app.go("episode", { ...this.app.parameters, id: page.rows[0].id, offset: next });
+  }
+
+  key(key) {
+    const { view = "conversation", colour } = this.app.parameters;
+    if (!this.episode) return false;
+    if (key === "t") this.set({ view: view === "tokens" ? "conversation" : "tokens" });
+    else if (key === "c") {
+      const choices = available(this.episode);
+      this.set({ view: "tokens", colour: choices[(Math.max(0, choices.indexOf(colour)) + 1) % choices.length] });
+    } else if (key === "g") location.hash = this.groupAddress();
+    else if (key === "j") this.move(1);
+    else if (key === "k") this.move(-1);
+    else if (key === "Escape") location.hash = this.backAddress();
+    else if (view === "tokens" && (key === "ArrowRight" || key === "ArrowLeft")) {
+      const by = key === "ArrowRight" ? 1 : -1;
+      const next = this.token === null ? 0 : this.token + by;
+      this.choose(Math.max(0, Math.min(this.episode.token_ids.length - 1, next)));
+    } else return false;
+    return true;
+  }
+
+  close() {
+    this.request.abort();
+  }
+}

@@ -1,0 +1,214 @@
+// The table of all recorded episodes: filtered, sorted and paged by the server.
+
+import { findEpisodes } from "./api.js";
+import { debounced, element, fill, labelled, select } from "./dom.js";
+import { number } from "./format.js";
+import { runChoice } from "./run_choice.js";
+
+const PAGE = 50;
+
+/** [column, title, is a number, text] */
+const COLUMNS = [
+  ["step", "Step", true, (row) => number(row.step)],
+  ["split", "Split", false, (row) => row.split.replace("_", "-")],
+  ["task_id", "Task", false, (row) => row.task_id],
+  ["sample", "Sample", true, (row) => number(row.sample)],
+  ["reward", "Reward", true, (row) => (row.invalid ? `invalid: ${row.invalid}` : number(row.reward))],
+  ["advantage", "Advantage", true, (row) => number(row.advantage)],
+  ["finish_reason", "End", false, (row) => row.format_error ?? row.finish_reason],
+  ["tool_calls", "Tool calls", true, toolCalls],
+  ["assistant_turns", "Turns", true, (row) => number(row.assistant_turns)],
+  ["sampled_tokens", "Sampled", true, (row) => number(row.sampled_tokens)],
+  ["logprob_gap", "Gap (nats)", true, (row) => number(row.logprob_gap, 2)],
+  ["answer", "Answer", false, (row) => (row.answer ?? "").slice(0, 60)],
+];
+
+function toolCalls(row) {
+  return row.tool_errors > 0 ? `${row.tool_calls}, ${row.tool_errors} failed` : number(row.tool_calls);
+}
+
+/** Filters that are texts or numbers: [name, title, type]. */
+const INPUTS = [
+  ["text", "Text in the episode", "search"],
+  ["task", "Task", "search"],
+  ["step_from", "From step", "number"],
+  ["step_to", "to step", "number"],
+  ["reward_from", "Reward from", "number"],
+  ["reward_to", "to", "number"],
+];
+
+export class EpisodesView {
+  constructor(app) {
+    this.app = app;
+    this.request = null;
+    this.row = 0;
+  }
+
+  show() {
+    const changed = debounced(200, (name, value) => this.filter(name, value));
+    this.inputs = Object.fromEntries(
+      INPUTS.map(([name, , type]) => [
+        name,
+        element("input", {
+          type,
+          step: "any",
+          value: this.app.parameters[name] ?? "",
+          oninput: (event) => changed(name, event.target.value),
+        }),
+      ]),
+    );
+    this.choices = element("span.choices");
+    this.summary = element("p.soft", { role: "status" });
+    this.body = element("tbody");
+    this.pages = element("nav.pages", { "aria-label": "Pages of the table" });
+    this.head = element("tr");
+    fill(
+      this.app.main,
+      element("h1", {}, "Episodes"),
+      element(
+        "form.controls",
+        { role: "search", onsubmit: (event) => event.preventDefault() },
+        runChoice(this.app, "episodes"),
+        INPUTS.map(([name, title]) => labelled(title, this.inputs[name])),
+        this.choices,
+      ),
+      this.summary,
+      element(
+        "div.scroll",
+        { tabIndex: 0, role: "region", "aria-label": "Table of episodes" },
+        element("table.episodes", {}, element("thead", {}, this.head), this.body),
+      ),
+      this.pages,
+    );
+    this.load();
+  }
+
+  /** The filters as the server takes them. */
+  query() {
+    const { run, ...rest } = this.app.parameters;
+    return { limit: PAGE, ...rest };
+  }
+
+  filter(name, value) {
+    const parameters = { ...this.app.parameters, run: this.app.run().name, offset: "", [name]: value };
+    this.app.go("episodes", parameters, { replace: true });
+    this.row = 0;
+    this.load();
+  }
+
+  sort(column) {
+    const { sort = "id", descending = "true" } = this.app.parameters;
+    const isOtherWay = sort === column && descending === "true";
+    const parameters = { ...this.app.parameters, sort: column, descending: String(!isOtherWay), offset: "" };
+    this.app.go("episodes", parameters, { replace: true });
+    this.load();
+  }
+
+  async load() {
+    this.request?.abort();
+    this.request = new AbortController();
+    const { signal } = this.request;
+    try {
+      const page = await findEpisodes(this.app.run().name, this.query(), signal);
+      this.page = page;
+      this.draw(page);
+      // A text is looked for a while at a time, newest episodes first.
+      if (page.searched < page.recorded) setTimeout(() => !signal.aborted && this.load(), 50);
+    } catch (error) {
+      if (error.name !== "AbortError") this.summary.textContent = error.message;
+    }
+  }
+
+  /** New episodes come in while the run goes on, as long as nobody reads further down. */
+  update() {
+    const isFirstPage = !Number(this.app.parameters.offset);
+    const run = this.app.run();
+    if (isFirstPage && run.records !== this.records) this.load();
+    this.records = run.records;
+  }
+
+  draw(page) {
+    const { sort = "id", descending = "true", offset = "0", split = "", finish = "", tools = "" } = this.app.parameters;
+    const all = [["", "all"]];
+    const ends = [...page.finish_reasons, "invalid"];
+    if (!this.choices.contains(document.activeElement)) {
+      fill(
+        this.choices,
+        labelled("Split", select(all.concat(page.splits.map((s) => [s, s.replace("_", "-")])), split, (v) => this.filter("split", v))),
+        labelled("End", select(all.concat(ends.map((e) => [e, e])), finish, (v) => this.filter("finish", v))),
+        labelled("Tools", select([...all, ["errors", "with failed calls"], ["calls", "with calls"], ["none", "without calls"]], tools, (v) => this.filter("tools", v))),
+      );
+    }
+    const isSearching = page.searched < page.recorded;
+    const searched = isSearching ? `; ${number(page.searched)} of ${number(page.recorded)} searched …` : "";
+    this.summary.textContent = `${number(page.total)} of ${number(page.recorded)} episodes${searched}`;
+
+    fill(this.head, COLUMNS.map((column) => this.heading(column, sort, descending)));
+    fill(this.body, page.rows.map((row, place) => this.tableRow(row, place)));
+    this.mark(Math.min(this.row, page.rows.length - 1), false);
+    this.drawPages(page.total, Number(offset));
+  }
+
+  heading([name, title, isNumber], sort, descending) {
+    const direction = descending === "true" ? "descending" : "ascending";
+    const button = element("button.plain", { type: "button", onclick: () => this.sort(name) }, title);
+    const heading = element("th", { scope: "col", className: isNumber ? "number" : "" }, button);
+    if (sort === name) heading.setAttribute("aria-sort", direction);
+    return heading;
+  }
+
+  tableRow(row, place) {
+    const address = this.episodeAddress(row, place);
+    const cells = COLUMNS.map(([name, title, isNumber, text]) => {
+      const shown = name === "task_id" ? element("a", { href: address }, text(row)) : text(row);
+      return element("td", { className: isNumber ? "number" : "", "data-label": title }, shown);
+    });
+    const made = element("tr", { onclick: () => this.app.go("episode", this.episodeParameters(row, place)) }, cells);
+    if (row.reward !== null) made.classList.add(row.reward > 0 ? "good" : "bad");
+    return made;
+  }
+
+  episodeParameters(row, place) {
+    const offset = Number(this.app.parameters.offset ?? 0) + place;
+    return { ...this.app.parameters, run: this.app.run().name, id: row.id, offset };
+  }
+
+  episodeAddress(row, place) {
+    return this.app.address("episode", this.episodeParameters(row, place));
+  }
+
+  drawPages(total, offset) {
+    const turn = (to) => {
+      this.app.go("episodes", { ...this.app.parameters, offset: to || "" }, { replace: true });
+      this.row = 0;
+      this.load();
+    };
+    const last = Math.min(offset + PAGE, total);
+    fill(
+      this.pages,
+      element("button", { type: "button", disabled: offset === 0, onclick: () => turn(Math.max(0, offset - PAGE)) }, "Previous"),
+      element("span", {}, total === 0 ? "nothing matches" : `${number(offset + 1)} to ${number(last)} of ${number(total)}`),
+      element("button", { type: "button", disabled: last >= total, onclick: () => turn(offset + PAGE) }, "Next"),
+    );
+  }
+
+  /** Mark the row that the keys are at. */
+  mark(row, moves = true) {
+    this.row = Math.max(0, row);
+    [...this.body.children].forEach((node, place) => node.classList.toggle("marked", place === this.row));
+    if (moves) this.body.children[this.row]?.querySelector("a")?.focus();
+  }
+
+  key(key) {
+    const rows = this.page?.rows ?? [];
+    if (key === "/") this.inputs.text.focus();
+    else if (key === "j") this.mark(Math.min(this.row + 1, rows.length - 1));
+    else if (key === "k") this.mark(this.row - 1);
+    else return false;
+    return true;
+  }
+
+  close() {
+    this.request?.abort();
+  }
+}

@@ -1,0 +1,267 @@
+"""The recorded episodes of a run: numbered Parquet files that appear whole or not at all.
+
+    episodes/000000-000031.parquet    the writes 0 to 31, merged
+    episodes/000032-000032.parquet    one write: the episodes of a step
+    episodes/vocabulary.parquet       the text of every token id
+
+Every step is a write of its own, so that a killed run leaves whole steps. Small files are merged
+when there are many. A merged file appears before those that it replaces are deleted: whoever reads
+leaves out files whose numbers lie within another's."""
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rl_loop.tracking.episode_table import SCHEMA
+from rl_loop.tracking.run_directory import RunDirectoryError, atomic_write_bytes
+
+VOCABULARY_FILE = "vocabulary.parquet"
+
+FILES_PER_MERGE = 32
+"""So many neighbouring files of one kind become one: each episode is written once more for every
+power of this that the number of steps reaches."""
+
+LARGEST_MERGE = 128 * 2**20
+"""Bytes. Files beyond stay as they are; a step of a large run is one."""
+
+ROW_GROUP_TOKENS = 2**20
+"""A row group is what has to be read to show one episode: some 10 MB."""
+
+ROW_GROUP_EPISODES = 4096
+
+IDS_PER_WRITE = 2**24
+"""Episodes of a write have ids from its number times this."""
+
+FLOAT_COLUMNS = (
+    "rollout_log_probs",
+    "trainer_log_probs",
+    "reference_log_probs",
+    "entropy",
+    "values",
+    "returns",
+)
+"""Whose numbers hardly ever repeat: they compress better byte by byte than in a dictionary.
+Advantages do repeat."""
+
+
+@dataclass(frozen=True, order=True)
+class EpisodeFile:
+    """One file of episodes."""
+
+    first: int
+    """Number of its first write."""
+    last: int
+    """Number of its last write."""
+    path: Path
+
+    @property
+    def merges(self) -> int:
+        """How often its episodes have been merged, as far as the count of writes says."""
+        writes = self.last - self.first + 1
+        level = 0
+        while writes >= FILES_PER_MERGE:
+            writes //= FILES_PER_MERGE
+            level += 1
+        return level
+
+
+def list_files(directory: Path) -> list[EpisodeFile]:
+    """List the files that hold the run's episodes, oldest first. None of them overlap."""
+    found = []
+    for path in directory.glob("*-*.parquet"):
+        first, _, last = path.stem.partition("-")
+        if first.isdigit() and last.isdigit():
+            found.append(EpisodeFile(int(first), int(last), path))
+
+    # Of files that begin together the longest comes first, and hides what a merge left behind.
+    files: list[EpisodeFile] = []
+    for file in sorted(found, key=lambda file: (file.first, -file.last)):
+        if not files or file.first > files[-1].last:
+            files.append(file)
+    return files
+
+
+def next_number(directory: Path) -> int:
+    """Return the number of the next write."""
+    files = list_files(directory)
+    return files[-1].last + 1 if files else 0
+
+
+def first_id(number: int) -> int:
+    """Return the id of the first episode of a write."""
+    return number * IDS_PER_WRITE
+
+
+def write_episodes(directory: Path, number: int, table: pa.Table) -> Path:
+    """Write the rows of ``episode_table`` as write ``number``. Raises RunWriteError, which names
+    the file, if they cannot be written; nothing is left behind then."""
+    if table.num_rows >= IDS_PER_WRITE:
+        raise ValueError(f"{table.num_rows:,} episodes in one write, the most is {IDS_PER_WRITE:,}")
+    directory.mkdir(exist_ok=True)
+    path = _path_of(directory, number, number)
+    atomic_write_bytes(path, _to_parquet([table]))
+    return path
+
+
+def merge_small_files(directory: Path) -> bool:
+    """Merge the newest files into one if there are FILES_PER_MERGE that have been merged equally
+    often and are not too large together. Returns whether there were."""
+    newest = list_files(directory)[-FILES_PER_MERGE:]
+    is_one_kind = len({file.merges for file in newest}) == 1
+    if len(newest) < FILES_PER_MERGE or not is_one_kind:
+        return False
+    if sum(file.path.stat().st_size for file in newest) > LARGEST_MERGE:
+        return False
+
+    tables = (table for file in newest for table in read_row_groups(file.path))
+    merged = _path_of(directory, newest[0].first, newest[-1].last)
+    atomic_write_bytes(merged, _to_parquet(tables))
+    for file in newest:
+        file.path.unlink()
+    return True
+
+
+def keep_steps_up_to(directory: Path, step: int) -> None:
+    """Drop the episodes of later steps, and what a crash left half-way."""
+    if not directory.exists():
+        return
+    for left_behind in directory.glob(".*.tmp"):
+        left_behind.unlink()
+
+    files = list_files(directory)
+    for path in directory.glob("*-*.parquet"):
+        if path not in {file.path for file in files}:
+            path.unlink()  # merged into another
+    for file in files:
+        steps = _read(file.path, ["step"]).column("step")
+        if len(steps) == 0 or pc.min(steps).as_py() > step:
+            file.path.unlink()
+        elif pc.max(steps).as_py() > step:
+            kept = (
+                table.filter(pc.less_equal(table.column("step"), step))
+                for table in read_row_groups(file.path)
+            )
+            atomic_write_bytes(file.path, _to_parquet(kept))
+
+
+def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """Read a file one row group at a time. Raises RunDirectoryError naming a damaged file."""
+    try:
+        with pq.ParquetFile(path) as file:
+            for i in range(file.num_row_groups):
+                yield file.read_row_group(i, columns=columns)
+    except pa.ArrowInvalid as error:
+        raise _damaged(path, error) from error
+
+
+def _read(path: Path, columns: Sequence[str]) -> pa.Table:
+    try:
+        return pq.read_table(path, columns=list(columns))
+    except pa.ArrowInvalid as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> RunDirectoryError:
+    return RunDirectoryError(f"{path} is damaged ({error}); move it away to go on without it")
+
+
+# -- the text of tokens ---------------------------------------------------------------------------
+
+
+def write_vocabulary(directory: Path, size: int, decode_token: Callable[[int], str]) -> None:
+    """Write the text of every token id below ``size``, unless it is there already."""
+    path = directory / VOCABULARY_FILE
+    if path.exists():
+        return
+    directory.mkdir(exist_ok=True)
+    texts = [decode_token(token).encode(errors="replace").decode() for token in range(size)]
+    table = pa.table({"text": pa.array(texts, pa.string())})
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd")
+    atomic_write_bytes(path, sink.getvalue())
+
+
+def read_vocabulary(directory: Path) -> list[str]:
+    """Read the text of every token id; empty if it has not been written yet."""
+    path = directory / VOCABULARY_FILE
+    with suppress(FileNotFoundError):
+        texts: list[str] = _read(path, ["text"]).column("text").to_pylist()
+        return texts
+    return []
+
+
+# -- Parquet --------------------------------------------------------------------------------------
+
+
+def _path_of(directory: Path, first: int, last: int) -> Path:
+    return directory / f"{first:06d}-{last:06d}.parquet"
+
+
+def _to_parquet(tables: Iterable[pa.Table]) -> bytes:
+    """Write tables behind one another in row groups of about ROW_GROUP_TOKENS."""
+    floats = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in FLOAT_COLUMNS}
+    in_dictionary = [path for path in _leaf_paths() if path not in floats]
+
+    sink = io.BytesIO()
+    with pq.ParquetWriter(
+        sink,
+        SCHEMA,
+        compression="zstd",
+        use_dictionary=in_dictionary,
+        column_encoding=floats,
+    ) as writer:
+        for row_group in _row_groups(tables):
+            writer.write_table(row_group, row_group_size=row_group.num_rows)
+    return sink.getvalue()
+
+
+def _leaf_paths() -> list[str]:
+    """Name the columns of a file as Parquet does."""
+    schema = pq.ParquetFile(_empty_file()).schema
+    return [schema.column(i).path for i in range(len(schema))]
+
+
+def _empty_file() -> io.BytesIO:
+    sink = io.BytesIO()
+    pq.write_table(SCHEMA.empty_table(), sink)
+    return io.BytesIO(sink.getvalue())
+
+
+def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Cut and join tables so that each has at most ROW_GROUP_TOKENS, or one episode."""
+    pending: list[pa.Table] = []
+    tokens = 0
+    rows = 0
+    for table in tables:
+        for piece in _pieces(table):
+            piece_tokens = pc.sum(piece.column("tokens")).as_py()
+            has_too_many_tokens = tokens + piece_tokens > ROW_GROUP_TOKENS
+            has_too_many_rows = rows + piece.num_rows > ROW_GROUP_EPISODES
+            if pending and (has_too_many_tokens or has_too_many_rows):
+                yield pa.concat_tables(pending)
+                pending, tokens, rows = [], 0, 0
+
+            pending.append(piece)
+            tokens += piece_tokens
+            rows += piece.num_rows
+    if pending:
+        yield pa.concat_tables(pending)
+
+
+def _pieces(table: pa.Table) -> Iterator[pa.Table]:
+    """Cut a table wherever it has had another ROW_GROUP_TOKENS or ROW_GROUP_EPISODES."""
+    tokens = np.cumsum(table.column("tokens").to_numpy(), dtype=np.int64)
+    has_enough_tokens = np.diff((tokens - 1) // ROW_GROUP_TOKENS) > 0
+    has_enough_rows = np.diff(np.arange(table.num_rows) // ROW_GROUP_EPISODES) > 0
+    cuts = np.flatnonzero(has_enough_tokens | has_enough_rows) + 1
+    for begin, end in pairwise([0, *cuts.tolist(), table.num_rows]):
+        if end > begin:
+            yield table.slice(begin, end - begin)

@@ -1,0 +1,178 @@
+"""Reads the recorded episodes of a run, also while it goes on."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rl_loop.tracking.episode_files import (
+    EpisodeFile,
+    list_files,
+    read_row_groups,
+    read_vocabulary,
+)
+from rl_loop.tracking.episode_table import FIGURES
+
+TEXTS_REMEMBERED = 8
+"""Searches whose hits are kept, for their next pages."""
+
+_Stamp = tuple[int, int]
+"""When a file was written (ns) and its bytes: another one means another content."""
+
+
+@dataclass(frozen=True)
+class TextSearch:
+    """What a search has found so far."""
+
+    ids: np.ndarray
+    """int64: ids of episodes with the text, in no order."""
+    searched: int
+    """Episodes looked through."""
+    of: int
+    """Episodes that there are."""
+
+
+@dataclass(frozen=True, eq=False)
+class _LoadedFile:
+    file: EpisodeFile
+    stamp: _Stamp
+    figures: pa.Table
+    """The columns of FIGURES, of all rows."""
+    row_ends: np.ndarray
+    """int64 [row groups]: the number of rows up to the end of each."""
+
+
+class EpisodeReader:
+    """The episodes of one run. Figures are kept in memory, about 200 bytes for each; tokens and
+    text are read when they are asked for. May be shared by threads."""
+
+    def __init__(self, directory: Path) -> None:
+        """``directory``: ``RunDirectory.episodes``; it may be missing."""
+        self._directory = directory
+        self._lock = threading.RLock()
+        self._files: list[_LoadedFile] = []
+        self._vocabulary: list[str] = []
+        self._searches: OrderedDict[str, dict[tuple[Path, _Stamp, int], np.ndarray]] = OrderedDict()
+        self.figures = FIGURES.empty_table()
+        """The columns of FIGURES, oldest episode first; as of the last ``refresh``."""
+
+    def refresh(self) -> None:
+        """Read the figures of files that are new. Raises RunDirectoryError naming a damaged
+        one."""
+        with self._lock:
+            known = {(loaded.file.path, loaded.stamp): loaded for loaded in self._files}
+            files: list[_LoadedFile] = []
+            for file in list_files(self._directory):
+                try:
+                    status = file.path.stat()
+                    stamp = (status.st_mtime_ns, status.st_size)
+                    loaded = known.get((file.path, stamp)) or _load(file, stamp)
+                except FileNotFoundError:
+                    continue  # merged or dropped meanwhile: the next refresh sees what came of it
+                files.append(loaded)
+
+            if files != self._files:
+                self._files = files
+                tables = [loaded.figures for loaded in files]
+                self.figures = pa.concat_tables(tables) if tables else FIGURES.empty_table()
+
+    def read(self, episode_id: int) -> dict[str, Any] | None:
+        """Read one episode whole: every column of ``episode_table`` as Python objects, and
+        ``texts``, the text of each token. None if there is no such episode."""
+        with self._lock:
+            for loaded in self._files:
+                ids = loaded.figures.column("id").to_numpy()
+                row = int(np.searchsorted(ids, episode_id))
+                if row < len(ids) and ids[row] == episode_id:
+                    return self._read_row(loaded, row)
+        return None
+
+    def _read_row(self, loaded: _LoadedFile, row: int) -> dict[str, Any] | None:
+        group = int(np.searchsorted(loaded.row_ends, row, side="right"))
+        first = int(loaded.row_ends[group - 1]) if group > 0 else 0
+        try:
+            with pq.ParquetFile(loaded.file.path) as file:
+                table = file.read_row_group(group).slice(row - first, 1)
+        except FileNotFoundError:
+            return None
+        (episode,) = table.to_pylist(maps_as_pydicts="strict")
+        episode["texts"] = self._texts(episode["token_ids"])
+        return dict(episode)
+
+    def _texts(self, token_ids: list[int]) -> list[str]:
+        if not self._vocabulary:
+            self._vocabulary = read_vocabulary(self._directory)
+        known = len(self._vocabulary)
+        return [self._vocabulary[i] if i < known else f"<{i}>" for i in token_ids]
+
+    def search(self, text: str, seconds: float) -> TextSearch:
+        """Look for a text in what prompts, policy and tools said, without regard to case, newest
+        episodes first.
+
+        Stops after ``seconds``; the same search again goes on where it stopped."""
+        with self._lock:
+            return self._search(text, time.monotonic() + seconds)
+
+    def _search(self, text: str, deadline: float) -> TextSearch:
+        hits = self._searches.setdefault(text, {})
+        self._searches.move_to_end(text)
+        while len(self._searches) > TEXTS_REMEMBERED:
+            self._searches.popitem(last=False)
+
+        # At least one row group at a time, or a slow disk would never come to an end.
+        has_scanned = False
+        for loaded, group in self._row_groups_newest_first():
+            key = (loaded.file.path, loaded.stamp, group)
+            if key in hits:
+                continue
+            if has_scanned and time.monotonic() > deadline:
+                break
+            hits[key] = _ids_with_text(loaded.file.path, group, text)
+            has_scanned = True
+
+        found = [np.zeros(0, np.int64)]
+        searched = 0
+        for loaded, group in self._row_groups_newest_first():
+            key = (loaded.file.path, loaded.stamp, group)
+            if key in hits:
+                found.append(hits[key])
+                first = int(loaded.row_ends[group - 1]) if group > 0 else 0
+                searched += int(loaded.row_ends[group]) - first
+        return TextSearch(np.concatenate(found), searched, self.figures.num_rows)
+
+    def _row_groups_newest_first(self) -> Iterator[tuple[_LoadedFile, int]]:
+        for loaded in reversed(self._files):
+            for group in reversed(range(len(loaded.row_ends))):
+                yield loaded, group
+
+
+def _load(file: EpisodeFile, stamp: _Stamp) -> _LoadedFile:
+    tables = list(read_row_groups(file.path, FIGURES.names))
+    rows = np.cumsum([table.num_rows for table in tables], dtype=np.int64)
+    figures = pa.concat_tables(tables) if tables else FIGURES.empty_table()
+    return _LoadedFile(file, stamp, figures.combine_chunks(), rows)
+
+
+def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
+    """Return the ids of a row group's episodes in one of whose turns the text stands."""
+    try:
+        with pq.ParquetFile(path) as file:
+            table = file.read_row_group(row_group, ["id", "turns.list.element.text"])
+    except FileNotFoundError:
+        return np.zeros(0, np.int64)  # merged meanwhile; it is searched under its new name
+
+    found = []
+    for batch in table.to_batches():
+        turns = batch.column("turns")
+        is_hit = pc.match_substring(turns.flatten().field("text"), text, ignore_case=True)
+        rows = pc.list_parent_indices(turns).filter(is_hit).to_numpy()
+        found.append(batch.column("id").to_numpy()[np.unique(rows)])
+    return np.concatenate(found)

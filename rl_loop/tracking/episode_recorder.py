@@ -1,0 +1,122 @@
+"""Records the episodes of a run beside the loop: one thread makes the files."""
+
+import copy
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.tracking.episode_files import (
+    first_id,
+    keep_steps_up_to,
+    merge_small_files,
+    next_number,
+    write_episodes,
+    write_vocabulary,
+)
+from rl_loop.tracking.episode_table import EpisodesOfSplit, episode_table
+from rl_loop.tracking.run_directory import RunWriteError
+
+logger = logging.getLogger(__name__)
+
+
+class Vocabulary(Protocol):
+    """Says what token ids mean: a ``rl_loop.harmony.vocabulary.Vocabulary``."""
+
+    size: int
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class EpisodeRecorder:
+    """Writes the episodes of steps, as a context that is left when all of them are on the disk.
+
+    The thread works on one step at a time and the loop goes on meanwhile, so at most two steps'
+    episodes are in memory. What the thread could not do is raised in the loop by the next call."""
+
+    def __init__(
+        self,
+        directory: Path,
+        vocabulary: Vocabulary,
+        keep: Literal["all"] | int,
+        resume_after: int | None = None,
+    ) -> None:
+        """``keep``: episodes of each step and split, as ``tracking.episodes`` says.
+
+        ``resume_after``: the last step that the run goes on from; what is there of later ones is
+        dropped. None for a new run."""
+        self._directory = directory
+        self._vocabulary = vocabulary
+        self._at_most = None if keep == "all" else keep
+        if resume_after is not None:
+            keep_steps_up_to(directory, resume_after)
+        self._number = next_number(directory)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="episodes")
+        self._under_way: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.finish_writing()
+        except RunWriteError as failure:
+            if error is None:
+                raise
+            logger.error("%s", failure)  # what ended the run comes first
+        finally:
+            self._thread.shutdown()
+
+    def record(self, step: int, splits: Sequence[EpisodesOfSplit]) -> None:
+        """Write the episodes of a step, beside whatever comes next.
+
+        Raises RunWriteError if those of the step before could not be written."""
+        if self._at_most == 0:
+            return
+        self.finish_writing()
+        kept = [replace(split, groups=_without_routes(split.groups)) for split in splits]
+        self._under_way = self._thread.submit(self._write, self._number, step, kept)
+        self._number += 1
+
+    def finish_writing(self) -> None:
+        """Wait until everything is on the disk. Raises RunWriteError if it cannot be."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _write(self, number: int, step: int, splits: Sequence[EpisodesOfSplit]) -> None:
+        vocabulary = self._vocabulary
+        write_vocabulary(self._directory, vocabulary.size, lambda i: vocabulary.decode([i]))
+        table = episode_table(step, splits, first_id(number), self._at_most)
+        write_episodes(self._directory, number, table)
+        while merge_small_files(self._directory):
+            pass
+
+
+def _without_routes(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """Copy groups so that their routes, which lie in Ray's store, may go as soon as the loop needs
+    them no more."""
+    return [
+        replace(
+            group,
+            trajectories=[_without_own_routes(trajectory) for trajectory in group.trajectories],
+            invalid=[_without_own_routes(trajectory) for trajectory in group.invalid],
+        )
+        for group in groups
+    ]
+
+
+def _without_own_routes(trajectory: Trajectory) -> Trajectory:
+    # Not replace(), which would check all columns again.
+    copied = copy.copy(trajectory)
+    copied.routed_experts = None
+    return copied

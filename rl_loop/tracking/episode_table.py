@@ -1,0 +1,295 @@
+"""Recorded episodes as rows of a table: what each column holds, and how rows are made of
+trajectories."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from megatron_gptoss.samples import TrainingSamples
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+
+SPAN = pa.struct([("start", pa.int32()), ("end", pa.int32())])
+VERSION_SPAN = pa.struct([*SPAN, pa.field("version", pa.int32())])
+TURN = pa.struct([pa.field("role", pa.string()), *SPAN, pa.field("text", pa.string())])
+
+FIGURES = pa.schema(
+    [
+        # Unique in a run; later episodes have larger ones. See ``episode_files.first_id``.
+        pa.field("id", pa.int64(), nullable=False),
+        pa.field("step", pa.int32(), nullable=False),
+        pa.field("split", pa.string(), nullable=False),  # "train" or "held_out"
+        pa.field("group", pa.int32(), nullable=False),  # number of the task in its step and split
+        pa.field("sample", pa.int32(), nullable=False),  # number of the episode in its group
+        pa.field("task_id", pa.string(), nullable=False),
+        pa.field("reward", pa.float64()),  # null of an invalid episode
+        pa.field("reward_parts", pa.map_(pa.string(), pa.float64())),
+        # Mean over the tokens that are trained on; null if there are none.
+        pa.field("advantage", pa.float32()),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("format_error", pa.string()),
+        pa.field("excluded", pa.bool_(), nullable=False),  # masked: a limit cut it short
+        pa.field("invalid", pa.string()),  # which component failed; null if none did
+        pa.field("invalid_reason", pa.string()),
+        pa.field("answer", pa.string()),
+        pa.field("assistant_turns", pa.int32(), nullable=False),
+        pa.field("tool_calls", pa.int32(), nullable=False),
+        pa.field("tool_errors", pa.int32(), nullable=False),
+        pa.field("tokens", pa.int32(), nullable=False),
+        pa.field("sampled_tokens", pa.int32(), nullable=False),
+        # Of the weights that sampled it; null if the engine did not say.
+        pa.field("oldest_version", pa.int32()),
+        pa.field("newest_version", pa.int32()),
+        # Mean |trainer - engine| of the log-probs of sampled tokens, nats; null if not known.
+        pa.field("logprob_gap", pa.float32()),
+    ]
+)
+"""One value per episode: what tables of episodes show and filter by."""
+
+CONTENTS = pa.schema(
+    [
+        pa.field("turns", pa.list_(TURN), nullable=False),  # token ranges [start, end)
+        pa.field("weight_versions", pa.list_(VERSION_SPAN), nullable=False),
+        pa.field("grafted", pa.list_(SPAN), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
+        pa.field("rollout_log_probs", pa.list_(pa.float32()), nullable=False),
+        # Null where the episode was not trained on, or nobody computed them. In nats.
+        pa.field("trainer_log_probs", pa.list_(pa.float32())),
+        pa.field("reference_log_probs", pa.list_(pa.float32())),
+        pa.field("entropy", pa.list_(pa.float32())),
+        pa.field("advantages", pa.list_(pa.float32())),
+        pa.field("values", pa.list_(pa.float32())),
+        pa.field("returns", pa.list_(pa.float32())),
+    ]
+)
+"""One list per episode. Those of tokens are as long as ``token_ids``; 0.0 where a token was not
+sampled."""
+
+SCHEMA = pa.schema([*FIGURES, *CONTENTS])
+
+ESTIMATES = ("advantages", "reference_log_probs", "values", "returns")
+"""Columns that are taken from TrainingSamples under the same name."""
+
+
+@dataclass(frozen=True)
+class EpisodesOfSplit:
+    """Finished episodes of one step and what the trainer says of their tokens."""
+
+    split: str
+    """One of train, held_out."""
+    groups: Sequence[TrajectoryGroup]
+    samples: TrainingSamples | None = None
+    """Of the valid episodes of ``groups``, in order; None if they are not trained on."""
+    trainer_log_probs: np.ndarray | None = None
+    """float32 [tokens of ``samples``], nats."""
+    entropy: np.ndarray | None = None
+    """float32 [tokens of ``samples``], nats."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One episode and where it belongs."""
+
+    split: str
+    group: int
+    sample: int
+    trajectory: Trajectory
+    tokens: slice | None
+    """Where the columns of TrainingSamples have its tokens; None if it was not trained on."""
+    estimates: dict[str, np.ndarray]
+    """Columns of all tokens of the split, by their name in CONTENTS."""
+
+
+def episode_table(
+    step: int,
+    splits: Sequence[EpisodesOfSplit],
+    first_id: int = 0,
+    at_most: int | None = None,
+) -> pa.Table:
+    """Make the rows of all episodes of a step, invalid ones included.
+
+    Args:
+        step: the number of the step.
+        splits: what there is to record.
+        first_id: of the first row; the others count on.
+        at_most: rows of each split, evenly spread over its tasks; None takes all.
+    """
+    rows: list[_Row] = []
+    for split in splits:
+        rows += _thinned(_rows_of(split), at_most)
+
+    columns: dict[str, pa.Array] = {
+        "id": pa.array(range(first_id, first_id + len(rows)), pa.int64()),
+        "step": pa.array([step] * len(rows), pa.int32()),
+    }
+    for field in FIGURES:
+        if field.name not in columns:
+            figure = FIGURE_OF[field.name]
+            columns[field.name] = pa.array([figure(row) for row in rows], field.type)
+
+    for name in ("turns", "weight_versions", "grafted"):
+        spans = SPANS_OF[name]
+        columns[name] = pa.array([spans(row) for row in rows], CONTENTS.field(name).type)
+    for field in CONTENTS:
+        if field.name not in columns:
+            columns[field.name] = _token_column(field, rows)
+    return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def _rows_of(split: EpisodesOfSplit) -> list[_Row]:
+    estimates = _estimates(split)
+    rows = []
+    sequence = 0
+    for number, group in enumerate(split.groups):
+        for i, trajectory in enumerate([*group.trajectories, *group.invalid]):
+            tokens = None
+            if split.samples is not None and trajectory.invalid is None:
+                first, last = split.samples.offsets[sequence : sequence + 2].tolist()
+                tokens = slice(first, last)
+                sequence += 1
+            rows.append(_Row(split.split, number, i, trajectory, tokens, estimates))
+    return rows
+
+
+def _estimates(split: EpisodesOfSplit) -> dict[str, np.ndarray]:
+    columns = {"trainer_log_probs": split.trainer_log_probs, "entropy": split.entropy}
+    if split.samples is not None:
+        columns |= {name: getattr(split.samples, name) for name in ESTIMATES}
+    return {name: column for name, column in columns.items() if column is not None}
+
+
+def _thinned(rows: list[_Row], at_most: int | None) -> list[_Row]:
+    if at_most is None or len(rows) <= at_most:
+        return rows
+    if at_most == 0:
+        return []
+    stride = len(rows) // at_most
+    return rows[::stride][:at_most]
+
+
+# -- one value per episode ------------------------------------------------------------------------
+
+
+def _advantage(row: _Row) -> float | None:
+    column = row.estimates.get("advantages")
+    if column is None or row.tokens is None or row.trajectory.excluded:
+        return None
+    learned = column[row.tokens][row.trajectory.loss_mask]
+    return float(learned.mean(dtype=np.float64)) if len(learned) else None
+
+
+def _logprob_gap(row: _Row) -> float | None:
+    column = row.estimates.get("trainer_log_probs")
+    if column is None or row.tokens is None:
+        return None
+    is_sampled = row.trajectory.loss_mask
+    gaps = np.abs(column[row.tokens] - row.trajectory.rollout_log_probs)[is_sampled]
+    return float(gaps.mean(dtype=np.float64)) if len(gaps) else None
+
+
+def _versions(row: _Row) -> list[int]:
+    return [span.version for span in row.trajectory.weight_versions]
+
+
+def _reward(row: _Row) -> float | None:
+    return None if row.trajectory.invalid else float(row.trajectory.reward)
+
+
+def _reward_parts(row: _Row) -> list[tuple[str, float]]:
+    parts = row.trajectory.reward_parts
+    return [(_utf8(name), float(value)) for name, value in parts.items()]
+
+
+def _invalid_component(row: _Row) -> str | None:
+    return row.trajectory.invalid.component if row.trajectory.invalid else None
+
+
+def _invalid_reason(row: _Row) -> str | None:
+    return _utf8(row.trajectory.invalid.reason) if row.trajectory.invalid else None
+
+
+def _answer(row: _Row) -> str | None:
+    return None if row.trajectory.answer is None else _utf8(row.trajectory.answer)
+
+
+FIGURE_OF: dict[str, Callable[[_Row], Any]] = {
+    "split": lambda row: row.split,
+    "group": lambda row: row.group,
+    "sample": lambda row: row.sample,
+    "task_id": lambda row: _utf8(row.trajectory.task_id),
+    "reward": _reward,
+    "reward_parts": _reward_parts,
+    "advantage": _advantage,
+    "finish_reason": lambda row: str(row.trajectory.finish_reason),
+    "format_error": lambda row: row.trajectory.format_error,
+    "excluded": lambda row: row.trajectory.excluded,
+    "invalid": _invalid_component,
+    "invalid_reason": _invalid_reason,
+    "answer": _answer,
+    "assistant_turns": lambda row: row.trajectory.assistant_turns,
+    "tool_calls": lambda row: row.trajectory.tool_calls,
+    "tool_errors": lambda row: row.trajectory.tool_errors,
+    "tokens": lambda row: len(row.trajectory),
+    "sampled_tokens": lambda row: row.trajectory.sampled_tokens,
+    "oldest_version": lambda row: min(_versions(row), default=None),
+    "newest_version": lambda row: max(_versions(row), default=None),
+    "logprob_gap": _logprob_gap,
+}
+"""How the columns of FIGURES are made, but for "id" and "step"."""
+
+
+# -- lists ----------------------------------------------------------------------------------------
+
+
+def _turns(row: _Row) -> list[dict[str, Any]]:
+    return [
+        {"role": turn.role, "start": turn.start, "end": turn.end, "text": _utf8(turn.text)}
+        for turn in row.trajectory.turns
+    ]
+
+
+def _weight_versions(row: _Row) -> list[dict[str, int]]:
+    return [vars(span) for span in row.trajectory.weight_versions]
+
+
+def _grafted(row: _Row) -> list[dict[str, int]]:
+    return [{"start": start, "end": end} for start, end in row.trajectory.grafted]
+
+
+SPANS_OF: dict[str, Callable[[_Row], list[dict[str, Any]]]] = {
+    "turns": _turns,
+    "weight_versions": _weight_versions,
+    "grafted": _grafted,
+}
+"""How the columns of token ranges are made."""
+
+TRAJECTORY_COLUMNS = ("token_ids", "loss_mask", "rollout_log_probs")
+
+
+def _token_column(field: pa.Field, rows: Sequence[_Row]) -> pa.Array:
+    """Lay what the episodes have of a column end to end; null for those that have nothing."""
+    parts = []
+    for row in rows:
+        if field.name in TRAJECTORY_COLUMNS:
+            parts.append(getattr(row.trajectory, field.name))
+        elif row.tokens is not None and field.name in row.estimates:
+            parts.append(row.estimates[field.name][row.tokens])
+        else:
+            parts.append(None)
+
+    if all(part is None for part in parts):
+        return pa.nulls(len(rows), field.type)
+    present = [part for part in parts if part is not None]
+    lengths = [0 if part is None else len(part) for part in parts]
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
+    values = pa.array(np.concatenate(present), field.type.value_type)
+    is_missing = pa.array([part is None for part in parts], pa.bool_())
+    return pa.ListArray.from_arrays(pa.array(offsets), values, field.type, mask=is_missing)
+
+
+def _utf8(text: str) -> str:
+    """Replace what UTF-8 cannot write: sampled text may hold lone surrogates."""
+    return text.encode(errors="replace").decode()

@@ -1,0 +1,111 @@
+"""A viewer that really listens, for tests to ask and to look at."""
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from launch.viewer.server import open_server
+from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.tracking.run_directory import RunDirectory, start_run
+from tests.recorded_episodes import record_steps
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where the viewer is."""
+
+    address: str
+    port: int
+
+    def get(
+        self, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"
+    ) -> Answer:
+        """Ask for a path exactly as it is written."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, headers=dict(headers or {}))
+        response = connection.getresponse()
+        answer = Answer(response.status, dict(response.getheaders()), response.read())
+        connection.close()
+        return answer
+
+
+@contextmanager
+def served(*paths: Path, host: str = "127.0.0.1", ask_for_token: bool = False) -> Iterator[Served]:
+    """Serve runs in a thread of this process."""
+    server = open_server(list(paths), host, 0, ask_for_token)
+    loop = asyncio.new_event_loop()
+    runner = web.AppRunner(server.viewer.application(), access_log=None, shutdown_timeout=1)
+
+    async def begin() -> None:
+        await runner.setup()
+        await web.SockSite(runner, server.listener).start()
+
+    thread = threading.Thread(target=loop.run_forever, name="viewer")
+    thread.start()
+    asyncio.run_coroutine_threadsafe(begin(), loop).result(60)
+    try:
+        yield Served(server.address, server.listener.getsockname()[1])
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(60)
+        loop.close()
+
+
+CONFIG = "training:\n  steps: {steps}\nalgorithm:\n  mini_batches: 1\n"
+
+
+class ExampleRun:
+    """A run that grows when a test says so."""
+
+    def __init__(self, path: Path, steps: int = 0, of: int = 100) -> None:
+        self.directory: RunDirectory = start_run(path, CONFIG.format(steps=of))
+        self._writer = MetricsWriter(self.directory)
+        self._step = 0
+        self.add(steps)
+
+    def add(self, steps: int, **values: float) -> None:
+        """Finish so many steps. ``values`` replace usual ones."""
+        first = self._step
+        self._step += steps
+        record_steps(self.directory.episodes, range(first, self._step))
+        for step in range(first, self._step):
+            metrics = StepMetrics(step)
+            usual = {
+                Name.REWARD: step / 20 - 1,
+                Name.ACCURACY: min(1.0, step / 40),
+                Name.LOGPROB_GAP: 1e-6,
+                "ratio/deviation_max": 0.0,
+                Name.GRAD_NORM: 0.5,
+                Name.ENTROPY: 1.0,
+                Name.STEP_SECONDS: 2.0,
+                "seconds/rollout": 1.2,
+                "seconds/train": 0.6,
+                "rollout/invalid/sandbox": 0.0,
+                Name.GROUPS_WITHOUT_SIGNAL: 0.1,
+            }
+            for name, value in (usual | values).items():
+                metrics.add(name, value, "last")
+            self._writer.write(metrics)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,254 @@
+"""The viewer in a real Chromium: at two widths and in both themes, without an error, a foreign request or a barrier."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.viewer.served import ExampleRun, Served, served
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.browser
+
+WIDTHS = (1400, 420)
+THEMES = ("light", "dark")
+PATIENCE_MS = 60_000
+"""Until then, whatever is waited for has happened on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="see tests/launch/viewer/install.sh")
+    executable = shutil.which("chromium")
+    if executable is None:
+        pytest.skip("there is no chromium: see tests/launch/viewer/install.sh")
+    with api.sync_playwright() as playwright:
+        # Root, as whom containers run tests, may not use Chromium's own sandbox.
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[ExampleRun]:
+    """A run that goes on beside one that has ended."""
+    other = ExampleRun(tmp_path / "runs" / "ended", steps=12)
+    other.directory.write_summary(held_out_accuracy_rl=0.75)
+    other.close()
+    growing = ExampleRun(tmp_path / "runs" / "growing", steps=20)
+    yield growing
+    growing.close()
+
+
+@pytest.fixture
+def viewer(run: ExampleRun) -> Iterator[Served]:
+    with served(run.directory.path.parent) as server:
+        yield server
+
+
+@contextmanager
+def opened(
+    chromium: Any, viewer: Served, path: str = "#/curves", width: int = 1400, theme: str = "light"
+) -> Iterator[Any]:
+    """Open a page that may ask nobody else and report no error."""
+    context = chromium.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=theme, reduced_motion="reduce"
+    )
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    troubles: list[str] = []
+    page.on(
+        "console", lambda m: troubles.append(m.text) if m.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("requestfailed", lambda request: troubles.append(f"{request.url}: {request.failure}"))
+    foreign: list[str] = []
+    page.on(
+        "request",
+        lambda request: (
+            None if request.url.startswith(viewer.address) else foreign.append(request.url)
+        ),
+    )
+    page.goto(viewer.address + path)
+    yield page
+    context.close()
+    aborted = [trouble for trouble in troubles if "ERR_ABORTED" in trouble]  # by the page itself
+    assert [trouble for trouble in troubles if trouble not in aborted] == []
+    assert foreign == []
+
+
+def until(page: Any, condition: str, argument: Any = None) -> None:
+    """Wait until an expression or a function of ``argument`` holds.
+
+    Playwright's own waiting is a script that the page's content policy forbids."""
+    wait_until(lambda: page.evaluate(condition, argument), lambda: condition, seconds=60)
+
+
+def fits(page: Any) -> bool:
+    """Whether nothing makes the page scroll sideways."""
+    wider = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    return bool(wider <= 0)
+
+
+def barriers(page: Any) -> list[str]:
+    """What axe finds: contrast, labels, roles, what the keyboard cannot reach."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    found = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    return [
+        f"{violation['id']}: {node['html'][:200]} {node['failureSummary']}"
+        for violation in found
+        for node in violation["nodes"]
+    ]
+
+
+def newest_episode(viewer: Served) -> int:
+    (row,) = viewer.get("/api/runs/growing/episodes?limit=1").json["rows"]
+    return int(row["id"])
+
+
+VIEWS = {
+    "curves": ("#/curves?runs=growing,ended", ".chart canvas"),
+    "episodes": ("#/episodes?run=growing", ".episodes tbody tr"),
+    "conversation": ("#/episode?run=growing&id={id}", ".message.final"),
+    "tokens": ("#/episode?run=growing&id={id}&view=tokens&colour=gap", ".token.less"),
+    "group": ("#/group?run=growing&step=3&split=train&group=1", ".siblings article"),
+    "config": ("#/config?run=ended", "dd"),
+}
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_is_legible_at_any_width(
+    chromium: Any, viewer: Served, view: str, width: int, theme: str, tmp_path: Path
+) -> None:
+    path, shown = VIEWS[view]
+    path = path.format(id=newest_episode(viewer))
+    with opened(chromium, viewer, path, width, theme) as page:
+        page.wait_for_selector(shown)
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        first, *_ = map(int, re.findall(r"\d+", background))
+        assert (first > 128) == (theme == "light")
+        assert fits(page)
+        assert barriers(page) == []
+        page.screenshot(path=tmp_path / f"{view}-{width}-{theme}.png", full_page=True)
+
+
+def test_a_curve_grows_while_the_run_goes_on(
+    chromium: Any, viewer: Served, run: ExampleRun
+) -> None:
+    with opened(chromium, viewer, "#/curves?runs=growing") as page:
+        page.wait_for_selector(".chart canvas")
+        reward = page.locator(".chart", has_text="reward").first
+        before = reward.locator(".legend").inner_text()
+        assert "-0.05" in before  # of step 19
+        run.add(5)
+        until(page, "document.querySelector('.run').innerText.includes('step 25 of 100')")
+        until(
+            page, "before => document.querySelector('.chart .legend').innerText !== before", before
+        )
+        assert "0.2" in reward.locator(".legend").inner_text()
+
+
+def test_two_runs_are_compared(chromium: Any, viewer: Served) -> None:
+    with opened(chromium, viewer, "#/curves?runs=growing") as page:
+        page.wait_for_selector(".chart canvas")
+        assert page.locator(".chart .legend").first.locator(".line").count() == 1
+        page.get_by_role("checkbox", name="ended").click()
+        until(page, "document.querySelectorAll('.chart .legend')[0].children.length === 2")
+        assert "runs=growing%2Cended" in page.url
+
+
+def test_charts_zoom_together_and_smoothing_keeps_the_scale(chromium: Any, viewer: Served) -> None:
+    with opened(chromium, viewer, "#/curves?runs=growing") as page:
+        page.wait_for_selector(".chart canvas")
+        over = page.locator(".u-over").first.bounding_box()
+        middle = over["y"] + over["height"] / 2
+        page.mouse.move(over["x"] + over["width"] * 0.25, middle)
+        page.mouse.down()
+        page.mouse.move(over["x"] + over["width"] * 0.75, middle, steps=5)
+        page.mouse.up()
+        assert 3 <= int(page.get_by_label("From step").input_value()) <= 6
+        assert 13 <= int(page.get_by_label("to step").input_value()) <= 16
+        page.get_by_role("button", name="Whole run").click()
+        assert page.get_by_label("From step").input_value() == ""
+        page.get_by_label("Metric").fill("entropy")
+        until(page, "document.querySelectorAll('.chart:not([hidden])').length === 1")
+
+
+def test_a_reader_filters_opens_and_colours_an_episode(chromium: Any, viewer: Served) -> None:
+    with opened(chromium, viewer, "#/episodes?run=growing") as page:
+        page.wait_for_selector(".episodes tbody tr")
+        assert page.get_by_role("status").last.inner_text() == "80 of 80 episodes"
+        page.get_by_label("Text in the episode").fill("answer is 5")
+        until(
+            page, "document.querySelector('main [role=status]').innerText === '40 of 80 episodes'"
+        )
+        page.get_by_label("From step").fill("18")
+        until(page, "document.querySelector('main [role=status]').innerText === '4 of 80 episodes'")
+        page.locator(".episodes tbody tr").nth(1).click()
+        page.wait_for_selector(".message.final")
+        assert page.locator(".message").count() == 4
+        assert "reward -1" in page.locator(".outcome").inner_text()
+
+        page.get_by_role("button", name="Tokens").click()
+        assert page.locator(".token.more").count() > 0
+        page.get_by_label("Colour").select_option("advantage")
+        assert page.locator(".token.less").count() > 0
+        assert page.locator(".token.more").count() == 0
+        page.get_by_text("print(", exact=True).click()
+        details = page.locator(".details").inner_text()
+        assert "log-prob, engine\n-0.125" in details
+        assert "log-prob, trainer\n-0.375" in details
+        assert "gap\n-0.25" in details
+        # What a model wrote is text.
+        assert page.locator("main i").count() == 0
+
+        page.get_by_role("link", name="All episodes").click()
+        page.wait_for_selector(".episodes tbody tr")
+        assert page.get_by_label("From step").input_value() == "18"
+
+
+def test_the_keyboard_suffices(chromium: Any, viewer: Served) -> None:
+    with opened(chromium, viewer) as page:
+        page.wait_for_selector(".chart canvas")
+        page.keyboard.press("2")
+        page.wait_for_selector(".episodes tbody tr")
+        page.keyboard.press("j")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".message.final")
+        first = page.url
+        page.keyboard.press("j")
+        until(page, "before => location.href !== before", first)
+        page.wait_for_selector(".message.final")
+        page.keyboard.press("t")
+        page.wait_for_selector(".tokens")
+        page.keyboard.press("c")
+        assert "colour=" in page.url
+        page.keyboard.press("ArrowRight")
+        assert page.locator(".token.chosen").count() == 1
+        page.keyboard.press("g")
+        page.wait_for_selector(".siblings article")
+        assert page.locator(".siblings article").count() == 2
+        page.keyboard.press("?")
+        assert page.locator("dialog[open]").count() == 1
+        page.keyboard.press("Escape")
+        assert page.locator("dialog[open]").count() == 0
+
+
+def test_the_theme_is_chosen_and_kept(chromium: Any, viewer: Served) -> None:
+    with opened(chromium, viewer, theme="light") as page:
+        page.wait_for_selector(".chart canvas")
+        button = page.get_by_role("button", name="Theme")
+        button.click()
+        button.click()
+        assert button.inner_text() == "Theme: dark"
+        page.reload()
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        page.wait_for_selector(".chart canvas")

@@ -1,0 +1,111 @@
+"""What is wrong with a run is said, and what is right with it is not called wrong."""
+
+from typing import Any
+
+import pytest
+
+from launch.viewer.health import Finding, find, state_of
+
+
+def records(steps: int = 40, **last: Any) -> list[dict[str, Any]]:
+    """Steps of a healthy run; ``last`` replaces values of its last ten."""
+    healthy: dict[str, Any] = {
+        "reward": 0.5,
+        "mismatch/logprob_gap": 1e-5,
+        "mismatch/drift": 1.0,
+        "ratio/deviation_max": 0.0,
+        "grad_norm": 0.4,
+        "skipped_updates": 0.0,
+        "entropy": 1.0,
+        "rollout/groups_without_signal": 0.2,
+        "rollout/invalid/sandbox": 0.0,
+        "rollout/invalid/engine": 0.0,
+        "finish/length": 0.1,
+        "seconds/step": 10.0,
+    }
+    made = []
+    for step in range(steps):
+        changed = last if step >= steps - 10 else {}
+        made.append({"step": step, "time": 1000.0 + 10 * step, **healthy, **changed})
+    return made
+
+
+def finding_of(check: str, **last: Any) -> Finding:
+    (finding,) = [f for f in find(records(**last), is_on_policy=True) if f.check == check]
+    return finding
+
+
+def test_a_healthy_run_passes_every_check() -> None:
+    findings = find(records(), is_on_policy=True)
+    assert {finding.level for finding in findings} == {"good"}
+    assert len(findings) == 9
+
+
+@pytest.mark.parametrize(
+    ("check", "last", "level", "says"),
+    [
+        ("numbers are finite", {"grad_norm": None}, "bad", "NaN or infinity in grad_norm"),
+        ("importance ratio", {"ratio/deviation_max": 0.01}, "bad", "by up to 0.01"),
+        ("engine and trainer", {"mismatch/drift": 3.0}, "warning", "3.0 times"),
+        ("engine and trainer", {"mismatch/drift": 9.0}, "bad", "9.0 times"),
+        ("gradient", {"skipped_updates": 1.0}, "warning", "10 updates"),
+        ("gradient", {"grad_norm": 40.0}, "warning", "100 times the usual 0.4"),
+        ("entropy", {"entropy": 0.01}, "warning", "hardly explores"),
+        ("entropy", {"entropy": 9.0}, "warning", "random"),
+        ("signal", {"rollout/groups_without_signal": 1.0}, "bad", "100% of the tasks"),
+        ("signal", {"rollout/groups_without_signal": 0.9}, "warning", "90% of the tasks"),
+        ("infrastructure", {"rollout/invalid/sandbox": 0.05}, "warning", "most to sandbox"),
+        ("infrastructure", {"rollout/invalid/engine": 0.5}, "bad", "most to engine"),
+        ("endings", {"finish/length": 0.8}, "warning", "most at length"),
+        ("speed", {"seconds/step": 50.0}, "warning", "5.0 times the usual"),
+    ],
+)
+def test_what_is_wrong_is_said(check: str, last: dict[str, Any], level: str, says: str) -> None:
+    finding = finding_of(check, **last)
+    assert finding.level == level
+    assert says in finding.says
+
+
+def test_the_worst_comes_first() -> None:
+    last = {"finish/length": 0.9, "ratio/deviation_max": 1.0}
+    levels = [finding.level for finding in find(records(**last), is_on_policy=True)]
+    assert levels[:3] == ["bad", "warning", "good"]
+
+
+def test_a_ratio_is_free_to_deviate_off_policy() -> None:
+    findings = find(records(**{"ratio/deviation_max": 0.2}), is_on_policy=False)
+    assert "importance ratio" not in {finding.check for finding in findings}
+
+
+def test_a_run_that_measures_little_is_judged_by_that() -> None:
+    checks = [finding.check for finding in find([{"step": 0, "loss": 2.0}], is_on_policy=True)]
+    assert checks == ["numbers are finite"]
+    assert find([], is_on_policy=True) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "silent", "is_finished", "holder_lives", "state"),
+    [
+        (0, 0, False, None, "waiting"),
+        (0, 0, False, False, "stopped"),
+        (40, 30, False, None, "running"),
+        (40, 30, False, True, "running"),
+        (40, 30, False, False, "stopped"),
+        (40, 700, False, True, "stalled"),
+        (40, 700, False, None, "stopped"),
+        (40, 9000, True, None, "finished"),
+    ],
+)
+def test_whether_a_run_goes_on(
+    steps: int, silent: float, is_finished: bool, holder_lives: bool | None, state: str
+) -> None:
+    made = records(steps) if steps else []
+    now = (made[-1]["time"] if made else 0.0) + silent
+    found = state_of(made, now, steps=40, is_finished=is_finished, holder_lives=holder_lives)
+    assert found == state
+
+
+def test_a_run_that_is_made_longer_is_not_finished() -> None:
+    made = records(40)
+    now = made[-1]["time"] + 5
+    assert state_of(made, now, steps=80, is_finished=True, holder_lives=True) == "running"

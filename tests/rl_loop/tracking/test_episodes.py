@@ -1,0 +1,371 @@
+"""Every episode is recorded whole, none twice, and whatever ends a run leaves readable files."""
+
+import errno
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks.in_process import local_loop
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.run import RlConfig
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn
+from rl_loop.tracking import episode_files
+from rl_loop.tracking.episode_files import keep_steps_up_to, list_files
+from rl_loop.tracking.episode_reader import EpisodeReader
+from rl_loop.tracking.episode_recorder import EpisodeRecorder
+from rl_loop.tracking.episode_table import SCHEMA, EpisodesOfSplit, episode_table
+from rl_loop.tracking.run_directory import RunDirectoryError, RunWriteError
+from tests.recorded_episodes import (
+    VOCABULARY,
+    failed,
+    groups_of_step,
+    record_steps,
+    solved,
+    train_split,
+)
+from tests.rl_loop.algorithms.test_algorithms_end_to_end import config
+from tests.rl_loop.tracking.test_run_directory import no_file_beyond
+
+
+def reader_of(directory: Path) -> EpisodeReader:
+    reader = EpisodeReader(directory)
+    reader.refresh()
+    return reader
+
+
+def steps_in(directory: Path) -> list[int]:
+    steps: list[int] = reader_of(directory).figures.column("step").to_pylist()
+    return steps
+
+
+# ---- what is recorded
+
+
+def test_an_episode_comes_back_as_it_was(tmp_path: Path) -> None:
+    groups = groups_of_step(3)
+    with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
+        recorder.record(3, [train_split(groups)])
+    reader = reader_of(tmp_path)
+    ids = reader.figures.column("id").to_pylist()
+    assert len(ids) == len(set(ids)) == 4
+
+    original = groups[1].trajectories[0]
+    episode = reader.read(ids[2])
+    assert episode is not None
+    assert (episode["group"], episode["sample"], episode["task_id"]) == (1, 0, "sum/3-1")
+    assert episode["token_ids"] == original.token_ids.tolist()
+    assert episode["loss_mask"] == original.loss_mask.tolist()
+    assert episode["rollout_log_probs"] == original.rollout_log_probs.tolist()
+    assert episode["turns"] == [vars(turn) for turn in original.turns]
+    assert episode["weight_versions"] == [vars(span) for span in original.weight_versions]
+    assert episode["reward_parts"] == original.reward_parts
+    assert "".join(episode["texts"]) == "".join(turn.text for turn in original.turns)
+    assert set(episode["advantages"]) == {0.0, 1.0}
+    assert (episode["advantage"], episode["logprob_gap"]) == (1.0, 0.25)
+    assert (episode["oldest_version"], episode["newest_version"]) == (3, 3)
+
+
+def test_an_invalid_episode_is_recorded_with_its_reason_and_no_reward() -> None:
+    groups = groups_of_step(0, tasks=2)
+    groups[0].invalid.append(failed("sum/0-0"))
+    rows = episode_table(0, [train_split(groups)]).to_pylist()
+    assert [row["sample"] for row in rows] == [0, 1, 2, 0, 1]
+    assert rows[2]["invalid"] == "sandbox"
+    assert rows[2]["invalid_reason"] == "bwrap: no memory"
+    assert (rows[2]["reward"], rows[2]["advantages"]) == (None, None)
+    # The rows behind it still have their own tokens' estimates.
+    assert [row["advantage"] for row in rows] == [1.0, -1.0, None, 1.0, -1.0]
+
+
+def test_an_excluded_episode_has_no_advantage() -> None:
+    groups = groups_of_step(0, tasks=1)
+    groups[0].trajectories[1].excluded = True
+    rows = episode_table(0, [train_split(groups)]).to_pylist()
+    assert [row["advantage"] for row in rows] == [1.0, None]
+    assert [row["excluded"] for row in rows] == [False, True]
+
+
+def test_held_out_episodes_have_no_estimates_and_train_ones_keep_theirs() -> None:
+    held_out = EpisodesOfSplit("held_out", groups_of_step(0, tasks=1))
+    rows = episode_table(0, [train_split(groups_of_step(0, tasks=1)), held_out]).to_pylist()
+    assert [row["split"] for row in rows] == ["train", "train", "held_out", "held_out"]
+    assert [row["trainer_log_probs"] is None for row in rows] == [False, False, True, True]
+
+
+def test_text_that_is_no_unicode_is_recorded(tmp_path: Path) -> None:
+    trajectory = Trajectory("task", [0], [0], [0.0], turns=[Turn("prompt", 0, 1, "half \udc80")])
+    with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
+        recorder.record(0, [EpisodesOfSplit("train", [TrajectoryGroup("task", [trajectory])])])
+    episode = reader_of(tmp_path).read(0)
+    assert episode is not None and episode["turns"][0]["text"] == "half ?"
+
+
+def test_a_step_without_episodes_is_recorded(tmp_path: Path) -> None:
+    with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
+        recorder.record(0, [EpisodesOfSplit("train", [TrajectoryGroup("task", [])])])
+        recorder.record(1, [train_split(groups_of_step(1))])
+    assert steps_in(tmp_path) == [1] * 4
+
+
+@pytest.mark.parametrize(("keep", "recorded"), [("all", 12), (3, 3), (20, 12), (0, 0)])
+def test_fewer_are_spread_over_the_tasks(tmp_path: Path, keep: int, recorded: int) -> None:
+    with EpisodeRecorder(tmp_path, VOCABULARY, keep) as recorder:
+        recorder.record(0, [train_split(groups_of_step(0, tasks=6))])
+    groups = reader_of(tmp_path).figures.column("group").to_pylist()
+    assert len(groups) == recorded
+    if keep == 3:
+        assert groups == [0, 2, 4]
+
+
+# ---- files
+
+
+def test_many_small_files_become_one_and_no_episode_is_lost(tmp_path: Path) -> None:
+    record_steps(tmp_path, range(70))
+    names = [file.path.name for file in list_files(tmp_path)]
+    assert names[:2] == ["000000-000031.parquet", "000032-000063.parquet"]
+    assert len(names) == 2 + 6
+    assert steps_in(tmp_path) == [step for step in range(70) for _ in range(4)]
+    ids = reader_of(tmp_path).figures.column("id").to_pylist()
+    assert ids == sorted(set(ids))
+
+
+def test_files_beyond_a_size_are_not_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_files, "LARGEST_MERGE", 1000)
+    record_steps(tmp_path, range(33))
+    assert len(list_files(tmp_path)) == 33
+
+
+def test_what_a_merge_left_behind_is_not_read_twice(tmp_path: Path) -> None:
+    record_steps(tmp_path, range(31))
+    before = {file.path: file.path.read_bytes() for file in list_files(tmp_path)}
+    with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
+        recorder.record(31, [train_split(groups_of_step(31))])
+    # Killed after the merged file was there and before the others were gone.
+    for path, content in before.items():
+        path.write_bytes(content)
+    expected = [step for step in range(32) for _ in range(4)]
+    assert steps_in(tmp_path) == expected
+    keep_steps_up_to(tmp_path, 100)
+    assert [path.name for path in tmp_path.glob("0*")] == ["000000-000031.parquet"]
+    assert steps_in(tmp_path) == expected
+
+
+def test_a_row_group_holds_about_as_many_tokens_as_it_should(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = len(solved("task"))
+    monkeypatch.setattr(episode_files, "ROW_GROUP_TOKENS", 5 * length)
+    record_steps(tmp_path, [0], tasks=7, samples=2)
+    (file,) = list_files(tmp_path)
+    metadata = pq.ParquetFile(file.path).metadata
+    rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    assert sum(rows) == 14
+    assert max(rows) <= 5
+    reader = reader_of(tmp_path)
+    for episode_id in reader.figures.column("id").to_pylist():
+        episode = reader.read(episode_id)
+        assert episode is not None and episode["id"] == episode_id
+
+
+def test_columns_are_compressed_and_floats_split_into_bytes(tmp_path: Path) -> None:
+    record_steps(tmp_path, [0])
+    (file,) = list_files(tmp_path)
+    row_group = pq.ParquetFile(file.path).metadata.row_group(0)
+    columns = [row_group.column(i) for i in range(row_group.num_columns)]
+    assert {column.compression for column in columns} == {"ZSTD"}
+    encodings = {column.path_in_schema: column.encodings for column in columns}
+    assert "BYTE_STREAM_SPLIT" in encodings["rollout_log_probs.list.element"]
+    assert pq.read_schema(file.path).names == SCHEMA.names
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    record_steps(tmp_path, [0])
+    (file,) = list_files(tmp_path)
+    file.path.write_bytes(file.path.read_bytes()[:-20])
+    with pytest.raises(RunDirectoryError, match=r"000000-000000\.parquet is damaged"):
+        reader_of(tmp_path)
+
+
+# ---- resuming and dying
+
+
+def test_a_resume_drops_later_steps_and_goes_on_behind_the_others(tmp_path: Path) -> None:
+    record_steps(tmp_path, range(40))
+    with EpisodeRecorder(tmp_path, VOCABULARY, "all", resume_after=9) as recorder:
+        assert steps_in(tmp_path) == [step for step in range(10) for _ in range(4)]
+        recorder.record(10, [train_split(groups_of_step(10))])
+    assert steps_in(tmp_path) == [step for step in range(11) for _ in range(4)]
+    ids = reader_of(tmp_path).figures.column("id").to_pylist()
+    assert ids == sorted(set(ids))
+
+
+def test_a_new_run_is_told_of_no_step(tmp_path: Path) -> None:
+    record_steps(tmp_path, range(3))
+    keep_steps_up_to(tmp_path, -1)
+    assert steps_in(tmp_path) == []
+    keep_steps_up_to(tmp_path / "missing", 4)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests.recorded_episodes import VOCABULARY, groups_of_step, train_split
+from rl_loop.tracking.episode_recorder import EpisodeRecorder
+with EpisodeRecorder(Path(sys.argv[1]), VOCABULARY, "all") as recorder:
+    for step in range(100_000):
+        recorder.record(step, [train_split(groups_of_step(step))])
+        recorder.finish_writing()
+        print(step, flush=True)
+"""
+
+
+def killed_while_recording(directory: Path, after: int) -> int:
+    """Record in another process, kill it some time after a step, and return the last step that it
+    knew to be on the disk."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(directory)], stdout=subprocess.PIPE, env=environment
+    )
+    assert process.stdout is not None
+    last = -1
+    for line in process.stdout:
+        last = int(line)
+        if last >= after:
+            break
+    process.send_signal(signal.SIGKILL)
+    last = max([last, *map(int, process.stdout.read().split())])
+    process.wait()
+    return last
+
+
+@pytest.mark.parametrize("after", [5, 31, 63])
+def test_a_killed_run_leaves_whole_steps_in_readable_files(tmp_path: Path, after: int) -> None:
+    last = killed_while_recording(tmp_path, after)
+    recorded = steps_in(tmp_path)
+    # The step under way is there whole or not at all.
+    assert recorded in (
+        [step for step in range(last + 1) for _ in range(4)],
+        [step for step in range(last + 2) for _ in range(4)],
+    )
+    with EpisodeRecorder(tmp_path, VOCABULARY, "all", resume_after=last - 2) as recorder:
+        for step in range(last - 1, last + 2):
+            recorder.record(step, [train_split(groups_of_step(step))])
+    assert steps_in(tmp_path) == [step for step in range(last + 2) for _ in range(4)]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_full_disk_is_an_error_of_the_next_call(tmp_path: Path) -> None:
+    record_steps(tmp_path, [0])
+    recorder = EpisodeRecorder(tmp_path, VOCABULARY, "all")
+    with no_file_beyond(1000):
+        recorder.record(1, [train_split(groups_of_step(1))])
+        with pytest.raises(
+            RunWriteError, match=r"could not write .*000001-000001\.parquet"
+        ) as full:
+            recorder.finish_writing()
+    assert full.value.errno == errno.EFBIG
+    recorder.finish_writing()  # said once
+    assert steps_in(tmp_path) == [0] * 4
+
+
+def test_what_ended_the_run_is_not_hidden_by_a_failed_write(tmp_path: Path) -> None:
+    with (
+        no_file_beyond(1000),
+        pytest.raises(ValueError, match="the reason"),
+        EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder,
+    ):
+        recorder.record(0, [train_split(groups_of_step(0))])
+        raise ValueError("the reason")
+
+
+# ---- in the loop
+
+
+def test_the_loop_records_every_episode_and_a_resume_continues(tmp_path: Path) -> None:
+    def run(name: str, steps: int, resume: bool = False) -> Path:
+        settings = config(
+            tmp_path,
+            f"name={name}",
+            f"training.steps={steps}",
+            "training.checkpoint_every=2",
+            "optimizer.schedule=constant",
+        )
+        with local_loop(settings, resume=resume) as loop:
+            loop.train()
+            loop.evaluate()
+            return loop.recorder.run.episodes
+
+    def rows(directory: Path) -> list[dict[str, object]]:
+        names = ["step", "split", "group", "sample", "task_id", "reward", "tokens"]
+        reader = reader_of(directory)
+        return reader.figures.select(names).to_pylist()
+
+    whole = rows(run("whole", steps=4))
+    run("cut", steps=2)
+    assert rows(run("cut", steps=4, resume=True)) == whole
+
+    settings = config(tmp_path)
+    per_step = settings.rollout.tasks_per_step * settings.rollout.samples_per_task
+    of_training = [row["step"] for row in whole if row["split"] == "train"]
+    assert of_training == [step for step in range(4) for _ in range(per_step)]
+    assert {row["step"] for row in whole if row["split"] == "held_out"} >= {0, 4}
+
+
+def test_the_old_setting_says_what_it_is_called_now(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"see tracking\.episodes"):
+        config(tmp_path, "training.episodes_in_report=4")
+    settings: RlConfig = config(tmp_path, "tracking.episodes=7")
+    assert settings.tracking.episodes == 7
+    with pytest.raises(ConfigError, match=r"tracking\.episodes"):
+        config(tmp_path, "tracking.episodes=-1")
+
+
+# ---- reading
+
+
+def test_a_reader_sees_what_is_added_and_searches_its_text(tmp_path: Path) -> None:
+    reader = reader_of(tmp_path / "episodes")
+    assert reader.figures.num_rows == 0
+    record_steps(tmp_path / "episodes", range(3))
+    reader.refresh()
+    assert reader.figures.num_rows == 12
+
+    search = reader.search("THE ANSWER IS 5", seconds=10)
+    assert (len(search.ids), search.searched, search.of) == (6, 12, 12)
+    assert len(reader.search("nobody says this", seconds=10).ids) == 0
+    assert len(reader.search("print(2", seconds=10).ids) == 12
+    # What looks like a pattern is looked for as it stands.
+    assert len(reader.search("2 + 2", seconds=10).ids) == 12
+    assert len(reader.search(".*", seconds=10).ids) == 0
+
+
+def test_a_search_out_of_time_goes_on_when_it_is_asked_again(tmp_path: Path) -> None:
+    record_steps(tmp_path, range(5))
+    reader = reader_of(tmp_path)
+    searched = [reader.search("Compute", seconds=0).searched for _ in range(6)]
+    assert searched == [4, 8, 12, 16, 20, 20]
+
+
+def test_an_unknown_episode_is_none(tmp_path: Path) -> None:
+    record_steps(tmp_path, [0])
+    assert reader_of(tmp_path).read(99) is None
+    assert reader_of(tmp_path).read(-1) is None
+
+
+def test_nan_in_an_invalid_episode_does_no_harm(tmp_path: Path) -> None:
+    group = TrajectoryGroup("task", [], [failed("task")])
+    group.invalid[0].rollout_log_probs[3] = np.nan
+    with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
+        recorder.record(0, [EpisodesOfSplit("train", [group])])
+    episode = reader_of(tmp_path).read(0)
+    assert episode is not None and math.isnan(episode["rollout_log_probs"][3])
