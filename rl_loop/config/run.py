@@ -320,7 +320,8 @@ class SftConfig(RunConfig):
         inputs = super().memory_inputs
         if self.data is None:
             return inputs
-        return replace(inputs, longest_sequence=self.longest_sample)
+        # In a row the last token of a sequence takes no place.
+        return replace(inputs, longest_sequence=min(self.longest_sample, inputs.tokens))
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:

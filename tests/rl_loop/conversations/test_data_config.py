@@ -53,3 +53,6 @@ def test_the_longest_sample_is_what_a_row_and_the_model_have_room_for() -> None:
     assert longest("data.max_tokens=100") == 100
     config = load_config(SHOP, SftConfig, ["data.max_tokens=100"])
     assert config.memory_inputs.longest_sequence == 100
+    # `gptoss plan` counts how many of the longest fit into a row.
+    config = load_config(SHOP, SftConfig, ["model.max_length=8192"])
+    assert config.memory_inputs.longest_sequence == 4096
