@@ -149,7 +149,10 @@ def test_a_curve_grows_while_the_run_goes_on(
         before = reward.locator(".legend").inner_text()
         assert "-0.05" in before  # of step 19
         run.add(5)
-        until(page, "document.querySelector('.run').innerText.includes('step 25 of 100')")
+        until(
+            page,
+            "[...document.querySelectorAll('.run')].some((run) => run.innerText.includes('step 25 of 100'))",
+        )
         until(
             page, "before => document.querySelector('.chart .legend').innerText !== before", before
         )
