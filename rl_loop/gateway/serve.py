@@ -19,6 +19,8 @@ from rl_loop.harmony.codec import Harmony
 if TYPE_CHECKING:
     import torch
 
+    from converters.mxfp4_tensors import Digests
+
 REMEMBERED_TURNS = 1024
 """Of each API key: conversations that go on from older turns are rendered from their text."""
 
@@ -54,6 +56,9 @@ class OwnEngine:
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         return [asyncio.run(self._engine.score(token_ids, temperature))]
+
+    def engine_digests(self) -> "list[Digests]":
+        return [asyncio.run(self._engine.packed_digests())]
 
 
 def served_settings(options: ServeOptions, positions: int) -> GatewaySettings:
