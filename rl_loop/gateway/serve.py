@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_gptoss.user_error import UserError
 from rl_loop.config.episode import EpisodeLimits
-from rl_loop.engines.protocol import ModelShape, RolloutEngine, SamplingParams
+from rl_loop.engines.protocol import (
+    ModelShape,
+    PackedExpertsEngine,
+    RolloutEngine,
+    SamplingParams,
+)
 from rl_loop.gateway.server import LOOPBACK, Gateway, GatewaySettings
 from rl_loop.gateway.session import SessionSettings
 from rl_loop.harmony.codec import Harmony
@@ -58,7 +63,9 @@ class OwnEngine:
         return [asyncio.run(self._engine.score(token_ids, temperature))]
 
     def engine_digests(self) -> "list[Digests]":
-        return [asyncio.run(self._engine.packed_digests())]
+        if isinstance(self._engine, PackedExpertsEngine):
+            return [asyncio.run(self._engine.packed_digests())]
+        return [{}]
 
 
 def served_settings(options: ServeOptions, positions: int) -> GatewaySettings:
