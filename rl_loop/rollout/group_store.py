@@ -173,12 +173,16 @@ def _read_trajectory(
     values: dict[str, Any], prefix: str, arrays: Mapping[str, np.ndarray]
 ) -> Trajectory:
     columns = {name: arrays[f"{prefix}/{name}"] for name in COLUMNS if f"{prefix}/{name}" in arrays}
-    typed: dict[str, Any] = values | columns | {
-        "weight_versions": [WeightVersionSpan(**span) for span in values["weight_versions"]],
-        "turns": [Turn(**turn) for turn in values["turns"]],
-        "finish_reason": FinishReason(values["finish_reason"]),
-        "grafted": [(start, end) for start, end in values["grafted"]],
-    }
+    typed: dict[str, Any] = (
+        values
+        | columns
+        | {
+            "weight_versions": [WeightVersionSpan(**span) for span in values["weight_versions"]],
+            "turns": [Turn(**turn) for turn in values["turns"]],
+            "finish_reason": FinishReason(values["finish_reason"]),
+            "grafted": [(start, end) for start, end in values["grafted"]],
+        }
+    )
     if values["invalid"] is not None:
         typed["invalid"] = InvalidReason(**values["invalid"])
     return Trajectory(**typed)
