@@ -536,7 +536,7 @@ def _join(body: dict[str, Any]) -> Any:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    server = LocalServer(token_seconds=float(os.environ.get("TOKEN_SECONDS", "0")))
+    server = LocalServer()
     if "FAULT_FILE" in os.environ:
         server.fault_file = Path(os.environ["FAULT_FILE"])
     await server.start(arguments.host, arguments.port)
