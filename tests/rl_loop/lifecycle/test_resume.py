@@ -97,7 +97,7 @@ def test_every_setting_that_is_not_fixed_was_thought_of() -> None:
     """A new top-level setting is put into one of two lists on purpose: data that it moves would be trained on twice."""
     changeable = {
         "name", "output_dir", "initial_weights", "initial_adapter", "parallel", "optimizer", "training", "rollout",
-        "sandbox", "evaluation", "reward", "ablation", "algorithm", "evaluate_every", "canary_tolerance",
+        "sandbox", "evaluation", "reward", "ablation", "algorithm", "evaluate_every", "canary_tolerance", "tracking",
     }  # fmt: skip
     fixed = {key for key in FIXED if "." not in key}
     settings = set(RlConfig.model_fields) | set(SftConfig.model_fields)
