@@ -96,6 +96,7 @@ def test_a_run_measures_reports_and_exports(tmp_path: Path) -> None:
     assert (run / "export/tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_with_the_samples_that_come_next(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 30)
     overrides = ["training.checkpoint_every=2", "data.validation_share=0.1"]

@@ -69,6 +69,7 @@ def test_the_guides_environment_is_forty_lines_and_passes_its_test(workplace: Pa
     assert "2 passed" in said
 
 
+@pytest.mark.slow
 def test_the_guide_pasted_as_it_is_leads_to_a_policy_that_learns(workplace: Path) -> None:
     commands = re.search(r"```bash\n(export PYTHONPATH=\.\n.*?)```", GUIDE.read_text(), flags=re.S)[
         1
