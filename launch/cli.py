@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -290,12 +291,13 @@ def serve(
         history=history,
     )
 
-    def show(base_url: str, keys: list[str]) -> None:
-        print(f"serving {name} at {base_url}; Ctrl-C stops")
-        for key in keys:
-            print(f"API key: {key}", flush=True)
+    run_server(config, options, partial(_print_address, name), weights)
 
-    run_server(config, options, show, weights)
+
+def _print_address(name: str, base_url: str, keys: list[str]) -> None:
+    print(f"serving {name} at {base_url}; Ctrl-C stops")
+    for key in keys:
+        print(f"API key: {key}", flush=True)
 
 
 @app.command()

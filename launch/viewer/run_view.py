@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from launch.viewer.health import find, state_of
+from launch.viewer.health import Finding, find, state_of
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, read_json
@@ -73,6 +73,7 @@ class RunView:
         self.episodes = EpisodeReader(self.directory.episodes)
         self._config: dict[str, Any] = {}
         self._config_stamp = 0
+        self._config_fault: str | None = None
 
     def overview(self) -> dict[str, Any]:
         """Say how the run is: its state, newest figures and what was found wrong."""
@@ -88,12 +89,14 @@ class RunView:
             is_finished=bool(summary),
             holder_lives=self._holder_lives(),
         )
-        findings = [finding.to_json() for finding in find(records, _is_on_policy(config))]
+
+        findings = find(records, _is_on_policy(config))
+        if self._config_fault is not None:
+            findings.insert(0, Finding("warning", "the configuration", self._config_fault))
         failure = self.failure() if state in ("stopped", "waiting") else None
         if failure is not None:
-            findings.insert(
-                0, {"level": "bad", "check": "the run", "says": failure, "metric": None}
-            )
+            findings.insert(0, Finding("bad", "the run", failure))
+
         return {
             "name": self.name,
             "path": str(self.directory.path),
@@ -104,7 +107,7 @@ class RunView:
             "steps": steps,
             "time": records[-1].get("time") if records else None,
             "headlines": _headlines(records),
-            "findings": findings,
+            "findings": [finding.to_json() for finding in findings],
             "summary": summary,
         }
 
@@ -147,13 +150,24 @@ class RunView:
         return {}
 
     def _read_config(self) -> dict[str, Any]:
-        """Read config.yaml, again whenever it has changed."""
-        with suppress(OSError, OmegaConfBaseException, YAMLError):
-            stamp = self.directory.config.stat().st_mtime_ns
+        """Read config.yaml, again whenever it has changed.
+
+        One that cannot be read is empty, and ``overview`` says so: a run may be damaged, and its
+        figures are worth a look all the same."""
+        file = self.directory.config
+        try:
+            stamp = file.stat().st_mtime_ns
             if stamp != self._config_stamp:
-                tree = OmegaConf.to_container(OmegaConf.load(self.directory.config))
-                self._config = tree if isinstance(tree, dict) else {}  # type: ignore[assignment]
                 self._config_stamp = stamp
+                self._config = {}
+                tree = OmegaConf.to_container(OmegaConf.load(file))
+                if not isinstance(tree, dict):
+                    raise ValueError("it holds no keys")
+                self._config = {str(key): value for key, value in tree.items()}
+                self._config_fault = None
+        except (OSError, OmegaConfBaseException, YAMLError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            self._config_fault = f"{file} cannot be read: {reason}"
         return self._config
 
     def _holder_lives(self) -> bool | None:

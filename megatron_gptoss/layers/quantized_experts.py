@@ -18,6 +18,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from torch import Tensor
 
 from gptoss_kernels import mxfp4
+from megatron_gptoss.layers.adapted_experts import is_spread
 from megatron_gptoss.layers.adapted_linears import sharded_state
 from megatron_gptoss.layers.grouped_products import (
     add_outer_products,
@@ -66,10 +67,8 @@ class QuantizedExpertLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, **place))
         self.bias = torch.nn.Parameter(torch.empty(output_size, **place))
 
-        # Megatron then reduces gradients over the ranks that hold this expert.
-        is_spread = config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
         for parameter in (self.weight, self.bias):
-            mark(parameter, allreduce=not is_spread)
+            mark(parameter, allreduce=not is_spread(config))
 
         # As Megatron's linear layers: a checkpoint may lack the entry of ``get_extra_state``.
         self._register_load_state_dict_pre_hook(

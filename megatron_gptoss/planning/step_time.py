@@ -107,7 +107,6 @@ def predict_step(
         adapter: what is trained of it; None for all parameters.
         quantization: what experts are trained through; None for their weights as they are.
     """
-    stages = parallel.pipeline
     sharers = parallel.tensor * parallel.context
     stage_seconds = _forward_seconds(model, parallel, lengths)
     slowest = max(stage_seconds)
@@ -115,7 +114,7 @@ def predict_step(
     arithmetic = micro_batches * passes * slowest / sharers
 
     # Exchanges are not hidden; the stage with most layers has most of them.
-    layers = max(parallel.layers_of_stage(stage, model) for stage in range(stages))
+    layers = max(parallel.layers_of_stage(stage, model) for stage in range(parallel.pipeline))
     local_tokens = sum(lengths) / sharers
     layer_passes = micro_batches * layers
     experts = layer_passes * _expert_exchange_seconds(model, parallel, local_tokens)
@@ -123,7 +122,7 @@ def predict_step(
 
     # While one micro-batch is with the other stages, the slowest waits.
     other_stages = passes * (sum(stage_seconds) - slowest) / sharers
-    other_exchanges = (experts + tensor) * (stages - 1) / micro_batches
+    other_exchanges = (experts + tensor) * (parallel.pipeline - 1) / micro_batches
     bubble = (other_stages + other_exchanges) / parallel.virtual_pipeline
 
     # Gradients are reduced under the backward pass of the last micro-batch, all but a forward
@@ -133,13 +132,8 @@ def predict_step(
     reduction = _data_parallel_seconds(parallel, trained, gradient_bytes)
     hidden = arithmetic * (1 - 1 / passes) / micro_batches
 
-    merging = 0.0
-    factor_gradients = 0.0
-    if adapter is not None:
-        merging = _merging_seconds(model, parallel, adapter)
-        factor_gradients = _factor_gradient_seconds(model, parallel, adapter, local_tokens)
-    elif quantization is not None:
-        merging = _rounding_seconds(model, parallel)
+    merging = _weight_making_seconds(model, parallel, adapter, quantization)
+    factor_gradients = _factor_gradient_seconds(model, parallel, adapter, local_tokens)
 
     return StepTime(
         arithmetic=arithmetic,
@@ -218,6 +212,21 @@ def _tensor_exchange_seconds(
     )
 
 
+def _weight_making_seconds(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    adapter: AdapterConfig | None,
+    quantization: Quantization | None,
+) -> float:
+    """Return the time of one layer and micro-batch in which weights are made that are not those
+    which are held: merged or rounded ones."""
+    if adapter is not None:
+        return _merging_seconds(model, parallel, adapter)
+    if quantization is not None:
+        return _rounding_seconds(model, parallel)
+    return 0.0
+
+
 def _merging_seconds(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -258,13 +267,15 @@ def _merge_seconds(values: float, rank: int, base: str) -> float:
 def _factor_gradient_seconds(
     model: ModelConfig,
     parallel: ParallelConfig,
-    adapter: AdapterConfig,
+    adapter: AdapterConfig | None,
     local_tokens: float,
 ) -> float:
     """Return the time of one layer and micro-batch in which the gradients of A and B are made.
 
     dB = dY^T (x A^T) and dA = (dY B)^T x are narrow, bound by reading x twice and dY twice.
     """
+    if adapter is None:
+        return 0.0
     targets = set(adapter.targets)
     width = 0.0
     if {"q", "k", "v"} & targets:

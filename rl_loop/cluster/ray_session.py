@@ -142,12 +142,7 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
         start_gcs_server(node)
 
     def start_raylet_without_waiting_for_agents(node: Any, *arguments: Any, **options: Any) -> None:
-        for field, name in AGENT_PORTS:
-            port = getattr(node._ray_params, field) or free_port()
-            setattr(node._ray_params, field, port)
-            raylet.persist_port(
-                node.get_session_dir_path(), node.node_id, getattr(raylet, name), port
-            )
+        _choose_agent_ports(node, raylet)
         start_raylet(node, *arguments, **options)
         if node not in nodes:  # a node without the control store
             nodes.append(node)
@@ -185,6 +180,14 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
         node_class.start_gcs_server, node_class.start_raylet = start_gcs_server, start_raylet
         node_module.wait_for_persisted_port = wait_for_port
         services.get_node = get_node
+
+
+def _choose_agent_ports(node: Any, raylet: Any) -> None:
+    """Give the agents of a node their ports beforehand, where Ray looks for them."""
+    for field, name in AGENT_PORTS:
+        port = getattr(node._ray_params, field) or free_port()
+        setattr(node._ray_params, field, port)
+        raylet.persist_port(node.get_session_dir_path(), node.node_id, getattr(raylet, name), port)
 
 
 def _check_start(nodes: list[Any], deadline: float, seconds: float) -> None:

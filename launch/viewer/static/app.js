@@ -112,19 +112,23 @@ async function poll() {
 // -- theme ----------------------------------------------------------------------------------------
 
 const THEMES = ["system", "light", "dark"];
+const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
+let chosenTheme = localStorage.getItem("theme");
+if (!THEMES.includes(chosenTheme)) chosenTheme = "system";
 
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  document.getElementById("theme").textContent = `Theme: ${theme}`;
-  localStorage.setItem("theme", theme);
+function showTheme() {
+  const system = systemIsDark.matches ? "dark" : "light";
+  document.documentElement.dataset.theme = chosenTheme === "system" ? system : chosenTheme;
+  document.getElementById("theme").textContent = `Theme: ${chosenTheme}`;
   view?.recolour?.();
 }
 
 document.getElementById("theme").addEventListener("click", () => {
-  const now = THEMES.indexOf(document.documentElement.dataset.theme);
-  setTheme(THEMES[(now + 1) % THEMES.length]);
+  chosenTheme = THEMES[(THEMES.indexOf(chosenTheme) + 1) % THEMES.length];
+  localStorage.setItem("theme", chosenTheme);
+  showTheme();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view?.recolour?.());
+systemIsDark.addEventListener("change", showTheme);
 
 // -- keys -----------------------------------------------------------------------------------------
 
@@ -147,5 +151,5 @@ document.addEventListener("keydown", (event) => {
 });
 
 addEventListener("hashchange", navigate);
-setTheme(THEMES.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "system");
+showTheme();
 poll();

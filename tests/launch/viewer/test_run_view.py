@@ -1,0 +1,27 @@
+"""What the viewer makes of a run directory."""
+
+from pathlib import Path
+
+import pytest
+
+from launch.viewer.run_view import RunView
+
+
+@pytest.mark.parametrize("content", ["algorithm: [", "- a list", "\x00"])
+def test_a_configuration_that_cannot_be_read_is_said_and_read_again(
+    content: str, tmp_path: Path
+) -> None:
+    """Without it nobody knows whether the run was on-policy, which decides what its ratio means."""
+    view = RunView("damaged", tmp_path)
+    config = tmp_path / "config.yaml"
+    config.write_text(content)
+
+    for _ in range(2):  # the second time, nothing has changed
+        findings = view.overview()["findings"]
+        assert findings[0]["level"] == "warning"
+        assert findings[0]["says"].startswith(f"{config} cannot be read: ")
+
+    config.write_text("training: {steps: 7}\n")
+    overview = view.overview()
+    assert overview["findings"] == []
+    assert overview["steps"] == 7
