@@ -89,10 +89,15 @@ class StepClock:
         self._marks.append((now, self._parts[-1]))
 
 
+OF_ONE_FORWARD_PASS = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
+"""Tensors of all tokens that Megatron's all-to-all dispatcher holds from one forward pass of its
+layer to the next."""
+
+
 class TimedMoELayer(MoELayer):
     """Counts sending tokens to their experts and back, and their gradients, as communication.
 
-    Unlike its parent it keeps no graph when the forward pass is over.
+    Unlike its parent it keeps neither graph nor tensors when the forward pass is over.
     """
 
     clock: StepClock | None = None
@@ -109,9 +114,11 @@ class TimedMoELayer(MoELayer):
         result: Tensor = super().postprocess(output, shared_expert_output)
         # The dispatcher would keep the gates until the next micro-batch, and with them the graph of
         # all layers below. That graph refers to the model by ways that Python's garbage collector
-        # does not see: the model would never be freed.
-        if hasattr(self.token_dispatcher, "probs"):
-            self.token_dispatcher.probs = None
+        # does not see: the model would never be freed. It would keep the order of the tokens, too:
+        # 4 MB per layer, each cut out of a larger block, which torch then cannot give back.
+        for name in OF_ONE_FORWARD_PASS:
+            if hasattr(self.token_dispatcher, name):
+                setattr(self.token_dispatcher, name, None)
         return result
 
     def _start_timer(self, x: Tensor) -> Tensor:

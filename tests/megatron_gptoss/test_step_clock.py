@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from converters.live import load_hf_weights
@@ -18,6 +19,7 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.attention import SinkAttention
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
+from megatron_gptoss.step_clock import OF_ONE_FORWARD_PASS, TimedMoELayer
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
@@ -129,3 +131,27 @@ def test_a_step_that_was_interrupted_leaves_nothing_behind(
     after = step(trainer)
     assert sum(after.seconds_of.values()) == pytest.approx(after.seconds, abs=0.01)
     assert all(seconds > 0 for seconds in after.seconds_of.values())
+
+
+def tensors_of_dispatchers(trainer: PolicyTrainer) -> list[str]:
+    """Attributes of the layers' dispatchers that hold a tensor with an entry for every token."""
+    found = []
+    for module in trainer.module.modules():
+        for name, value in vars(getattr(module, "token_dispatcher", module)).items():
+            if isinstance(value, torch.Tensor) and value.numel() >= 33:
+                found.append(name)
+    return found
+
+
+def test_layers_keep_no_tensors_of_the_tokens(
+    trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step(trainer)
+    assert tensors_of_dispatchers(trainer) == []
+    trainer.score([build_batch(documents([33]))])
+    assert tensors_of_dispatchers(trainer) == []
+
+    # Megatron's layer does: the test sees what it looks for.
+    monkeypatch.setattr(TimedMoELayer, "postprocess", MoELayer.postprocess)
+    trainer.score([build_batch(documents([33]))])
+    assert set(tensors_of_dispatchers(trainer)) == set(OF_ONE_FORWARD_PASS)
