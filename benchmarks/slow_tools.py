@@ -90,13 +90,15 @@ class UnreliableTools(Environment):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        messages = [{"role": "user", "content": f"{index}+{index}"}]
+        # No held-out prompt is one to train on.
+        sign = "+" if split == "train" else "*"
+        messages = [{"role": "user", "content": f"{index}{sign}1"}]
         metadata = {
             "gap_scale": options.gap_scale,
             "failing": options.failing,
             "away": Random(f"{split}/{seed}/{index}").random() < options.away,
         }
-        return Task(f"{split}-{index}", messages, str(2 * index), metadata=metadata)
+        return Task(f"{split}-{index}", messages, "1", metadata=metadata)
 
     @classmethod
     def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:

@@ -89,7 +89,7 @@ def test_the_command_says_what_the_configured_lengths_and_tools_make_of_it() -> 
 
 
 def test_engines_that_take_turns_or_whose_speed_nobody_knows_have_no_prediction() -> None:
-    colocated = load(CONFIGS / "rl/gpt-oss-20b_1x8.yaml")
+    colocated = load(CONFIGS / "rl/gpt-oss-20b-adapter_1x1.yaml")
     assert "take turns with it (algorithm.max_staleness 0)" in run_ahead_plan(colocated)
     embedded = load(CONFIGS / "rl/tiny_retool.yaml")
     assert run_ahead_plan(embedded) == (
