@@ -1,7 +1,7 @@
 """A thousand episodes at a time on one machine while its parts fail, and what they cost the driver.
 
     python -m benchmarks.concurrent_episodes
-    python -m benchmarks.concurrent_episodes --tasks 25 --faults 0.2
+    python -m benchmarks.concurrent_episodes --tasks 25 --token 0.1 --faults 0.2
 
 Pool, collector, rollout workers, agent loop and the fleet of servers are the real ones, in processes of
 their own. The servers speak SGLang's protocol and sample what a script says, in place of a model; the
@@ -60,17 +60,17 @@ SYNC_FAULT = "die /update_weights_from_disk:1"
 class Load:
     """What runs, and what fails."""
 
-    tasks: int = 50
+    tasks: int = 125
     """Of a step."""
     samples: int = 5
     """Episodes of a task."""
-    steps: int = 8
+    steps: int = 6
     max_staleness: int = 3
     workers: int = 2
     servers: int = 2
-    gap_scale: float = 0.04
+    gap_scale: float = 0.01
     """Factor of the published seconds of tools."""
-    token_seconds: float = 0.1
+    token_seconds: float = 0.5
     """That a server takes for a token."""
     training_seconds: float = 5.0
     """Of a step."""
@@ -358,6 +358,7 @@ def main() -> None:
     add("--workers", type=int, default=Load.workers)
     add("--servers", type=int, default=Load.servers)
     add("--gaps", type=float, default=Load.gap_scale, help="factor of the seconds of tools")
+    add("--token", type=float, default=Load.token_seconds, help="seconds of a sampled token")
     add("--training", type=float, default=Load.training_seconds, help="seconds of a step")
     add("--faults", type=float, default=Load.faults, help="share of requests and calls that fail")
     options = parser.parse_args()
@@ -370,6 +371,7 @@ def main() -> None:
         workers=options.workers,
         servers=options.servers,
         gap_scale=options.gaps,
+        token_seconds=options.token,
         training_seconds=options.training,
         faults=options.faults,
     )

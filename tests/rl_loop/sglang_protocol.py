@@ -560,4 +560,5 @@ def main(server: LocalServer | None = None) -> None:
     parser.add_argument("--model-path", type=Path, required=True)
     arguments, _ = parser.parse_known_args()
     assert json.loads((arguments.model_path / "config.json").read_text())["swiglu_limit"] == 7.0
-    asyncio.run(_main(server or LocalServer(), arguments))
+    token_seconds = float(os.environ.get("TOKEN_SECONDS", "0"))
+    asyncio.run(_main(server or LocalServer(token_seconds=token_seconds), arguments))

@@ -16,7 +16,14 @@ from rl_loop.data.trajectory import InvalidReason, Trajectory, TrajectoryGroup, 
 from rl_loop.session import build_tasks
 
 LOAD = Load(
-    tasks=8, samples=4, steps=3, max_staleness=2, gap_scale=0.01, training_seconds=1.0, faults=0.2
+    tasks=8,
+    samples=4,
+    steps=3,
+    max_staleness=2,
+    gap_scale=0.01,
+    token_seconds=0.1,
+    training_seconds=1.0,
+    faults=0.2,
 )
 
 
