@@ -87,6 +87,7 @@ class UnreliableTools(Environment):
         self._name = uuid.uuid4().hex
         self._began = time.time()
         self._failures = 0.0
+        self._has_failed = False
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
@@ -119,7 +120,10 @@ class UnreliableTools(Environment):
     def restore_state(self, state: Any) -> None: ...
 
     async def call(self, tool: str, arguments: str) -> str:
-        if self.task.metadata["away"] or random() < self.task.metadata["failing"]:
+        # A call that has just failed is repeated, and then the connection holds.
+        may_fail = not self._has_failed and random() < self.task.metadata["failing"]
+        self._has_failed = self.task.metadata["away"] or may_fail
+        if self._has_failed:
             self._failures += 1
             raise ConnectionRefusedError(111, "Connection refused: the tool's server")
         await asyncio.sleep(self.task.metadata["gap_scale"] * quantile(GAPS, random()))
