@@ -351,13 +351,20 @@ def plan(
         float | None,
         Option("--host-gb", help="Memory of a node, for offloaded optimizer state."),
     ] = None,
+    tool_seconds: Annotated[
+        float,
+        Option("--tool-seconds", min=0, help="Of a tool call, for what max_staleness would bring."),
+    ] = 0.0,
 ) -> None:
-    """Say how the layout would run: the memory of a GPU in every phase, time, and how layers
-    communicate under context parallelism. Exit code 1 if the configuration does not fit."""
+    """Say how the layout would run: the memory of a GPU in every phase, time, how layers
+    communicate under context parallelism, and what rollouts that run ahead would bring. Exit code 1
+    if the configuration does not fit."""
     config = load_run_config(path, "sft" if sft else "rl", overrides)
     from launch.gpus import planned_hardware
     from launch.plan import attention_plan, step_plan
+    from launch.rollout_plan import run_ahead_plan
     from megatron_gptoss.planning.memory_advice import is_too_much, memory_plan
+    from rl_loop.config.run import RlConfig
 
     hardware = planned_hardware(gpu, gpu_gb, host_gb)
     inputs = config.memory_inputs
@@ -367,6 +374,8 @@ def plan(
         step_plan(inputs, hardware.gigabytes),
         sep="\n",
     )
+    if isinstance(config, RlConfig):
+        print(run_ahead_plan(config, tool_seconds))
     raise typer.Exit(1 if is_too_much(inputs, hardware) else 0)
 
 

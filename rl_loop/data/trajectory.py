@@ -110,6 +110,8 @@ class Trajectory:
     """What the engine had processed for earlier turns, added up over the turns; ``cached_tokens``
     of it were reused."""
     cached_tokens: int = 0
+    prefilled_again: int = 0
+    """What the engine computed again because turns were interrupted, by a weight sync mostly."""
     answer: str | None = None
     """The final answer in a form in which equal answers are equal text."""
     invalid: InvalidReason | None = None

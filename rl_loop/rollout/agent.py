@@ -294,6 +294,7 @@ class EpisodeRunner:
         """Return the episode with its outcome."""
         episode = self.draft.to_trajectory()
         episode.finish_reason = reason
+        episode.prefilled_again = self.sampler.prefilled_again
         episode.excluded = self.limits.truncated_episodes == "mask" and episode.truncated
         episode.answer = result.answer
         episode.format_error = result.format_error

@@ -47,6 +47,8 @@ class TurnSampler:
     """How long a request may wait in the engine's queue."""
     routed_experts: bool = False
     """Whether the engine has to return the experts of every token."""
+    prefilled_again: int = 0
+    """Tokens of the episode that an engine computed again because a turn was interrupted."""
 
     async def sample(self, turn: str, prefix: list[int], max_new_tokens: int) -> GenerateResult:
         """Sample one turn after ``prefix``.
@@ -69,6 +71,11 @@ class TurnSampler:
             rest = await self._sample_rest(
                 f"{self.episode}/{turn}", prefix, sampled.output_ids, room
             )
+            if sampled.output_ids and rest.output_ids:
+                # All but the last token of what the turn goes on from had been an input before.
+                processed = len(prefix) + len(sampled.output_ids) - 1
+                self.prefilled_again += max(0, processed - rest.cached_tokens)
+
             if rest.finish_reason is not FinishReason.ABORT or rest.output_ids:
                 idle_aborts = 0
             elif not self.clock.is_over:

@@ -130,6 +130,8 @@ def add_staleness_metrics(
     metrics.add_mean("rollout/staleness_mean", ages, sampled, "tokens")
     versions = sum(len({span.version for span in e.weight_versions}) for e in episodes)
     metrics.add_mean("rollout/versions_per_episode", versions, len(episodes), "sequences")
+    again = sum(episode.prefilled_again for episode in episodes)
+    metrics.add("rollout/prefilled_again", again, "sum", "sequences")
 
     # In order both means are of the same episodes but for the steps that are ahead.
     metrics.add("order/passed_over", ahead.passed_over, "last")

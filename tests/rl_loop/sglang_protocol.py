@@ -190,9 +190,9 @@ class LocalServer:
             return web.json_response({"error": {"message": "input is too long"}}, status=400)
         if not body.get("stream"):
             return web.json_response(self._scored(body["input_ids"]))
-        fault = self.random.choice(FAULTS) if self.random.random() < self.faults else self.always
+        fault = self._draw_fault()
         if fault:
-            self.met.append(fault)
+            self.note_fault(fault)
         if fault == "500":
             return web.Response(status=500, text="Internal Server Error")
         if fault == "drop":
@@ -202,6 +202,16 @@ class LocalServer:
             await asyncio.sleep(0.2)
         self.served.append(body["rid"])
         return await self._stream(request, body, fault)
+
+    def _draw_fault(self) -> str:
+        return self.random.choice(FAULTS) if self.random.random() < self.faults else self.always
+
+    def note_fault(self, fault: str) -> None:
+        self.met.append(fault)
+
+    def sample(self, ids: list[int], body: dict[str, Any], state: int) -> int:
+        """The token that follows ``ids``, whose hash is ``state``, in the answer to the request ``body``."""
+        return next_token(state)
 
     def _scored(self, ids: list[int]) -> dict[str, Any]:
         entries: list[list[Any]] = [[None, ids[0], None]]
@@ -232,7 +242,7 @@ class LocalServer:
                 if aborted.is_set():
                     finish = {"type": "abort", "message": "Aborted by AbortReq."}
                     break
-                token = next_token(state)
+                token = self.sample(ids, body, state)
                 state = prefix_state([token], "", state)
                 self.cache.add(state)
                 ids.append(token)
@@ -535,19 +545,20 @@ def _join(body: dict[str, Any]) -> Any:
     return group
 
 
-async def _main(arguments: argparse.Namespace) -> None:
-    server = LocalServer()
+async def _main(server: LocalServer, arguments: argparse.Namespace) -> None:
     if "FAULT_FILE" in os.environ:
         server.fault_file = Path(os.environ["FAULT_FILE"])
     await server.start(arguments.host, arguments.port)
     await asyncio.Event().wait()
 
 
-def main() -> None:
+def main(server: LocalServer | None = None) -> None:
+    """Serve as ``sglang.launch_server`` does, until the process is ended."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model-path", type=Path, required=True)
     arguments, _ = parser.parse_known_args()
     assert json.loads((arguments.model_path / "config.json").read_text())["swiglu_limit"] == 7.0
-    asyncio.run(_main(arguments))
+    token_seconds = float(os.environ.get("TOKEN_SECONDS", "0"))
+    asyncio.run(_main(server or LocalServer(token_seconds=token_seconds), arguments))

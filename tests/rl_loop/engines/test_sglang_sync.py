@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
@@ -38,7 +39,8 @@ from rl_loop.engines.sglang.weight_sender import (
     buckets,
     send_weights,
 )
-from rl_loop.session import build_rollouts, build_trainer
+from rl_loop.rollout.collector import TrainingRequests
+from rl_loop.session import build_rollouts, build_tasks, build_trainer
 from tests.rl_loop.sglang_protocol import (
     VOCAB,
     LocalServer,
@@ -57,9 +59,9 @@ MODEL = ModelConfig(
 TEXT = list(range(20, 60))
 
 
-def weights_of(seed: int) -> dict[str, torch.Tensor]:
-    get = random_hf_weights(MODEL, seed)
-    return {name: get(name).to(torch.bfloat16) for name in hf_shapes(MODEL)}
+def weights_of(seed: int, model: ModelConfig = MODEL) -> dict[str, torch.Tensor]:
+    get = random_hf_weights(model, seed)
+    return {name: get(name).to(torch.bfloat16) for name in hf_shapes(model)}
 
 
 def scores_under(weights: dict[str, torch.Tensor]) -> list[float]:
@@ -304,8 +306,8 @@ def one_ray() -> Iterator[None]:
 class Trainer:
     """Sends weights as trainer rank 0 does; dies before tensor ``dies_at``."""
 
-    def __init__(self, seed: int, dies_at: int | None = None) -> None:
-        self.named, self.dies_at, self.sends = weights_of(seed), dies_at, 0
+    def __init__(self, seed: int, dies_at: int | None = None, model: ModelConfig = MODEL) -> None:
+        self.named, self.dies_at, self.sends = weights_of(seed, model), dies_at, 0
         self.compared: list[bool] = []
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -490,3 +492,47 @@ def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_comp
     finally:
         pool.close()
         trainer.close()
+
+
+def test_episodes_outlive_servers_that_die_during_a_sync_and_go_on_from_their_exact_prefix(
+    config: RlConfig, tmp_path: Path
+) -> None:
+    # The local server samples any of VOCAB ids: to a smaller model most would be none of its tokens.
+    model = MODEL.model_copy(update={"vocab_size": VOCAB})
+    slow = config.rollout.engine.env | {"TOKEN_SECONDS": "0.05"}
+    engine = config.rollout.engine.model_copy(update={"env": slow})
+    rollout = config.rollout.model_copy(update={"engine": engine, "samples_per_task": 4})
+    config = config.model_copy(update={"rollout": rollout, "model": model})
+    weights = {version: Trainer(version, model=model) for version in (1, 2, 3)}
+    requests = TrainingRequests(build_tasks(config), rollout, seed=0)
+    pool = build_rollouts(config)
+    try:
+        pool.ready()
+        pool.sync_weights(weights[1], 1)
+        stream = pool.stream()
+        for number in range(6):
+            stream.admit(number, requests.of(0, number, number))
+        time.sleep(0.5)
+
+        fault = tmp_path / "fault"
+        fault.write_text("die /update_weights_from_distributed:2")
+        pool.sync_weights(weights[2], 2)
+        assert not fault.exists(), "no server died"
+        time.sleep(0.5)
+        pool.sync_weights(weights[3], 3)
+        ended = [stream.take() for _ in range(6)]
+    finally:
+        pool.close()
+
+    assert sorted(group.number for group in ended) == list(range(6))
+    episodes = [episode for group in ended for episode in group.group.trajectories]
+    assert len(episodes) == 6 * 4, "an episode was lost or became invalid"
+    digests = {version: digest(source.named) for version, source in weights.items()}
+    for episode in episodes:
+        ids = episode.token_ids.tolist()
+        versions = [span.version for span in episode.weight_versions]
+        assert versions == sorted(versions)
+        for span in episode.weight_versions:
+            for place in range(span.start, span.end):
+                assert ids[place] == next_token(prefix_state(ids[:place], digests[span.version]))
+    assert max(len(episode.weight_versions) for episode in episodes) > 1

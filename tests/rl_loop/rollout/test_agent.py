@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, Trajectory
-from rl_loop.engines.protocol import SamplingParams
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.environments import RewardConfig, Task
 from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PythonTool, ToolOutput
@@ -331,7 +331,19 @@ def test_an_aborted_turn_is_resumed_from_its_own_tokens_with_other_random_number
     ]
     assert trajectory.reward == 1.0
     assert (trajectory.reusable_tokens, trajectory.cached_tokens) == (0, 0)  # between turns only
+    assert trajectory.prefilled_again == 0, "this engine keeps what it has processed"
     check_against_engine(trajectory, engine, harmony)
+
+
+def test_what_new_weights_let_an_engine_compute_again_is_counted(harmony: Harmony) -> None:
+    class Forgetful(ScriptedEngine):
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            return replace(await super().generate(request), cached_tokens=0)
+
+    trajectory = episode(harmony, Forgetful([answer(harmony)], [3, 0, 4]))
+    prompt = len(prompt_ids(harmony))
+    # Interrupted behind 3 and behind 7 tokens, of which the last was no input yet.
+    assert trajectory.prefilled_again == (prompt + 2) + (prompt + 6)
 
 
 def test_seeds_differ_by_episode_and_turn_and_suit_torch(tiny: Harmony) -> None:

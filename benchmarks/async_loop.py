@@ -1,0 +1,216 @@
+"""What rollouts that run ahead bring to real runs on CPUs: a tiny policy whose tools are slow.
+
+    gptoss sft configs/sft/tiny_retool.yaml
+    python benchmarks/async_loop.py runs/tiny_retool_sft
+    python benchmarks/async_loop.py runs/tiny_retool_sft --staleness 0 1 2 4 --out async_loop.md
+
+Every run is a ``gptoss rl`` of its own, with real processes for trainer and rollouts, from the same
+weights. Tool calls sleep for as long as is published, times --gaps (``slow_tools.py``). Runs of one
+seed have the same tasks and delays and take turns, so that whatever else the machine does meets all
+of them; the second seed runs them in the opposite order.
+
+Columns; ranges are over the seeds:
+
+    s/step        wall clock of all steps over their number; the first, which also evaluates, left out
+    x             median over the seeds of the first row's over this one's of the same seed
+    training      seconds per step in which the trainer works: estimates and updates
+    waiting       seconds per step in which it waits for episodes
+    stale         age of trained tokens in weight versions, mean and largest
+    before, after accuracy on the held-out tasks
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
+ENVIRONMENT = "benchmarks.slow_tools:SlowReTool"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is the same in all runs."""
+
+    start: Path
+    """Run whose policy is trained on."""
+    steps: int
+    tasks: int
+    """Of a step."""
+    samples: int
+    """Episodes of a task."""
+    held_out: int
+    """Tasks on which accuracy is measured."""
+    gap_scale: float
+    overrides: tuple[str, ...]
+    """KEY=VALUE of the configuration."""
+
+    def command(self, directory: Path, staleness: int, seed: int) -> list[str]:
+        """Return the command of one run, which is written to ``directory``/run."""
+        source = f"{{environment: '{ENVIRONMENT}', options: {{instructions: null, gap_scale: {self.gap_scale}}}}}"
+        return [
+            sys.executable, "-m", "launch", "rl", str(CONFIG),
+            "name=run",
+            f"output_dir={directory}",
+            f"initial_weights={self.start.resolve()}",
+            f"tasks.sources.retool={source}",
+            f"tasks.held_out_tasks={self.held_out}",
+            f"seed={seed}",
+            f"tasks.seed={seed}",
+            f"training.steps={self.steps}",
+            # Neither evaluations nor checkpoints between the first step and the last.
+            f"evaluate_every={self.steps}",
+            f"training.checkpoint_every={self.steps}",
+            "rollout.workers=1",
+            f"rollout.tasks_per_step={self.tasks}",
+            f"rollout.samples_per_task={self.samples}",
+            f"algorithm.max_staleness={staleness}",
+            *self.overrides,
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run. Seconds are per step."""
+
+    staleness: int
+    seed: int
+    seconds: float
+    training: float
+    waiting: float
+    stale_mean: float
+    stale_max: int
+    accuracy_before: float
+    accuracy_after: float
+
+
+def measure(workload: Workload, staleness: int, seed: int) -> Measured:
+    """Train with one k and one seed."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        # Trainer and engine have a core each.
+        "OMP_NUM_THREADS": "1",
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        command = workload.command(Path(directory), staleness, seed)
+        finished = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if finished.returncode:
+            sys.exit(f"{' '.join(command)}\n{finished.stdout[-2000:]}\n{finished.stderr[-2000:]}")
+        run = Path(directory) / "run"
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        summary = json.loads((run / "summary.json").read_text())
+    steps = [step for step in map(json.loads, lines) if "reward" in step]
+    return summarise(steps, summary, staleness, seed)
+
+
+def summarise(
+    steps: Sequence[dict[str, Any]], summary: dict[str, Any], staleness: int, seed: int
+) -> Measured:
+    """Average over the steps of a run but its first, of which its evaluation is a part."""
+    timed = steps[1:]
+    wall_clock = timed[-1]["time"] - steps[0]["time"]
+    return Measured(
+        staleness=staleness,
+        seed=seed,
+        seconds=wall_clock / len(timed),
+        training=mean(step["seconds/estimate"] + step["seconds/train"] for step in timed),
+        waiting=mean(step["seconds/rollout"] for step in timed),
+        stale_mean=mean(step.get("rollout/staleness_mean", 0.0) for step in timed),
+        stale_max=int(max(step["rollout/staleness_max"] for step in timed)),
+        accuracy_before=summary["held_out_accuracy_sft"],
+        accuracy_after=summary["held_out_accuracy_rl"],
+    )
+
+
+def in_turns(staleness: Sequence[int], seeds: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (k, seed) of all runs, every other seed's in the opposite order."""
+    runs = []
+    for place, seed in enumerate(seeds):
+        order = staleness if place % 2 == 0 else list(reversed(staleness))
+        runs += [(k, seed) for k in order]
+    return runs
+
+
+HEADER = ("k", "s/step", "x", "training", "waiting", "stale", "before", "after")
+
+
+def table(measured: Sequence[Measured]) -> str:
+    """Write a row of Markdown for every k."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
+    by_k: dict[int, dict[int, Measured]] = {}
+    for run in sorted(measured, key=lambda run: run.staleness):
+        by_k.setdefault(run.staleness, {})[run.seed] = run
+
+    first = next(iter(by_k.values()))
+    for k, runs in by_k.items():
+        ratios = [first[seed].seconds / run.seconds for seed, run in runs.items()]
+        cells = (
+            f"{k}",
+            _with_range([run.seconds for run in runs.values()]),
+            _with_range(ratios),
+            f"{median(run.training for run in runs.values()):.2f}",
+            f"{median(run.waiting for run in runs.values()):.2f}",
+            f"{mean(run.stale_mean for run in runs.values()):.2f}, "
+            f"{max(run.stale_max for run in runs.values())}",
+            f"{mean(run.accuracy_before for run in runs.values()):.3f}",
+            _with_range([run.accuracy_after for run in runs.values()], digits=3),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _with_range(values: Sequence[float], digits: int = 2) -> str:
+    low, high = min(values), max(values)
+    return f"{median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("start", type=Path, help="run whose policy is trained on")
+    add("overrides", nargs="*", help="KEY=VALUE of the configuration")
+    add("--steps", type=int, default=20)
+    add("--tasks", type=int, default=8, help="of a step")
+    add("--samples", type=int, default=8, help="episodes of a task")
+    add("--held-out", type=int, default=200, help="tasks on which accuracy is measured")
+    add("--gaps", type=float, default=0.004, help="factor of the seconds that tools take")
+    add("--staleness", type=int, nargs="+", default=[0, 2], help="values of k")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--out", type=Path, help="Markdown file for the table")
+    options = parser.parse_args()
+
+    workload = Workload(
+        start=options.start,
+        steps=options.steps,
+        tasks=options.tasks,
+        samples=options.samples,
+        held_out=options.held_out,
+        gap_scale=options.gaps,
+        overrides=tuple(options.overrides),
+    )
+    measured = []
+    for staleness, seed in in_turns(options.staleness, options.seeds):
+        measured.append(measure(workload, staleness, seed))
+        print(measured[-1], file=sys.stderr, flush=True)
+
+    text = table(measured)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

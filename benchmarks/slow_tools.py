@@ -1,0 +1,145 @@
+"""Environments whose tools are as slow as those of real agents, and as unreliable.
+
+Named as ``benchmarks.slow_tools:CLASS`` in ``tasks.sources``. Every tool call sleeps for as long as the
+published distribution of gaps between turns says (``async_rollouts.GAPS``), times ``gap_scale``. A
+sleeping call costs no processor."""
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from random import Random, random
+from typing import Any, ClassVar
+
+from benchmarks.async_rollouts import CALLS, GAPS, quantile
+from rl_loop.environments import Task
+from rl_loop.environments.base import (
+    Environment,
+    EnvironmentOptions,
+    Script,
+    Split,
+    StepResult,
+    final,
+)
+from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions
+from rl_loop.harmony.codec import ParsedMessage, PythonTool
+
+MAX_CALLS = 6
+"""Of an episode, where a script decides how many there are."""
+
+
+def calls_of(episode: str) -> int:
+    """Return how often an episode calls its tool, as published but for the longest."""
+    return min(MAX_CALLS, round(quantile(CALLS, Random(episode).random())))
+
+
+class SlowOptions(ReToolOptions):
+    gap_scale: float = 1.0
+    """Factor of the published seconds, whose median is 1.6 and whose mean is 37."""
+
+
+class SlowReTool(ReToolEnvironment):
+    """ReTool whose interpreter keeps one waiting."""
+
+    Options = SlowOptions
+
+    _episodes_of: ClassVar[Counter[str]] = Counter()
+    """Episodes that this process has begun, by task."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # The n-th episode of a task is as slow in one run as in another, whatever runs beside it.
+        episode = self._episodes_of[self.task.task_id]
+        self._episodes_of[self.task.task_id] += 1
+        self._episode = f"{self.task.task_id}/{episode}"
+
+    @classmethod
+    def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
+        task = super().generate(split, seed, index, options)
+        task.metadata["gap_scale"] = options.gap_scale
+        return task
+
+    async def call(self, tool: str, arguments: str) -> str:
+        chance = Random(f"{self._episode}/{self._calls}").random()
+        await asyncio.sleep(self.task.metadata["gap_scale"] * quantile(GAPS, chance))
+        return await super().call(tool, arguments)
+
+
+class AwayOptions(EnvironmentOptions):
+    gap_scale: float = 1.0
+    """Factor of the published seconds, whose median is 1.6 and whose mean is 37."""
+    failing: float = 0.0
+    """Share of the calls of a tool that fail the first time, as a connection does."""
+    away: float = 0.0
+    """Share of the tasks whose tool stays away: episodes that call it cannot be finished."""
+
+
+class UnreliableTools(Environment):
+    """A slow tool that infrastructure keeps away, now and then or for good.
+
+    ``answer`` of an episode is its own name, which no other episode ever has."""
+
+    Options = AwayOptions
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._name = uuid.uuid4().hex
+        self._began = time.time()
+        self._failures = 0.0
+        self._has_failed = False
+
+    @classmethod
+    def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
+        # No held-out prompt is one to train on.
+        sign = "+" if split == "train" else "*"
+        messages = [{"role": "user", "content": f"{index}{sign}1"}]
+        metadata = {
+            "gap_scale": options.gap_scale,
+            "failing": options.failing,
+            "away": Random(f"{split}/{seed}/{index}").random() < options.away,
+        }
+        return Task(f"{split}-{index}", messages, "1", metadata=metadata)
+
+    @classmethod
+    def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
+        yield [ParsedMessage("analysis", "python", "code", "print(1)")]
+        yield [final(task.ground_truth)]
+
+    @classmethod
+    def vocabulary_text(cls) -> str:
+        return ReToolEnvironment.vocabulary_text()
+
+    def builtin_tools(self) -> Sequence[PythonTool]:
+        return (PythonTool(),)
+
+    def save_state(self) -> dict[str, Any]:
+        """The tool has no state: a call is repeated as it is."""
+        return {}
+
+    def restore_state(self, state: Any) -> None: ...
+
+    async def call(self, tool: str, arguments: str) -> str:
+        # A call that has just failed is repeated, and then the connection holds.
+        may_fail = not self._has_failed and random() < self.task.metadata["failing"]
+        self._has_failed = self.task.metadata["away"] or may_fail
+        if self._has_failed:
+            self._failures += 1
+            raise ConnectionRefusedError(111, "Connection refused: the tool's server")
+        await asyncio.sleep(self.task.metadata["gap_scale"] * quantile(GAPS, random()))
+        return "1\n"
+
+    async def answer(self, text: str) -> StepResult:
+        return self._end(1.0)
+
+    def unfinished(self) -> StepResult:
+        return self._end(0.0)
+
+    def _end(self, score: float) -> StepResult:
+        return self.finished(
+            score,
+            self._name,
+            began=self._began,
+            ended=time.time(),
+            tool_failures=self._failures,
+        )

@@ -1,0 +1,127 @@
+"""What it would bring to let rollouts run ahead of training, predicted from the configuration alone."""
+
+from dataclasses import dataclass
+
+from launch.plan import predict_update
+from megatron_gptoss.config import ModelConfig
+from rl_loop.config.run import RlConfig
+from rl_loop.engines.sglang.config import SglangConfig
+
+MEAN_LENGTH = 0.5
+"""Sampled tokens of an episode over the most that its limits allow: their mean. Assumed."""
+BANDWIDTH = 4.32e12
+"""Bytes per second that an H200 reads, measured (docs/performance.md, decoding)."""
+OVER_LIMIT = 1.4
+"""Time of SGLang's decoding step over that of reading what it needs: 1.28 to 1.84 for 8 to 256
+sequences of the 20B, measured in the same place."""
+BYTES = 2
+"""Of a weight, and of a number in the key/value cache."""
+STALENESS = (0, 1, 2, 3, 4, 8)
+"""Values of ``algorithm.max_staleness`` that are compared."""
+
+
+@dataclass(frozen=True)
+class RunAheadPrediction:
+    """What bounds the speed of the loop. Seconds of a step."""
+
+    training: float
+    """The trainer's, if it works all the time."""
+    engines: float
+    """That engines need for a step's episodes, if they decode all the time."""
+    longest_episode: float
+    """From its first token to its last."""
+
+    def step_seconds(self, staleness: int) -> float:
+        """Predict the wall clock of a step, in order.
+
+        Turns, k = 0, take the longest episode and the update that follows it. With k steps ahead as
+        much has to fit into k + 1 steps, because an episode begins k steps before its own; and no
+        step is faster than trainer or engines."""
+        in_turns = max(self.longest_episode, self.engines) + self.training
+        return max(self.training, self.engines, in_turns / (staleness + 1))
+
+    def bound(self, staleness: int) -> str:
+        """Name what a step's time is, with so many steps ahead."""
+        seconds = self.step_seconds(staleness)
+        if seconds == self.training:
+            return "trainer"
+        return "engines" if seconds == self.engines else "longest episode"
+
+    @property
+    def least_that_pays(self) -> int:
+        """Return the least k beyond which steps get no faster."""
+        fastest = max(self.training, self.engines)
+        staleness = 0
+        while self.step_seconds(staleness) > fastest:
+            staleness += 1
+        return staleness
+
+
+def decoding_step_seconds(
+    model: ModelConfig, sequences: float, context: float, gpus: int = 1
+) -> float:
+    """Predict the time of a decoding step of SGLang on H200s.
+
+    It is bound by what it reads: attention and output layer, the experts that any of ``sequences``
+    is routed to, and the keys and values of ``context`` tokens per sequence, or of the window."""
+    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+    attention = heads * model.head_size * model.hidden_size
+    untouched = (1 - model.experts_per_token / model.num_experts) ** sequences
+    experts = model.num_experts * (1 - untouched)
+    expert = 3 * model.hidden_size * model.intermediate_size
+    weights = model.num_layers * (attention + experts * expert)
+    weights += model.vocab_size * model.hidden_size
+
+    full = model.layer_types.count("full_attention")
+    window = min(context, model.sliding_window)
+    seen = full * context + (model.num_layers - full) * window
+    keys_and_values = sequences * seen * 2 * model.num_key_value_heads * model.head_size
+    return OVER_LIMIT * BYTES * (weights + keys_and_values) / (BANDWIDTH * gpus)
+
+
+def predict_run_ahead(config: RlConfig, tool_seconds: float) -> RunAheadPrediction:
+    """Predict the bounds of a loop with SGLang's servers on GPUs of their own.
+
+    ``tool_seconds``: of each tool call of the longest episode."""
+    rollout, engine = config.rollout, config.rollout.engine
+    assert isinstance(engine, SglangConfig)
+    episodes = rollout.tasks_per_step * rollout.samples_per_task
+    running = min(engine.max_running_requests, episodes / engine.servers)
+
+    longest = rollout.max_response_tokens
+    context = MEAN_LENGTH * rollout.max_tokens
+    step = decoding_step_seconds(config.model, running, context, engine.tensor_parallel)
+    tokens_per_server = episodes * MEAN_LENGTH * longest / engine.servers
+    return RunAheadPrediction(
+        training=MEAN_LENGTH * predict_update(config.memory_inputs).step.total,
+        engines=tokens_per_server / running * step,
+        longest_episode=longest * step + (rollout.max_turns - 1) * tool_seconds,
+    )
+
+
+def run_ahead_plan(config: RlConfig, tool_seconds: float = 0.0) -> str:
+    """Describe what ``algorithm.max_staleness`` would bring."""
+    engine = config.rollout.engine
+    if not isinstance(engine, SglangConfig):
+        return f"rollouts: nothing is predicted for engines of type {engine.type}"
+    if engine.shares_trainer_gpus:
+        return "rollouts: the engines share the trainer's GPUs and take turns with it (algorithm.max_staleness 0)"
+
+    prediction = predict_run_ahead(config, tool_seconds)
+    least = prediction.least_that_pays
+    lines = [
+        f"rollouts on H200s, episodes of up to {config.rollout.max_response_tokens} sampled tokens, "
+        f"{MEAN_LENGTH:g} of that on average, {tool_seconds:g} s per tool call: a step's episodes keep the engines "
+        f"busy for {prediction.engines:.1f} s, the longest takes {prediction.longest_episode:.1f} s, the update "
+        f"{prediction.training:.1f} s",
+        f"  {'max_staleness':>13}{'s/step':>10}{'times':>8}  bound by",
+    ]
+    in_turns = prediction.step_seconds(0)
+    for staleness in STALENESS:
+        seconds = prediction.step_seconds(staleness)
+        line = f"  {staleness:13}{seconds:10.1f}{in_turns / seconds:8.2f}  {prediction.bound(staleness)}"
+        if staleness == config.algorithm.max_staleness:
+            line += "  <- configured"
+        lines.append(line)
+    lines.append(f"  beyond max_staleness {least} tokens only grow older")
+    return "\n".join(lines)

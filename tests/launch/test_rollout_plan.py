@@ -1,0 +1,97 @@
+"""What ``gptoss plan`` says about rollouts that run ahead: against measurements and the simulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.async_rollouts import Costs, Simulation, Workload, control_for, training_speed
+from launch.cli import app
+from launch.rollout_plan import RunAheadPrediction, decoding_step_seconds, run_ahead_plan
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+OVERLAP = CONFIGS / "rl/gpt-oss-20b_1x4_overlap.yaml"
+MEASURED_MS = {1: 1.85, 8: 4.04, 64: 6.58, 256: 9.88}
+"""Decoding steps of twelve of the 20B's layers on an H200 by running sequences, prompts of 512 tokens and 192
+decoded (docs/performance.md)."""
+
+
+def load(path: Path, *overrides: str) -> RlConfig:
+    return load_config(path, RlConfig, list(overrides))
+
+
+@pytest.mark.parametrize("sequences", list(MEASURED_MS))
+def test_a_decoding_step_takes_about_as_long_as_was_measured(sequences: int) -> None:
+    model = load(OVERLAP).model.model_copy(update={"num_layers": 12})
+    predicted = 1000 * decoding_step_seconds(model, sequences, context=512 + 96)
+    assert predicted == pytest.approx(MEASURED_MS[sequences], rel=0.3)
+
+
+def test_steps_are_about_as_fast_as_the_simulated_loop_makes_them() -> None:
+    workload, costs = Workload(steps=40), Costs(rollouts_over_training=2.0)
+    speed = training_speed(workload, costs)
+
+    def simulate(staleness: int) -> Simulation:
+        return Simulation(workload, costs, control_for("in_order", staleness, workload))
+
+    turns = simulate(0)
+    outcome = turns.run(speed)
+    prediction = RunAheadPrediction(
+        training=outcome.training_seconds / workload.steps,
+        engines=0.0,  # idle for the most part
+        longest_episode=turns.mean_rollout_seconds,
+    )
+    errors = []
+    for staleness in (0, 1, 2, 4, 8):
+        simulated = simulate(staleness).run(speed).seconds / workload.steps
+        errors.append(prediction.step_seconds(staleness) / simulated - 1)
+    assert max(errors) < 0.03, "no loop is faster than what bounds it"
+    assert min(errors) > -0.25
+    assert abs(mean(errors)) < 0.15
+
+
+def test_more_staleness_pays_until_trainer_or_engines_are_busy_all_the_time() -> None:
+    prediction = RunAheadPrediction(training=10.0, engines=4.0, longest_episode=35.0)
+    assert [prediction.step_seconds(k) for k in range(6)] == [45.0, 22.5, 15.0, 11.25, 10.0, 10.0]
+    assert prediction.bound(3) == "longest episode"
+    assert prediction.bound(4) == "trainer"
+    assert prediction.least_that_pays == 4
+
+    by_engines = RunAheadPrediction(training=10.0, engines=20.0, longest_episode=35.0)
+    assert by_engines.least_that_pays == 2
+    assert by_engines.bound(2) == "engines"
+
+
+def test_the_command_says_what_the_configured_lengths_and_tools_make_of_it() -> None:
+    def rows(*arguments: str) -> list[list[str]]:
+        result = CliRunner().invoke(app, ["plan", str(OVERLAP), "--gpu", "h200", *arguments])
+        assert result.exit_code == 0, result.output
+        lines = result.output.splitlines()
+        (first,) = (
+            n for n, line in enumerate(lines) if "max_staleness" in line and "s/step" in line
+        )
+        return [line.split() for line in lines[first + 1 : first + 7]]
+
+    quick, slow, short = rows(), rows("--tool-seconds", "60"), rows("rollout.max_tokens=4096")
+    assert [row[0] for row in quick] == ["0", "1", "2", "3", "4", "8"]
+    assert quick[1][-2:] == ["<-", "configured"]
+    assert quick[0][2] == "1.00"
+    seconds = [float(row[1]) for row in quick]
+    assert seconds == sorted(seconds, reverse=True)
+    # Seven calls lie between the eight turns of the longest episode.
+    assert float(slow[0][1]) - seconds[0] == pytest.approx(7 * 60, abs=0.2)
+    assert float(short[0][1]) < seconds[0]
+
+
+def test_engines_that_take_turns_or_whose_speed_nobody_knows_have_no_prediction() -> None:
+    colocated = load(CONFIGS / "rl/gpt-oss-20b-adapter_1x1.yaml")
+    assert "take turns with it (algorithm.max_staleness 0)" in run_ahead_plan(colocated)
+    embedded = load(CONFIGS / "rl/tiny_retool.yaml")
+    assert run_ahead_plan(embedded) == (
+        "rollouts: nothing is predicted for engines of type transformers"
+    )

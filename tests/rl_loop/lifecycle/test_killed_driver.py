@@ -1,0 +1,161 @@
+"""A driver that is killed (kill -9) while rollouts run ahead, and the run that goes on from its newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.session import build_tasks
+from rl_loop.tracking.episode_reader import EpisodeReader
+from rl_loop.tracking.run_directory import RunDirectory, read_json_lines
+from tests.rl_loop.test_loop_on_ray import CONFIGS, RL
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+STEPS, TASKS, SAMPLES, STALENESS = 6, 2, 4, 2
+KILLED_IN = 3
+"""The step in which the driver is killed; checkpoints follow every other step, so the newest is of two steps."""
+
+pytestmark = pytest.mark.slow  # two whole runs each
+
+
+def overrides(directory: Path) -> list[str]:
+    return [
+        *RL,
+        f"output_dir={directory}",
+        "rollout.workers=2",
+        f"rollout.tasks_per_step={TASKS}",
+        f"rollout.samples_per_task={SAMPLES}",
+        f"algorithm.max_staleness={STALENESS}",
+        f"training.steps={STEPS}",
+        "training.checkpoint_every=2",
+    ]
+
+
+class Driver:
+    """A run in a process of its own, and all processes that it has ever been seen to start."""
+
+    def __init__(self, program: list[str], arguments: list[str]) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, *program, "rl", str(CONFIGS / "rl/tiny_retool.yaml"), *arguments]
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.started: set[psutil.Process] = set()
+
+    def wait(self) -> int:
+        """Wait for the driver's end and return its status, as the shell has it for signals."""
+
+        def has_ended() -> bool:
+            with suppress(psutil.NoSuchProcess):
+                self.started |= set(psutil.Process(self.process.pid).children(recursive=True))
+            return self.process.poll() is not None
+
+        wait_until(has_ended, pause=0.2)
+        return self.process.wait()
+
+    def still_at_work(self) -> list[str]:
+        """Processes of the run itself that outlive their driver. Ray's agents, which see only by and by that their
+        node is gone, are none of them."""
+        lines = []
+        for process in self.started:
+            with suppress(psutil.NoSuchProcess):
+                line = " ".join(process.cmdline())
+                if any(name in line for name in ("Worker", "Trainer", "raylet/raylet", "sandbox")):
+                    lines.append(line.strip())
+        return lines
+
+    def end_what_is_left(self) -> None:
+        for process in self.started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    @property
+    def said(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.read()
+
+
+def trained_tasks(run: RunDirectory) -> dict[int, Counter[str]]:
+    """How many episodes of which task each step was trained on, by the recorded episodes."""
+    reader = EpisodeReader(run.episodes)
+    reader.refresh()
+    tasks: dict[int, Counter[str]] = {}
+    for row in reader.figures.to_pylist():
+        if row["split"] == "train":
+            assert row["step"] - STALENESS <= row["oldest_version"] <= row["newest_version"]
+            assert row["newest_version"] <= row["step"]
+            tasks.setdefault(row["step"], Counter())[row["task_id"]] += 1
+    return tasks
+
+
+def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
+    return [step for step in read_json_lines(run.metrics) if "reward" in step]
+
+
+@pytest.mark.parametrize(
+    ("moment", "saved"), [("rollouts", 2), ("sync", 2), ("update", 2), ("checkpoint", None)]
+)
+def test_a_killed_run_goes_on_from_its_newest_checkpoint_and_trains_every_group_once(
+    moment: str, saved: int | None, tmp_path: Path
+) -> None:
+    settings = overrides(tmp_path)
+    config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, settings)
+    run = RunDirectory(config.directory)
+
+    script = str(ROOT / "tests/rl_loop/lifecycle/killed_driver.py")
+    killed = Driver([script, f"{moment}:{KILLED_IN}"], settings)
+    assert killed.wait() == -signal.SIGKILL, killed.said
+    assert killed.started, "no process was ever seen"
+    wait_until(lambda: not killed.still_at_work(), killed.still_at_work, seconds=60)
+    killed.end_what_is_left()
+
+    before = steps_of(run)
+    latest = int((run.checkpoints / "latest").read_text().rpartition("_")[2])
+    # Killed while it was written, a checkpoint counts or it does not.
+    assert latest in ({saved} if saved is not None else {2, 4})
+    assert len(before) == (KILLED_IN + 1 if moment in ("update", "checkpoint") else KILLED_IN)
+
+    resumed = Driver(["-m", "launch"], [*settings, "--resume"])
+    assert resumed.wait() == 0, resumed.said
+
+    # Steps of the checkpoint stay as they are, to the last digit; the others are taken anew.
+    after = steps_of(run)
+    assert [step["step"] for step in after] == list(range(STEPS))
+    assert after[:latest] == before[:latest]
+    assert all(step["time"] > before[-1]["time"] for step in after[latest:])
+
+    # In order, every step is trained on its own tasks, as if nothing had happened.
+    tasks = build_tasks(config)
+    expected = {
+        step: Counter({task.task_id: SAMPLES for task in tasks.train(step * TASKS, TASKS)})
+        for step in range(STEPS)
+    }
+    assert trained_tasks(run) == expected
+
+    # The bound holds, and no more groups are begun than in any other run.
+    assert max(step["rollout/staleness_max"] for step in after) <= STALENESS
+    assert [step["rollout/groups_ahead"] for step in after] == [4, 4, 4, 4, 2, 0]
+    for step in after:
+        assert step["correction/dropped_stale"] == 0
+        assert sum(value for name, value in step.items() if name.startswith("rollout/invalid")) == 0

@@ -1,0 +1,128 @@
+"""Many episodes at a time while workers, servers and tools fail: the benchmark's own run, with fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+
+from benchmarks.concurrent_episodes import Ledger, Load, Outcome, configuration, report, run
+from benchmarks.slow_tools import calls_of
+from rl_loop.cluster.ray_session import start_local_ray
+from rl_loop.data.trajectory import InvalidReason, Trajectory, TrajectoryGroup, WeightVersionSpan
+from rl_loop.session import build_tasks
+
+LOAD = Load(
+    tasks=8,
+    samples=4,
+    steps=3,
+    max_staleness=2,
+    gap_scale=0.01,
+    token_seconds=0.1,
+    training_seconds=1.0,
+    faults=0.2,
+)
+
+
+@pytest.fixture
+def one_ray() -> Iterator[None]:
+    start_local_ray(num_cpus=2, object_store_bytes=100 << 20)
+    yield
+    ray.shutdown()
+
+
+def test_episodes_are_trained_on_once_or_invalid_while_every_part_fails(
+    one_ray: None, tmp_path: Path
+) -> None:
+    outcome = run(LOAD, tmp_path)
+    assert outcome.trained + outcome.invalid == 8 * 4 * 3
+    assert outcome.invalid > 0
+    faults = outcome.faults
+    assert faults.workers_killed >= 1
+    assert faults.servers_killed >= 1
+    assert faults.syncs_broken == 1
+    assert faults.malformed_answers.total() > 0
+    assert faults.tool_failures > 0
+    assert outcome.in_flight_most > 32, "no step ran ahead"
+    assert "of one core per 100 episodes in flight" in report(LOAD, outcome)
+
+
+# ---- what the account refuses
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    load = replace(LOAD, tasks=2, samples=2, faults=0.0)
+    tasks = build_tasks(configuration(load, tmp_path))
+    return Ledger(load, tasks, seeds_of=lambda number: (10 * number, 10 * number + 1))
+
+
+def episode(name: str, version: int = 0, began: float = 0.0, ended: float = 1.0) -> Trajectory:
+    parts = {"correct": 1.0, "began": began, "ended": ended, "tool_failures": 0.0}
+    spans = [WeightVersionSpan(1, 2, version)]
+    return Trajectory(
+        "t", [1, 2], [0, 1], [0.0, -1.0], answer=name, reward_parts=parts, weight_versions=spans
+    )
+
+
+def groups_of(ledger: Ledger, step: int, version: int = 0) -> list[TrajectoryGroup]:
+    tasks = ledger._tasks.train(2 * step, 2)
+    return [
+        TrajectoryGroup(task.task_id, [episode(f"{task.task_id}/{i}", version) for i in range(2)])
+        for task in tasks
+    ]
+
+
+def test_the_account_takes_whole_groups_in_their_step(ledger: Ledger) -> None:
+    for step in range(3):
+        ledger.enter(step, groups_of(ledger, step))
+    assert len(ledger.trained) == 12
+    assert ledger.invalid == 0
+
+
+@pytest.mark.parametrize("fault", ["double", "lost", "other step", "too old", "invalid"])
+def test_the_account_refuses_what_must_not_happen(ledger: Ledger, fault: str) -> None:
+    ledger.enter(0, groups_of(ledger, 0))
+    step, groups = 1, groups_of(ledger, 1)
+    if fault == "double":
+        groups[0].trajectories[0] = groups[0].trajectories[1]
+    elif fault == "lost":
+        groups[0].trajectories.pop()
+    elif fault == "other step":
+        groups = groups_of(ledger, 2)
+    elif fault == "too old":
+        ledger.enter(1, groups)
+        ledger.enter(2, groups_of(ledger, 2))
+        step, groups = 3, groups_of(ledger, 3)
+    else:
+        lost = groups[0].trajectories.pop()
+        lost.invalid = InvalidReason("engine", "a fault that another try would have mended")
+        groups[0].invalid.append(lost)
+    with pytest.raises(AssertionError):
+        ledger.enter(step, groups)
+
+
+def test_episodes_in_flight_are_counted_by_when_they_ran(ledger: Ledger) -> None:
+    spans = [(0.0, 4.0), (1.0, 2.0), (1.5, 3.0), (3.0, 4.0)]
+    for number, (began, ended) in enumerate(spans):
+        ledger._enter_episode(0, episode(str(number), began=began, ended=ended))
+    assert ledger.in_flight(0.0, 5.0) == (7.5 / 5.0, 3)
+    share = Outcome(
+        faults=None,  # type: ignore[arg-type]
+        trained=4,
+        invalid=0,
+        wall_seconds=10.0,
+        driver_seconds=2.0,
+        in_flight_mean=200.0,
+        in_flight_most=300,
+    ).driver_share
+    assert share == pytest.approx(0.1), "0.2 of a core for 200 episodes"
+
+
+def test_scripted_episodes_call_as_often_as_published_but_for_the_longest() -> None:
+    calls = [calls_of(f"task/{i}") for i in range(4000)]
+    assert max(calls) == 6
+    assert sum(count == 0 for count in calls) / 4000 == pytest.approx(0.375, abs=0.03)
