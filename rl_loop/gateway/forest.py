@@ -130,6 +130,10 @@ class Forest:
             )
         return node
 
+    def has_response(self, response_id: str) -> bool:
+        """Whether one of the turns is the response of that id."""
+        return response_id in self._nodes
+
     def answered(self, fingerprint: bytes) -> Node | None:
         """Return the newest answer to a request that is equal to another one, if there is any."""
         return self._by_fingerprint.get(fingerprint)

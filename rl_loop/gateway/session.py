@@ -18,6 +18,7 @@ from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.forest import Forest, Node, Place, new_routes, next_key, without_routes
 from rl_loop.gateway.history import History
 from rl_loop.gateway.request import TurnRequest
+from rl_loop.gateway.reward import GivenReward
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.conversation import OpenCall
 from rl_loop.infrastructure import InfrastructureFailure
@@ -113,15 +114,20 @@ class Session:
         self.name = name
         self.api_key = api_key or f"sk-{secrets.token_urlsafe(24)}"
         self.forest = Forest(settings.remembered_turns)
+        self.clock = EpisodeClock(settings.limits.episode_seconds)
+        """Runs while the session does, but for the time that it waits for the engine."""
         self.end: SessionEnd | None = None
+        self.was_too_long = False
+        """Whether the last request was refused because the conversation left no room to answer."""
 
         self._engine = engine
         self._harmony = harmony
         self._shape = shape
         self._settings = settings
         self._history = History(harmony)
-        self._clock = EpisodeClock(settings.limits.episode_seconds)
-        self._clock.start()
+        self._rewards: dict[str | None, dict[str, float]] = {}
+        """By the response that earned it, None for the session as a whole."""
+        self.clock.start()
 
         self._begun_turns = 0
         """All of them: they number the turns."""
@@ -177,6 +183,31 @@ class Session:
             reasoning_tokens=self._history.reasoning_tokens(sampled.output_ids),
         )
 
+    def add_reward(self, reward: GivenReward) -> None:
+        """Note what the session, or one of its responses, earned. What was said of the same before
+        is replaced, so that a request may be repeated. Raises ApiError."""
+        if not self._settings.is_episode:
+            message = "nothing is trained here, so there is nothing to reward"
+            raise ApiError(400, "invalid_request", message)
+        if reward.response_id is not None and not self.forest.has_response(reward.response_id):
+            raise ApiError(
+                404,
+                "response_not_found",
+                f"this session has no response {reward.response_id!r}",
+                parameter="response_id",
+            )
+        self._rewards[reward.response_id] = reward.parts
+
+    def reward_parts(self) -> dict[str, float] | None:
+        """Return the sums of all rewards, part by part; None if there was none."""
+        if not self._rewards:
+            return None
+        totals: dict[str, float] = {}
+        for parts in self._rewards.values():
+            for name, value in parts.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
+
     def trajectories(self, task_id: str) -> list[tuple[Node, Trajectory]]:
         """Return what was captured: see ``Forest.trajectories``."""
         return self.forest.trajectories(task_id, self._harmony.decode)
@@ -218,9 +249,10 @@ class Session:
             if not is_added:
                 self._counted_turns -= 1
             # A turn that was cancelled in the engine's queue has left it standing.
-            self._clock.start()
+            self.clock.start()
 
     async def _sample_turn(self, request: TurnRequest, response_id: str, number: int) -> Node:
+        self.was_too_long = False
         place = self.forest.find(request)
         self._check_size(request, place)
         prompt = await off_loop(self._render, request, place)
@@ -304,7 +336,7 @@ class Session:
             engine=self._engine,
             episode=self.name,
             sampling=sampling,
-            clock=self._clock,
+            clock=self.clock,
             shape=self._shape,
             queue_seconds=self._settings.limits.queue_seconds,
             routed_experts=self._settings.routed_experts,
@@ -359,7 +391,7 @@ class Session:
     def _check_is_open(self) -> None:
         if self.end is not None:
             raise self.end.as_error()
-        if self._clock.is_over:
+        if self.clock.is_over:
             raise self._out_of_time()
 
     def _check_size(self, request: TurnRequest, place: Place) -> None:
@@ -396,6 +428,7 @@ class Session:
     def _too_long(self, tokens: str) -> ApiError:
         """Make the error of a prompt without room for an answer; the session goes on, with a
         shorter one."""
+        self.was_too_long = True
         limit = self._settings.limits.max_tokens
         return ApiError(
             400,
