@@ -24,7 +24,7 @@ HELD_OUT_SHARE = 4
 """One of so many questions is held out."""
 MAX_TURNS = 4
 CHATS = 3000
-CAREFUL_SHARE = 0.4
+CAREFUL_SHARE = 0.5
 """Of the chats: the clerk looks the price up."""
 
 INSTRUCTIONS = "You are the clerk. Look up what you are asked."

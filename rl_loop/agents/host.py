@@ -48,7 +48,10 @@ class Host:
     def obey(self, line: dict[str, Any]) -> None:
         """Begin or cancel an episode."""
         if "cancel" in line:
-            if task := self._running.get(line["cancel"]):
+            task = self._running.get(line["cancel"])
+            # The thread of a plain function would go on unseen: that it does not end is what the
+            # rollout worker has to know.
+            if task is not None and self._is_async:
                 task.cancel()
             return
         number = line["call"]
