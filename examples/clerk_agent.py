@@ -68,6 +68,7 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
 
         messages.append(said.model_dump(exclude_none=True))
         for call in said.tool_calls:
+            assert call.type == "function"
             told = look_up(call.function.arguments, task)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
     return 0.0

@@ -151,8 +151,9 @@ class Forest:
             previous = self.node(request.previous_id)
             conversation = (*previous.messages, *conversation)
 
+        earlier = previous.messages if previous is not None else ()
         everything = (*request.head, *conversation)
-        keys = request.conversation_keys(everything)
+        keys = request.conversation_keys((*request.head, *earlier))
         parent = None
         reused = 0
         # At least one message has to be new.

@@ -6,9 +6,10 @@ with this request and with every later one."""
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
@@ -27,6 +28,10 @@ from rl_loop.rollout.agent import Room
 from rl_loop.rollout.episode_clock import EpisodeClock
 from rl_loop.rollout.turn_sampler import TurnSampler
 from rl_loop.tasks.prompt_limit import LONGEST_TOKEN
+
+SHORT_CHARACTERS = 8192
+SHORT_TOKENS = 256
+"""What is rendered, or parsed, on the event loop: it takes a millisecond or less."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +260,11 @@ class Session:
         self.was_too_long = False
         place = self.forest.find(request)
         self._check_size(request, place)
-        prompt = await off_loop(self._render, request, place)
+        # A thread costs as much as tokenizing a page: short texts are done here.
+        if _characters(place.new_messages) <= SHORT_CHARACTERS:
+            prompt = self._render(request, place)
+        else:
+            prompt = await off_loop(self._render, request, place)
         prefix = prompt.token_ids
         room = self._room(request, len(prefix))
 
@@ -267,7 +276,10 @@ class Session:
         if not sampled.output_ids:
             raise self._out_of_time()
 
-        turn = await off_loop(read_turn, self._harmony, sampled, request.tools)
+        if len(sampled.output_ids) <= SHORT_TOKENS:
+            turn = read_turn(self._harmony, sampled, request.tools)
+        else:
+            turn = await off_loop(read_turn, self._harmony, sampled, request.tools)
         node = self._node(request, response_id, place, prompt, sampled, turn, room)
         self._sampled_tokens += len(sampled.output_ids)
         # A turn beside this one may have ended the session meanwhile.
@@ -397,7 +409,7 @@ class Session:
     def _check_size(self, request: TurnRequest, place: Place) -> None:
         """Raise ApiError for a text that is surely too long, before it is tokenized."""
         limit = self._settings.limits.max_tokens
-        size = sum(len(message.get("content") or "") for message in place.new_messages)
+        size = _characters(place.new_messages)
         if place.parent is None:
             size += sum(len(repr(tool)) for tool in request.tools)
         if size > LONGEST_TOKEN * limit:
@@ -447,6 +459,11 @@ class Session:
         if self._settings.is_episode and self.end is None:
             self.end = end
         return end.as_error()
+
+
+def _characters(messages: Sequence[dict[str, Any]]) -> int:
+    """Count what messages say."""
+    return sum(len(message.get("content") or "") for message in messages)
 
 
 @dataclass(frozen=True)
