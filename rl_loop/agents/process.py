@@ -101,6 +101,10 @@ class AgentProcess:
             del self._calls[number]
             if answer.done() and not answer.cancelled():
                 answer.exception()  # looked at, or asyncio warns
+            else:
+                # The episode itself was cancelled: nobody waits for what it comes to.
+                with suppress(InfrastructureFailure):
+                    self._send({"cancel": number})
             if not self.is_usable and not self._calls:
                 self.kill()
 
@@ -186,6 +190,7 @@ class AgentProcesses:
         self._all: list[AgentProcess] = []
         self._starting: dict[str, asyncio.Lock] = {}
         self._vacancies: dict[str, asyncio.Semaphore] = {}
+        self._is_closed = False
 
     def vacancy(self, program: AgentProgram) -> asyncio.Semaphore:
         """Return what bounds the episodes of a program that run at the same time."""
@@ -198,6 +203,8 @@ class AgentProcesses:
             current = self._current.get(function)
             if current is not None and current.is_usable:
                 return current
+            if self._is_closed:
+                raise InfrastructureFailure("environment", f"{function}: the run ends")
 
             current = AgentProcess(function)
             self._all = [process for process in self._all if not process.has_ended]
@@ -207,7 +214,8 @@ class AgentProcesses:
             return current
 
     async def close(self) -> None:
-        """End all processes."""
+        """End all processes, and start none again."""
+        self._is_closed = True
         await asyncio.gather(*(process.close() for process in self._all))
 
 
