@@ -89,7 +89,6 @@ def test_what_an_agent_samples_through_the_gateway_is_trained_on_as_it_was_sampl
         for row in of_step:
             same = episodes[row["group"], row["sample"]]
             assert row["advantage"] == pytest.approx(same["advantage"])
-            assert row["logprob_gap"] < 1e-4
 
 
 def test_a_run_goes_on_after_an_interrupt_as_if_there_had_been_none(
