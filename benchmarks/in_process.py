@@ -12,6 +12,7 @@ import torch
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
 from rl_loop.ablations.engine_weights import engine_faults
+from rl_loop.agents.worker import worker_class
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig
 from rl_loop.data.tensor_bytes import to_bytes
@@ -28,7 +29,6 @@ from rl_loop.rollout.group_stream import (
     GroupStream,
     run_groups,
 )
-from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.session import build_tasks, loop_settings, trainer_settings, worker_settings
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.metrics import MetricsWriter
@@ -87,7 +87,8 @@ class LocalRollouts:
         if engine is None:
             assert isinstance(engine_config, EmbeddedConfig)
             engine = build_engine(config.model, config.dtype, engine_config.max_batch_size)
-        self._worker = RolloutWorker(settings, lambda: engine, torch.get_num_threads())
+        runs_episodes = worker_class(config.tasks)
+        self._worker = runs_episodes(settings, lambda: engine, torch.get_num_threads())
         self._do(self._worker.start())
 
     def _do[Result](self, work: Coroutine[Any, Any, Result]) -> Result:

@@ -324,12 +324,14 @@ def build_trainer(config: RunConfig) -> "TrainerGroup":
 def build_rollouts(config: RunConfig) -> "RolloutPool":
     """Start the engines and the rollout workers of a run; ``ready`` waits for them."""
     from rl_loop.ablations.engine_weights import engine_faults
+    from rl_loop.agents.worker import worker_class
     from rl_loop.rollout.pool import RolloutPool
 
     return RolloutPool(
         build_backend(config.rollout.engine, backend_context(config)),
         worker_settings(config),
         alter_weights=engine_faults(config.ablation, config.seed),
+        worker_class=worker_class(config.tasks),
     )
 
 
@@ -349,13 +351,18 @@ def harmony_settings(config: RunConfig) -> "HarmonySettings":
     """Collect what decides how episodes are rendered."""
     from rl_loop.tasks.demonstrations import HarmonySettings
 
+    data = None
+    if isinstance(config, SftConfig):
+        data = config.data
+    elif isinstance(config, RlConfig):
+        data = config.vocabulary_data
     return HarmonySettings(
         vocabulary=config.vocabulary,
         vocabulary_size=config.model.vocab_size,
         prompt=config.prompt,
         tool_timeout_seconds=config.sandbox.timeout_seconds,
         tasks=config.tasks,
-        data=config.data if isinstance(config, SftConfig) else None,
+        data=data,
     )
 
 

@@ -24,6 +24,7 @@ START_RAY = {
     "tests/launch/test_cli.py",
     "tests/launch/test_interrupts.py",
     "tests/launch/test_launch.py",
+    "tests/rl_loop/agents/test_training.py",
     "tests/rl_loop/algorithms/test_algorithms_guide.py",
     "tests/rl_loop/environments/test_environment_guide.py",
     "tests/rl_loop/test_loop_benchmark.py",

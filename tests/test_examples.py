@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -43,6 +44,7 @@ def test_an_example_says_how_to_run_it(path: Path) -> None:
 def test_every_example_is_tried() -> None:
     assert {path.stem for path in EXAMPLES} == {
         "chat_with_tools",
+        "clerk_agent",
         "convert_checkpoint",
         "custom_environment",
         "sink_attention_in_torch",
@@ -75,6 +77,27 @@ def test_the_chat_file_with_tools_holds_questions_out(tmp_path: Path) -> None:
     held_out = asked("held_out.jsonl")
     assert len(set(held_out)) == 200
     assert not set(held_out) & set(asked("train.jsonl"))
+
+
+def test_the_clerks_chats_and_tasks_hold_questions_out_and_know_nothing_of_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it learns through the gateway is in docs/agents.md, how it is run in tests/rl_loop/agents."""
+    assert "3000 chats" in run("clerk_agent", str(tmp_path))
+    assert "rl_loop" not in (ROOT / "examples/clerk_agent.py").read_text()
+
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    tasks = importlib.import_module("clerk_agent").tasks
+    held_out = {tasks("held_out", 0, i)["prompt"] for i in range(128)}
+    chats = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
+    asked = {chat["messages"][1]["content"] for chat in chats}
+    trained = {tasks("train", 0, i)["prompt"] for i in range(300)}
+    assert len(held_out) == 64
+    assert len(trained) == 192
+    assert asked <= trained
+    assert not held_out & trained
+    prices = {tasks("train", 0, 192 * i)["price"] for i in range(20)}
+    assert len(prices) > 5, "the same question has other answers"
 
 
 def test_the_converted_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:

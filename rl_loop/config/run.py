@@ -31,6 +31,7 @@ from rl_loop.config.training import (
 )
 from rl_loop.conversations.config import DataConfig
 from rl_loop.environments.base import RewardConfig
+from rl_loop.environments.registry import environment_class
 from rl_loop.harmony.codec import PromptConfig
 from rl_loop.sandbox.config import SandboxConfig
 
@@ -199,6 +200,9 @@ class RlConfig(RunConfig):
 
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages and the policy loss."""
+    vocabulary_data: DataConfig | None = None
+    """Conversations that a tiny vocabulary is made for: the ``data`` of the ``gptoss sft`` that the
+    policy comes from. null: it is made for ``tasks``."""
     evaluate_every: int = Field(10, gt=0)
     """Steps between measurements of held-out accuracy; also before the first
     step and after the last."""
@@ -232,6 +236,7 @@ class RlConfig(RunConfig):
         self._check_groups()
         self._check_staleness()
         self._check_algorithm_needs()
+        self._check_programs()
         return self
 
     def _check_groups(self) -> None:
@@ -269,6 +274,22 @@ class RlConfig(RunConfig):
                 "rollout.engine.colocated gives its GPUs to one of them at a time: use 0, or servers on GPUs of their "
                 "own"
             )
+
+    def _check_programs(self) -> None:
+        """Check what is not possible where programs play the episodes."""
+        for name, source in self.tasks.sources.items():
+            if not environment_class(source.environment).IS_PLAYED_BY_PROGRAM:
+                continue
+            if self.vocabulary == "tiny" and self.vocabulary_data is None:
+                raise ValueError(
+                    f"vocabulary tiny: what the agent of tasks.sources.{name} says cannot be known here; name the "
+                    "conversations that the policy was fine-tuned on in vocabulary_data"
+                )
+            if self.rollout.purification is not None:
+                raise ValueError(
+                    f"rollout.purification replays tool calls, and those of tasks.sources.{name} are run by an agent "
+                    "of its own: set it to null"
+                )
 
     def _check_algorithm_needs(self) -> None:
         algorithm, rollout = self.algorithm, self.rollout

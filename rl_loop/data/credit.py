@@ -23,8 +23,9 @@ def assign_advantages(
 ) -> TrainingSamples:
     """Return the samples with advantages, and with returns where they have values.
 
-    ``groups`` hold the episodes of ``samples``, in order. ``max_response_tokens``: the most that
-    an episode can sample. A KL penalty in the reward is taken token by token where there is a
+    ``groups`` hold the episodes of ``samples``, in order. What is compared is episodes: one of
+    several sequences counts once, and all of them have its advantage. ``max_response_tokens``: the
+    most that an episode can sample. A KL penalty in the reward is taken token by token where there is a
     critic, in sum otherwise. Raises ValueError naming a task whose reward is not finite."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -36,21 +37,24 @@ def assign_advantages(
     length_penalties = _length_penalties(trajectories, config, max_response_tokens)
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     rewards = rewards + config.overlong_penalty * length_penalties
+    sequences = torch.tensor([len(trajectory.sequences) for trajectory in trajectories])
     if config.advantage == "gae":
-        return _assign_generalized_advantages(samples, rewards, config)
+        per_sample = rewards.repeat_interleave(sequences)
+        return _assign_generalized_advantages(samples, per_sample, config)
 
     parts, part_weights = _reward_parts(trajectories, length_penalties, config)
     batch = advantages.BatchRewards(
-        totals=rewards - _summed_kl_penalties(samples, config),
+        totals=rewards - _summed_kl_penalties(samples, sequences, config),
         parts=parts,
         part_weights=part_weights,
         group_sizes=[len(group.trajectories) for group in groups if group.trajectories],
     )
-    per_sample = advantages.sample_advantages(config, batch)
+    per_episode = advantages.sample_advantages(config, batch)
     if config.whitens_over == "samples":
-        per_sample = advantages.whiten(per_sample, config.standard_deviation)
+        per_episode = advantages.whiten(per_episode, config.standard_deviation)
 
-    # Every sampled token of a sample has the sample's advantage.
+    # Every sampled token of an episode has the episode's advantage.
+    per_sample = per_episode.repeat_interleave(sequences)
     if config.whitens_over == "tokens":
         lengths = torch.from_numpy(_sampled_tokens(samples))
         per_token = per_sample.repeat_interleave(lengths).numpy()
@@ -66,7 +70,8 @@ def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
     That is the reward, and with gdpo every weighted part of it, without penalties on length and
     KL: as in DAPO, these shape the advantages of a task but are no reason to train on it."""
     if all(
-        trajectory.excluded or not trajectory.sampled_tokens for trajectory in group.trajectories
+        trajectory.excluded or not trajectory.episode_sampled_tokens
+        for trajectory in group.trajectories
     ):
         return False
 
@@ -102,7 +107,7 @@ def _length_penalties(
         return penalties
     for i, trajectory in enumerate(trajectories):
         penalties[i] = advantages.overlong_penalty(
-            trajectory.sampled_tokens, max_response_tokens, config.overlong_buffer
+            trajectory.episode_sampled_tokens, max_response_tokens, config.overlong_buffer
         )
     return penalties
 
@@ -134,12 +139,18 @@ def _penalizes_kl(config: AlgorithmConfig) -> bool:
     return config.kl is not None and config.kl.place == "reward"
 
 
-def _summed_kl_penalties(samples: TrainingSamples, config: AlgorithmConfig) -> torch.Tensor:
-    """Add up what a KL penalty in the reward takes from every sample: fp64 [samples]."""
-    totals = torch.zeros(len(samples), dtype=torch.float64)
+def _summed_kl_penalties(
+    samples: TrainingSamples, sequences: torch.Tensor, config: AlgorithmConfig
+) -> torch.Tensor:
+    """Add up what a KL penalty in the reward takes from every episode: fp64 [episodes].
+
+    ``sequences``: how many of the samples belong to each episode, int64 [episodes]."""
+    totals = torch.zeros(len(sequences), dtype=torch.float64)
     if _penalizes_kl(config):
-        for i, (start, end) in enumerate(pairwise(samples.offsets.tolist())):
-            totals[i] = _kl_penalties(samples, start, end, config).sum()
+        episodes = torch.arange(len(sequences)).repeat_interleave(sequences).tolist()
+        bounds = pairwise(samples.offsets.tolist())
+        for episode, (start, end) in zip(episodes, bounds, strict=True):
+            totals[episode] += _kl_penalties(samples, start, end, config).sum()
     return totals
 
 

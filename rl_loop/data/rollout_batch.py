@@ -22,8 +22,8 @@ class LengthSums:
         """Return the sums with the episodes of a group."""
         return LengthSums(
             episodes=self.episodes + len(group.trajectories),
-            turns=self.turns + sum(e.assistant_turns for e in group.trajectories),
-            sampled_tokens=self.sampled_tokens + sum(e.sampled_tokens for e in group.trajectories),
+            turns=self.turns + sum(e.assistant_turns for e in group.sequences),
+            sampled_tokens=self.sampled_tokens + sum(e.sampled_tokens for e in group.sequences),
         )
 
 
@@ -62,6 +62,11 @@ class RolloutBatch:
     def episodes(self) -> list[Trajectory]:
         """All episodes to train on, group by group."""
         return [trajectory for group in self.train for trajectory in group.trajectories]
+
+    @property
+    def sequences(self) -> list[Trajectory]:
+        """All token sequences to train on: an episode has one or more."""
+        return [sequence for group in self.train for sequence in group.sequences]
 
 
 @dataclass(frozen=True)

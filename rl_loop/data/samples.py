@@ -17,15 +17,13 @@ class OffPolicyError(RuntimeError):
 def to_samples(
     groups: Sequence[TrajectoryGroup], config: AlgorithmConfig, version: int
 ) -> TrainingSamples:
-    """Lay all trajectories end to end, in order, without advantages.
+    """Lay the sequences of all trajectories end to end, in order, without advantages.
 
     ``version``: of the trainer's weights. Raises OffPolicyError if the configuration says
     on-policy and a token was sampled with older weights, and ValueError naming a task whose
     trajectory cannot be trained on."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return TrainingSamples.join(
-        [_to_sample(trajectory, config, version) for trajectory in trajectories]
-    )
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    return TrainingSamples.join([_to_sample(sequence, config, version) for sequence in sequences])
 
 
 def _to_sample(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> Sample:

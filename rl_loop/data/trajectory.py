@@ -70,7 +70,7 @@ class Turn:
 
 @dataclass(eq=False)
 class Trajectory:
-    """One episode of one task.
+    """One episode of one task; where an agent held several conversations, the first of them.
 
     Its columns may be given as lists, of which arrays are made. Raises ColumnError naming the
     column and the task if one has another length than ``token_ids``, or cannot hold what it is
@@ -117,6 +117,9 @@ class Trajectory:
     invalid: InvalidReason | None = None
     """Set if an infrastructure failure ended it; it must not be trained on. Its tokens are those
     from before."""
+    branches: "list[Trajectory]" = field(default_factory=list)
+    """Further token sequences of the same episode: conversations that an agent of its own held
+    beside this one, or that it branched off. They share the reward, and have no branches."""
 
     def __post_init__(self) -> None:
         self.token_ids = self._column("token_ids", self.token_ids, len(self.token_ids))
@@ -131,9 +134,20 @@ class Trajectory:
         return len(self.token_ids)
 
     @property
+    def sequences(self) -> "list[Trajectory]":
+        """All token sequences of the episode, this one first."""
+        return [self, *self.branches]
+
+    @property
     def sampled_tokens(self) -> int:
+        """Tokens that were sampled in this sequence."""
         # Not sum(): Python's adds numbers of numpy in their own dtype, which may overflow.
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def episode_sampled_tokens(self) -> int:
+        """Tokens that were sampled in all sequences of the episode."""
+        return sum(sequence.sampled_tokens for sequence in self.sequences)
 
     @property
     def truncated(self) -> bool:
@@ -142,7 +156,13 @@ class Trajectory:
 
     @property
     def assistant_turns(self) -> int:
+        """Turns of the policy in this sequence that are trained on."""
         return sum(turn.role == "assistant" for turn in self.turns)
+
+    @property
+    def episode_assistant_turns(self) -> int:
+        """Turns of the policy in all sequences of the episode."""
+        return sum(sequence.assistant_turns for sequence in self.sequences)
 
     def validate(self) -> None:
         """Raise ValueError naming the task and the field if something cannot be trained on."""
@@ -208,3 +228,8 @@ class TrajectoryGroup:
     skipped: str | None = None
     """Why no episode of the task was run, if none was: its prompt is too long or cannot be
     rendered."""
+
+    @property
+    def sequences(self) -> list[Trajectory]:
+        """The token sequences of all valid episodes, in order: what samples are made of."""
+        return [sequence for episode in self.trajectories for sequence in episode.sequences]

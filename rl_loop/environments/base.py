@@ -59,6 +59,23 @@ class StepResult:
     """Why the turn cannot be acted on, such as "unknown_tool". The episode then ends."""
 
 
+@dataclass(frozen=True)
+class AgentProgram:
+    """A program that plays an episode by itself: it talks to the policy over HTTP, as to any model
+    of OpenAI's, and knows nothing of us."""
+
+    function: str
+    """``run(task, base_url, api_key)`` as MODULE:FUNCTION, plain or async."""
+    task: dict[str, Any]
+    """JSON, which it is called with."""
+    history: Literal["append", "harmony"]
+    """What stands before a turn that follows a final answer (docs/gateway.md)."""
+    concurrency: int
+    """Episodes of the program that one rollout worker runs at a time."""
+    memory_bytes: int
+    """Of the process that runs them."""
+
+
 Script = Generator[list[ParsedMessage], StepResult, None]
 """A policy that is a program: yields the messages of a turn and is sent what they led to."""
 
@@ -125,6 +142,9 @@ class Environment:
     FIXED: ClassVar[tuple[str, ...]] = ("task", "execute", "reward")
     """Attributes that no step changes, which ``save_state`` leaves out. A subclass appends those
     that cannot be copied, such as a connection."""
+
+    IS_PLAYED_BY_PROGRAM: ClassVar[bool] = False
+    """Whether ``program`` plays the episodes, and not the agent loop."""
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
         self.task = task
@@ -261,6 +281,18 @@ class Environment:
             kind = type(reply).__name__
             raise InfrastructureFailure("tool", f"{tool[:60]} returned {kind} instead of text")
         return reply
+
+    # ---- an episode that a program plays
+
+    def program(self) -> AgentProgram:
+        """Return what plays the episode, where IS_PLAYED_BY_PROGRAM."""
+        raise NotImplementedError
+
+    def earned(self, given: object) -> StepResult:
+        """Return the end of an episode whose program returned ``given``, or was given it as reward.
+
+        Raises InfrastructureFailure if that is no reward."""
+        raise NotImplementedError
 
     # ---- its state: failed calls are repeated, and purification replays them
 

@@ -3,6 +3,7 @@
 import inspect
 
 from rl_loop.environments.base import Environment, Execute, RewardConfig, Task
+from rl_loop.environments.black_box import BlackBoxEnvironment
 from rl_loop.environments.gsm8k import Gsm8kEnvironment
 from rl_loop.environments.incident import IncidentEnvironment
 from rl_loop.environments.instructions import InstructionEnvironment
@@ -23,6 +24,7 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
         "instructions": InstructionEnvironment,
         "incident": IncidentEnvironment,
         "reasoning_gym": ReasoningGymEnvironment,
+        "black_box": BlackBoxEnvironment,
     },
 )
 

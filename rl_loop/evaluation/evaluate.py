@@ -15,6 +15,7 @@ from converters.hf_directory import HfDirectory
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_tensors import rounded_to_mxfp4
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
+from rl_loop.agents.worker import worker_class
 from rl_loop.config.training import EvaluationConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.backend import LoadedWeights
@@ -24,7 +25,7 @@ from rl_loop.infrastructure import InfrastructureBreaker
 from rl_loop.rollout.collector import HeldOutTasks
 from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.rollout.pool import RolloutPool
-from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
+from rl_loop.rollout.worker import WorkerSettings
 from rl_loop.tracking.run_directory import atomic_write_text
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ async def run_at_endpoint(
 
     Raises EndpointError if it cannot be used."""
     engine = CompletionsEngine(url, evaluation.endpoint_model, evaluation.concurrency)
-    worker = RolloutWorker(worker_settings, lambda: engine, torch.get_num_threads())
+    runs_episodes = worker_class(worker_settings.harmony.tasks)
+    worker = runs_episodes(worker_settings, lambda: engine, torch.get_num_threads())
     rollout = worker_settings.rollout
     breaker = InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)
     # The endpoint takes so many episodes at a time, and a task brings several.
@@ -149,6 +151,10 @@ def evaluation_record(task: Task, sample: int, episode: Trajectory) -> dict[str,
         "format_error": episode.format_error,
         "tool_calls": episode.tool_calls,
         "tool_errors": episode.tool_errors,
-        "sampled_tokens": episode.sampled_tokens,
-        "turns": [{"role": turn.role, "text": turn.text} for turn in episode.turns],
+        "sampled_tokens": episode.episode_sampled_tokens,
+        "turns": [
+            {"role": turn.role, "text": turn.text}
+            for sequence in episode.sequences
+            for turn in sequence.turns
+        ],
     }

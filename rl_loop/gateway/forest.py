@@ -130,6 +130,10 @@ class Forest:
             )
         return node
 
+    def has_response(self, response_id: str) -> bool:
+        """Whether one of the turns is the response of that id."""
+        return response_id in self._nodes
+
     def answered(self, fingerprint: bytes) -> Node | None:
         """Return the newest answer to a request that is equal to another one, if there is any."""
         return self._by_fingerprint.get(fingerprint)
@@ -147,8 +151,9 @@ class Forest:
             previous = self.node(request.previous_id)
             conversation = (*previous.messages, *conversation)
 
+        earlier = previous.messages if previous is not None else ()
         everything = (*request.head, *conversation)
-        keys = request.conversation_keys(everything)
+        keys = request.conversation_keys((*request.head, *earlier))
         parent = None
         reused = 0
         # At least one message has to be new.

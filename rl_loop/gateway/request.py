@@ -40,7 +40,7 @@ class TurnRequest:
     def fingerprint(self) -> bytes:
         """Equal for equal requests."""
         content = [
-            [_canonical_message(message) for message in self.messages],
+            [digest.hex() for digest in self._message_digests],
             [_canonical_tool(tool) for tool in self.tools],
             self.instructions,
             self.previous_id,
@@ -52,6 +52,11 @@ class TurnRequest:
         ]
         return _digest(content)
 
+    @cached_property
+    def _message_digests(self) -> list[bytes]:
+        """One for each of ``messages``: a long conversation is read once."""
+        return [_message_digest(message) for message in self.messages]
+
     @property
     def head(self) -> tuple[dict[str, Any], ...]:
         """The instructions as messages: one or none."""
@@ -59,23 +64,32 @@ class TurnRequest:
             return ()
         return ({"role": "developer", "content": self.instructions},)
 
-    def conversation_keys(self, messages: Sequence[dict[str, Any]]) -> list[bytes]:
-        """Return a key of each beginning of ``messages``, from none to all of them.
+    def conversation_keys(self, earlier: Sequence[dict[str, Any]]) -> list[bytes]:
+        """Return a key of each beginning of ``earlier`` and the request's own messages, from none to
+        all of them.
 
         Two beginnings have one key if they read the same to the policy: the same texts, calls,
         tools and reasoning effort. Reasoning that a client repeats, or leaves out, does not count.
         """
         key = _digest([[_canonical_tool(tool) for tool in self.tools], self.reasoning_effort])
         keys = [key]
-        for message in messages:
-            key = _digest(_canonical_message(message), behind=key)
+        for digest in [*map(_message_digest, earlier), *self._message_digests]:
+            key = _chained(key, digest)
             keys.append(key)
         return keys
 
 
 def extended_key(key: bytes, message: dict[str, Any]) -> bytes:
     """Return the key of a conversation that goes on with ``message``."""
-    return _digest(_canonical_message(message), behind=key)
+    return _chained(key, _message_digest(message))
+
+
+def _message_digest(message: dict[str, Any]) -> bytes:
+    return _digest(_canonical_message(message))
+
+
+def _chained(key: bytes, digest: bytes) -> bytes:
+    return hashlib.blake2b(key + digest, digest_size=16).digest()
 
 
 def _canonical_message(message: dict[str, Any]) -> list[Any]:
@@ -105,8 +119,8 @@ def _canonical_tool(tool: Tool) -> list[Any]:
     return [tool.name, tool.description, tool.parameters]
 
 
-def _digest(content: Any, behind: bytes = b"") -> bytes:
+def _digest(content: Any) -> bytes:
     # Escaped, so that halves of surrogate pairs do no harm. Keys of a schema keep their order:
     # the prompt shows them in it.
     text = json.dumps(content, ensure_ascii=True)
-    return hashlib.blake2b(behind + text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

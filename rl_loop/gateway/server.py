@@ -1,4 +1,4 @@
-"""The HTTP server: sessions by API key, two dialects of OpenAI's API.
+"""The HTTP server: sessions by API key, two dialects of OpenAI's API, and rewards.
 
 It runs on the event loop of whoever starts it, beside the engine's."""
 
@@ -17,6 +17,7 @@ from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.forest import Node
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.responses import ResponsesCall
+from rl_loop.gateway.reward import read_reward
 from rl_loop.gateway.session import Session, SessionSettings, Usage
 from rl_loop.harmony.codec import Harmony
 from rl_loop.infrastructure import describe
@@ -81,13 +82,24 @@ class Gateway:
 
     # ---- sessions
 
-    def open_session(self, name: str, api_key: str | None = None) -> Session:
+    def open_session(
+        self,
+        name: str,
+        api_key: str | None = None,
+        settings: SessionSettings | None = None,
+    ) -> Session:
         """Begin a session; its ``api_key`` is what the client needs.
 
-        ``name``: unique among all sessions of the engine. Raises ValueError if the key is in use.
+        ``name``: unique among all sessions of the engine. ``settings``: other ones than the
+        gateway's. Raises ValueError if the key is in use.
         """
         session = Session(
-            name, self._engine, self._harmony, self._shape, self._settings.session, api_key
+            name,
+            self._engine,
+            self._harmony,
+            self._shape,
+            settings or self._settings.session,
+            api_key,
         )
         if session.api_key in self._sessions:
             raise ValueError(f"session {name}: its API key belongs to another session already")
@@ -120,6 +132,7 @@ class Gateway:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/responses", self._responses)
+        app.router.add_post("/v1/rewards", self._rewards)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
 
@@ -176,6 +189,12 @@ class Gateway:
             await response.write_eof()
         node.delivered = True
         return response
+
+    async def _rewards(self, request: web.Request) -> web.Response:
+        session = self.session_of(request)
+        reward = read_reward(await _json_of(request))
+        session.add_reward(reward)
+        return web.json_response({"object": "reward", "response_id": reward.response_id})
 
     async def _models(self, request: web.Request) -> web.Response:
         self.session_of(request)

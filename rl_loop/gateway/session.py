@@ -6,9 +6,10 @@ with this request and with every later one."""
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
@@ -18,6 +19,7 @@ from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.forest import Forest, Node, Place, new_routes, next_key, without_routes
 from rl_loop.gateway.history import History
 from rl_loop.gateway.request import TurnRequest
+from rl_loop.gateway.reward import GivenReward
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.conversation import OpenCall
 from rl_loop.infrastructure import InfrastructureFailure
@@ -26,6 +28,10 @@ from rl_loop.rollout.agent import Room
 from rl_loop.rollout.episode_clock import EpisodeClock
 from rl_loop.rollout.turn_sampler import TurnSampler
 from rl_loop.tasks.prompt_limit import LONGEST_TOKEN
+
+SHORT_CHARACTERS = 8192
+SHORT_TOKENS = 256
+"""What is rendered, or parsed, on the event loop: it takes a millisecond or less."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +119,20 @@ class Session:
         self.name = name
         self.api_key = api_key or f"sk-{secrets.token_urlsafe(24)}"
         self.forest = Forest(settings.remembered_turns)
+        self.clock = EpisodeClock(settings.limits.episode_seconds)
+        """Runs while the session does, but for the time that it waits for the engine."""
         self.end: SessionEnd | None = None
+        self.was_too_long = False
+        """Whether the last request was refused because the conversation left no room to answer."""
 
         self._engine = engine
         self._harmony = harmony
         self._shape = shape
         self._settings = settings
         self._history = History(harmony)
-        self._clock = EpisodeClock(settings.limits.episode_seconds)
-        self._clock.start()
+        self._rewards: dict[str | None, dict[str, float]] = {}
+        """By the response that earned it, None for the session as a whole."""
+        self.clock.start()
 
         self._begun_turns = 0
         """All of them: they number the turns."""
@@ -177,6 +188,31 @@ class Session:
             reasoning_tokens=self._history.reasoning_tokens(sampled.output_ids),
         )
 
+    def add_reward(self, reward: GivenReward) -> None:
+        """Note what the session, or one of its responses, earned. What was said of the same before
+        is replaced, so that a request may be repeated. Raises ApiError."""
+        if not self._settings.is_episode:
+            message = "nothing is trained here, so there is nothing to reward"
+            raise ApiError(400, "invalid_request", message)
+        if reward.response_id is not None and not self.forest.has_response(reward.response_id):
+            raise ApiError(
+                404,
+                "response_not_found",
+                f"this session has no response {reward.response_id!r}",
+                parameter="response_id",
+            )
+        self._rewards[reward.response_id] = reward.parts
+
+    def reward_parts(self) -> dict[str, float] | None:
+        """Return the sums of all rewards, part by part; None if there was none."""
+        if not self._rewards:
+            return None
+        totals: dict[str, float] = {}
+        for parts in self._rewards.values():
+            for name, value in parts.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
+
     def trajectories(self, task_id: str) -> list[tuple[Node, Trajectory]]:
         """Return what was captured: see ``Forest.trajectories``."""
         return self.forest.trajectories(task_id, self._harmony.decode)
@@ -218,12 +254,17 @@ class Session:
             if not is_added:
                 self._counted_turns -= 1
             # A turn that was cancelled in the engine's queue has left it standing.
-            self._clock.start()
+            self.clock.start()
 
     async def _sample_turn(self, request: TurnRequest, response_id: str, number: int) -> Node:
+        self.was_too_long = False
         place = self.forest.find(request)
         self._check_size(request, place)
-        prompt = await off_loop(self._render, request, place)
+        # A thread costs as much as tokenizing a page: short texts are done here.
+        if _characters(place.new_messages) <= SHORT_CHARACTERS:
+            prompt = self._render(request, place)
+        else:
+            prompt = await off_loop(self._render, request, place)
         prefix = prompt.token_ids
         room = self._room(request, len(prefix))
 
@@ -235,7 +276,10 @@ class Session:
         if not sampled.output_ids:
             raise self._out_of_time()
 
-        turn = await off_loop(read_turn, self._harmony, sampled, request.tools)
+        if len(sampled.output_ids) <= SHORT_TOKENS:
+            turn = read_turn(self._harmony, sampled, request.tools)
+        else:
+            turn = await off_loop(read_turn, self._harmony, sampled, request.tools)
         node = self._node(request, response_id, place, prompt, sampled, turn, room)
         self._sampled_tokens += len(sampled.output_ids)
         # A turn beside this one may have ended the session meanwhile.
@@ -304,7 +348,7 @@ class Session:
             engine=self._engine,
             episode=self.name,
             sampling=sampling,
-            clock=self._clock,
+            clock=self.clock,
             shape=self._shape,
             queue_seconds=self._settings.limits.queue_seconds,
             routed_experts=self._settings.routed_experts,
@@ -359,13 +403,13 @@ class Session:
     def _check_is_open(self) -> None:
         if self.end is not None:
             raise self.end.as_error()
-        if self._clock.is_over:
+        if self.clock.is_over:
             raise self._out_of_time()
 
     def _check_size(self, request: TurnRequest, place: Place) -> None:
         """Raise ApiError for a text that is surely too long, before it is tokenized."""
         limit = self._settings.limits.max_tokens
-        size = sum(len(message.get("content") or "") for message in place.new_messages)
+        size = _characters(place.new_messages)
         if place.parent is None:
             size += sum(len(repr(tool)) for tool in request.tools)
         if size > LONGEST_TOKEN * limit:
@@ -396,6 +440,7 @@ class Session:
     def _too_long(self, tokens: str) -> ApiError:
         """Make the error of a prompt without room for an answer; the session goes on, with a
         shorter one."""
+        self.was_too_long = True
         limit = self._settings.limits.max_tokens
         return ApiError(
             400,
@@ -414,6 +459,11 @@ class Session:
         if self._settings.is_episode and self.end is None:
             self.end = end
         return end.as_error()
+
+
+def _characters(messages: Sequence[dict[str, Any]]) -> int:
+    """Count what messages say."""
+    return sum(len(message.get("content") or "") for message in messages)
 
 
 @dataclass(frozen=True)

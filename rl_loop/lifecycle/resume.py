@@ -27,6 +27,7 @@ FIXED = {
     "quantization": "the policy has learned with the other experts, and the curve would say nothing of it",
     "dtype": STATE,
     "vocabulary": "the policy has learned the other token ids",
+    "vocabulary_data": "the policy has learned the other token ids",
     "prompt": "the policy has learned with the other system message, and the curve would say nothing of it",
     "seed": DATA,
     "tasks": DATA,

@@ -26,6 +26,7 @@ class EpisodeClock:
     before another attempt at what failed. It begins stopped."""
 
     def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._left = seconds
         """Seconds that were left when the clock last stopped."""
         self._running_since: float | None = None
@@ -34,6 +35,11 @@ class EpisodeClock:
         """Let the time run; nothing happens if it does."""
         if self._running_since is None:
             self._running_since = time.monotonic()
+
+    def restart(self) -> None:
+        """Let all of the time run, from now on."""
+        self._left = self._seconds
+        self._running_since = time.monotonic()
 
     def stop(self) -> None:
         """Let the time stand; nothing happens if it does."""

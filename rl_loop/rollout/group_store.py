@@ -121,13 +121,13 @@ def _describe(
             column = _array(getattr(trajectory, name))
             if column is not None:
                 arrays[f"{prefix}/{place}/{name}"] = column
-        described.append(
-            {
-                field.name: getattr(trajectory, field.name)
-                for field in fields(trajectory)
-                if field.name not in COLUMNS
-            }
-        )
+        values = {
+            field.name: getattr(trajectory, field.name)
+            for field in fields(trajectory)
+            if field.name not in COLUMNS
+        }
+        values["branches"] = _describe(trajectory.branches, f"{prefix}/{place}/branches", arrays)
+        described.append(values)
     return described
 
 
@@ -136,7 +136,7 @@ def _array(column: Any) -> np.ndarray | None:
     if isinstance(column, StoredRoutes):
         import ray  # routes lie in its store, and nothing else here needs it
 
-        return np.asarray(ray.get(column.reference))
+        return column.rows_of(np.asarray(ray.get(column.reference)))
     return column
 
 
@@ -181,6 +181,8 @@ def _read_trajectory(
             "turns": [Turn(**turn) for turn in values["turns"]],
             "finish_reason": FinishReason(values["finish_reason"]),
             "grafted": [(start, end) for start, end in values["grafted"]],
+            # Those of earlier versions have none.
+            "branches": _read(values.get("branches", []), f"{prefix}/branches", arrays),
         }
     )
     if values["invalid"] is not None:

@@ -28,7 +28,7 @@ from rl_loop.engines.backend import RolloutBackend, WeightSource
 from rl_loop.infrastructure import describe
 from rl_loop.logs import with_logging
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream, run_groups
-from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
+from rl_loop.rollout.worker import RolloutWorker, WorkerSettings, with_routes
 from rl_loop.tracking.metric_sinks import RolloutCounters
 
 WAIT_SECONDS = 0.05
@@ -86,12 +86,14 @@ class RolloutPool:
         backend: RolloutBackend,
         settings: WorkerSettings,
         alter_weights: Callable[[WeightSource, int], WeightSource] | None = None,
+        worker_class: type[RolloutWorker] = RolloutWorker,
     ) -> None:
         """``alter_weights``: what experiments do to the weights of a version on
-        their way to the engines."""
+        their way to the engines. ``worker_class``: what runs the episodes."""
         self.backend = backend
         self._alter_weights = alter_weights
         self._settings = settings
+        self._worker_class = worker_class
         self._threads = max(1, (os.cpu_count() or 1) // settings.rollout.workers)
         self._engine_factory = backend.engine_factory()
         self._counters = RolloutCounters()
@@ -129,7 +131,7 @@ class RolloutPool:
     # -- workers ----------------------------------------------------------------------------------
 
     def _create_worker(self, index: int) -> Any:
-        actor_class: Any = ray.remote(with_logging(RolloutWorker))
+        actor_class: Any = ray.remote(with_logging(self._worker_class))
         actor = actor_class.options(
             num_cpus=0,
             max_concurrency=self._settings.rollout.concurrent_tasks + CONTROL_CALLS,
@@ -419,8 +421,11 @@ def _with_references(group: TrajectoryGroup, routes: Sequence[Any]) -> Trajector
     """Return a group whose stored routes know where they are stored."""
     trajectories = list(group.trajectories)
     for i, trajectory in enumerate(trajectories):
-        stored = trajectory.routed_experts
-        if isinstance(stored, StoredRoutes):
-            located = replace(stored, reference=routes[i])
-            trajectories[i] = replace(trajectory, routed_experts=located)
+        located = [
+            replace(sequence.routed_experts, reference=routes[i])
+            for sequence in trajectory.sequences
+            if isinstance(sequence.routed_experts, StoredRoutes)
+        ]
+        if located:
+            trajectories[i] = with_routes(trajectory, located)
     return replace(group, trajectories=trajectories)

@@ -122,11 +122,7 @@ class RolloutWorker:
 
         routes: list[np.ndarray | None] = [None] * len(seeds)
         for i, episode in enumerate(group.trajectories):
-            if isinstance(episode.routed_experts, np.ndarray):
-                array = episode.routed_experts
-                routes[i] = array
-                placeholder = StoredRoutes(None, array.shape, array.dtype)
-                group.trajectories[i] = replace(episode, routed_experts=placeholder)
+            group.trajectories[i], routes[i] = _without_routes(episode)
         return group, *routes
 
     async def _run_episode(
@@ -162,6 +158,34 @@ class RolloutWorker:
     async def close(self) -> None:
         await self.sandbox.close()
         await self.engine.close()
+
+
+def _without_routes(episode: Trajectory) -> tuple[Trajectory, np.ndarray | None]:
+    """Return an episode with placeholders for the routes of its sequences, and these routes in one
+    array, one sequence after the other; None if there are none."""
+    placeholders: list[StoredRoutes] = []
+    arrays: list[np.ndarray] = []
+    start = 0
+    for sequence in episode.sequences:
+        array = sequence.routed_experts
+        if not isinstance(array, np.ndarray):
+            return episode, None
+        placeholders.append(StoredRoutes(None, array.shape, array.dtype, start))
+        arrays.append(array)
+        start += len(array)
+
+    joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return with_routes(episode, placeholders), joined
+
+
+def with_routes(episode: Trajectory, routes: Sequence[StoredRoutes]) -> Trajectory:
+    """Return an episode whose sequences have these routes, in their order."""
+    first, *others = routes
+    branches = [
+        replace(branch, routed_experts=stored)
+        for branch, stored in zip(episode.branches, others, strict=True)
+    ]
+    return replace(episode, routed_experts=first, branches=branches)
 
 
 def model_shape(model: ModelConfig) -> ModelShape:

@@ -119,4 +119,5 @@ def _without_own_routes(trajectory: Trajectory) -> Trajectory:
     # Not replace(), which would check all columns again.
     copied = copy.copy(trajectory)
     copied.routed_experts = None
+    copied.branches = [_without_own_routes(branch) for branch in trajectory.branches]
     return copied

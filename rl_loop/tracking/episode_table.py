@@ -109,7 +109,8 @@ def episode_table(
     first_id: int = 0,
     at_most: int | None = None,
 ) -> pa.Table:
-    """Make the rows of all episodes of a step, invalid ones included.
+    """Make the rows of all episodes of a step, invalid ones included: one for each of their
+    token sequences.
 
     Args:
         step: the number of the step.
@@ -144,7 +145,13 @@ def _rows_of(split: EpisodesOfSplit) -> list[_Row]:
     rows = []
     sequence = 0
     for number, group in enumerate(split.groups):
-        for i, trajectory in enumerate([*group.trajectories, *group.invalid]):
+        # An episode of several sequences has a row for each, with the same sample number.
+        numbered = [
+            (i, trajectory)
+            for i, episode in enumerate([*group.trajectories, *group.invalid])
+            for trajectory in episode.sequences
+        ]
+        for i, trajectory in numbered:
             tokens = None
             if split.samples is not None and trajectory.invalid is None:
                 first, last = split.samples.offsets[sequence : sequence + 2].tolist()

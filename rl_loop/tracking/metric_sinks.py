@@ -25,12 +25,15 @@ class RolloutCounters:
         }
 
     def count(self, worker: int, group: TrajectoryGroup) -> None:
-        for trajectory in group.trajectories:
-            for name, counter in self._counters.items():
-                if value := getattr(
-                    trajectory, name, 1
-                ):  # every trajectory is one episode; Ray refuses a zero
-                    counter.inc(value, tags={"worker": str(worker)})
+        totals = {
+            "episodes": len(group.trajectories),
+            "sampled_tokens": sum(sequence.sampled_tokens for sequence in group.sequences),
+            "tool_calls": sum(sequence.tool_calls for sequence in group.sequences),
+            "tool_errors": sum(sequence.tool_errors for sequence in group.sequences),
+        }
+        for name, total in totals.items():
+            if total > 0:  # Ray refuses a zero
+                self._counters[name].inc(total, tags={"worker": str(worker)})
 
 
 def prometheus_listener(run_name: str) -> Listener:

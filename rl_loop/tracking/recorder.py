@@ -106,7 +106,7 @@ class StepRecorder:
             recorded.append(EpisodesOfSplit("held_out", rollouts.held_out))
         self._episodes.record(record.step, recorded)
 
-        record.add_speed(sum(map(len, rollouts.episodes)))
+        record.add_speed(sum(map(len, rollouts.sequences)))
         self._writer.write(metrics)
 
     def record_sft_step(self, record: StepRecord, tokens: int) -> None:

@@ -30,8 +30,10 @@ def outcome_sums(episodes: Sequence[Trajectory]) -> dict[str, float]:
     return {
         Name.REWARD: sum(episode.reward for episode in episodes),
         Name.ACCURACY: sum(episode.reward_parts["correct"] for episode in episodes),
-        Name.TOOL_CALL_RATE: sum(episode.tool_calls > 0 for episode in episodes),
-        Name.TURNS: sum(episode.assistant_turns for episode in episodes),
+        Name.TOOL_CALL_RATE: sum(
+            any(sequence.tool_calls > 0 for sequence in episode.sequences) for episode in episodes
+        ),
+        Name.TURNS: sum(episode.episode_assistant_turns for episode in episodes),
     }
 
 
@@ -39,7 +41,7 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
     """Add what the episodes of a step were like."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     sums = outcome_sums(episodes)
-    sums[Name.RESPONSE_TOKENS] = sum(episode.sampled_tokens for episode in episodes)
+    sums[Name.RESPONSE_TOKENS] = sum(episode.episode_sampled_tokens for episode in episodes)
     sums["rollout/tool_errors"] = sum(episode.tool_errors for episode in episodes)
     sums["rollout/purified_turns"] = sum(len(episode.grafted) for episode in episodes)
     for reason in FinishReason:
@@ -60,9 +62,10 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
         ]
         metrics.add_mean(f"reward/{part}", sum(rewards), len(rewards), "sequences")
 
-    reusable = sum(episode.reusable_tokens for episode in episodes)
+    sequences = [sequence for episode in episodes for sequence in episode.sequences]
+    reusable = sum(sequence.reusable_tokens for sequence in sequences)
     if reusable > 0:
-        cached = sum(episode.cached_tokens for episode in episodes)
+        cached = sum(sequence.cached_tokens for sequence in sequences)
         metrics.add_mean("rollout/cache_hit", cached, reusable, "tokens")
     add_lost_episodes(metrics, groups, prefix="rollout")
 
@@ -101,8 +104,8 @@ def add_signal_metrics(
     silent = 0
     first = 0
     for group in groups:
-        # Samples are in the order of the groups' episodes; each group takes its share.
-        last = first + len(group.trajectories)
+        # Samples are in the order of the groups' sequences; each group takes its share.
+        last = first + len(group.sequences)
         tokens = slice(int(samples.offsets[first]), int(samples.offsets[last]))
         has_advantage = samples.advantages[tokens] != 0
         silent += not (has_advantage & samples.loss_mask[tokens]).any()
@@ -128,7 +131,10 @@ def add_staleness_metrics(
         ages = int(samples.staleness[samples.loss_mask].sum())
     sampled = int(np.count_nonzero(samples.loss_mask))
     metrics.add_mean("rollout/staleness_mean", ages, sampled, "tokens")
-    versions = sum(len({span.version for span in e.weight_versions}) for e in episodes)
+    versions = 0
+    for episode in episodes:
+        spans = [span for sequence in episode.sequences for span in sequence.weight_versions]
+        versions += len({span.version for span in spans})
     metrics.add_mean("rollout/versions_per_episode", versions, len(episodes), "sequences")
     again = sum(episode.prefilled_again for episode in episodes)
     metrics.add("rollout/prefilled_again", again, "sum", "sequences")

@@ -292,7 +292,7 @@ def load_routes(rows: Sequence[Any]) -> list[np.ndarray]:
         return list(rows)
 
     loaded = iter(ray.get(references))
-    return [next(loaded) if isinstance(row, StoredRoutes) else row for row in rows]
+    return [row.rows_of(next(loaded)) if isinstance(row, StoredRoutes) else row for row in rows]
 
 
 def plan_step(

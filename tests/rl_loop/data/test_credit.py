@@ -128,3 +128,51 @@ def test_all_sampled_tokens_of_an_episode_have_its_advantage_and_others_none() -
     assert credited.advantages.tolist() == [0, -2, 0, -2, 0, 0, 0, 0, 0, 2]
     assert not np.signbit(credited.advantages[[0, 2, 4, 5, 6, 7, 8]]).any(), "0 and not -0"
     assert credited.returns is None
+
+
+# ---- episodes of several sequences
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "leave_one_out", "gdpo", "gae"])
+def test_an_episode_of_several_sequences_counts_once_and_all_of_them_have_its_advantage(
+    advantage: str,
+) -> None:
+    """Against the same episodes with one sequence each: what is compared must not change."""
+    settings: dict[str, Any] = {"advantage": advantage}
+    if advantage == "gae":
+        settings |= {"critic": {}, "gamma": 1.0, "gae_lambda": 1.0}
+    if advantage == "gdpo":
+        settings |= {"reward_weights": {"score": 1.0}}
+    config = AlgorithmConfig.model_validate(settings)
+
+    def episode(reward: float, branches: int) -> Trajectory:
+        first, *others = [
+            Trajectory(
+                "t",
+                [1, 2, 3],
+                [False, True, True],
+                [0.0, -0.5, -0.5],
+                reward=reward,
+                reward_parts={"score": reward},
+            )
+            for _ in range(1 + branches)
+        ]
+        first.branches = others
+        return first
+
+    def advantages_of(branches: list[int]) -> list[np.ndarray]:
+        rewards = [1.0, -1.0, 0.5, -1.0]
+        episodes = [episode(r, n) for r, n in zip(rewards, branches, strict=True)]
+        groups = [TrajectoryGroup("t", episodes[:2]), TrajectoryGroup("u", episodes[2:])]
+        samples = to_samples(groups, config, version=0)
+        if advantage == "gae":
+            samples = samples.with_columns(values=np.zeros(samples.tokens, dtype=np.float32))
+        credited = assign_advantages(samples, groups, config, max_response_tokens=100)
+        return [np.array(row) for row in credited.rows("advantages")]
+
+    alone = advantages_of([0, 0, 0, 0])
+    branched = advantages_of([0, 2, 1, 0])
+    assert len(branched) == 7
+    for row, of_episode in zip(branched, [0, 1, 1, 1, 2, 2, 3], strict=True):
+        np.testing.assert_array_equal(row, alone[of_episode])
+    assert any(row.any() for row in alone)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +43,9 @@ EPISODE = Trajectory(
 FAILED = Trajectory(
     "t-1", [5], [0], [0.0], reward=math.nan, invalid=InvalidReason("tool", "refused")
 )
+BRANCHED = replace(EPISODE, branches=[replace(EPISODE, answer="43"), EPISODE])
 GROUPS = {
-    7: (2, TrajectoryGroup("t-1", [EPISODE, EPISODE], [FAILED])),
+    7: (2, TrajectoryGroup("t-1", [EPISODE, BRANCHED], [FAILED])),
     9: (3, TrajectoryGroup("t-2", [], skipped="its prompt is too long")),
 }
 
@@ -52,6 +53,13 @@ GROUPS = {
 def same(a: object, b: object) -> bool:
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, list) and a and isinstance(a[0], Trajectory):
+        assert isinstance(b, list)
+        return len(a) == len(b) and all(
+            same(getattr(ours, field.name), getattr(theirs, field.name))
+            for ours, theirs in zip(a, b, strict=True)
+            for field in fields(Trajectory)
+        )
     if isinstance(a, float) and math.isnan(a):
         return isinstance(b, float) and math.isnan(b)
     return a == b and type(a) is type(b)

@@ -1,0 +1,173 @@
+"""One episode of an agent that is a program of its own: a session of the gateway, and what it earned."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl_loop.agents.process import AgentProcesses
+from rl_loop.config.episode import EpisodeLimits
+from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
+from rl_loop.engines.protocol import SamplingParams
+from rl_loop.environments.base import AgentProgram, Environment, StepResult
+from rl_loop.gateway.server import Gateway
+from rl_loop.gateway.session import Session, SessionSettings
+from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.rollout.episode_clock import OutOfTime
+
+AGENT_PAUSES = (0.5, 4.0)
+"""Seconds before an episode that infrastructure spoiled is played again, from its beginning and in a
+new session; after the last one it stays invalid."""
+
+
+@dataclass(frozen=True)
+class ProgramRunner:
+    """What episodes of a rollout worker have in common."""
+
+    gateway: Gateway
+    processes: AgentProcesses
+    limits: EpisodeLimits
+
+    async def run_episode(
+        self,
+        task_id: str,
+        environment: Environment,
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        routed_experts: bool = False,
+    ) -> Trajectory:
+        """Let the environment's program play one episode.
+
+        An infrastructure failure is played again; one that persists makes the episode invalid. One
+        of the engine is not: its requests were repeated already."""
+        program = environment.program()
+        settings = SessionSettings(
+            limits=self.limits,
+            sampling=sampling,
+            history=program.history,
+            routed_experts=routed_experts,
+        )
+        async with self.processes.vacancy(program):
+            for attempt, pause in enumerate((*AGENT_PAUSES, None)):
+                # Requests of an attempt that failed may still be known to the engine.
+                name = f"{task_id}/{seed}" if attempt == 0 else f"{task_id}/{seed}.{attempt}"
+                session = self.gateway.open_session(name, settings=settings)
+                try:
+                    return await self._play(task_id, environment, program, session)
+                except InfrastructureFailure as failure:
+                    if pause is None or failure.component == "engine":
+                        return invalid_episode(task_id, session, failure)
+                    await asyncio.sleep(pause)
+        raise AssertionError("the last failure is returned")
+
+    async def _play(
+        self, task_id: str, environment: Environment, program: AgentProgram, session: Session
+    ) -> Trajectory:
+        """Play an episode once. Raises InfrastructureFailure."""
+        failure: InfrastructureFailure | None = None
+        given: object = None
+        try:
+            process = await self.processes.process(program)
+            # Importing the agent was not its episode's doing.
+            session.clock.restart()
+            given = await process.run(program, self.gateway.base_url, session)
+        except OutOfTime:
+            pass
+        except InfrastructureFailure as raised:
+            failure = raised
+        finally:
+            await self.gateway.close_session(session)
+
+        reason = end_of(session, failure)
+        result = outcome_of(environment, session, reason, given, returned=failure is None)
+        sequences = [trajectory for _, trajectory in session.trajectories(task_id)]
+        if not sequences:
+            what = f"{program.function} ended without a turn of the policy"
+            raise InfrastructureFailure("environment", what)
+        is_excluded = self.limits.truncated_episodes == "mask"
+        return episode_of(sequences, result, reason, mask_truncated=is_excluded)
+
+
+def end_of(session: Session, failure: InfrastructureFailure | None) -> FinishReason:
+    """Say why an episode ended. ``failure``: what the agent raised.
+
+    Raises InfrastructureFailure if the policy had no part in it."""
+    end = session.end
+    if end is not None and end.invalid is not None:
+        raise InfrastructureFailure(end.invalid.component, end.invalid.reason) from failure
+    if end is not None and end.reason is not FinishReason.STOP:
+        # What an agent raises then comes of the requests that were refused.
+        return end.reason
+    if session.clock.is_over:
+        return FinishReason.TIMEOUT
+    if failure is not None:
+        if session.was_too_long:
+            return FinishReason.MAX_CONTEXT
+        raise failure
+    # It ended by itself, perhaps behind a turn that a limit cut off.
+    nodes = session.forest.nodes
+    return nodes[-1].finish_reason if nodes else FinishReason.STOP
+
+
+def outcome_of(
+    environment: Environment,
+    session: Session,
+    reason: FinishReason,
+    given: object,
+    *,
+    returned: bool,
+) -> StepResult:
+    """Return what an episode earned. ``given``: what its program ``returned``, if it did.
+
+    Raises InfrastructureFailure if nobody said what, or it is no reward."""
+    if reason is FinishReason.FORMAT_ERROR:
+        assert session.end is not None and session.end.format_error is not None
+        return environment.illegal(session.end.format_error)
+
+    posted = session.reward_parts()
+    if returned and given is not None:
+        return environment.earned(given)
+    if posted is not None:
+        return environment.earned(posted)
+    # An agent whose requests were refused need not know what that is worth.
+    if not returned or reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        return environment.unfinished()
+    what = f"{environment.program().function} returned no reward, and none was posted"
+    raise InfrastructureFailure("checker", what)
+
+
+def episode_of(
+    sequences: Sequence[Trajectory],
+    result: StepResult,
+    reason: FinishReason,
+    *,
+    mask_truncated: bool,
+) -> Trajectory:
+    """Make one episode of the sequences of its session."""
+    first, *branches = sequences
+    for sequence in sequences:
+        sequence.finish_reason = reason
+        sequence.excluded = mask_truncated and sequence.truncated
+        sequence.format_error = result.format_error
+        sequence.answer = result.answer
+        sequence.reward = result.reward
+        sequence.reward_parts = result.reward_parts
+        sequence.validate()
+    first.branches = branches
+    return first
+
+
+def invalid_episode(task_id: str, session: Session, failure: InfrastructureFailure) -> Trajectory:
+    """Return an episode that infrastructure ended, as far as it came; nothing is learned from it."""
+    sequences = [trajectory for _, trajectory in session.trajectories(task_id)]
+    episode = Trajectory(task_id, token_ids=[], loss_mask=[], rollout_log_probs=[])  # type: ignore[arg-type]
+    if sequences:
+        episode = sequences[0]
+    episode.routed_experts = None
+    episode.finish_reason = FinishReason.ABORT
+    episode.invalid = InvalidReason(failure.component, failure.reason)
+    episode.excluded = True
+    # So that whoever uses the reward by mistake notices.
+    episode.reward = math.nan
+    return episode

@@ -1,0 +1,227 @@
+"""An agent's process, as a rollout worker sees it."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+from rl_loop.agents.host import READY
+from rl_loop.environments.base import AgentProgram
+from rl_loop.gateway.session import Session
+from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.rollout.episode_clock import OutOfTime
+
+START_SECONDS = 300.0
+"""Importing an agent's libraries takes a while on a busy machine."""
+CANCEL_SECONDS = 5.0
+"""What an episode has to end once its time is over; its process then gets no new ones."""
+LONGEST_LINE = 256 << 20
+"""Bytes of what an agent may return."""
+
+logger = logging.getLogger(__name__)
+
+
+class AgentProcess:
+    """One process in which episodes of one function run, many at a time."""
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+        self.is_usable = True
+        """Whether it may be given further episodes."""
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = count()
+        self._started = asyncio.Event()
+        self._failure: str | None = None
+        """Why it never became ready, or how it ended."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process was there and is gone."""
+        return self._reader is not None and self._reader.done()
+
+    async def start(self, memory_bytes: int, threads: int) -> None:
+        """Start it and wait until the function is imported. Raises InfrastructureFailure."""
+        # The same places to import from, also those that were added after this process began.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rl_loop.agents.host",
+                self.function,
+                str(memory_bytes),
+                str(threads),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=LONGEST_LINE,
+                # Ctrl-C in the user's terminal is for the run, which ends its agents.
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": paths},
+            )
+        except OSError as error:
+            raise self._error(f"its process does not start: {error}") from error
+
+        self._reader = asyncio.create_task(self._read())
+        try:
+            await asyncio.wait_for(self._started.wait(), START_SECONDS)
+        except TimeoutError:
+            self.kill()
+            raise self._error(f"it was not imported within {START_SECONDS:g} s") from None
+        if self._failure is not None:
+            raise self._error(self._failure)
+
+    async def run(self, program: AgentProgram, base_url: str, session: Session) -> object:
+        """Run one episode, and return what the function returned.
+
+        Raises InfrastructureFailure for what it raised, and OutOfTime when the session's time is
+        over and it does not end by itself."""
+        number = next(self._numbers)
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        try:
+            self._send(
+                {
+                    "call": number,
+                    "task": program.task,
+                    "base_url": base_url,
+                    "api_key": session.api_key,
+                }
+            )
+            await self._wait(answer, session)
+            if not answer.done():
+                await self._cancel(number, answer, session)
+        finally:
+            del self._calls[number]
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # looked at, or asyncio warns
+            else:
+                # The episode itself was cancelled: nobody waits for what it comes to.
+                with suppress(InfrastructureFailure):
+                    self._send({"cancel": number})
+            if not self.is_usable and not self._calls:
+                self.kill()
+
+        line = answer.result()
+        if "given" in line:
+            return line["given"]
+        raise InfrastructureFailure(line["component"], f"{self.function}: {line['reason']}")
+
+    async def _wait(self, answer: "asyncio.Future[Any]", session: Session) -> None:
+        """Wait for the end of an episode, or of its time."""
+        # The session's clock stands while it waits for the engine: it is asked again and again.
+        while not answer.done() and not session.clock.is_over:
+            await asyncio.wait({answer}, timeout=max(0.01, session.clock.left))
+
+    async def _cancel(self, number: int, answer: "asyncio.Future[Any]", session: Session) -> None:
+        """End an episode whose time is over. Raises OutOfTime if it does not return even now."""
+        # Whatever it asks the policy from now on is refused, so that most agents end by themselves.
+        await session.close()
+        self._send({"cancel": number})
+        await asyncio.wait({answer}, timeout=CANCEL_SECONDS)
+        if not answer.done():
+            # A plain function cannot be ended from outside: its process goes with its last episode.
+            logger.warning("%s does not end: its process gets no new episodes", self.function)
+            self.is_usable = False
+            raise OutOfTime
+
+    def _send(self, line: dict[str, Any]) -> None:
+        """Write a line. Raises InfrastructureFailure if the process has ended."""
+        if self._failure is not None:
+            raise self._error(self._failure)
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(json.dumps(line).encode() + b"\n")
+
+    async def _read(self) -> None:
+        """Hand out answers until the process ends."""
+        assert self._process is not None and self._process.stdout is not None
+        try:
+            while text := await self._process.stdout.readline():
+                self._note(json.loads(text))
+        except ValueError as error:
+            # A line that is too long, or none of ours: what follows cannot be told apart.
+            self._failure = f"its process wrote what is no answer: {error}"
+            self.kill()
+        status = await self._process.wait()
+
+        self.is_usable = False
+        self._failure = self._failure or _ended(status)
+        self._started.set()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(self._error(self._failure))
+
+    def _note(self, line: dict[str, Any]) -> None:
+        if line == READY:
+            self._started.set()
+        elif "failed" in line:
+            self._failure = line["failed"]
+        elif (answer := self._calls.get(line["call"])) is not None and not answer.done():
+            answer.set_result(line)
+
+    def kill(self) -> None:
+        """End the process now."""
+        self.is_usable = False
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def close(self) -> None:
+        """End the process, and wait until it is gone."""
+        self.kill()
+        if self._reader is not None:
+            await self._reader
+
+    def _error(self, reason: str) -> InfrastructureFailure:
+        return InfrastructureFailure("environment", f"{self.function}: {reason}")
+
+
+class AgentProcesses:
+    """The processes of all agents of one rollout worker: one of each, replaced when it ends."""
+
+    def __init__(self) -> None:
+        self._current: dict[str, AgentProcess] = {}
+        self._all: list[AgentProcess] = []
+        self._starting: dict[str, asyncio.Lock] = {}
+        self._vacancies: dict[str, asyncio.Semaphore] = {}
+        self._is_closed = False
+
+    def vacancy(self, program: AgentProgram) -> asyncio.Semaphore:
+        """Return what bounds the episodes of a program that run at the same time."""
+        return self._vacancies.setdefault(program.function, asyncio.Semaphore(program.concurrency))
+
+    async def process(self, program: AgentProgram) -> AgentProcess:
+        """Return a process that may be given an episode. Raises InfrastructureFailure."""
+        function = program.function
+        async with self._starting.setdefault(function, asyncio.Lock()):
+            current = self._current.get(function)
+            if current is not None and current.is_usable:
+                return current
+            if self._is_closed:
+                raise InfrastructureFailure("environment", f"{function}: the run ends")
+
+            current = AgentProcess(function)
+            self._all = [process for process in self._all if not process.has_ended]
+            self._all.append(current)
+            await current.start(program.memory_bytes, program.concurrency)
+            self._current[function] = current
+            return current
+
+    async def close(self) -> None:
+        """End all processes, and start none again."""
+        self._is_closed = True
+        await asyncio.gather(*(process.close() for process in self._all))
+
+
+def _ended(status: int) -> str:
+    """Say how a process ended."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        return f"its process was ended by {name}"
+    return f"its process ended with status {status}"

@@ -1,0 +1,63 @@
+"""A rollout worker whose episodes may be played by programs: with a gateway beside its engine."""
+
+import asyncio
+
+from rl_loop.agents.episode import ProgramRunner
+from rl_loop.agents.process import AgentProcesses
+from rl_loop.config.tasks import TaskConfig
+from rl_loop.data.trajectory import Trajectory
+from rl_loop.engines.backend import EngineFactory
+from rl_loop.engines.protocol import SamplingParams
+from rl_loop.environments import Task, environment_class, make_environment
+from rl_loop.gateway.server import Gateway, GatewaySettings
+from rl_loop.gateway.session import SessionSettings
+from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
+
+
+def worker_class(tasks: TaskConfig) -> type[RolloutWorker]:
+    """Return what runs the episodes of these tasks."""
+    environments = [environment_class(source.environment) for source in tasks.sources.values()]
+    if any(environment.IS_PLAYED_BY_PROGRAM for environment in environments):
+        return ProgramRolloutWorker
+    return RolloutWorker
+
+
+class ProgramRolloutWorker(RolloutWorker):
+    """Serves its engine to the programs of environments that are played by one."""
+
+    def __init__(
+        self, settings: WorkerSettings, engine_factory: EngineFactory, threads: int
+    ) -> None:
+        super().__init__(settings, engine_factory, threads)
+        rollout = settings.rollout
+        sampling = SamplingParams(rollout.max_new_tokens_per_turn, top_p=rollout.top_p)
+        # On loopback: agents run beside the worker.
+        gateway = GatewaySettings(SessionSettings(limits=rollout, sampling=sampling))
+        self.gateway = Gateway(self.engine, self.harmony, self._shape, gateway)
+        self.processes = AgentProcesses()
+        self.programs = ProgramRunner(self.gateway, self.processes, rollout)
+
+    async def start(self) -> None:
+        await super().start()
+        await self.gateway.start()
+
+    async def _run_episode(
+        self, task: Task, seed: int, temperature: float, purify: bool, with_routes: bool
+    ) -> Trajectory:
+        environment = make_environment(task, self._execute, self.settings.reward)
+        if not environment.IS_PLAYED_BY_PROGRAM:
+            return await super()._run_episode(task, seed, temperature, purify, with_routes)
+
+        rollout = self.settings.rollout
+        return await self.programs.run_episode(
+            task.task_id,
+            environment,
+            SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p),
+            seed=seed,
+            routed_experts=rollout.routed_experts and with_routes,
+        )
+
+    async def close(self) -> None:
+        # Programs that wait for an answer get an error, and then their end.
+        await self.gateway.close()
+        await asyncio.gather(self.processes.close(), super().close())

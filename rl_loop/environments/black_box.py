@@ -1,0 +1,147 @@
+"""Tasks of agents that are programs of their own: they talk to the policy over HTTP, as to any model
+of OpenAI's, and say what an episode earned.
+
+``rl_loop.agents`` plays the episodes; docs/agents.md shows how to bring an agent."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from numbers import Real
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rl_loop.environments.base import (
+    AgentProgram,
+    Environment,
+    EnvironmentOptions,
+    Execute,
+    RewardConfig,
+    Split,
+    StepResult,
+    Task,
+    text_in,
+)
+from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.registry import Registry
+
+FUNCTIONS: Registry[Callable[..., Any]] = Registry(
+    kind="function of an agent", expected="a function", accepts=callable
+)
+"""Has no entries: agents are named as MODULE:FUNCTION."""
+
+RESERVED_PARTS = ("correct", "format_error", "score")
+"""Reward parts that every environment has."""
+
+
+class BlackBoxOptions(EnvironmentOptions):
+    agent: str
+    """``run(task, base_url, api_key)`` as MODULE:FUNCTION, plain or async. It returns the score (1
+    is perfect, 0 is what doing nothing earns), a dictionary of the score and further ``parts``, or
+    None if it was rewarded over HTTP. Whatever it raises is an infrastructure failure, unless the
+    policy had used up a limit or written an illegal message."""
+    tasks: str | None = None
+    """``tasks(split, seed, index)`` as MODULE:FUNCTION: generates task ``index`` of "train" or
+    "held_out", a JSON object with the text ``prompt``. null: rows of train_path and held_out_path."""
+    parts: list[str] = Field(default_factory=list)
+    """What the agent returns besides "score"; an episode that ends otherwise has 0 of them."""
+    history: Literal["append", "harmony"] = "append"
+    """What stands before a turn that follows a final answer: every token so far, or what the format
+    keeps of them, which begins another sequence (docs/gateway.md)."""
+    concurrency: int = Field(64, gt=0)
+    """Episodes of this agent that one rollout worker runs at a time; more wait."""
+    memory_gb: float = Field(8.0, gt=0)
+    """Of the process that runs these episodes: what it allocates beyond that is a MemoryError."""
+
+    @field_validator("agent", "tasks")
+    @classmethod
+    def _check_function(cls, path: str | None) -> str | None:
+        if path is not None:
+            FUNCTIONS.resolve(path)
+        return path
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> "BlackBoxOptions":
+        reserved = [name for name in self.parts if name in RESERVED_PARTS]
+        if reserved:
+            raise ValueError(f"parts: every episode has {', '.join(reserved)} anyway")
+        return self
+
+
+class BlackBoxEnvironment(Environment):
+    """What an episode of such an agent earns. The agent plays it; nothing is called but the ends."""
+
+    Options: ClassVar[type[EnvironmentOptions]] = BlackBoxOptions
+    IS_PLAYED_BY_PROGRAM = True
+
+    def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
+        """Raises ValueError for a task that was made otherwise than by this class."""
+        super().__init__(task, execute, reward)
+        missing = [key for key in ("record", "options") if key not in task.metadata]
+        if missing:
+            raise ValueError(
+                f"task {task.task_id} names no agent (no {missing[0]} in its metadata): a row of a "
+                'black box is a JSON object with the text "prompt", without task_id and messages'
+            )
+        self.options = BlackBoxOptions.model_construct(**task.metadata["options"])
+
+    def program(self) -> AgentProgram:
+        return AgentProgram(
+            function=self.options.agent,
+            task=self.task.metadata["record"],
+            history=self.options.history,
+            concurrency=self.options.concurrency,
+            memory_bytes=int(self.options.memory_gb * 1e9),
+        )
+
+    @classmethod
+    def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
+        if options.tasks is None:
+            raise NotImplementedError(
+                "a black box without `tasks` generates none: give train_path and held_out_path"
+            )
+        record = FUNCTIONS.resolve(options.tasks)(split, seed, index)
+        if not isinstance(record, dict):
+            raise ValueError(f"{options.tasks} returned {type(record).__name__}, expected a dict")
+        return cls.from_record(record, f"{split}-{index}", options)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:
+        metadata = {"record": record, "options": options.model_dump()}
+        if "category" in record:
+            metadata["category"] = record["category"]
+        return Task(
+            task_id=name,
+            messages=[{"role": "user", "content": text_in(record, "prompt")}],
+            ground_truth="",
+            environment="black_box",
+            metadata=metadata,
+        )
+
+    async def answer(self, text: str) -> StepResult:
+        raise InfrastructureFailure("environment", "an agent of its own judges its episodes itself")
+
+    def earned(self, given: object) -> StepResult:
+        parts = given if isinstance(given, Mapping) else {"score": given}
+        expected = {"score", *self.options.parts}
+        if set(parts) != expected:
+            named = ", ".join(sorted(map(str, parts)))
+            wanted = ", ".join(sorted(expected))
+            raise InfrastructureFailure(
+                "checker", f"{self.options.agent} gave the reward parts {named}; expected {wanted}"
+            )
+        numbers: dict[str, float] = {}
+        for name, value in parts.items():
+            if not isinstance(value, Real) or not math.isfinite(value):
+                reason = f"{self.options.agent}: {name} is {value!r}, expected a finite number"
+                raise InfrastructureFailure("checker", reason)
+            numbers[name] = float(value)
+
+        ended = self.finished(numbers["score"])
+        return replace(ended, reward_parts=ended.reward_parts | numbers)
+
+    def unfinished(self) -> StepResult:
+        ended = self.finished(0.0)
+        return replace(
+            ended, reward_parts=ended.reward_parts | dict.fromkeys(self.options.parts, 0.0)
+        )

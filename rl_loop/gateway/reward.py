@@ -1,0 +1,44 @@
+"""What an agent, or whoever judges it, says that a session earned: ``POST /v1/rewards``."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat
+
+from rl_loop.gateway.errors import ApiError
+from rl_loop.gateway.parameters import validated
+
+SCORE = "score"
+"""The reward part that a plain number stands for."""
+
+
+class _RewardBody(BaseModel):
+    """The JSON of a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    reward: FiniteFloat | dict[str, FiniteFloat]
+    response_id: str | None = None
+
+
+@dataclass(frozen=True)
+class GivenReward:
+    """A reward of a session, or of one of its responses."""
+
+    parts: dict[str, float]
+    """What it is made of; "score" among them is 1 for perfect, 0 for what doing nothing earns."""
+    response_id: str | None = None
+    """The response that earned it; None for the session as a whole."""
+
+
+def read_reward(body: Any) -> GivenReward:
+    """Read ``{"reward": 0.5}`` or ``{"reward": {"score": 0.5, ...}, "response_id": "..."}``.
+
+    Raises ApiError."""
+    if not isinstance(body, dict):
+        raise ApiError(400, "invalid_request", "the body must be a JSON object")
+    given = validated(_RewardBody, body)
+    parts = given.reward
+    if not isinstance(parts, dict):
+        parts = {SCORE: parts}
+    return GivenReward(parts, given.response_id)

@@ -1,0 +1,157 @@
+"""Agents as strangers write them: plain HTTP or OpenAI's client, and nothing of this project.
+
+Where a run has to remember something over several of its attempts, it does so in a file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import openai
+
+
+def ask(base_url: str, api_key: str, messages: list[dict[str, str]]) -> dict[str, Any]:
+    return post(f"{base_url}/chat/completions", api_key, {"model": "x", "messages": messages})
+
+
+def post(url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def plain(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
+    print("what an agent prints is no answer")
+    answer = ask(base_url, api_key, [user(task["prompt"])])
+    right = answer["choices"][0]["message"]["content"] == task["answer"]
+    return {"score": float(right), "politeness": 0.25}
+
+
+async def with_openai(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        answer = await client.responses.create(model="x", input=task["prompt"])
+        return float(answer.output_text == task["answer"])
+
+
+def branching(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """One conversation that is continued in two ways, and another one beside it."""
+    first = [user(task["prompt"])]
+    said = ask(base_url, api_key, first)["choices"][0]["message"]["content"]
+    first.append({"role": "assistant", "content": said})
+    for text in ("More", "Again"):
+        ask(base_url, api_key, [*first, user(text)])
+    ask(base_url, api_key, [user("Count")])
+    return 0.5
+
+
+def posting(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    answer = ask(base_url, api_key, [user(task["prompt"])])
+    url = f"{base_url}/rewards"
+    # Said twice: the second one counts.
+    post(url, api_key, {"reward": 0.1})
+    post(url, api_key, {"reward": 0.5})
+    post(url, api_key, {"reward": {"score": 0.25}, "response_id": answer["id"]})
+    for body in ({"reward": float("nan")}, {"reward": 1, "response_id": "none"}, {"more": 1}):
+        try:
+            post(url, api_key, body)
+        except urllib.error.HTTPError as error:
+            assert error.code in (400, 404)
+        else:
+            raise AssertionError(body)
+
+
+def silent(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    ask(base_url, api_key, [user(task["prompt"])])
+
+
+def idle(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+def wrong_parts(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
+    ask(base_url, api_key, [user(task["prompt"])])
+    return {"score": 1.0, "tone": 1.0}
+
+
+def broken(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    count(task)
+    ask(base_url, api_key, [user(task["prompt"])])
+    raise ConnectionError("the database is away")
+
+
+def broken_once(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    if count(task) == 1:
+        ask(base_url, api_key, [user(task["prompt"])])
+        raise ConnectionError("the database is away")
+    return plain(task, base_url, api_key)["score"]
+
+
+def killed_once(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    if count(task) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(task, base_url, api_key)["score"]
+
+
+def greedy_for_memory(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    return float(len(bytearray(3 << 30)))
+
+
+def hanging(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    ask(base_url, api_key, [user(task["prompt"])])
+    Path(task["file"]).write_text(str(os.getpid()))
+    threading.Event().wait()
+    return 1.0
+
+
+async def sleeping(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    await asyncio.to_thread(ask, base_url, api_key, [user(task["prompt"])])
+    await asyncio.sleep(3600)
+    return 1.0
+
+
+def talkative(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Goes on until the policy is refused."""
+    messages = [user(task["prompt"])]
+    while True:
+        said = ask(base_url, api_key, messages)["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": said or ""}, user("More")]
+
+
+def two_talks(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Two conversations; longer answers are better."""
+    said = ""
+    for text in (task["prompt"], "Count"):
+        message = ask(base_url, api_key, [user(text)])["choices"][0]["message"]
+        said += message["content"] + message.get("reasoning", "")
+    return min(1.0, len(said) / 400)
+
+
+def exiting(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    sys.exit("enough")
+
+
+def count(task: dict[str, Any]) -> int:
+    """Count how often an episode was begun."""
+    path = Path(task["file"])
+    times = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(times))
+    time.sleep(0.01)
+    return times
+
+
+def tasks(split: str, seed: int, index: int) -> dict[str, Any]:
+    return {"prompt": f"Hi {split} {index}", "answer": "Hello", "index": index}

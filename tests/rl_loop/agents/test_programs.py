@@ -1,0 +1,295 @@
+"""Episodes of agents that are programs of their own: real processes and HTTP, and a policy that is a script."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rl_loop.agents import episode as episode_module
+from rl_loop.agents import process as process_module
+from rl_loop.agents.episode import ProgramRunner
+from rl_loop.agents.process import AgentProcesses
+from rl_loop.config.episode import EpisodeLimits
+from rl_loop.data.trajectory import FinishReason, Trajectory
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
+from rl_loop.environments import RewardConfig, make_offline_environment
+from rl_loop.environments.black_box import BlackBoxEnvironment, BlackBoxOptions
+from rl_loop.gateway.server import Gateway, GatewaySettings
+from rl_loop.gateway.session import SessionSettings
+from rl_loop.harmony.codec import Harmony, ParsedMessage
+from tests.rl_loop.scripted_engine import ScriptedEngine
+from tests.waiting import wait_until_async
+
+LIMITS = EpisodeLimits(max_turns=6, max_tokens=400, episode_seconds=120.0)
+SAMPLING = SamplingParams(max_new_tokens=100)
+PROGRAMS = "tests.rl_loop.agents.programs"
+
+
+def says(harmony: Harmony, text: str, channel: str = "final") -> list[int]:
+    return harmony.render_assistant([ParsedMessage(channel, None, None, text)], "<|return|>")
+
+
+@asynccontextmanager
+async def running(
+    harmony: Harmony, engine: Any, limits: EpisodeLimits = LIMITS
+) -> AsyncIterator[ProgramRunner]:
+    settings = GatewaySettings(SessionSettings(limits, SAMPLING))
+    gateway = Gateway(engine, harmony, ModelShape(harmony.vocabulary.size), settings)
+    await gateway.start()
+    processes = AgentProcesses()
+    try:
+        yield ProgramRunner(gateway, processes, limits)
+    finally:
+        await gateway.close()
+        await processes.close()
+
+
+async def play(runner: ProgramRunner, name: str, *, seed: int = 0, **task: Any) -> Trajectory:
+    parts = ["politeness"] if name == "plain" else []
+    options = BlackBoxOptions(agent=f"{PROGRAMS}:{name}", parts=parts, memory_gb=2)
+    record = {"prompt": "Hi", "answer": "Hello", **task}
+    made = BlackBoxEnvironment.from_record(record, "task", options)
+    environment = make_offline_environment(made)
+    return await runner.run_episode("task", environment, SAMPLING, seed=seed)
+
+
+def episode_of(
+    harmony: Harmony,
+    name: str,
+    turns: Sequence[list[int]],
+    limits: EpisodeLimits = LIMITS,
+    **task: Any,
+) -> Trajectory:
+    async def run() -> Trajectory:
+        async with running(harmony, ScriptedEngine(turns), limits) as runner:
+            return await play(runner, name, **task)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode_module, "AGENT_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(process_module, "CANCEL_SECONDS", 0.5)
+
+
+@pytest.mark.parametrize("name", ["plain", "with_openai"])
+@pytest.mark.parametrize(("answer", "score"), [("Hello", 1.0), ("Bye", 0.0)])
+def test_an_episode_earns_what_its_program_returns(
+    tiny: Harmony, name: str, answer: str, score: float
+) -> None:
+    episode = episode_of(tiny, name, [says(tiny, answer)])
+    assert episode.invalid is None
+    assert episode.reward == 2 * score - 1
+    assert episode.reward_parts["score"] == score
+    assert episode.reward_parts.get("politeness") == (0.25 if name == "plain" else None)
+    assert episode.finish_reason is FinishReason.STOP
+    assert episode.branches == []
+
+    # Exactly what the engine was given and what it sampled.
+    sampled = says(tiny, answer)
+    assert episode.token_ids[-len(sampled) :].tolist() == sampled
+    assert episode.loss_mask.tolist() == [
+        i >= len(episode) - len(sampled) for i in range(len(episode))
+    ]
+
+
+def test_every_sampled_span_of_a_forest_is_trained_once_and_shares_the_reward(
+    tiny: Harmony,
+) -> None:
+    texts = ["Hello", "One", "Two", "Three"]
+    episode = episode_of(tiny, "branching", [says(tiny, text) for text in texts])
+    assert episode.invalid is None
+    assert len(episode.sequences) == 3
+
+    trained = [
+        tiny.decode(sequence.token_ids[sequence.loss_mask].tolist())
+        for sequence in episode.sequences
+    ]
+    spoken = [tiny.decode(says(tiny, text)) for text in texts]
+    assert trained == [spoken[0] + spoken[1], spoken[2], spoken[3]]
+    # The first answer is context of the second continuation.
+    assert spoken[0] in tiny.decode(episode.branches[0].token_ids.tolist())
+    assert {sequence.reward for sequence in episode.sequences} == {0.0}
+    assert episode.episode_assistant_turns == 4
+
+
+def test_rewards_over_http_add_up_and_replace_what_was_said_of_the_same(tiny: Harmony) -> None:
+    episode = episode_of(tiny, "posting", [says(tiny, "Hello")])
+    assert episode.invalid is None, episode.invalid
+    assert episode.reward_parts["score"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("name", "component", "reason"),
+    [
+        ("silent", "checker", "returned no reward, and none was posted"),
+        ("idle", "environment", "ended without a turn of the policy"),
+        ("wrong_parts", "checker", "gave the reward parts score, tone; expected score"),
+        ("broken", "environment", "ConnectionError: the database is away"),
+        ("exiting", "environment", "SystemExit: enough"),
+        ("greedy_for_memory", "environment", "MemoryError"),
+    ],
+)
+def test_what_the_policy_cannot_cause_is_never_a_reward_and_names_the_culprit(
+    tiny: Harmony, name: str, component: str, reason: str, tmp_path: Path
+) -> None:
+    turns = [says(tiny, "Hello")] * 3
+    episode = episode_of(tiny, name, turns, file=str(tmp_path / "count"))
+    assert episode.invalid is not None
+    assert episode.invalid.component == component
+    assert f"{PROGRAMS}:{name}" in episode.invalid.reason
+    assert reason in episode.invalid.reason
+    assert math.isnan(episode.reward)
+    if name == "broken":
+        assert (tmp_path / "count").read_text() == "3", "it is played again first"
+
+
+@pytest.mark.parametrize("name", ["broken_once", "killed_once"])
+def test_an_episode_that_infrastructure_spoiled_is_played_again(
+    tiny: Harmony, name: str, tmp_path: Path
+) -> None:
+    turns = [says(tiny, "Hello")] * 2
+    episode = episode_of(tiny, name, turns, file=str(tmp_path / "count"))
+    assert episode.invalid is None, episode.invalid
+    assert episode.reward == 1.0
+    assert (tmp_path / "count").read_text() == "2"
+
+
+def test_a_module_that_cannot_be_imported_is_named(tiny: Harmony) -> None:
+    async def run() -> Trajectory:
+        async with running(tiny, ScriptedEngine([])) as runner:
+            options = BlackBoxOptions.model_construct(agent="no_such_module:run")
+            made = BlackBoxEnvironment.from_record({"prompt": "Hi"}, "task", options)
+            environment = make_offline_environment(made)
+            return await runner.run_episode("task", environment, SAMPLING, seed=0)
+
+    episode = asyncio.run(run())
+    assert episode.invalid is not None
+    assert "No module named 'no_such_module'" in episode.invalid.reason
+
+
+# ---- what the policy does wrong is its own doing
+
+
+def test_an_illegal_message_earns_a_format_error_whatever_the_program_says(tiny: Harmony) -> None:
+    episode = episode_of(tiny, "plain", [says(tiny, "x", channel="nonsense")])
+    assert episode.invalid is None
+    assert episode.finish_reason is FinishReason.FORMAT_ERROR
+    assert episode.format_error is not None
+    assert episode.reward == RewardConfig().format_error
+    assert episode.reward_parts["politeness"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"max_turns": 3}, FinishReason.MAX_TURNS),
+        ({"max_tokens": 70}, FinishReason.MAX_CONTEXT),
+        ({"max_sampled_tokens": 30}, FinishReason.MAX_SAMPLED_TOKENS),
+    ],
+)
+def test_a_program_that_is_refused_for_a_limit_is_not_infrastructure(
+    tiny: Harmony, limits: dict[str, int], reason: FinishReason
+) -> None:
+    turns = [says(tiny, "Hello")] * 10
+    episode = episode_of(tiny, "talkative", turns, LIMITS.model_copy(update=limits))
+    assert episode.invalid is None, episode.invalid
+    assert episode.finish_reason is reason
+    assert episode.truncated
+    assert episode.reward == -1.0
+
+
+@pytest.mark.parametrize("name", ["hanging", "sleeping"])
+def test_an_episode_ends_with_its_time_whether_its_program_does_or_not(
+    tiny: Harmony, name: str, tmp_path: Path
+) -> None:
+    limits = LIMITS.model_copy(update={"episode_seconds": 3.0})
+    file = tmp_path / "process"
+
+    async def run() -> None:
+        async with running(tiny, ScriptedEngine([says(tiny, "Hello")] * 2), limits) as runner:
+            episode = await play(runner, name, file=str(file))
+            assert episode.invalid is None
+            assert episode.finish_reason is FinishReason.TIMEOUT
+            assert episode.reward == -1.0
+            if name == "hanging":
+                # Its thread cannot be ended, so its process is.
+                pid = int(file.read_text())
+                await wait_until_async(lambda: not psutil.pid_exists(pid))
+
+    asyncio.run(run())
+
+
+# ---- weight syncs, concurrency, the end
+
+
+class SyncedEngine:
+    """Answers at once, but aborts every request once, in its middle, as a weight sync does."""
+
+    def __init__(self, answer: list[int]) -> None:
+        self.answer = answer
+        self.version = 0
+        self.running = 0
+        self.most_running = 0
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.on_begin is not None:
+            request.on_begin()
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(0.2)
+        self.running -= 1
+
+        done = int(request.request_id.rsplit("/", 1)[1])
+        self.version += 1
+        engine = ScriptedEngine([self.answer[done:]], aborts=[2] if done == 0 else [])
+        engine.requests = [request] * self.version  # its version is the number of requests
+        return await engine.generate(request)
+
+    async def abort(self, request_id: str | None = None) -> None: ...
+
+
+def test_many_episodes_share_a_process_and_see_nothing_of_a_weight_sync(tiny: Harmony) -> None:
+    async def run() -> None:
+        engine = SyncedEngine(says(tiny, "Hello"))
+        async with running(tiny, engine) as runner:
+            episodes = await asyncio.gather(
+                *(play(runner, "plain", seed=seed) for seed in range(12))
+            )
+            children = psutil.Process().children()
+            hosts = [c for c in children if "rl_loop.agents.host" in " ".join(c.cmdline())]
+            assert len(hosts) == 1
+        for episode in episodes:
+            assert episode.invalid is None, episode.invalid
+            assert episode.reward == 1.0
+            assert len({span.version for span in episode.weight_versions}) == 2
+            episode.validate()
+        assert engine.most_running > 1
+        assert not hosts[0].is_running()
+
+    asyncio.run(run())
+
+
+def test_a_process_ends_with_the_worker_that_started_it(tiny: Harmony) -> None:
+    """However that ended: its input is closed by the system."""
+
+    async def run() -> None:
+        async with running(tiny, ScriptedEngine([says(tiny, "Hello")])) as runner:
+            await play(runner, "plain")
+            [process] = runner.processes._all
+            assert process._process is not None and process._process.stdin is not None
+            pid = process._process.pid
+            process._process.stdin.close()
+            await wait_until_async(lambda: not psutil.pid_exists(pid))
+            assert os.getpid() != pid
+
+    asyncio.run(run())

@@ -1,0 +1,123 @@
+"""Reinforcement learning of an agent that is a program of its own, with all real parts: Ray, Megatron, the embedded
+engine, HTTP, a process of the agent's, checkpoints and an export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rl_loop.cluster.ray_session import start_local_ray
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.infrastructure import InfrastructureOutage
+from rl_loop.run import Interrupted, run_rl
+from rl_loop.tracking.episode_reader import EpisodeReader
+from rl_loop.tracking.run_directory import read_json_lines
+from tests.rl_loop.conversations.written_by_hand import chat, said, user
+from tests.rl_loop.test_loop_on_ray import RL, Quiet, curve
+
+ROOT = Path(__file__).parents[3]
+PROGRAMS = "tests.rl_loop.agents.programs"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray() -> Iterator[None]:
+    start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
+    yield
+    ray.shutdown()
+
+
+def config(folder: Path, agent: str, *overrides: str) -> RlConfig:
+    chats = folder / "chats.jsonl"
+    chats.write_text(json.dumps(chat(user("Hi train 1. Count held_out 2."), said("Hello."))) + "\n")
+    options = f'{{agent: "{PROGRAMS}:{agent}", tasks: "{PROGRAMS}:tasks"}}'
+    settings = [
+        *RL,
+        "model.vocab_size=600",
+        f"vocabulary_data.path={chats}",
+        f"tasks.sources.clerk.options={options}",
+        f"output_dir={folder}",
+        "rollout.max_new_tokens_per_turn=100",
+        "training.steps=3",
+        "evaluate_every=3",
+        *overrides,
+    ]
+    return load_config(ROOT / "configs/rl/tiny_clerk.yaml", RlConfig, settings)
+
+
+def episodes_of(run: Path) -> list[dict[str, Any]]:
+    reader = EpisodeReader(run / "episodes")
+    reader.refresh()
+    return list(reader.figures.to_pylist(maps_as_pydicts="strict"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RlConfig:
+    settings = config(tmp_path_factory.mktemp("whole"), "two_talks", "rollout.routed_experts=true",
+                      "algorithm.routing_replay=R3")  # fmt: skip
+    run_rl(settings, Quiet())
+    return settings
+
+
+def test_what_an_agent_samples_through_the_gateway_is_trained_on_as_it_was_sampled(
+    whole: RlConfig,
+) -> None:
+    summary = json.loads((whole.directory / "summary.json").read_text())
+    assert summary["max_ratio_deviation"] == 0
+    assert summary["mean_logprob_gap"] < 1e-4
+    steps = [r for r in read_json_lines(whole.directory / "metrics.jsonl") if "reward" in r]
+    assert len(steps) == 3
+    assert all(step["grad_norm"] > 0 for step in steps)
+    assert all(step["rollout/invalid/environment"] == 0 for step in steps)
+
+    # 8 episodes a step: those of two conversations have two rows, and count once in all means.
+    rows = [row for row in episodes_of(whole.directory) if row["split"] == "train"]
+    assert len({(row["step"], row["group"], row["sample"]) for row in rows}) == 3 * 8
+    assert len(rows) > 3 * 8
+    for step in steps:
+        of_step = [row for row in rows if row["step"] == step["step"]]
+        episodes = {(row["group"], row["sample"]): row for row in of_step}
+        assert len(episodes) == 8
+        rewards = [row["reward"] for row in episodes.values()]
+        assert step["reward"] == pytest.approx(sum(rewards) / 8)
+        assert step["turns"] == pytest.approx(sum(r["assistant_turns"] for r in of_step) / 8)
+        for row in of_step:
+            same = episodes[row["group"], row["sample"]]
+            assert row["advantage"] == pytest.approx(same["advantage"])
+
+
+def test_a_run_goes_on_after_an_interrupt_as_if_there_had_been_none(
+    whole: RlConfig, tmp_path: Path
+) -> None:
+    interrupted = config(tmp_path, "two_talks", "rollout.routed_experts=true",
+                         "algorithm.routing_replay=R3")  # fmt: skip
+
+    def stop(step: int) -> None:
+        if step == 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        run_rl(interrupted, Quiet(stop))
+    resumed = run_rl(interrupted, Quiet(), resume=True)
+    assert curve(resumed) == pytest.approx(curve(whole.directory), rel=1e-4, abs=1e-6)
+
+
+def test_episodes_that_were_begun_ahead_go_on_through_weight_syncs(tmp_path: Path) -> None:
+    run = run_rl(
+        config(tmp_path, "two_talks", "algorithm.max_staleness=2", "training.steps=4"), Quiet()
+    )
+    rows = [row for row in episodes_of(run) if row["split"] == "train"]
+    assert not any(row["invalid"] for row in rows)
+    assert any(row["oldest_version"] != row["step"] for row in rows)
+    steps = [r for r in read_json_lines(run / "metrics.jsonl") if "reward" in r]
+    assert len(steps) == 4
+
+
+def test_a_broken_agent_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InfrastructureOutage, match=rf"{PROGRAMS}:exiting: SystemExit: enough"):
+        run_rl(config(tmp_path, "exiting", "rollout.max_invalid_streak=3"), Quiet())
