@@ -3,7 +3,8 @@
 Nothing is ever tokenised a second time, so that position ``i`` means the same token for the
 engine, the trainer and the report."""
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -183,6 +184,13 @@ class Trajectory:
             raise ColumnError(f"column {name} of {self._name} is not contiguous")
         return values
 
+    def without_routes(self) -> "Trajectory":
+        """Return a copy that shares everything but the routes, which it does not have."""
+        # Not replace(), which would check all columns again.
+        copied = copy.copy(self)
+        copied.routed_experts = None
+        return copied
+
     @property
     def _name(self) -> str:
         return f"task {self.task_id}"
@@ -206,3 +214,11 @@ class TrajectoryGroup:
     skipped: str | None = None
     """Why no episode of the task was run, if none was: its prompt is too long or cannot be
     rendered."""
+
+    def without_routes(self) -> "TrajectoryGroup":
+        """Return a copy without routes: these lie in Ray's store, and may go before it does."""
+        return replace(
+            self,
+            trajectories=[trajectory.without_routes() for trajectory in self.trajectories],
+            invalid=[trajectory.without_routes() for trajectory in self.invalid],
+        )

@@ -93,8 +93,10 @@ def test_a_step_is_counted_as_its_columns_weigh() -> None:
     # uint8 for 128 experts
     assert need.routes == 36 * 32_768 * 24 * 4, "an evaluation replays nothing"
     # ids, mask, log-probs and text of every episode; advantages besides for the ranks, and the
-    # answers, where an evaluation scores without replay
-    assert need.columns == tokens * (4 + 1 + 4 + 5) + 36 * 32_768 * ((4 + 1 + 4 + 4) + 4)
+    # answers, where an evaluation scores without replay; what an update says of tokens
+    assert need.columns == tokens * (4 + 1 + 4 + 5) + 36 * 32_768 * ((4 + 1 + 4 + 4) + 4 + (4 + 4))
+    unrecorded = store_need(rl_config(*STEP, "tracking.episodes=0"))
+    assert need.columns - unrecorded.columns == 36 * 32_768 * (4 + 4)
     assert need.weights == 0, "servers get weights without Ray's store"
     assert (
         store_need(
