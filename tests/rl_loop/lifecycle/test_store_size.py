@@ -312,6 +312,6 @@ def test_a_session_refuses_a_ray_that_is_too_small_before_it_writes_anything(
     ray.shutdown()
     """
     refused, exists = run_program(program).strip().split("\n")
-    assert "a step needs 2.5 GB" in refused
+    assert "a step needs 3.3 GB" in refused
     assert "and the store has 0.1 GB: lower rollout.tasks_per_step" in refused
     assert exists == "False"

@@ -19,6 +19,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from rl_loop.rollout.group_stream import AdmittedGroup
+from rl_loop.session import build_tasks
 from rl_loop.tracking import episode_files
 from rl_loop.tracking.episode_files import keep_steps_up_to, list_files
 from rl_loop.tracking.episode_reader import EpisodeReader
@@ -361,15 +362,18 @@ def test_the_loop_records_every_episode_and_a_resume_continues(tmp_path: Path) -
 
 
 def test_groups_that_dynamic_sampling_replaced_are_recorded_as_such(tmp_path: Path) -> None:
-    class Rewards(LocalRollouts):
-        """Every other task has a signal."""
-
-        def begin(self, admitted: AdmittedGroup) -> None:
-            rewards = (-1.0, 1.0) if admitted.request.task.task_id[-1] in "02468" else (1.0,)
-            admitted.end(answered(admitted.request, 0, rewards))
-
     options = [*from_file(tmp_path, 60), "algorithm.dynamic_sampling_rounds=3", "training.steps=1"]
     settings = config(tmp_path, *options)
+    silent = build_tasks(settings).train(0, 1)[0].task_id
+
+    class Rewards(LocalRollouts):
+        """All tasks have a signal but the first."""
+
+        def begin(self, admitted: AdmittedGroup) -> None:
+            is_silent = admitted.request.task.task_id == silent
+            rewards = (1.0,) if is_silent else (-1.0, 1.0)
+            admitted.end(answered(admitted.request, 0, rewards))
+
     rollouts = Rewards(settings)
     with local_loop(settings, rollouts) as loop:
         loop.train()
@@ -380,10 +384,8 @@ def test_groups_that_dynamic_sampling_replaced_are_recorded_as_such(tmp_path: Pa
 
     rows = reader_of(directory).figures.select(["split", "task_id", "advantage", "sample"])
     replaced = [row for row in rows.to_pylist() if row["split"] == "replaced"]
-    tasks = {row["task_id"] for row in replaced}
-    assert metrics["rollout/groups_replaced"] == len(tasks) > 0
-    assert all(task[-1] in "13579" for task in tasks)
-    assert len(replaced) == len(tasks) * settings.rollout.samples_per_task
+    assert metrics["rollout/groups_replaced"] == 1
+    assert [row["task_id"] for row in replaced] == [silent] * settings.rollout.samples_per_task
     assert all(row["advantage"] is None for row in replaced)
 
 
