@@ -354,6 +354,7 @@ def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
         model_config,
         parallel_config(args),
         torch.bfloat16,
+        quantization=args.quantization,
         moe_router_force_load_balancing=args.balanced,
         batch_p2p_sync=args.messages == "megatron",
         **attention_overrides(args.attention),
@@ -493,6 +494,7 @@ def memory_account(
         parallel_config(args),
         trainer.config,
         max(batch.tokens for batch in batches),
+        quantization=args.quantization,
         micro_batches=len(batches),
     )
     return account(inputs, total / 1e9, parallel_state.get_pipeline_model_parallel_rank())
@@ -796,6 +798,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--attention", default="auto", help="a backend of ours, or transformer_engine")
     add("--recompute", nargs="*", default=[])
     add("--recompute-layers", type=int, help="of a chunk; the others keep what they computed")
+    add("--quantization", choices=["mxfp4"], help="what the experts are trained through")
     add("--moments", default="fp32")
     add("--gradients", default="fp32")
     add("--offload", type=float, default=0.0, help="share of the optimizer's state on the host")
