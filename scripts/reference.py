@@ -311,20 +311,19 @@ def _summary_of(model: type[BaseModel]) -> str:
 
 
 def _paragraph(text: str) -> list[str]:
-    """Return a docstring as Markdown; its sections of indented lines stay as they are written."""
+    """Return a docstring as Markdown, arguments and errors as lists."""
     lines = []
-    is_literal = False
+    is_list = False
     for line in text.replace("``", "`").splitlines():
-        is_heading = line.rstrip() in ("Args:", "Returns:", "Raises:", "Yields:")
-        if is_heading:
-            lines += [f"**{line.strip()[:-1]}**", ""]
-            is_literal = True
-        elif is_literal and line.startswith("    "):
+        heading = line.strip().removesuffix(":")
+        if heading in ("Args", "Returns", "Raises", "Yields") and line.rstrip().endswith(":"):
+            lines += [f"**{heading}**", ""]
+            is_list = heading in ("Args", "Raises")
+        elif line.startswith("    ") and is_list:
             entry = line[4:]
             lines.append(entry if entry.startswith(" ") else f"- {entry}")
         else:
-            is_literal = is_literal and not line.strip()
-            lines.append(line)
+            lines.append(line.removeprefix("    "))
     return lines
 
 
