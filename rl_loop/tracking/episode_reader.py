@@ -1,13 +1,10 @@
 """Reads the recorded episodes of a run, also while it goes on."""
 
-import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +23,6 @@ from rl_loop.tracking.episode_table import FIGURES
 
 TEXTS_REMEMBERED = 8
 """Searches whose hits are kept, for their next pages."""
-
-SEARCH_THREADS = min(8, os.cpu_count() or 1)
-"""Row groups that are searched at a time. Most of it is unpacking, which needs no interpreter."""
 
 _Stamp = tuple[int, int]
 """When a file was written (ns) and its bytes: another one means another content."""
@@ -66,7 +60,6 @@ class EpisodeReader:
         self._lock = threading.RLock()
         self._files: list[_LoadedFile] = []
         self._vocabulary: list[str] = []
-        self._threads = ThreadPoolExecutor(SEARCH_THREADS, thread_name_prefix="search")
         self._searches: OrderedDict[str, dict[tuple[Path, _Stamp, int], np.ndarray]] = OrderedDict()
         self.figures = FIGURES.empty_table()
         """The columns of FIGURES, oldest episode first; as of the last ``refresh``."""
@@ -134,17 +127,16 @@ class EpisodeReader:
         while len(self._searches) > TEXTS_REMEMBERED:
             self._searches.popitem(last=False)
 
-        # At least one round at a time, or a slow disk would never come to an end.
-        unknown = (
-            (loaded.file.path, loaded.stamp, group)
-            for loaded, group in self._row_groups_newest_first()
-            if (loaded.file.path, loaded.stamp, group) not in hits
-        )
-        for keys in batched(unknown, SEARCH_THREADS):
-            found_in = self._threads.map(lambda key: _ids_with_text(key[0], key[2], text), keys)
-            hits.update(zip(keys, found_in, strict=True))
-            if time.monotonic() > deadline:
+        # At least one row group at a time, or a slow disk would never come to an end.
+        has_scanned = False
+        for loaded, group in self._row_groups_newest_first():
+            key = (loaded.file.path, loaded.stamp, group)
+            if key in hits:
+                continue
+            if has_scanned and time.monotonic() > deadline:
                 break
+            hits[key] = _ids_with_text(loaded.file.path, group, text)
+            has_scanned = True
 
         found = [np.zeros(0, np.int64)]
         searched = 0
