@@ -55,6 +55,7 @@ from megatron_gptoss.packing import PackedBatch, RecordedRoutes
 from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
+from rl_loop.algorithms.objectives import RETURNED_VALUES
 from rl_loop.cluster.placement import free_address
 from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.load import load_config
@@ -83,6 +84,7 @@ STEP_TOKENS = 512 * 32_768
 
 PASSES = {
     "plain": [],
+    "unrecorded": ["tracking.episodes=0"],
     "R2": ["algorithm.routing_replay=R2", "algorithm.old_log_probs=forward"],
     "estimates": [
         "algorithm=ppo",
@@ -91,8 +93,8 @@ PASSES = {
         "algorithm.kl.coefficient=0.001",
     ],
 }
-"""Overrides of the configuration. R2: the ranks' own routes of a first pass are replayed. estimates: a critic and a KL
-penalty, so a pass before the advantages."""
+"""Overrides of the configuration. unrecorded: no episode is, and updates return nothing of their tokens. R2: the
+ranks' own routes of a first pass are replayed. estimates: a critic and a KL penalty, so a pass before advantages."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,11 @@ class DummyReplay:
         return {}
 
 
+def zeros_of(batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+    """Return 0 for every token."""
+    return [torch.zeros(batch.tokens) for batch in batches]
+
+
 class DummyModel:
     """Stands for a trainer, critic or reference policy: all it computes is 0."""
 
@@ -217,7 +224,7 @@ class DummyModel:
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         if self.replay is not None:
             self.replay.micro_batches += len(batches)
-        return [torch.zeros(batch.tokens) for batch in batches]
+        return zeros_of(batches)
 
 
 class DummyRank(TrainerWorker):
@@ -239,9 +246,19 @@ class DummyRank(TrainerWorker):
         self.critic: Any = DummyModel() if algorithm.critic else None
         self.reference: Any = DummyModel() if algorithm.kl else None
 
-    def _update(self, *arguments: Any) -> StepStatistics:
+    def _update(
+        self, trainer: Any, batches: Sequence[PackedBatch], *arguments: Any
+    ) -> StepStatistics:
+        token_values = {}
+        if trainer is self.trainer and self.settings.returns_tokens:
+            token_values = {name: zeros_of(batches) for name in RETURNED_VALUES}
         return StepStatistics(
-            sums={}, maxima={}, grad_norm=0.0, learning_rate=0.0, parameters_updated=False
+            sums={},
+            maxima={},
+            grad_norm=0.0,
+            learning_rate=0.0,
+            parameters_updated=False,
+            token_values=token_values,
         )
 
     def call(

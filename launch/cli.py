@@ -51,10 +51,28 @@ PURPOSE = "Agentic reinforcement learning for GPT-OSS on Megatron-Core."
 app = typer.Typer(
     cls=ErrorsInOneLine,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
     help=PURPOSE,
 )
+
+
+def print_version(wanted: bool) -> None:
+    """Print the installed version, and end."""
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"gptoss {version('megatron-gptoss')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options_of_all_commands(
+    version: Annotated[
+        bool,
+        Option("--version", callback=print_version, is_eager=True, help="Print it, and end."),
+    ] = False,
+) -> None:
+    pass
 
 
 class LaunchGroup(typer.core.TyperGroup):
@@ -86,7 +104,10 @@ app.add_typer(data, name="data")
 
 ConfigFile = Annotated[
     Path,
-    Argument(metavar="CONFIG", help="A YAML file, such as configs/rl/tiny_retool.yaml."),
+    Argument(
+        metavar="CONFIG",
+        help="A YAML file, such as configs/rl/tiny_retool.yaml, or the name of a shipped one.",
+    ),
 ]
 TrainingCommand = Literal["rl", "sft"]
 Precision = Literal["bf16", "fp32", "mxfp4"]
@@ -380,6 +401,21 @@ def plan(
 
 
 @app.command()
+def config(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    sft: OfSft = False,
+    changed: Annotated[bool, Option("--changed", help="Leave out what has its default.")] = False,
+) -> None:
+    """Every value of a configuration as it will be, and where it is from: a file, the command line
+    or the default."""
+    from launch.config_view import config_lines
+
+    for line in config_lines(path, "sft" if sft else "rl", overrides, changed_only=changed):
+        print(line)
+
+
+@app.command()
 def doctor(
     engine: Annotated[
         Path | None,
@@ -641,7 +677,7 @@ Name = Annotated[str, Argument(help="The name of the run: `name` of its configur
 def launch_start(
     path: ConfigFile,
     overrides: Overrides = None,
-    cluster: Annotated[str, Option(help="A YAML file, or one of configs/cluster.")] = "local",
+    cluster: Annotated[str, Option(help="A YAML file, or the name of a shipped one.")] = "local",
     nodes: Annotated[int | None, Option(help="Replaces `nodes` of the cluster.")] = None,
     sft: OfSft = False,
     dry_run: Annotated[

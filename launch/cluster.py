@@ -10,6 +10,7 @@ from pydantic import Field, StringConstraints, model_validator
 from megatron_gptoss.config import StrictModel
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import read_yaml, validated
+from rl_loop.config.shipped import find_config, shipped_names
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]*$")]
 TimeLimit = Annotated[str, StringConstraints(pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")]
@@ -119,9 +120,10 @@ def load_cluster(name: str, nodes: int | None = None) -> ClusterConfig:
     path = Path("configs/cluster") / f"{name}.yaml"
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
+    path = find_config(path, "cluster")
     if not path.exists():
-        files = Path("configs/cluster").glob("*.yaml")
-        known = ", ".join(sorted(file.stem for file in files)) or "none"
+        here = [file.stem for file in Path("configs/cluster").glob("*.yaml")]
+        known = ", ".join(sorted({*here, *shipped_names("cluster")})) or "none"
         raise ConfigError(
             f"--cluster {name}: there is no {path}; clusters in configs/cluster: {known}",
         )

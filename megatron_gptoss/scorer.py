@@ -68,7 +68,7 @@ class Scorer:
 
         values = self._run_schedule(batches, head, collect, forward_only=True)
         if parallel_state.is_pipeline_last_stage():
-            values = _gather_context_parallel(values, batches)
+            values = gather_context_parallel(values, batches)
         return self._from_last_stage(values)
 
     def _run_schedule(
@@ -170,7 +170,7 @@ def _output_weight(model: Any, output_layer: Any) -> Tensor:
     return weight
 
 
-def _gather_context_parallel(shards: list[Tensor], batches: Sequence[PackedBatch]) -> list[Tensor]:
+def gather_context_parallel(shards: list[Tensor], batches: Sequence[PackedBatch]) -> list[Tensor]:
     """Join per-token values of all context-parallel ranks in the order of the rows. Collective."""
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:

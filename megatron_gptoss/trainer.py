@@ -20,7 +20,7 @@ from megatron_gptoss.optimizer import build_optimizer, wrap_data_parallel
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.flops import matmul_ceiling, training_flops
-from megatron_gptoss.scorer import Head, Scorer
+from megatron_gptoss.scorer import Head, Scorer, gather_context_parallel
 from megatron_gptoss.step_clock import StepClock, TimedMoELayer
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ class LossOutput:
     """Scalars that are added up over micro-batches and ranks."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     """Scalars of which the largest of all micro-batches and ranks is taken."""
+    token_values: dict[str, Tensor] = field(default_factory=dict)
+    """What the caller of ``train_step`` gets back of every token of this rank's shard, [tokens]
+    each, without a gradient."""
 
 
 LossFunction = Callable[..., LossOutput]
@@ -47,7 +50,7 @@ LossFunction = Callable[..., LossOutput]
 
 @dataclass
 class StepStatistics:
-    """One optimizer step, the same on every rank."""
+    """One optimizer step, the same on every rank but for ``token_values``."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
@@ -71,6 +74,9 @@ class StepStatistics:
     memory: dict[str, float] = field(default_factory=dict)
     """GB of the fullest GPU in every phase since the last step, measured and predicted, by
     PHASE/FIGURE; empty on CPUs."""
+    token_values: dict[str, list[Tensor]] = field(default_factory=dict)
+    """``LossOutput.token_values`` of every micro-batch, [T] each in the order of its row; on the
+    last pipeline stage, of whose ranks each has all of it."""
 
 
 class PolicyTrainer(Scorer):
@@ -141,6 +147,7 @@ class PolicyTrainer(Scorer):
             grad_norm=math.nan,
             learning_rate=learning_rate,
             parameters_updated=False,
+            token_values=_gather_token_values(outputs, batches),
         )
         # All ranks decide alike: whether gradients are finite is agreed on among them.
         self.clock.enter("optimizer")
@@ -311,6 +318,20 @@ def _finalize_gradients(
     Losses come in normalised over the global batch.
     """
     finalize_model_grads(model, None, **kwargs)
+
+
+def _gather_token_values(
+    outputs: Sequence[LossOutput], batches: Sequence[PackedBatch]
+) -> dict[str, list[Tensor]]:
+    """Join what losses return of tokens over context-parallel ranks. Collective among these."""
+    # Stages before the last have no outputs.
+    if not outputs:
+        return {}
+    values = {}
+    for name in outputs[0].token_values:
+        shards = [output.token_values[name] for output in outputs]
+        values[name] = gather_context_parallel(shards, batches)
+    return values
 
 
 def reduce_scalars(

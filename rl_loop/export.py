@@ -1,6 +1,7 @@
 """The end of a run: a Hugging Face checkpoint, and proof that it is the
 policy that was trained."""
 
+import logging
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from converters.read_back import check_weights
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.config import ModelConfig, Quantization
 from megatron_gptoss.samples import Sample, TrainingSamples
+from rl_loop.harmony import chat_template
 from rl_loop.harmony.codec import Harmony
 from rl_loop.tasks.source import TaskSource
+
+logger = logging.getLogger(__name__)
 
 COMPARED_PROMPTS = 32
 """Held-out prompts that export and trainer both answer."""
@@ -62,18 +66,18 @@ def export_policy(
     """Write the trainer's weights, config.json, tokenizer and generation settings to
     ``directory``.
 
-    ``tokenizer_source``: a Hugging Face directory whose tokenizer is taken if the vocabulary is
-    not our own. ``quantization``: experts are written in it, the bits that were trained. A sample of
-    what is on the disk is compared with the trainer's weights; raises ConversionError naming the
-    tensor that differs."""
+    ``tokenizer_source``: a Hugging Face directory, or a run with an export, whose tokenizer and
+    chat template are taken if the vocabulary is not our own. ``quantization``: experts are written
+    in it, the bits that were trained. A sample of what is on the disk is compared with the trainer's
+    weights; raises ConversionError naming the tensor that differs."""
     with tempfile.TemporaryDirectory() as scratch:
         files = harmony.vocabulary.save(Path(scratch))
-        if (
-            not files
-            and tokenizer_source is not None
-            and (tokenizer_source / "config.json").exists()
-        ):
-            files, _ = tokenizer_and_generation(tokenizer_source)
+        if files:
+            template = Path(scratch) / chat_template.FILE
+            template.write_text(chat_template.chat_template(harmony))
+            files = [*files, template]
+        else:
+            files = _tokenizer_files(tokenizer_source)
         # Gathered once: what is written and what it is compared with are the same tensors.
         is_quantized = quantization is not None
         weights = trainer.packed_weights() if is_quantized else trainer.weights()
@@ -87,6 +91,22 @@ def export_policy(
             quantized=is_quantized,
             check=lambda partial: check_weights(weights, partial, "sample"),
         )
+
+
+def _tokenizer_files(source: Path | None) -> list[Path]:
+    """Return the tokenizer files of what a run began with; warn if it has none."""
+    if source is not None:
+        for directory in (source, source / "export"):
+            if not (directory / "config.json").exists():
+                continue
+            files, _ = tokenizer_and_generation(directory)
+            if files:
+                return files
+    logger.warning(
+        "the export gets no tokenizer and no chat template: %s holds none; copy those of the base model there",
+        source or "nothing that the run began with",
+    )
+    return []
 
 
 def check_exported_bits(trainer: Trainer, sampled: Digests, directory: Path) -> int:

@@ -27,6 +27,7 @@ from rl_loop.session import (
     worker_settings,
 )
 from rl_loop.tracking.metrics import Name, StepMetrics
+from rl_loop.tracking.model_card import write_model_card
 from rl_loop.tracking.progress import ProgressFactory
 from rl_loop.tracking.run_directory import (
     RunDirectory,
@@ -85,6 +86,8 @@ def run_sft(
         figures = data.summary() | _last_losses(session.run)
         seconds = round(session.checkpointer.seconds, 1)
         session.run.write_summary(steps=done, **figures, seconds=seconds)
+        if session.run.export.exists():
+            write_model_card(session.run, config)
         if session.conversations is not None and (refused := session.refusals.summary()):
             session.progress.note(f"conversations: {refused} ({session.run.refused})")
     return config.directory
@@ -154,6 +157,7 @@ def run_rl(
             seconds=round(seconds, 1),
             **agreement,
         )
+        write_model_card(session.run, config)
     return config.directory
 
 

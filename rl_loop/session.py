@@ -399,6 +399,7 @@ def trainer_settings(config: RunConfig) -> "TrainerSettings":
         temperature=config.rollout.temperature,
         max_episode_tokens=config.rollout.max_tokens,
         ablation=config.ablation,
+        returns_tokens=config.tracking.episodes != 0,
         directory=config.directory,
         memory_inputs=config.memory_inputs,
     )

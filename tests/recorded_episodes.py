@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_gptoss.samples import Sample, TrainingSamples
+from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.data.trajectory import (
     FinishReason,
     InvalidReason,
@@ -124,7 +125,7 @@ def train_split(groups: Sequence[TrajectoryGroup]) -> EpisodesOfSplit:
     assert samples.rollout_log_probs is not None
     trainer = np.where(samples.loss_mask, samples.rollout_log_probs - 0.25, 0).astype(np.float32)
     entropy = samples.loss_mask.astype(np.float32)
-    return EpisodesOfSplit("train", groups, samples, trainer_log_probs=trainer, entropy=entropy)
+    return EpisodesOfSplit("train", groups, samples, TrainedTokens(trainer, entropy))
 
 
 def record_steps(directory: Path, steps: Sequence[int], tasks: int = 2, samples: int = 2) -> None:

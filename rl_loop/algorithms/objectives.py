@@ -31,6 +31,10 @@ from rl_loop.algorithms.sequences import Sequences, sample_weights
 AGES = ("fresh", "stale")
 """Tokens of the weights that are trained, and of earlier ones: metrics have either apart."""
 
+RETURNED_VALUES = ("trainer_log_probs", "entropy")
+"""What ``policy_objective`` returns of tokens if asked, in nats: the log-probs that mismatch with
+the engine is measured by, and the entropy of the distribution when it was trained on."""
+
 
 def sft_objective(loss_tokens: int) -> LossFunction:
     """Make the cross-entropy in nats per loss token. ``loss_tokens``: of the global batch."""
@@ -51,11 +55,13 @@ def policy_objective(
     loss_tokens: torch.Tensor,
     max_tokens: int = 1,
     group: dist.ProcessGroup | None = None,
+    returns_tokens: bool = False,
 ) -> LossFunction:
     """Make the policy loss with correction, KL penalty and entropy bonus.
 
     ``loss_tokens``, int64 [samples]: labels in the loss of every sample of the optimizer step, on
     all ranks; ``max_tokens``: the longest possible sample; ``group``: context-parallel ranks.
+    ``returns_tokens``: the loss returns RETURNED_VALUES of every token besides.
     Where the batch has no old log-probs the importance ratio is exactly 1."""
     sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens)
 
@@ -90,7 +96,10 @@ def policy_objective(
             sums |= _sums_by_age(trainer_log_probs, policy.ratio, batch, roles)
         sums["loss"] = total
         maxima["ratio/deviation_max"] = _only(learns, (policy.ratio - 1).abs()).max()
-        return LossOutput(total, sums, maxima)
+        token_values = {}
+        if returns_tokens:
+            token_values = {"trainer_log_probs": trainer_log_probs, "entropy": entropy.detach()}
+        return LossOutput(total, sums, maxima, token_values)
 
     return loss
 

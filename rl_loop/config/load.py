@@ -13,6 +13,7 @@ from yaml import YAMLError
 from megatron_gptoss.config import ModelConfig, StrictModel
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.shipped import find_config
 from rl_loop.engines.registry import TAG
 
 RELEASED_VOCABULARY = 201_088
@@ -27,7 +28,9 @@ def load_config[Config: RunConfig](
     """Read a YAML file, apply ``key.sub=value`` overrides and validate.
 
     ``model: NAME`` and ``algorithm: NAME`` stand for NAME.yaml in a folder of that name beside the
-    file's own. Raises ConfigError naming file and keys."""
+    file's own. A name of a shipped configuration stands for its file. Raises ConfigError naming
+    file and keys."""
+    path = find_config(path, kind.command)
     tree = read_yaml(path)
     changes = overrides or []
     for change in changes:
@@ -43,6 +46,51 @@ def load_config[Config: RunConfig](
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error}") from error
     return validated(path, kind, raw)
+
+
+def value_origins(
+    path: Path,
+    kind: type[RunConfig],
+    overrides: list[str] | None = None,
+) -> dict[str, str]:
+    """Say where the values of ``load_config`` with the same arguments are from.
+
+    Returns:
+        By dotted key: the file that has it, or "command line". What is not in it is a default.
+        A key stands for all below it.
+    """
+    path = find_config(path, kind.command)
+    tree = OmegaConf.to_container(read_yaml(path))
+    assert isinstance(tree, dict)
+    origins = {key: str(path) for key in _leaf_keys(tree)}
+
+    for change in overrides or []:
+        key, _, value = change.partition("=")
+        named = path.parent.parent / key / f"{value}.yaml"
+        is_section = key in ("model", "algorithm") and named.exists()
+        if is_section:
+            tree[key] = value
+        below = [known for known in origins if known == key or known.startswith(f"{key}.")]
+        for known in below:
+            del origins[known]
+        origins[key] = "command line"
+
+    # A section that is a name has its values from the file of that name.
+    for key in ("model", "algorithm"):
+        if isinstance(tree.get(key), str):
+            origins.pop(key, None)
+            file = path.parent.parent / key / f"{tree[key]}.yaml"
+            section = OmegaConf.to_container(read_yaml(file))
+            for name in _leaf_keys(section):
+                origins.setdefault(f"{key}.{name}", str(file))
+    return origins
+
+
+def _leaf_keys(tree: Any, prefix: str = "") -> list[str]:
+    """List the dotted keys of all values in a tree of mappings."""
+    if not isinstance(tree, dict) or not tree:
+        return [prefix.removesuffix(".")] if prefix else []
+    return [leaf for key, value in tree.items() for leaf in _leaf_keys(value, f"{prefix}{key}.")]
 
 
 def load_rl_config(path: Path, overrides: list[str] | None = None) -> RlConfig:

@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
+from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 
@@ -51,8 +52,9 @@ class RolloutBatch:
     """``rollout.tasks_per_step`` groups to train on."""
     held_out: list[TrajectoryGroup]
     """Groups of the evaluation, where one was asked for."""
-    replaced: int | None
-    """Groups without signal that dynamic sampling left out; None without dynamic sampling."""
+    replaced: list[TrajectoryGroup] | None
+    """Groups without signal that dynamic sampling left out, without their routes; None without
+    dynamic sampling."""
     next_task: int
     """Position of the first training task that is still to be used."""
     ahead: RunAhead | None = None
@@ -98,3 +100,5 @@ class RlUpdates:
     """The same of the critic, if there is one."""
     skipped: int = 0
     """Mini-batches without a token to learn from: nothing was changed."""
+    tokens: TrainedTokens | None = None
+    """None without updates of the policy, and where nobody records them."""

@@ -3,7 +3,8 @@
 Nothing is ever tokenised a second time, so that position ``i`` means the same token for the
 engine, the trainer and the report."""
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -205,6 +206,14 @@ class Trajectory:
             raise ColumnError(f"column {name} of {self._name} is not contiguous")
         return values
 
+    def without_routes(self) -> "Trajectory":
+        """Return a copy that shares everything but the routes, which it does not have."""
+        # Not replace(), which would check all columns again.
+        copied = copy.copy(self)
+        copied.routed_experts = None
+        copied.branches = [branch.without_routes() for branch in self.branches]
+        return copied
+
     @property
     def _name(self) -> str:
         return f"task {self.task_id}"
@@ -233,3 +242,11 @@ class TrajectoryGroup:
     def sequences(self) -> list[Trajectory]:
         """The token sequences of all valid episodes, in order: what samples are made of."""
         return [sequence for episode in self.trajectories for sequence in episode.sequences]
+
+    def without_routes(self) -> "TrajectoryGroup":
+        """Return a copy without routes: these lie in Ray's store, and may go before it does."""
+        return replace(
+            self,
+            trajectories=[trajectory.without_routes() for trajectory in self.trajectories],
+            invalid=[trajectory.without_routes() for trajectory in self.invalid],
+        )

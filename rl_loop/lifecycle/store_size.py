@@ -42,6 +42,9 @@ EPISODE_COLUMNS = ("token_ids", "loss_mask", "rollout_log_probs")
 TEXT_BYTES = 5
 """Per token: the decoded text of an episode's turns, for people."""
 
+RETURNED_BYTES = 8
+"""Per token: the trainer's log-prob and the entropy, in fp32, for the recorded episodes."""
+
 WEIGHT_COPIES = 3
 """Of an embedded engine's weights during a sync: as the trainer's rank returns them, as they are
 put there for the workers, and the earlier version, with which a worker that died would begin."""
@@ -117,9 +120,10 @@ def rl_store_need(
     algorithm: AlgorithmConfig,
     *,
     held_out: int,
+    returns_tokens: bool,
 ) -> StoreNeed:
     """Compute what the steps of reinforcement learning hold in the store, with their evaluations
-    of ``held_out`` episodes."""
+    of ``held_out`` episodes. ``returns_tokens``: as in ``TrainerSettings``."""
     trained = rollout.tasks_per_step * rollout.samples_per_task
 
     # Rounds of dynamic sampling keep all their groups until the step's are chosen. Steps that are
@@ -139,6 +143,8 @@ def rl_store_need(
     weights = _weight_bytes(model, dtype)
     weight_copies = WEIGHT_COPIES if rollout.engine.takes_tensors else 0
     shipped = trained * _shipped_bytes(rollout, algorithm)
+    if returns_tokens:
+        shipped += trained * RETURNED_BYTES
     return StoreNeed(
         episodes=episodes,
         longest=rollout.max_tokens,

@@ -137,7 +137,8 @@ class DynamicCollector:
         return RolloutBatch(
             train=[placed.group for placed in chosen],
             held_out=evaluated,
-            replaced=len(left_out),
+            # Their routes would stay in Ray's store until the step is recorded.
+            replaced=[placed.group.without_routes() for placed in left_out],
             next_task=next_task,
         )
 

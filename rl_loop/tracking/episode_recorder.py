@@ -1,6 +1,5 @@
 """Records the episodes of a run beside the loop: one thread makes the files."""
 
-import copy
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
-from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.tracking.episode_files import (
     first_id,
     keep_steps_up_to,
@@ -83,7 +81,10 @@ class EpisodeRecorder:
         if self._at_most == 0:
             return
         self.finish_writing()
-        kept = [replace(split, groups=_without_routes(split.groups)) for split in splits]
+        kept = [
+            replace(split, groups=[group.without_routes() for group in split.groups])
+            for split in splits
+        ]
         self._under_way = self._thread.submit(self._write, self._number, step, kept)
         self._number += 1
 
@@ -100,24 +101,3 @@ class EpisodeRecorder:
         write_episodes(self._directory, number, table)
         while merge_small_files(self._directory):
             pass
-
-
-def _without_routes(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    """Copy groups so that their routes, which lie in Ray's store, may go as soon as the loop needs
-    them no more."""
-    return [
-        replace(
-            group,
-            trajectories=[_without_own_routes(trajectory) for trajectory in group.trajectories],
-            invalid=[_without_own_routes(trajectory) for trajectory in group.invalid],
-        )
-        for group in groups
-    ]
-
-
-def _without_own_routes(trajectory: Trajectory) -> Trajectory:
-    # Not replace(), which would check all columns again.
-    copied = copy.copy(trajectory)
-    copied.routed_experts = None
-    copied.branches = [_without_own_routes(branch) for branch in trajectory.branches]
-    return copied

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_gptoss.samples import TrainingSamples
+from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 SPAN = pa.struct([("start", pa.int32()), ("end", pa.int32())])
@@ -20,7 +21,7 @@ FIGURES = pa.schema(
         # Unique in a run; later episodes have larger ones. See ``episode_files.first_id``.
         pa.field("id", pa.int64(), nullable=False),
         pa.field("step", pa.int32(), nullable=False),
-        pa.field("split", pa.string(), nullable=False),  # "train" or "held_out"
+        pa.field("split", pa.string(), nullable=False),  # "train", "held_out" or "replaced"
         pa.field("group", pa.int32(), nullable=False),  # number of the task in its step and split
         pa.field("sample", pa.int32(), nullable=False),  # number of the episode in its group
         pa.field("task_id", pa.string(), nullable=False),
@@ -73,20 +74,21 @@ SCHEMA = pa.schema([*FIGURES, *CONTENTS])
 ESTIMATES = ("advantages", "reference_log_probs", "values", "returns")
 """Columns that are taken from TrainingSamples under the same name."""
 
+UPDATED = ("trainer_log_probs", "entropy")
+"""Columns that come of the updates: TrainedTokens."""
+
 
 @dataclass(frozen=True)
 class EpisodesOfSplit:
     """Finished episodes of one step and what the trainer says of their tokens."""
 
     split: str
-    """One of train, held_out."""
+    """One of train, held_out and replaced: by dynamic sampling, for want of a signal."""
     groups: Sequence[TrajectoryGroup]
     samples: TrainingSamples | None = None
     """Of the valid episodes of ``groups``, in order; None if they are not trained on."""
-    trainer_log_probs: np.ndarray | None = None
-    """float32 [tokens of ``samples``], nats."""
-    entropy: np.ndarray | None = None
-    """float32 [tokens of ``samples``], nats."""
+    trained: TrainedTokens | None = None
+    """Of ``samples``; None if the policy was not trained on them."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,19 @@ class _Row:
     """Where the columns of TrainingSamples have its tokens; None if it was not trained on."""
     estimates: dict[str, np.ndarray]
     """Columns of all tokens of the split, by their name in CONTENTS."""
+
+    def estimate(self, name: str) -> np.ndarray | None:
+        """Return one of ``estimates`` of this episode's tokens; None if nobody computed it."""
+        if self.tokens is None or name not in self.estimates:
+            return None
+        column = self.estimates[name][self.tokens]
+        if name not in UPDATED:
+            return column
+
+        # One that no update took has no figures; of prompts and tools' outputs nobody asks.
+        if np.isnan(column[1:]).all():
+            return None
+        return np.where(self.trajectory.loss_mask, column, np.float32(0))
 
 
 def episode_table(
@@ -162,7 +177,9 @@ def _rows_of(split: EpisodesOfSplit) -> list[_Row]:
 
 
 def _estimates(split: EpisodesOfSplit) -> dict[str, np.ndarray]:
-    columns = {"trainer_log_probs": split.trainer_log_probs, "entropy": split.entropy}
+    columns: dict[str, np.ndarray | None] = {}
+    if split.trained is not None:
+        columns = {"trainer_log_probs": split.trained.log_probs, "entropy": split.trained.entropy}
     if split.samples is not None:
         columns |= {name: getattr(split.samples, name) for name in ESTIMATES}
     return {name: column for name, column in columns.items() if column is not None}
@@ -181,19 +198,19 @@ def _thinned(rows: list[_Row], at_most: int | None) -> list[_Row]:
 
 
 def _advantage(row: _Row) -> float | None:
-    column = row.estimates.get("advantages")
-    if column is None or row.tokens is None or row.trajectory.excluded:
+    column = row.estimate("advantages")
+    if column is None or row.trajectory.excluded:
         return None
-    learned = column[row.tokens][row.trajectory.loss_mask]
+    learned = column[row.trajectory.loss_mask]
     return float(learned.mean(dtype=np.float64)) if len(learned) else None
 
 
 def _logprob_gap(row: _Row) -> float | None:
-    column = row.estimates.get("trainer_log_probs")
-    if column is None or row.tokens is None:
+    column = row.estimate("trainer_log_probs")
+    if column is None:
         return None
     is_sampled = row.trajectory.loss_mask
-    gaps = np.abs(column[row.tokens] - row.trajectory.rollout_log_probs)[is_sampled]
+    gaps = np.abs(column - row.trajectory.rollout_log_probs)[is_sampled]
     return float(gaps.mean(dtype=np.float64)) if len(gaps) else None
 
 
@@ -282,10 +299,8 @@ def _token_column(field: pa.Field, rows: Sequence[_Row]) -> pa.Array:
     for row in rows:
         if field.name in TRAJECTORY_COLUMNS:
             parts.append(getattr(row.trajectory, field.name))
-        elif row.tokens is not None and field.name in row.estimates:
-            parts.append(row.estimates[field.name][row.tokens])
         else:
-            parts.append(None)
+            parts.append(row.estimate(field.name))
 
     if all(part is None for part in parts):
         return pa.nulls(len(rows), field.type)

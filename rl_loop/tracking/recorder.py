@@ -91,7 +91,7 @@ class StepRecorder:
         metrics = record.metrics
         metrics.add("rollout/staleness_max", max_staleness(samples), "max", "tokens")
         if rollouts.replaced is not None:
-            metrics.add("rollout/groups_replaced", rollouts.replaced, "sum", "groups")
+            metrics.add("rollout/groups_replaced", len(rollouts.replaced), "sum", "groups")
         if rollouts.ahead is not None:
             add_staleness_metrics(metrics, rollouts.ahead, rollouts.episodes, samples)
         add_signal_metrics(metrics, rollouts.train, samples)
@@ -100,7 +100,9 @@ class StepRecorder:
         self._add_drift(metrics)
         self._warn_if_nothing_is_learned(metrics, updates)
 
-        recorded = [EpisodesOfSplit("train", rollouts.train, samples)]
+        recorded = [EpisodesOfSplit("train", rollouts.train, samples, updates.tokens)]
+        if rollouts.replaced:
+            recorded.append(EpisodesOfSplit("replaced", rollouts.replaced))
         if rollouts.held_out:
             add_held_out_metrics(metrics, rollouts.held_out)
             recorded.append(EpisodesOfSplit("held_out", rollouts.held_out))

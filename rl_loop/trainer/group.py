@@ -2,6 +2,7 @@
 shared out."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ from megatron_gptoss.samples import INPUT_COLUMNS, TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import to_tensors
+from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import WeightSender
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, StepPlan, plan_step
@@ -135,9 +137,19 @@ class TrainerGroup:
         """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy."""
         plan = self._plan(samples, self._settings.algorithm.mini_batches)
         shipments = self._shipper.ship(samples, plan)
-        updates = self._on_shipments("rl_step", shipments, [0], step)[0]
+        asked = [0]
+        if self._settings.returns_tokens:
+            asked = sorted({0, *self._answering})
+        answers = self._on_shipments("rl_step", shipments, asked, step)
         # An update is the last pass over its samples.
         self._shipper.forget()
+
+        # Statistics are the same on every rank; tokens are those of the rank's own sequences.
+        updates = answers[0]
+        if self._settings.returns_tokens:
+            by_rank = dict(zip(asked, answers, strict=True))
+            tokens = [by_rank[rank].tokens for rank in self._answering]
+            updates.tokens = _place_tokens(samples, plan, tokens)
         return updates
 
     def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray:
@@ -172,3 +184,20 @@ class TrainerGroup:
             raise RuntimeError(f"{method}: TrainerGroup.ready has not been called")
         calls = [(shipments[place.data], *arguments) for place in self._places]
         return self.ranks.call(method, calls, asked)
+
+
+def _place_tokens(
+    samples: TrainingSamples, plan: StepPlan, answers: Sequence[TrainedTokens | None]
+) -> TrainedTokens | None:
+    """Join what the data-parallel ranks return of tokens; None if no update of the policy took
+    place."""
+    # All ranks take the same mini-batches.
+    if answers[0] is None:
+        return None
+    columns = {}
+    for field in fields(TrainedTokens):
+        of_ranks = [getattr(answer, field.name) for answer in answers]
+        columns[field.name] = plan.place_answers(
+            samples, of_ranks, field.name, np.dtype(np.float32)
+        )
+    return TrainedTokens(**columns)

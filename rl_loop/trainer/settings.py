@@ -50,6 +50,8 @@ class TrainerSettings:
     """The longest episode; Dr. GRPO divides sums by it."""
     ablation: AblationConfig
     """Faults on purpose in the model."""
+    returns_tokens: bool
+    """Whether updates return TrainedTokens, for the recorded episodes."""
     directory: Path
     """Of the run."""
     memory_inputs: MemoryInputs

@@ -32,9 +32,15 @@ from megatron_gptoss.planning.memory_advice import out_of_memory_explained
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
 from megatron_gptoss.trainer import LossFunction, PolicyTrainer, StepStatistics
-from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
+from rl_loop.algorithms.objectives import (
+    RETURNED_VALUES,
+    policy_objective,
+    sft_objective,
+    value_objective,
+)
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import TensorBytes, to_bytes
+from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import SyncFailed, WeightSender
 from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.trainer.initial_weights import load_initial_weights
@@ -202,9 +208,8 @@ class TrainerWorker:
         """Take an optimizer step of the critic and of the policy for every mini-batch of one batch
         of episodes."""
         # Every episode of a mini-batch may be masked.
-        mini_batches = [
-            mini_batch for mini_batch in shipment.unpack(alignment()) if not mini_batch.is_empty
-        ]
+        unpacked = shipment.unpack(alignment())
+        mini_batches = [mini_batch for mini_batch in unpacked if not mini_batch.is_empty]
         updates = RlUpdates(skipped=self.algorithm.mini_batches - len(mini_batches))
 
         # Before the first update, with the weights that the whole batch is compared with.
@@ -216,6 +221,7 @@ class TrainerWorker:
             if step >= critic_only_steps:
                 updates.policy.append(self._update_policy(mini_batch, step, critic_only_steps))
         self._make_room_for_engines()
+        updates.tokens = _take_tokens(updates.policy, unpacked, shipment)
         return updates
 
     def _add_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
@@ -271,6 +277,7 @@ class TrainerWorker:
             mini_batch.loss_tokens,
             self.settings.max_episode_tokens,
             parallel_state.get_context_parallel_group(),
+            returns_tokens=self.settings.returns_tokens,
         )
         return self._update(self.trainer, mini_batch.micro_batches, objective, step, first_step)
 
@@ -433,3 +440,28 @@ def _micro_batches(shipment: Shipment) -> list[PackedBatch]:
     """Build all micro-batches of this rank, one mini-batch after the other."""
     mini_batches = shipment.unpack(alignment())
     return [batch for mini_batch in mini_batches for batch in mini_batch.micro_batches]
+
+
+def _take_tokens(
+    updates: Sequence[StepStatistics], mini_batches: Sequence[MiniBatch], shipment: Shipment
+) -> TrainedTokens | None:
+    """Take what the updates of this rank's mini-batches returned of tokens out of their
+    statistics, which all ranks have alike. None if there is nothing, as on pipeline stages before
+    the last."""
+    taken = [update.token_values for update in updates]
+    for update in updates:
+        update.token_values = {}
+    if not any(taken):
+        return None
+
+    columns = {}
+    for name in RETURNED_VALUES:
+        of_updates = iter(taken)
+        rows: list[torch.Tensor] = []
+        for mini_batch in mini_batches:
+            if mini_batch.is_empty:
+                rows += [torch.full((b.tokens,), torch.nan) for b in mini_batch.micro_batches]
+            else:
+                rows += next(of_updates)[name]
+        columns[name] = shipment.column_of(rows, np.dtype(np.float32))
+    return TrainedTokens(log_probs=columns["trainer_log_probs"], entropy=columns["entropy"])

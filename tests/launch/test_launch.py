@@ -391,6 +391,31 @@ def test_a_snapshot_holds_what_is_not_committed_and_the_difference(
     assert (code / ".gptoss/run.yaml").read_text() == "name: x\n"
 
 
+def test_the_snapshot_of_an_installation_is_laid_out_as_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site-packages"
+    for name in ("gptoss_kernels", "rl_loop/__pycache__", "another_package"):
+        (site / name).mkdir(parents=True)
+        (site / name / "__init__.py").write_text("")
+    (site / "rl_loop/loop.py").write_text("x = 1\n")
+    monkeypatch.setattr(snapshot, "PROJECT", site)
+
+    written = snapshot.write_snapshot(tmp_path / "code.tar.gz", {"run.yaml": "name: x\n"})
+    with tarfile.open(written) as archive:
+        names = archive.getnames()
+        archive.extractall(tmp_path / "code", filter="data")
+    outside_configs = sorted(name for name in names if not name.startswith("configs/"))
+    assert outside_configs == [
+        ".gptoss/git.txt",
+        ".gptoss/run.yaml",
+        "kernels/gptoss_kernels/__init__.py",
+        "rl_loop/loop.py",
+    ]
+    assert "configs/rl/tiny_retool.yaml" in names
+    assert "installed: megatron-gptoss" in (tmp_path / "code/.gptoss/git.txt").read_text()
+
+
 def test_slurm_formats_are_understood() -> None:
     gpus = Partition("p", True, "1:00", 1, "gpu:h100:4(S:0-1),gpu:a100:2", 8, 1000, "").gpus
     assert gpus == {"h100": 4, "a100": 2}

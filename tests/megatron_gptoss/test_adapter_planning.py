@@ -192,7 +192,7 @@ def predicted_step(
     return predict_step(model, parallel, OptimizerConfig(), MICRO_BATCH, 1, adapter=adapter)
 
 
-# docs/performance.md, "Adapters on a frozen base, one H200"
+# docs/performance/training.md, "Adapters on a frozen base, one H200"
 @pytest.mark.parametrize(
     ("base", "layers", "expert_rank", "seconds", "share"),
     [

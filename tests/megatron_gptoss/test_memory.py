@@ -1,4 +1,4 @@
-"""The memory prediction against what GPUs used (docs/performance.md, "Training on GPUs")."""
+"""The memory prediction against what GPUs used (docs/performance/training.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The prediction of a step's time against what GPUs took (docs/performance.md, "Training on
-GPUs")."""
+"""The prediction of a step's time against what GPUs took (docs/performance/training.md)."""
 
 from __future__ import annotations
 

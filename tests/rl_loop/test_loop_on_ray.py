@@ -137,6 +137,13 @@ def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(whole:
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
     prompt = build_tasks(config).prompt_ids(build_tasks(config).held_out()[0])
     assert tokenizer.decode(prompt).startswith("<|start|>user<|message|>")
+    question = [
+        {"role": "user", "content": build_tasks(config).held_out()[0].messages[-1]["content"]}
+    ]
+    assert prompt == tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_dict=False
+    )
+    assert "held_out_accuracy_rl" in (run / "export/README.md").read_text()
     assert torch.isfinite(model(torch.tensor([prompt])).logits).all()
 
 

@@ -93,8 +93,10 @@ def test_a_step_is_counted_as_its_columns_weigh() -> None:
     # uint8 for 128 experts
     assert need.routes == 36 * 32_768 * 24 * 4, "an evaluation replays nothing"
     # ids, mask, log-probs and text of every episode; advantages besides for the ranks, and the
-    # answers, where an evaluation scores without replay
-    assert need.columns == tokens * (4 + 1 + 4 + 5) + 36 * 32_768 * ((4 + 1 + 4 + 4) + 4)
+    # answers, where an evaluation scores without replay; what an update says of tokens
+    assert need.columns == tokens * (4 + 1 + 4 + 5) + 36 * 32_768 * ((4 + 1 + 4 + 4) + 4 + (4 + 4))
+    unrecorded = store_need(rl_config(*STEP, "tracking.episodes=0"))
+    assert need.columns - unrecorded.columns == 36 * 32_768 * (4 + 4)
     assert need.weights == 0, "servers get weights without Ray's store"
     assert (
         store_need(
@@ -310,6 +312,6 @@ def test_a_session_refuses_a_ray_that_is_too_small_before_it_writes_anything(
     ray.shutdown()
     """
     refused, exists = run_program(program).strip().split("\n")
-    assert "a step needs 2.5 GB" in refused
+    assert "a step needs 3.3 GB" in refused
     assert "and the store has 0.1 GB: lower rollout.tasks_per_step" in refused
     assert exists == "False"

@@ -6,22 +6,26 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.in_process import local_loop
+from benchmarks.in_process import LocalRollouts, local_loop
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig
+from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn
+from rl_loop.rollout.group_stream import AdmittedGroup
+from rl_loop.session import build_tasks
 from rl_loop.tracking import episode_files
 from rl_loop.tracking.episode_files import keep_steps_up_to, list_files
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import SCHEMA, EpisodesOfSplit, episode_table
-from rl_loop.tracking.run_directory import RunDirectoryError, RunWriteError
+from rl_loop.tracking.run_directory import RunDirectoryError, RunWriteError, read_json_lines
 from tests.recorded_episodes import (
     VOCABULARY,
     failed,
@@ -31,6 +35,7 @@ from tests.recorded_episodes import (
     train_split,
 )
 from tests.rl_loop.algorithms.test_algorithms_end_to_end import config
+from tests.rl_loop.tracking.test_loop_signals import answered, from_file
 from tests.rl_loop.tracking.test_run_directory import no_file_beyond
 
 
@@ -97,6 +102,29 @@ def test_held_out_episodes_have_no_estimates_and_train_ones_keep_theirs() -> Non
     rows = episode_table(0, [train_split(groups_of_step(0, tasks=1)), held_out]).to_pylist()
     assert [row["split"] for row in rows] == ["train", "train", "held_out", "held_out"]
     assert [row["trainer_log_probs"] is None for row in rows] == [False, False, True, True]
+
+
+def test_what_an_update_says_of_tokens_is_recorded_where_they_were_sampled() -> None:
+    split = train_split(groups_of_step(0, tasks=1))
+    assert split.trained is not None and split.samples is not None
+    everywhere = np.full(split.samples.tokens, -2.0, np.float32)
+    rows = episode_table(
+        0, [replace(split, trained=TrainedTokens(everywhere, -everywhere))]
+    ).to_pylist()
+    for row in rows:
+        assert row["trainer_log_probs"] == [-2.0 if mask else 0.0 for mask in row["loss_mask"]]
+        assert row["entropy"] == [2.0 if mask else 0.0 for mask in row["loss_mask"]]
+
+
+def test_an_episode_that_no_update_took_has_no_figures_of_one() -> None:
+    split = train_split(groups_of_step(0, tasks=1))
+    assert split.trained is not None and split.samples is not None
+    first = slice(1, int(split.samples.offsets[1]))
+    split.trained.log_probs[first] = split.trained.entropy[first] = np.nan
+    rows = episode_table(0, [split]).to_pylist()
+    for name in ("trainer_log_probs", "entropy", "logprob_gap"):
+        assert [row[name] is None for row in rows] == [True, False], name
+    assert [row["advantage"] for row in rows] == [1.0, -1.0]
 
 
 def test_text_that_is_no_unicode_is_recorded(tmp_path: Path) -> None:
@@ -314,11 +342,51 @@ def test_the_loop_records_every_episode_and_a_resume_continues(tmp_path: Path) -
     run("cut", steps=2)
     assert rows(run("cut", steps=4, resume=True)) == whole
 
+    episodes = tmp_path / "whole/episodes"
+    is_train = [row["split"] == "train" for row in whole]
+    gaps = reader_of(episodes).figures.column("logprob_gap").to_pylist()
+    assert [gap is not None for gap in gaps] == is_train
+    assert 0 < max(gap for gap in gaps if gap is not None) < 1e-4, "two computations of the same"
+    entropy = [
+        row
+        for file in list_files(episodes)
+        for row in pq.read_table(file.path)["entropy"].to_pylist()
+    ]
+    assert [row is not None and max(row) > 1 for row in entropy] == is_train
+
     settings = config(tmp_path)
     per_step = settings.rollout.tasks_per_step * settings.rollout.samples_per_task
     of_training = [row["step"] for row in whole if row["split"] == "train"]
     assert of_training == [step for step in range(4) for _ in range(per_step)]
     assert {row["step"] for row in whole if row["split"] == "held_out"} >= {0, 4}
+
+
+def test_groups_that_dynamic_sampling_replaced_are_recorded_as_such(tmp_path: Path) -> None:
+    options = [*from_file(tmp_path, 60), "algorithm.dynamic_sampling_rounds=3", "training.steps=1"]
+    settings = config(tmp_path, *options)
+    silent = build_tasks(settings).train(0, 1)[0].task_id
+
+    class Rewards(LocalRollouts):
+        """All tasks have a signal but the first."""
+
+        def begin(self, admitted: AdmittedGroup) -> None:
+            is_silent = admitted.request.task.task_id == silent
+            rewards = (1.0,) if is_silent else (-1.0, 1.0)
+            admitted.end(answered(admitted.request, 0, rewards))
+
+    rollouts = Rewards(settings)
+    with local_loop(settings, rollouts) as loop:
+        loop.train()
+        loop.recorder.finish_writing()
+        directory = loop.recorder.run.episodes
+        (metrics,) = read_json_lines(loop.recorder.run.metrics)
+    rollouts.close()
+
+    rows = reader_of(directory).figures.select(["split", "task_id", "advantage", "sample"])
+    replaced = [row for row in rows.to_pylist() if row["split"] == "replaced"]
+    assert metrics["rollout/groups_replaced"] == 1
+    assert [row["task_id"] for row in replaced] == [silent] * settings.rollout.samples_per_task
+    assert all(row["advantage"] is None for row in replaced)
 
 
 def test_the_old_setting_says_what_it_is_called_now(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_task_is_trained_on_or_found_silent_before_it_comes_again(tmp_path: Pa
         step = len(trained) // 10
         (batch,) = steps_of(loop, range(step, step + 1))
         assert len(batch.train) == 10
-        assert batch.next_task - before == 10 + batch.replaced
+        assert batch.next_task - before == 10 + len(batch.replaced or [])
         trained += names([batch])
     with_signal = {task for task in rollouts.asked if task not in silent}
     of_first_epoch = trained[: len(with_signal)]
@@ -172,7 +172,9 @@ def test_silent_groups_fill_up_what_is_missing_and_are_not_called_replaced(tmp_p
     rollouts = FakeRollouts(lambda task: task in tasks[25:29])
     batch = loop_over(settings, rollouts, RunState()).collector.collect(0)
     assert names([batch]) == tasks[25:29] + tasks[:6]
-    assert (batch.replaced, batch.next_task) == (20, 30)
+    assert batch.replaced is not None
+    assert [group.task_id for group in batch.replaced] == tasks[6:25] + tasks[29:]
+    assert batch.next_task == 30
 
 
 class RolloutsWithSignal(LocalRollouts):

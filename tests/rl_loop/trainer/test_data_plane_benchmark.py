@@ -35,9 +35,11 @@ def cases() -> dict[tuple[int, str], dict[str, Any]]:
 def test_every_case_is_measured(cases: dict[tuple[int, str], dict[str, Any]]) -> None:
     assert set(cases) == {
         (0, "plain"),
+        (0, "unrecorded"),
         (0, "R2"),
         (0, "estimates"),
         (36, "plain"),
+        (36, "unrecorded"),
         (36, "estimates"),
     }
     for case in cases.values():
@@ -55,12 +57,23 @@ def test_a_token_is_sent_as_the_columns_that_it_has(
         assert cases[layers, "plain"]["wire_bytes_per_token"] == pytest.approx(
             4 + 1 + 4 + 4, abs=0.3
         )
-        assert cases[layers, "plain"]["answer_bytes_per_token"] < 0.1
+        assert cases[layers, "unrecorded"]["wire_bytes_per_token"] == pytest.approx(
+            cases[layers, "plain"]["wire_bytes_per_token"], abs=0.01
+        )
     assert cases[0, "plain"]["route_bytes_per_token"] == 0
     # One of 8,192 tokens is no input.
     assert cases[36, "plain"]["route_bytes_per_token"] == pytest.approx(
         36 * 4 * 8191 / 8192, abs=1e-3
     )
+
+
+def test_only_recorded_episodes_cost_an_answer(
+    cases: dict[tuple[int, str], dict[str, Any]],
+) -> None:
+    """The trainer's log-probs and entropies, once, from one rank each."""
+    for layers in (0, 36):
+        assert cases[layers, "unrecorded"]["answer_bytes_per_token"] < 0.1
+        assert cases[layers, "plain"]["answer_bytes_per_token"] == pytest.approx(4 + 4, abs=0.1)
 
 
 def test_estimates_come_back_once_and_go_out_again(
@@ -69,7 +82,8 @@ def test_estimates_come_back_once_and_go_out_again(
     plain, estimates = cases[0, "plain"], cases[0, "estimates"]
     sent = estimates["wire_bytes_per_token"] - plain["wire_bytes_per_token"]
     assert sent == pytest.approx(3 * 4, abs=0.3), "ids and mask once, three columns more"
-    assert estimates["answer_bytes_per_token"] == pytest.approx(2 * 4, abs=0.1)
+    answered = estimates["answer_bytes_per_token"] - plain["answer_bytes_per_token"]
+    assert answered == pytest.approx(2 * 4, abs=0.1)
 
 
 def test_routes_of_the_ranks_own_pass_add_nothing_on_the_wire(

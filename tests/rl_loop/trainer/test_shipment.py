@@ -39,6 +39,7 @@ def settings_of(ranks: int, mini_batches: int = 1) -> Any:
         training=SimpleNamespace(max_tokens_per_micro_batch=LIMIT),
         parallel=SimpleNamespace(data=ranks, micro_batch_multiple=1),
         algorithm=SimpleNamespace(mini_batches=mini_batches),
+        returns_tokens=False,
     )
 
 

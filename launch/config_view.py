@@ -1,0 +1,65 @@
+"""A resolved configuration, value by value, with where each is from: ``gptoss config``."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_loop.config.load import load_run_config, value_origins
+
+DEFAULT = "default"
+
+
+def config_lines(
+    path: Path,
+    command: str,
+    overrides: list[str] | None = None,
+    *,
+    changed_only: bool = False,
+) -> list[str]:
+    """Return ``key: value  # origin`` of every value, in the order of the reference.
+
+    Args:
+        path, overrides: as ``load_run_config`` takes them.
+        command: rl or sft.
+        changed_only: leave out defaults.
+
+    Raises:
+        ConfigError: if the configuration is not valid.
+    """
+    config = load_run_config(path, command, overrides)
+    origins = value_origins(path, type(config), overrides)
+
+    entries = []
+    for key, value in _values(config.model_dump(mode="json")):
+        origin = _origin_of(key, origins)
+        if origin != DEFAULT or not changed_only:
+            entries.append((f"{key}: {_text(value)}", origin))
+    width = min(max((len(text) for text, _ in entries), default=0), 60)
+    return [f"{text:{width}}  # {origin}" for text, origin in entries]
+
+
+def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a tree of mappings by dotted key."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _values(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _origin_of(key: str, origins: dict[str, str]) -> str:
+    """Return the origin of the longest known key that ``key`` is, or is below."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        origin = origins.get(".".join(parts[:length]))
+        if origin is not None:
+            return origin
+    return DEFAULT
+
+
+def _text(value: Any) -> str:
+    """Return a value as YAML and the command line read it."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)

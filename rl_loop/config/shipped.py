@@ -1,0 +1,46 @@
+"""Finds the configurations that the project ships, from any working directory and without a checkout."""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[2] / "configs"
+INSTALLED = Path("share/gptoss/configs")
+"""Below the environment's prefix: where a wheel puts them (``data-files`` in pyproject.toml)."""
+
+
+def find_config(path: Path, folder: str) -> Path:
+    """Return a configuration's file: ``path``, or else what the project ships under that name.
+
+    Args:
+        path: a file, ``configs/rl/NAME.yaml`` from wherever one is, or NAME.
+        folder: of the shipped ones, in which NAME is looked for: rl, sft or cluster.
+
+    Returns:
+        ``path`` itself if there is neither; reading it says so.
+    """
+    if path.exists():
+        return path
+    relative = path if path.suffix in (".yaml", ".yml") else path.with_name(f"{path.name}.yaml")
+    if relative.parts[0] == "configs":
+        relative = Path(*relative.parts[1:])
+
+    for directory in shipped_directories():
+        for candidate in (directory / relative, directory / folder / relative):
+            if candidate.is_file():
+                return candidate
+    return path
+
+
+def shipped_directories() -> Iterator[Path]:
+    """Yield the folders of shipped configurations that are there: a checkout's, an installation's."""
+    for directory in (CHECKOUT, Path(sysconfig.get_path("data")) / INSTALLED):
+        if directory.is_dir():
+            yield directory
+
+
+def shipped_names(folder: str) -> list[str]:
+    """List what the project ships in one of its folders, without the ending."""
+    for directory in shipped_directories():
+        return sorted(file.stem for file in (directory / folder).glob("*.yaml"))
+    return []

@@ -1,0 +1,365 @@
+"""Writes docs/reference: every key of a configuration, and what programs may import, from the docstrings.
+
+    python scripts/reference.py            # write the pages
+    python scripts/reference.py --check    # exit code 1 if they are not what the code says
+
+Docstrings of fields become the meaning of keys, so a key without one ends the program. Functions and classes are read
+with griffe, from the source and without importing it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAliasType, Union, get_args, get_origin
+
+import griffe
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from rl_loop.config.run import RlConfig, SftConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "docs/reference"
+NOTICE = "<!-- Made by scripts/reference.py from the docstrings: change those. -->"
+
+API: dict[str, dict[str, list[str]]] = {
+    "Kernels: torch only": {
+        "gptoss_kernels.sink_attention.api": ["sink_attention"],
+        "gptoss_kernels.mxfp4.api": ["quantize", "dequantize", "fake_quantize"],
+    },
+    "The policy on Megatron-Core": {
+        "megatron_gptoss.model": ["build_model"],
+        "megatron_gptoss.samples": ["Sample", "TrainingSamples"],
+        "megatron_gptoss.packing": ["PackedBatch", "pack", "build_batch"],
+        "megatron_gptoss.scorer": ["Scorer"],
+        "megatron_gptoss.trainer": ["PolicyTrainer", "LossOutput", "StepStatistics"],
+    },
+    "Checkpoints": {
+        "converters.torch_dist": ["import_checkpoint", "export_checkpoint"],
+        "converters.verify": ["verify"],
+        "converters.live": ["load_hf_weights", "export_hf_weights"],
+    },
+    "Environments": {
+        "rl_loop.environments.base": [
+            "Environment",
+            "Task",
+            "StepResult",
+            "EnvironmentOptions",
+            "Script",
+            "ToolError",
+            "UnknownTool",
+        ],
+    },
+    "Episodes": {
+        "rl_loop.data.trajectory": ["Trajectory", "TrajectoryGroup", "FinishReason", "Turn"],
+        "rl_loop.tracking.episode_files": ["list_files"],
+    },
+    "Losses and advantages": {
+        "rl_loop.algorithms.advantages": [
+            "BatchRewards",
+            "sample_advantages",
+            "generalized_advantages",
+        ],
+        "rl_loop.algorithms.policy_loss": ["LossInputs", "PolicyLoss", "ppo_loss", "bounded_exp"],
+    },
+    "Rollout backends": {
+        "rl_loop.engines.protocol": [
+            "RolloutEngine",
+            "GenerateRequest",
+            "SamplingParams",
+            "GenerateResult",
+        ],
+        "rl_loop.engines.backend": ["RolloutBackend", "EngineConfig", "BackendContext"],
+    },
+}
+"""What is in the API reference, by chapter and module: the seams for other people's code, and what the rest of the
+project promises to keep."""
+
+
+# ---- configuration
+
+
+@dataclass(frozen=True)
+class Section:
+    """A class of settings, and the first key under which it is found."""
+
+    key: str
+    model: type[BaseModel]
+
+
+def configuration_page() -> str:
+    """Return every key of a configuration, by section, with type, default and meaning."""
+    lines = [
+        NOTICE,
+        "# Configuration reference",
+        "",
+        "Every key that a YAML file or the command line (`optimizer.lr=1e-6`) may set; others are refused.",
+        "`gptoss config CONFIG` prints what a file comes to, and where each value is from.",
+        "",
+    ]
+    sections = list(_all_sections())
+    lines += [f"- [{_title(section)}](#{_anchor(_title(section))})" for section in sections]
+    for section in sections:
+        lines += ["", f"## {_title(section)}", "", *_paragraph(_summary_of(section.model)), ""]
+        lines += ["| key | type, default | meaning |", "|---|---|---|"]
+        for name, field in section.model.model_fields.items():
+            lines.append(_key_row(section, name, field))
+    return "\n".join(lines) + "\n"
+
+
+def _all_sections() -> Iterator[Section]:
+    """Yield the sections of both kinds of files, each class once."""
+    seen: set[type[BaseModel]] = set()
+    waiting = [Section("gptoss rl", RlConfig), Section("gptoss sft", SftConfig)]
+    while waiting:
+        section = waiting.pop(0)
+        if section.model in seen:
+            continue
+        seen.add(section.model)
+        yield section
+
+        is_top_level = section.key.startswith("gptoss ")
+        inner = []
+        for name, field in section.model.model_fields.items():
+            key = name if is_top_level else f"{section.key}.{name}"
+            inner += [Section(key, model) for model in _models_in(field.annotation)]
+        # The rest of the top level comes after all of it.
+        position = len(waiting) if is_top_level else 0
+        waiting[position:position] = inner
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the classes of settings that a type mentions, in order."""
+    if isinstance(annotation, TypeAliasType):
+        return _models_in(annotation.__value__)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    models = []
+    for argument in get_args(annotation):
+        models += _models_in(argument)
+    return models
+
+
+def _title(section: Section) -> str:
+    if section.key.startswith("gptoss "):
+        return f"Top level of {section.key}"
+    return f"{section.key}: {section.model.__name__}"
+
+
+def _key_row(section: Section, name: str, field: FieldInfo) -> str:
+    meaning = field.description
+    if not meaning:
+        raise SystemExit(
+            f"{section.model.__module__}.{section.model.__name__}.{name}: no docstring"
+        )
+    kind = ", ".join([_type_text(field.annotation), *_limits(field.metadata)])
+    default = _default_text(field)
+    return f"| `{name}` | {_cell(kind)}; {_cell(default)} | {_cell(meaning)} |"
+
+
+def _type_text(annotation: Any) -> str:
+    """Say in words which values a key takes."""
+    if isinstance(annotation, TypeAliasType):
+        return _type_text(annotation.__value__)
+    if annotation is type(None):
+        return "null"
+
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
+    if origin is Annotated:
+        inner, *metadata = arguments
+        found = [item for part in metadata for item in getattr(part, "metadata", [part])]
+        return " ".join([_type_text(inner), *_limits(found)])
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_type_text(argument) for argument in arguments))
+    if origin is list:
+        return f"list of {_type_text(arguments[0])}"
+    if origin is dict:
+        return f"mapping of {_type_text(arguments[0])} to {_type_text(arguments[1])}"
+    if origin is tuple:
+        return f"{len(arguments)} values: {', '.join(map(_type_text, arguments))}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"section {annotation.__name__}"
+    names = {str: "text", Path: "path", bool: "true or false", Any: "anything"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _limits(metadata: list[Any]) -> list[str]:
+    """Say which bounds a number has."""
+    limits = []
+    for item in metadata:
+        for kind, sign, name in (
+            (Gt, ">", "gt"),
+            (Ge, "≥", "ge"),
+            (Lt, "<", "lt"),
+            (Le, "≤", "le"),
+        ):
+            if isinstance(item, kind):
+                limits.append(f"{sign} {getattr(item, name)}")
+    return limits
+
+
+def _default_text(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return "required"
+    if isinstance(default, BaseModel):
+        return "its defaults"
+    texts = {None: "null", True: "true", False: "false", "": "empty"}
+    is_simple = default is None or isinstance(default, bool | str)
+    if is_simple and default in texts:
+        return f"`{texts[default]}`"
+    return f"`{default}`"
+
+
+# ---- what programs import
+
+
+def api_page() -> str:
+    """Return the functions and classes of API with signatures and docstrings."""
+    lines = [
+        NOTICE,
+        "# API reference",
+        "",
+        "What other programs may import, and the seams at which they add something of their own.",
+        "",
+    ]
+    lines += [f"- [{chapter}](#{_anchor(chapter)})" for chapter in API]
+    for chapter, modules in API.items():
+        lines += ["", f"## {chapter}"]
+        for path, names in modules.items():
+            module = griffe.load(
+                path, search_paths=[ROOT, ROOT / "kernels"], allow_inspection=False
+            )
+            for name in names:
+                lines += ["", f"### `{path}.{name}`", "", *_member_lines(module[name])]
+    return "\n".join(lines) + "\n"
+
+
+def _member_lines(member: Any) -> list[str]:
+    """Describe a function or a class."""
+    if not member.docstring:
+        raise SystemExit(f"{member.path}: no docstring")
+    if member.is_function:
+        return ["```python", _signature(member), "```", "", *_paragraph(member.docstring.value)]
+
+    lines = _paragraph(member.docstring.value)
+    attributes = [
+        attribute
+        for attribute in member.attributes.values()
+        if attribute.is_public and attribute.docstring
+    ]
+    if attributes:
+        lines += ["", "| attribute | meaning |", "|---|---|"]
+        for attribute in attributes:
+            kind = f": {attribute.annotation}" if attribute.annotation else ""
+            lines.append(
+                f"| `{_cell(attribute.name + kind)}` | {_cell(attribute.docstring.value)} |"
+            )
+    for function in member.functions.values():
+        is_shown = function.is_public and function.docstring and not function.name.startswith("__")
+        if is_shown:
+            lines += ["", "```python", _signature(function), "```", ""]
+            lines += _paragraph(function.docstring.value)
+    return lines
+
+
+def _signature(function: Any) -> str:
+    """Return a function's head, each argument on a line of its own if it is long."""
+    arguments = []
+    keyword_only = griffe.ParameterKind.keyword_only
+    names_follow = False
+    for parameter in function.parameters:
+        if parameter.kind is keyword_only and not names_follow:
+            arguments.append("*")
+        names_follow = names_follow or parameter.kind in (
+            keyword_only,
+            griffe.ParameterKind.var_positional,
+        )
+        star = {"variadic positional": "*", "variadic keyword": "**"}.get(parameter.kind.value, "")
+        text = f"{star}{parameter.name}"
+        if parameter.annotation is not None:
+            text += f": {parameter.annotation}"
+        has_default = parameter.default is not None and not star
+        if has_default:
+            text += f" = {parameter.default}"
+        arguments.append(text)
+
+    result = f" -> {function.returns}" if function.returns is not None else ""
+    keyword = "async def" if "async" in function.labels else "def"
+    line = f"{keyword} {function.name}({', '.join(arguments)}){result}"
+    if len(line) <= 100:
+        return line
+    inner = "".join(f"    {argument},\n" for argument in arguments)
+    return f"{keyword} {function.name}(\n{inner}){result}"
+
+
+# ---- Markdown
+
+
+def _summary_of(model: type[BaseModel]) -> str:
+    return (model.__doc__ or "").strip()
+
+
+def _paragraph(text: str) -> list[str]:
+    """Return a docstring as Markdown, arguments and errors as lists."""
+    lines = []
+    is_list = False
+    for line in text.replace("``", "`").splitlines():
+        heading = line.strip().removesuffix(":")
+        if heading in ("Args", "Returns", "Raises", "Yields") and line.rstrip().endswith(":"):
+            lines += [f"**{heading}**", ""]
+            is_list = heading in ("Args", "Raises")
+        elif line.startswith("    ") and is_list:
+            entry = line[4:]
+            lines.append(entry if entry.startswith(" ") else f"- {entry}")
+        else:
+            lines.append(line.removeprefix("    "))
+    return lines
+
+
+def _cell(text: str) -> str:
+    """Return a docstring as the contents of one cell of a table."""
+    return " ".join(text.replace("``", "`").split()).replace("|", "\\|")
+
+
+def _anchor(title: str) -> str:
+    """Return what GitHub calls the heading of this title."""
+    kept = [letter for letter in title.lower() if letter.isalnum() or letter in " -_"]
+    return "".join(kept).replace(" ", "-")
+
+
+# ---- the program
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    options = parser.parse_args()
+
+    stale = []
+    for name, text in (("configuration.md", configuration_page()), ("api.md", api_page())):
+        page = PAGES / name
+        if options.check:
+            if not page.exists() or page.read_text() != text:
+                stale.append(str(page.relative_to(ROOT)))
+        else:
+            page.parent.mkdir(exist_ok=True)
+            page.write_text(text)
+    if stale:
+        sys.exit(
+            f"not what the docstrings say: {', '.join(stale)}; run python scripts/reference.py"
+        )
+
+
+if __name__ == "__main__":
+    main()

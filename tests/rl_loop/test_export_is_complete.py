@@ -1,0 +1,79 @@
+"""What lies beside exported weights: a chat template that renders as the codec does, and a model card."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.environments.arithmetic import vocabulary_text
+from rl_loop.export import _tokenizer_files
+from rl_loop.harmony.chat_template import FILE, chat_template
+from rl_loop.harmony.codec import Harmony, PromptConfig
+from rl_loop.harmony.vocabulary import TinyVocabulary
+from rl_loop.tracking.model_card import model_card
+from tests.rl_loop.conftest import SHORT_PROMPT
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PROMPTS = {"none": SHORT_PROMPT, "system": PromptConfig(model_identity='A "small"\nmodel.')}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_the_chat_template_renders_what_the_codec_renders(prompt: str, tmp_path: Path) -> None:
+    harmony = Harmony(TinyVocabulary(1024, vocabulary_text()), PROMPTS[prompt])
+    harmony.vocabulary.save(tmp_path)
+    (tmp_path / FILE).write_text(chat_template(harmony))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+
+    messages = [
+        {"role": "user", "content": "What is 2 + 3?"},
+        {"role": "assistant", "content": "5"},
+        {"role": "user", "content": "And 5 * 7?"},
+    ]
+    for conversation in (messages[:1], messages):
+        ids = tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, return_dict=False
+        )
+        assert ids == harmony.render_prompt(conversation)
+
+
+def test_what_the_template_does_not_know_it_refuses(tmp_path: Path) -> None:
+    harmony = Harmony(TinyVocabulary(1024, vocabulary_text()), SHORT_PROMPT)
+    harmony.vocabulary.save(tmp_path)
+    (tmp_path / FILE).write_text(chat_template(harmony))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(Exception, match="not tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "5"}])
+
+
+def test_the_tokenizer_of_a_chain_of_runs_is_that_of_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export = tmp_path / "first/export"
+    export.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", FILE):
+        (export / name).write_text("{}")
+    assert [path.name for path in _tokenizer_files(tmp_path / "first")] == ["tokenizer.json", FILE]
+
+    with caplog.at_level(logging.WARNING):
+        assert _tokenizer_files(tmp_path / "second") == []
+    assert "the export gets no tokenizer" in caplog.text
+
+
+def test_the_card_says_what_was_trained_from_what_and_how_well() -> None:
+    config = load_config(CONFIGS / "rl/gpt-oss-20b_1x8.yaml", RlConfig)
+    card = model_card(config, {"held_out_accuracy_rl": 0.8672341, "steps": 400}, has_template=True)
+    _, header, body = card.split("---\n", 2)
+    assert yaml.safe_load(header)["base_model"] == "models/gpt-oss-20b"
+    assert "| held_out_accuracy_rl | 0.867234 |" in body
+    assert "sglang.launch_server --model-path" in body and "vllm serve" in body
+    assert "no chat template" not in body
+    assert "no chat template" in model_card(config, {}, has_template=False)
+
+    tiny = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig)
+    assert "vllm" not in model_card(tiny, {}, has_template=True)

@@ -1,0 +1,207 @@
+"""What updates return of tokens is what transformers computes, in every layout, and changes no update."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from converters.hf_directory import write_hf_directory
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.samples import TrainingSamples
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.data.rollout_batch import RlUpdates
+from rl_loop.session import trainer_settings
+from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.settings import TrainerSettings
+from rl_loop.trainer.shipment import Shipper, plan_step
+from rl_loop.trainer.worker import RankPlace, TrainerWorker
+from tests.distributed import free_port, run_distributed
+from tests.megatron_gptoss.reference import documents, hf_logits, hf_model
+from tests.megatron_gptoss.test_parallel_layouts import LAYOUTS
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+TEMPERATURE = 0.7
+SMALL = [
+    "model.num_layers=4",
+    "model.hidden_size=64",
+    "model.intermediate_size=48",
+    "model.head_size=16",
+    "model.num_attention_heads=8",
+    "model.num_key_value_heads=2",
+    "rollout.max_tokens=32",
+    "training.max_tokens_per_micro_batch=32",
+    f"rollout.temperature={TEMPERATURE}",
+    "optimizer={lr: 1e-2}",
+]
+LENGTHS = [30, 5, 18, 26, 11, 2, 23, 9]
+
+
+def settings_of(directory: Path, *overrides: str) -> TrainerSettings:
+    options = [
+        *SMALL,
+        f"initial_weights={directory}/hf",
+        f"output_dir={directory}",
+        "name=run",
+        *overrides,
+    ]
+    return trainer_settings(load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds random weights as a Hugging Face directory."""
+    root = tmp_path_factory.mktemp("initial")
+    model = settings_of(root).model
+    write_hf_directory(root / "hf", model, hf_model(model, std=0.1).state_dict().items())
+    return root
+
+
+def samples_of(model: ModelConfig, excluded: tuple[int, ...] = ()) -> TrainingSamples:
+    """Random episodes that are learned from, but for those whose numbers are in ``excluded``."""
+    samples = documents(LENGTHS, vocab_size=model.vocab_size)
+    is_learned = samples.loss_mask.copy()
+    for number in excluded:
+        is_learned[samples.offsets[number] : samples.offsets[number + 1]] = False
+    signs = np.repeat([1.0, -1.0] * (len(LENGTHS) // 2), LENGTHS).astype(np.float32)
+    guesses = np.where(is_learned, np.float32(-4), np.float32(0))
+    return replace(samples, loss_mask=is_learned).with_columns(
+        advantages=np.where(is_learned, signs, np.float32(0)), rollout_log_probs=guesses
+    )
+
+
+def expected_of(model: ModelConfig, samples: TrainingSamples) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs and entropies by transformers, 0 for the first token of every sample."""
+    with torch.no_grad():
+        logits = hf_logits(hf_model(model, std=0.1), samples).double() / TEMPERATURE
+    labels = np.concatenate([row[1:] for row in samples.rows("token_ids")])
+    distribution = torch.distributions.Categorical(logits=logits)
+
+    is_label = np.ones(samples.tokens, dtype=bool)
+    is_label[samples.offsets[:-1]] = False
+    log_probs = np.zeros(samples.tokens)
+    log_probs[is_label] = distribution.log_prob(torch.from_numpy(labels).long()).numpy()
+    entropy = np.zeros(samples.tokens)
+    entropy[is_label] = distribution.entropy().numpy()
+    return log_probs, entropy
+
+
+def update_on_rank(
+    rank: int, port: int, settings: TrainerSettings, samples: TrainingSamples
+) -> tuple[RankPlace, RlUpdates]:
+    """Where the rank stands, and what it answers to the driver."""
+    worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
+    try:
+        place = worker.place()
+        plan = plan_step(samples, settings, settings.algorithm.mini_batches)
+        shipments = Shipper(lambda value: value).ship(samples, plan)
+        return place, worker.rl_step(shipments[place.data], 0)
+    finally:
+        distributed.shutdown()
+
+
+class AnsweredRanks:
+    """Ranks that have answered already."""
+
+    def __init__(self, answers: list[tuple[RankPlace, RlUpdates]]) -> None:
+        self.places = [place for place, _ in answers]
+        self.updates = [updates for _, updates in answers]
+
+    def ready(self) -> list[RankPlace]:
+        return self.places
+
+    def store(self, value: Any) -> Any:
+        return value
+
+    def call(self, method: str, arguments: Any, asked: Any) -> list[RlUpdates]:
+        return [self.updates[rank] for rank in asked]
+
+    def close(self) -> None: ...
+
+
+def update(settings: TrainerSettings, samples: TrainingSamples) -> RlUpdates:
+    """Take a step with as many processes as the layout has ranks."""
+    world = settings.parallel.world_size
+    answers = run_distributed(update_on_rank, world, free_port(), settings, samples)
+    group = TrainerGroup(settings, AnsweredRanks(answers))
+    group.ready()
+    return group.rl_step(samples, 0)
+
+
+def statistics(updates: RlUpdates) -> list[tuple[Any, ...]]:
+    """What may not depend on whether tokens come back."""
+    return [(step.sums, step.maxima, step.grad_norm) for step in updates.policy]
+
+
+def layout_options(name: str) -> list[str]:
+    options = [f"parallel.{key}={value}" for key, value in LAYOUTS[name].items()]
+    return ["parallel.world_size=2", *options]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_returns_the_log_probs_and_entropies_of_transformers(
+    layout: str, directory: Path
+) -> None:
+    settings = settings_of(directory, *layout_options(layout))
+    samples = samples_of(settings.model)
+    updates = update(settings, samples)
+
+    log_probs, entropy = expected_of(settings.model, samples)
+    assert updates.tokens is not None
+    np.testing.assert_allclose(updates.tokens.log_probs, log_probs, atol=2e-5)
+    np.testing.assert_allclose(updates.tokens.entropy, entropy, atol=2e-5)
+    assert updates.tokens.entropy.dtype == updates.tokens.log_probs.dtype == np.float32
+
+    assert not any(step.token_values for step in updates.policy), "sent once, and not by all"
+    without = update(replace(settings, returns_tokens=False), samples)
+    assert without.tokens is None
+    assert statistics(without) == statistics(updates)
+    assert updates.policy[0].maxima["ratio/deviation_max"] == 0
+
+
+def test_old_log_probs_of_mini_batches_are_those_from_before_the_first_update(
+    directory: Path,
+) -> None:
+    settings = settings_of(directory, "algorithm.mini_batches=2", "algorithm.old_log_probs=forward")
+    samples = samples_of(settings.model)
+    updates = update(settings, samples)
+    assert len(updates.policy) == 2
+
+    log_probs, entropy = expected_of(settings.model, samples)
+    assert updates.tokens is not None
+    np.testing.assert_allclose(updates.tokens.log_probs, log_probs, atol=2e-5)
+    # The second mini-batch, of every other sample, was trained on after the first had its effect.
+    off = np.abs(updates.tokens.entropy - entropy)
+    rows = [off[start:end].max() for start, end in pairwise(samples.offsets)]
+    assert max(rows[::2]) < 2e-5 < 1e-3 < min(rows[1::2])
+
+
+def test_what_no_update_took_is_not_a_number(directory: Path) -> None:
+    settings = settings_of(directory, "algorithm.mini_batches=2")
+    samples = samples_of(settings.model, excluded=(1, 3, 5, 7))
+    updates = update(settings, samples)
+    assert updates.skipped == 1 and updates.tokens is not None
+
+    log_probs, _ = expected_of(settings.model, samples)
+    for number, (start, end) in enumerate(pairwise(samples.offsets)):
+        found = updates.tokens.log_probs[start:end]
+        if number % 2 == 0:
+            np.testing.assert_allclose(found, log_probs[start:end], atol=2e-5)
+        else:
+            assert found[0] == 0 and np.isnan(found[1:]).all()
+
+
+def test_nothing_comes_back_while_only_the_critic_learns(directory: Path) -> None:
+    settings = settings_of(directory, "algorithm=ppo", "algorithm.critic.warmup_steps=1")
+    columns = {"values": np.zeros(sum(LENGTHS), np.float32)}
+    samples = samples_of(settings.model).with_columns(**columns, returns=columns["values"])
+    updates = update(settings, samples)
+    assert updates.policy == [] and len(updates.critic) == 1
+    assert updates.tokens is None

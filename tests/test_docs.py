@@ -1,0 +1,229 @@
+"""The documentation is true where a program can tell: links, commands, quoted errors, the reference."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from launch.cli import app
+from rl_loop.config.load import load_run_config
+from rl_loop.config.shipped import shipped_names
+from scripts.reference import API, configuration_page
+from tests.waiting import PATIENCE_SECONDS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+ROOMS = ("kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
+LAPTOP = ROOT / "docs/getting_started/laptop.md"
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.S | re.M)
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    anchors = set()
+    for heading in re.findall(r"^#+ (.*)$", text, flags=re.M):
+        kept = [letter for letter in heading.lower() if letter.isalnum() or letter in " -_"]
+        anchors.add("".join(kept).replace(" ", "-"))
+    return anchors
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors_of(file), f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    linked = {(ROOT / "docs" / path).resolve() for path in re.findall(r"\]\(([\w/.-]+)", index)}
+    performance = set((ROOT / "docs/performance").glob("*.md"))
+    pages = set((ROOT / "docs").rglob("*.md")) - performance - {ROOT / "docs/README.md"}
+    assert pages <= linked
+
+
+# ---- commands
+
+
+def commands_in(page: Path) -> Iterator[list[str]]:
+    """The ``gptoss`` commands of a page's code, as words; not those that describe how to write one."""
+    text = page.read_text().replace("\\\n", " ")
+    for line in re.findall(r"^(?: {4,})?((?:\.venv/bin/)?gptoss .*)$", text, flags=re.M):
+        command = re.split(r" {2,}#| # | {3,}", line)[0]
+        is_synopsis = re.search(r"\[[\w(-]+[ =].*\]|\.\.\.|\|", command)
+        has_placeholder = re.search(r"[=_]S\b|ENV", command)
+        is_output = re.match(r"gptoss \d", command)
+        if is_synopsis or has_placeholder or is_output:
+            continue
+        yield shlex.split(command)[1:]
+
+
+COMMANDS = [
+    pytest.param(words, id=f"{page.stem}: {' '.join(words)[:60]}")
+    for page in PAGES
+    for words in commands_in(page)
+]
+
+
+def test_there_are_commands_to_look_at() -> None:
+    assert len(COMMANDS) > 50
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_are_such_as_the_program_takes(words: list[str]) -> None:
+    """Names of commands and options, numbers of arguments, and configurations with their overrides."""
+    command = typer.main.get_command(app)
+    arguments = words
+    while hasattr(command, "commands"):
+        if words == ["--version"]:
+            return
+        if arguments[0] not in command.commands and command.name == "launch":
+            arguments = ["start", *arguments]
+        command = command.commands[arguments[0]]
+        arguments = arguments[1:]
+    context = command.make_context(command.name, list(arguments))
+
+    path = context.params.get("path")
+    is_shipped = path is not None and str(path).startswith("configs/") and (ROOT / path).is_file()
+    if path is not None and str(path).startswith("configs/") and path.parts[1] in ("rl", "sft"):
+        assert is_shipped or path.stem in ("guessing", "shop"), path
+    overrides = context.params.get("overrides")
+    if is_shipped and "algorithm=sapo" not in (overrides or []):  # a file that the reader writes
+        load_run_config(ROOT / path, path.parts[1], overrides)
+
+
+CHEAP = {"plan", "config", "--version"}
+RUN = [
+    parameter
+    for parameter in COMMANDS
+    if parameter.values[0][0] in CHEAP or "--dry-run" in parameter.values[0]
+]
+
+
+@pytest.mark.parametrize("words", RUN)
+def test_commands_without_a_run_run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if "CONFIG" in words:
+        words = [{"CONFIG": "tiny_retool", "NAME": "local"}.get(word, word) for word in words]
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert done.output.strip()
+
+
+@pytest.mark.slow
+def test_the_laptop_page_does_what_it_says_word_by_word(tmp_path: Path) -> None:
+    """From another working directory: configurations are found by the names of the page."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", LAPTOP.read_text(), flags=re.S | re.M)
+    assert len(blocks) == 5
+    gptoss = f'gptoss() {{ "{sys.executable}" -c "from launch.cli import main; main()" "$@"; }}'
+    python = f'python() {{ "{sys.executable}" "$@"; }}'
+    program = "\n".join(["set -eux", gptoss, python, *blocks])
+    done = subprocess.run(
+        ["bash", "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+        timeout=4 * PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 40/40" in done.stdout and "step 3/3  held out" in done.stdout
+    assert (tmp_path / "runs/first/report.html").exists()
+
+
+# ---- quoted errors
+
+
+@cache
+def texts_in_the_code() -> list[str]:
+    """Every string of the product, those in pieces joined, with an ellipsis for what is put in."""
+
+    class Texts(ast.NodeVisitor):
+        def __init__(self) -> None:
+            self.found: list[str] = []
+
+        def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+            parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+            self.found.append("".join(map(str, parts)))
+
+        def visit_Constant(self, node: ast.Constant) -> None:
+            if isinstance(node.value, str):
+                self.found.append(node.value)
+
+    texts = Texts()
+    for room in ROOMS:
+        for file in (ROOT / room).rglob("*.py"):
+            texts.visit(ast.parse(file.read_text()))
+    return texts.found
+
+
+def is_in_the_code(quoted: str) -> bool:
+    """Whether the words of a quotation follow each other in the strings of the code."""
+    pieces = [piece.strip() for piece in quoted.split("…") if len(piece.strip()) > 2]
+    longest = max(pieces, key=len)
+    return any(longest in text for text in texts_in_the_code())
+
+
+def quotations() -> list[str]:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    first_cells = re.findall(r"^\| (`.*?`)[^|]*\|", page, flags=re.M)
+    return [cell.strip("`") for cell in first_cells]
+
+
+OF_OTHERS = {"CUDA out of memory"}
+"""What torch says."""
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    quoted = quotations()
+    assert len(quoted) > 25
+    unknown = [text for text in quoted if text not in OF_OTHERS and not is_in_the_code(text)]
+    assert not unknown
+    assert not is_in_the_code("… nobody has written this message …")
+
+
+# ---- the reference
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    program = [sys.executable, "scripts/reference.py", "--check"]
+    done = subprocess.run(
+        program,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_reference_has_every_key_of_the_shipped_configurations() -> None:
+    page = configuration_page()
+    for command in ("rl", "sft"):
+        for name in shipped_names(command):
+            config = load_run_config(ROOT / f"configs/{command}/{name}.yaml", command)
+            for key in config.model_dump():
+                assert f"| `{key}` |" in page, key
+    assert sum(len(names) for modules in API.values() for names in modules.values()) > 30
