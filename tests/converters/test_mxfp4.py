@@ -31,7 +31,8 @@ from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.torch_dist_files import TorchDistReader
 from converters.verify import verify
 from megatron_gptoss import distributed
-from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from tests.converters.models import TINY
 from tests.distributed import free_port, run_distributed
@@ -44,7 +45,7 @@ EXPERT_MATRICES = ("gate_up_proj", "down_proj")
 
 
 def quantized_weights(
-    config: ModelConfig, seed: int = 0, scales: tuple[int, int] = (110, 124)
+    config: GptOssModelConfig, seed: int = 0, scales: tuple[int, int] = (110, 124)
 ) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -65,7 +66,7 @@ def quantized_weights(
     return weights
 
 
-def save(directory: Path, config: ModelConfig, weights: Weights) -> Path:
+def save(directory: Path, config: GptOssModelConfig, weights: Weights) -> Path:
     directory.mkdir()
     save_file(weights, directory / "model.safetensors")
     content = config.to_hf_config(quantization_config=QUANTIZATION_CONFIG, dtype="bfloat16")
@@ -299,7 +300,7 @@ def test_verify_sees_a_table_that_is_wrong_in_both_directions(
     to_hf: Any,
     stage: str,
 ) -> None:
-    def mistaken(config: ModelConfig) -> dict[str, names.ParameterMapping]:
+    def mistaken(config: GptOssModelConfig) -> dict[str, names.ParameterMapping]:
         return {
             name: replace(mapping, to_megatron=to_megatron, to_hf=to_hf)
             if name.endswith(kind)
@@ -320,7 +321,8 @@ def test_verify_sees_a_table_that_is_wrong_in_both_directions(
 def test_the_outputs_verify_compares_are_those_of_transformers(
     tmp_path: Path, quantized: Path
 ) -> None:
-    from converters.forward import TOKENS, HuggingFaceModel, embed, layer_update, logits
+    from converters.families.gpt_oss.forward import HuggingFaceGptOss
+    from converters.forward import TOKENS, embed, layer_update, logits
 
     import_checkpoint(quantized, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "fp32", "fp32")
@@ -328,7 +330,7 @@ def test_the_outputs_verify_compares_are_those_of_transformers(
         tmp_path / "fp32", attn_implementation="eager", dtype="float32"
     )
     source = HfDirectory(quantized)
-    weights = HuggingFaceModel(source.config, source.get)
+    weights = HuggingFaceGptOss(source.config, source.get)
     ids = torch.arange(TOKENS) * 7 % MODEL.vocab_size
     with torch.no_grad():
         x = embed(weights, ids)

@@ -20,7 +20,7 @@ from megatron_gptoss.layers import cpu_block
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from megatron_gptoss.transformer_config import build_transformer_config
+from megatron_gptoss.transformer_settings import build_transformer_config
 from tests.distributed import free_port
 from tests.megatron_gptoss.reference import (
     TINY,
