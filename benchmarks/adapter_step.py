@@ -1,9 +1,10 @@
-"""Training steps of adapters on a frozen base, measured on one GPU: speed, memory, and the share of
-the step in which weights are dequantised and merged.
+"""Training steps of adapters on a frozen base: speed, memory, and the share of the step in which
+weights are dequantised and merged. On one GPU, or on several with the experts shared out (--expert).
 
     python benchmarks/adapter_step.py
     python benchmarks/adapter_step.py --cases mxfp4 bf16 --recompute moe layernorm
     python benchmarks/adapter_step.py --layers 4 --cases mxfp4 bf16 full
+    torchrun --nproc_per_node 2 benchmarks/adapter_step.py --expert 2 --layers 36 --experts 128 --cases mxfp4
     python benchmarks/adapter_step.py products
     python benchmarks/adapter_step.py --tiny            # on a CPU, to see that it runs
 
@@ -11,6 +12,7 @@ Cases: ``mxfp4`` and ``bf16`` are adapters on such a base; ``full`` trains all p
 comparison on few layers. Weights are random, tokens uniform, routing what follows from them. Every
 case is built, warmed up by two steps and timed in the same process; one further step is profiled,
 which tells the share of merging. Prints one table; ``--out FILE`` appends a JSON object per case.
+Every rank trains on micro-batches of its own; speeds are per GPU, and memory is the fullest GPU's.
 
 ``products`` times single kernels at the shapes of one layer: merging, and the grouped products of
 Transformer Engine beside torch's.
@@ -21,14 +23,17 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from random_adapters import draw_adapted_model
 
 from gptoss_kernels import mxfp4
@@ -40,6 +45,8 @@ from megatron_gptoss.layers.merge import merge, merge_packed
 from megatron_gptoss.layers.shared_memory import release_shared_memory
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
+from megatron_gptoss.planning.memory import account
+from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.trainer import LossOutput, PolicyTrainer
 
@@ -53,6 +60,8 @@ TINY = {
     "sliding_window": 8,
 }
 """Sizes of ``--tiny``."""
+Base = Literal["bf16", "mxfp4"]
+"""How the frozen weights of the experts are kept."""
 MERGE_KERNEL = "_merge_kernel"
 """What the kernel that dequantises and merges is called in profiles."""
 
@@ -70,6 +79,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--length", type=int, default=4096, help="tokens of every sequence")
     add("--sequences", type=int, default=4, help="sequences packed into one micro-batch")
     add("--micro-batches", type=int, default=1)
+    add("--expert", type=int, default=1, help="ranks that share out the experts, all of torchrun's")
     add("--rank", type=int, default=32)
     add("--expert-rank", type=int, help="default: rank / experts per token")
     add("--recompute", nargs="*", default=["moe_act", "layernorm"])
@@ -88,18 +98,31 @@ def main() -> None:
         return
 
     results = []
-    distributed.initialize(ParallelConfig(), port=29_790)
+    rank = int(os.environ.get("RANK", 0))
+    distributed.initialize(parallel_config(args), rank, port=29_790)
     try:
         for case in args.cases:
             result = run_case(args, case)
-            print(json.dumps(result), flush=True)
+            if rank == 0:
+                print(json.dumps(result), flush=True)
             results.append(result)
-            if args.out:
+            if args.out and rank == 0:
                 with args.out.open("a") as file:
                     file.write(json.dumps(result) + "\n")
     finally:
         distributed.shutdown()
-    print(table(results))
+    if rank == 0:
+        print(table(results))
+
+
+def parallel_config(args: argparse.Namespace, base: Base = "bf16") -> ParallelConfig:
+    """Return the layout: every rank has rows of its own, and its share of the experts."""
+    return ParallelConfig(
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        expert=args.expert,
+        base=base,
+        recompute=tuple(args.recompute),
+    )
 
 
 def run_case(args: argparse.Namespace, case: str) -> dict[str, Any]:
@@ -116,10 +139,11 @@ def run_case(args: argparse.Namespace, case: str) -> dict[str, Any]:
 
     batches = random_batches(args, trainer.chunks[0].config.architecture.vocab_size)
     tokens = sum(batch.tokens for batch in batches)
+    all_tokens = tokens * dist.get_world_size()
     losses: list[float] = []
 
     def step() -> None:
-        statistics = trainer.train_step(batches, mean_loss(tokens), learning_rate=1e-5)
+        statistics = trainer.train_step(batches, mean_loss(all_tokens), learning_rate=1e-5)
         assert statistics.parameters_updated, statistics.not_finite
         losses.append(statistics.sums["loss"])
 
@@ -131,6 +155,8 @@ def run_case(args: argparse.Namespace, case: str) -> dict[str, Any]:
     trained = sum(p.numel() for p in trainer.module.parameters() if p.requires_grad)
     result = {
         "case": case,
+        "gpus": dist.get_world_size(),
+        "experts": args.experts,
         "layers": args.layers,
         "recompute": args.recompute,
         "rank": args.rank,
@@ -142,7 +168,8 @@ def run_case(args: argparse.Namespace, case: str) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "merge_seconds": merge_seconds,
         "merge_share": None if merge_seconds is None else merge_seconds / seconds,
-        "peak_gb": step_peak / 1e9,
+        "peak_gb": largest(step_peak / 1e9),
+        "predicted_peak_gb": predicted_peak(args, trainer, case, batches),
         "after_building_gb": base_bytes / 1e9,
         "building_peak_gb": build_peak / 1e9,
         "build_seconds": build_seconds,
@@ -158,13 +185,8 @@ def build_trainer(args: argparse.Namespace, case: str) -> PolicyTrainer:
     sizes = TINY if args.tiny else {}
     model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
     on_gpu = torch.cuda.is_available()
-    adapter = None
-    base = "bf16"
-    if case != "full":
-        adapter = AdapterConfig(rank=args.rank, alpha=32, expert_rank=args.expert_rank)
-        base = case
-
-    parallel = ParallelConfig(base=base, recompute=tuple(args.recompute))
+    adapter, base = adapter_and_base(args, case)
+    parallel = parallel_config(args, base)
     # GPUs group products by themselves; on a CPU the same code is asked for.
     overrides = {} if on_gpu or adapter is None else {"moe_grouped_gemm": True}
     model = build_model(model_config, parallel, torch.bfloat16, adapter=adapter, **overrides)
@@ -172,10 +194,45 @@ def build_trainer(args: argparse.Namespace, case: str) -> PolicyTrainer:
     return PolicyTrainer(model, OptimizerConfig())
 
 
+def adapter_and_base(args: argparse.Namespace, case: str) -> tuple[AdapterConfig | None, Base]:
+    """Return what is trained in a case, None for all weights, and how the base is kept."""
+    if case == "full":
+        return None, "bf16"
+    adapter = AdapterConfig(rank=args.rank, alpha=32, expert_rank=args.expert_rank)
+    return adapter, "mxfp4" if case == "mxfp4" else "bf16"
+
+
+def predicted_peak(
+    args: argparse.Namespace,
+    trainer: PolicyTrainer,
+    case: str,
+    batches: list[PackedBatch],
+) -> float:
+    """Return what `gptoss plan` counts of the trainer's tensors in an update, in GB."""
+    adapter, base = adapter_and_base(args, case)
+    inputs = MemoryInputs(
+        trainer.chunks[0].config.gptoss,
+        parallel_config(args, base),
+        trainer.config,
+        max(batch.tokens for batch in batches),
+        micro_batches=len(batches),
+        adapter=adapter,
+    )
+    phases = {phase.name: phase for phase in account(inputs, gigabytes=1e3).phases}
+    return phases["update"].trainer / 1e9
+
+
+def largest(value: float) -> float:
+    """Return the largest of all ranks' values. Collective."""
+    values: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return max(values)
+
+
 def random_batches(args: argparse.Namespace, vocab_size: int) -> list[PackedBatch]:
-    """Build micro-batches of ``--sequences`` sequences of ``--length`` tokens."""
+    """Build micro-batches of ``--sequences`` sequences of ``--length`` tokens for this rank."""
     count = args.micro_batches * args.sequences
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
     token_ids = torch.randint(0, vocab_size, (count, args.length + 1), generator=generator)
     samples = TrainingSamples(
         offsets=np.arange(count + 1, dtype=np.int64) * (args.length + 1),
@@ -287,9 +344,10 @@ def peak() -> int:
 def table(results: list[dict[str, Any]]) -> str:
     """Return a Markdown table of all cases; the last column is the speed beside the first case's."""
     rows = [
-        "| case | layers | tokens | trained, million | step, s | tokens/s | merging, s | share "
-        "| peak, GB | after building, GB | while building, GB | building, s | ratio |",
-        "|---" * 13 + "|",
+        "| case | GPUs | layers | tokens | trained, million | step, s | tokens/s/GPU | merging, s "
+        "| share | peak, GB | predicted | after building, GB | while building, GB | building, s "
+        "| ratio |",
+        "|---" * 15 + "|",
     ]
     for result in results:
         merging = "-"
@@ -299,6 +357,7 @@ def table(results: list[dict[str, Any]]) -> str:
             share = f"{100 * result['merge_share']:.1f} %"
         cells = [
             result["case"],
+            str(result["gpus"]),
             str(result["layers"]),
             f"{result['tokens']:,}",
             f"{result['trained_parameters'] / 1e6:,.1f}",
@@ -307,6 +366,7 @@ def table(results: list[dict[str, Any]]) -> str:
             merging,
             share,
             f"{result['peak_gb']:.1f}",
+            f"{result['predicted_peak_gb']:.1f}",
             f"{result['after_building_gb']:.1f}",
             f"{result['building_peak_gb']:.1f}",
             f"{result['build_seconds']:.1f}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from megatron.core import parallel_state
 
 from gptoss_kernels import mxfp4
 from megatron_gptoss.layers.packed_weight import PackedWeight
@@ -12,16 +13,18 @@ from megatron_gptoss.layers.packed_weight import PackedWeight
 def draw_adapted_model(model: torch.nn.Module, seed: int = 0, std: float = 0.02) -> None:
     """Fill ``model`` with normally distributed weights; norms are 1, biases and sinks 0.
 
-    A packed base gets the nearest MXFP4 values, one expert's matrix at a time. B is drawn, too: with
-    B = 0 a merged weight would be its base.
+    A packed base gets the nearest MXFP4 values, one layer's matrices at a time. B is drawn, too: with
+    B = 0 a merged weight would be its base. Ranks draw the same replicas and different experts.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
+    expert_generator = torch.Generator(device).manual_seed(seed + 1000 * (expert_rank + 1))
 
     for module in model.modules():
         if isinstance(module, PackedWeight):
             values = torch.empty(module.shape, dtype=module.dtype, device=device)
-            blocks, scales = mxfp4.quantize(values.normal_(0, std, generator=generator))
+            blocks, scales = mxfp4.quantize(values.normal_(0, std, generator=expert_generator))
             module.blocks.copy_(blocks)
             module.scales.copy_(scales)
 
@@ -30,5 +33,7 @@ def draw_adapted_model(model: torch.nn.Module, seed: int = 0, std: float = 0.02)
             parameter.fill_(1)
         elif parameter.dim() == 1:
             parameter.zero_()
+        elif "experts" in name:
+            parameter.normal_(0, std, generator=expert_generator)
         else:
             parameter.normal_(0, std, generator=generator)

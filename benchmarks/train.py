@@ -355,6 +355,7 @@ def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
         model_config,
         parallel_config(args),
         torch.bfloat16,
+        quantization=args.quantization,
         moe_router_force_load_balancing=args.balanced,
         batch_p2p_sync=args.messages == "megatron",
         **attention_overrides(args.attention),
@@ -431,6 +432,8 @@ def memory_case(args: argparse.Namespace) -> dict[str, Any]:
     The trainer is built, all weights are exported as a sync does, then come scoring and an
     update, twice: the first step makes the optimizer's state.
     """
+    if args.segments:
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
     memory = phase_memory()
     memory.enter("start")
     trainer = build_trainer(args)
@@ -461,6 +464,9 @@ def memory_case(args: argparse.Namespace) -> dict[str, Any]:
 
     if dist.get_rank() == 0:
         print_phases(rows)
+    if args.segments:
+        give_back_cache()
+        args.segments.write_text(kept_segments(torch.cuda.memory_snapshot()))
     result = {
         "phases": rows,
         "reserved_after_building_gb": reserved_after_building / 1e9,
@@ -470,6 +476,42 @@ def memory_case(args: argparse.Namespace) -> dict[str, Any]:
     }
     release(trainer)
     return result
+
+
+def kept_segments(snapshot: list[dict[str, Any]]) -> str:
+    """List the memory that torch cannot give back, because something small in it is in use.
+
+    Args:
+        snapshot: of ``torch.cuda.memory_snapshot``, with the history of allocations.
+
+    Returns:
+        Lines of unused and used MB of a segment, and where what is used was allocated; most unused
+        first.
+    """
+    lines = []
+    for segment in snapshot:
+        used = [block for block in segment["blocks"] if block["state"] != "inactive"]
+        unused = segment["total_size"] - sum(block["size"] for block in used)
+        if unused and used:
+            places = sorted({allocating_line(block) for block in used})
+            used_mb = (segment["total_size"] - unused) / 1e6
+            lines.append((unused, f"{unused / 1e6:9.1f} {used_mb:9.1f}  {'; '.join(places)}"))
+
+    lines.sort(reverse=True)
+    total = sum(unused for unused, _ in lines) / 1e9
+    rows = [
+        f"{total:.2f} GB unused in segments that are in use",
+        " unused MB   used MB  allocated by",
+    ]
+    return "\n".join([*rows, *(line for _, line in lines)]) + "\n"
+
+
+def allocating_line(block: dict[str, Any]) -> str:
+    """Return the innermost line outside of torch that allocated a block."""
+    for frame in block.get("frames", []):
+        if "/torch/" not in frame["filename"]:
+            return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
+    return "unknown"
 
 
 def state_bytes_on_gpu(trainer: PolicyTrainer) -> int:
@@ -494,6 +536,7 @@ def memory_account(
         parallel_config(args),
         trainer.config,
         max(batch.tokens for batch in batches),
+        quantization=args.quantization,
         micro_batches=len(batches),
     )
     return account(inputs, total / 1e9, parallel_state.get_pipeline_model_parallel_rank())
@@ -797,6 +840,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--attention", default="auto", help="a backend of ours, or transformer_engine")
     add("--recompute", nargs="*", default=[])
     add("--recompute-layers", type=int, help="of a chunk; the others keep what they computed")
+    add("--quantization", choices=["mxfp4"], help="what the experts are trained through")
     add("--moments", default="fp32")
     add("--gradients", default="fp32")
     add("--offload", type=float, default=0.0, help="share of the optimizer's state on the host")
@@ -817,6 +861,7 @@ def argument_parser() -> argparse.ArgumentParser:
     # The measurement.
     add("--steps", type=int, default=6)
     add("--profile", type=Path, help="file for the device times of one step by kernel")
+    add("--segments", type=Path, help="memory: file for what keeps torch from giving memory back")
     add("--out", type=Path)
     add("--also", action="append", default=[], help="a further case, as one string")
     return parser

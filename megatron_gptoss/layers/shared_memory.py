@@ -11,35 +11,37 @@ from torch import Tensor
 class Loan:
     """What one call wrote to shared memory, for as long as no other overwrites it."""
 
-    def __init__(self, memory: "SharedMemory", tensor: Tensor) -> None:
+    def __init__(self, memory: "SharedMemory", number: int, tensor: Tensor) -> None:
         self._memory = memory
+        self._number = number
         self.tensor = tensor
         """To write into, at once."""
 
     def read(self) -> Tensor | None:
         """Return what was written; None if it was overwritten since."""
-        return self.tensor if self._memory.last_loan is self else None
+        return self.tensor if self._memory.last_loan == self._number else None
 
 
 class SharedMemory:
-    """Room for one tensor at a time, as large as the largest so far."""
+    """Room for one tensor at a time, as large as the largest so far.
 
-    last_loan: Loan | None = None
-    """Whose content it has."""
+    It knows loans by their numbers. If it held the loans themselves, which know it, only Python's
+    search for garbage would free memory that was given back: gigabytes, some steps later.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.last_loan = 0
+        """Number of the loan whose content it has; loans count from 1."""
         self._buffer = torch.empty(0, device=device, dtype=dtype)
 
     def lend(self, shape: torch.Size) -> Loan:
         """Return room for a tensor [*shape], uninitialised; the loan before ends."""
-        self.last_loan = None
+        self.last_loan += 1
         if self._buffer.numel() < shape.numel():
             # The old room first: there may be none for both.
             self._buffer = self._buffer.new_empty(0)
             self._buffer = self._buffer.new_empty(shape.numel())
-
-        self.last_loan = Loan(self, self._buffer[: shape.numel()].view(shape))
-        return self.last_loan
+        return Loan(self, self.last_loan, self._buffer[: shape.numel()].view(shape))
 
 
 _memories: dict[tuple[str, torch.device, torch.dtype], SharedMemory] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -174,6 +176,38 @@ def test_memory_is_lent_to_the_last_one_only_and_given_back() -> None:
     assert shared_memory("test", torch.device("cpu"), torch.float32) is not memory
     # whoever still needs what it wrote has it
     assert again.read() is again.tensor
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def merged_matrices() -> int:
+    """How many tensors of the size of a layer's merged experts there are in this process."""
+    sizes = {
+        MODEL.num_experts * 2 * MODEL.intermediate_size * MODEL.hidden_size,
+        MODEL.num_experts * MODEL.hidden_size * MODEL.intermediate_size,
+    }
+    tensors = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
+    return sum(tensor.numel() in sizes for tensor in tensors)
+
+
+def test_merged_weights_are_free_as_soon_as_they_are_given_back() -> None:
+    model, _ = grouped_and_sequential("mxfp4")
+    trainer = PolicyTrainer(model, OptimizerConfig())
+    give_back_cache()
+    with without_garbage_collection():
+        before = merged_matrices()
+        for _ in range(3):
+            trainer.train_step(batches(), mean_cross_entropy(TOKENS), 3e-3)
+            give_back_cache()
+            assert merged_matrices() == before
+        trainer.score(batches())
+        assert merged_matrices() > before, "what is counted is not what is merged"
 
 
 def test_a_model_that_was_moved_computes_the_same() -> None:

@@ -45,8 +45,8 @@ def test_a_tiny_model_gives_a_row_for_every_case(
 
     *_, title, line, first, second, third = capsys.readouterr().out.splitlines()
     assert title.count("|") == line.count("|") == first.count("|") == third.count("|")
-    assert first.startswith("| mxfp4 | 2 | 96 |") and first.endswith("| 1.00 |")
-    assert second.startswith("| bf16 | 2 | 96 |")
+    assert first.startswith("| mxfp4 | 1 | 2 | 96 |") and first.endswith("| 1.00 |")
+    assert second.startswith("| bf16 | 1 | 2 | 96 |")
 
 
 def test_a_drawn_base_is_random_and_the_same_for_the_same_seed(adapter_step: ModuleType) -> None:

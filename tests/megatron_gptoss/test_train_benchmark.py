@@ -58,3 +58,27 @@ def test_an_unpacked_row_is_one_sequence_whatever_the_others_pack(train: ModuleT
     measured = {"seconds": 0.5, "tokens_per_second_per_gpu": 8192.0, "mfu": 0.25, "peak_gb": 12.0}
     (row,) = train.table([{"arguments": arguments, "gpus": 4, **measured}]).splitlines()[2:]
     assert row == "| stock | 4 | 24 | 12,288 | auto | 0.500 | 8,192 | 25.0 % | 12.0 |"
+
+
+def test_segments_are_listed_with_what_keeps_them(train: ModuleType) -> None:
+    def block(size: int, state: str, *names: str) -> dict[str, Any]:
+        frames = [{"filename": f"/x/{name}", "line": 7, "name": "f"} for name in names]
+        return {"size": size, "state": state, "frames": frames}
+
+    free = block(900_000_000, "inactive")
+    cache = block(100_000_000, "active_allocated", "torch/nn.py", "ours.py", "main.py")
+    small = block(2_000_000, "active_pending_free", "theirs.py")
+    snapshot = [
+        {"total_size": 902_000_000, "blocks": [small, free]},
+        {"total_size": 100_000_000, "blocks": [cache]},
+        {"total_size": 900_000_000, "blocks": [free]},
+        {"total_size": 1_000_000_000, "blocks": [cache, free]},
+        {"total_size": 2_900_000_000, "blocks": [small, free, free, cache]},
+    ]
+    summary, _, *lines = train.kept_segments(snapshot).splitlines()
+    assert summary.startswith("4.60 GB")
+    assert [line.split() for line in lines] == [
+        ["2798.0", "102.0", "ours.py:7", "f;", "theirs.py:7", "f"],
+        ["900.0", "100.0", "ours.py:7", "f"],
+        ["900.0", "2.0", "theirs.py:7", "f"],
+    ]
