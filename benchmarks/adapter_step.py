@@ -211,7 +211,7 @@ def predicted_peak(
     """Return what `gptoss plan` counts of the trainer's tensors in an update, in GB."""
     adapter, base = adapter_and_base(args, case)
     inputs = MemoryInputs(
-        trainer.chunks[0].config.gptoss,
+        trainer.chunks[0].config.architecture,
         parallel_config(args, base),
         trainer.config,
         max(batch.tokens for batch in batches),
