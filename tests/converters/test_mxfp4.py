@@ -22,9 +22,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from converters import names, torch_dist
 from converters.errors import ConversionError
+from converters.families.gpt_oss.table import _transpose
 from converters.hf_directory import ExpertStack, HfDirectory, written_shapes
 from converters.hf_layouts import QUANTIZATION_CONFIG, openai_name
 from converters.live import export_hf_weights, load_hf_weights
+from converters.mapping import same, single_part
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.names import hf_shapes
 from converters.torch_dist import export_checkpoint, import_checkpoint
@@ -282,12 +284,12 @@ def test_a_model_starts_from_an_mxfp4_directory_and_each_rank_reads_its_own_expe
 @pytest.mark.parametrize(
     ("kind", "to_megatron", "to_hf", "stage"),
     [
-        ("linear_fc2.weight", names._same, names._single_part(names._same), "layer 0"),
-        ("linear_fc1.weight", names._transpose, names._single_part(names._transpose), "layer 0"),
+        ("linear_fc2.weight", same, single_part(same), "layer 0"),
+        ("linear_fc1.weight", _transpose, single_part(_transpose), "layer 0"),
         (
             ".1.mlp.experts.local_experts.0.linear_fc1.bias",
-            names._same,
-            names._single_part(names._same),
+            same,
+            single_part(same),
             "layer 1",
         ),
     ],
